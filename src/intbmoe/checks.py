@@ -1,0 +1,37 @@
+"""Argument checks whose messages name the argument, its value and what is allowed."""
+
+import difflib
+import math
+from collections.abc import Iterable
+
+
+def require(condition: bool, argument: str, value: object, allowed: str) -> None:
+    """Raise ``ValueError`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(f"{argument}={value!r} is not allowed: {argument} must be {allowed}")
+
+
+def require_positive_int(argument: str, value: object, at_most: int | None = None, limit: str = "") -> None:
+    """Raise unless ``value`` is an int ≥ 1 (and ≤ ``at_most``, which the message calls ``limit``)."""
+    integral = isinstance(value, int) and not isinstance(value, bool)
+    require(integral and value >= 1, argument, value, "an integer of at least 1")
+    if at_most is not None:
+        require(value <= at_most, argument, value, f"at most {limit} ({at_most})")
+
+
+def require_finite(argument: str, value: object) -> None:
+    """Raise unless ``value`` is a finite number."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(number and math.isfinite(value), argument, value, "a finite number")
+
+
+def require_bool(argument: str, value: object) -> None:
+    """Raise unless ``value`` is True or False."""
+    require(isinstance(value, bool), argument, value, "True or False")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A sentence for an error message: the nearest known word, or all of them."""
+    known = sorted(known)
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

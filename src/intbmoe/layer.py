@@ -1,0 +1,193 @@
+"""The one contract that every MoE method obeys.
+
+Letters used throughout: ``B`` sequences, ``T`` tokens each, ``N = B·T``, ``d`` width, ``E`` experts or expert bases,
+``K`` blocks, ``k`` chosen for a token.
+
+A method's file defines a Config and a subclass of ``MoELayer`` with ``compute``. The base class checks and reshapes
+the input, keeps padding out, and stores what else a forward produces; ``steps.py`` collects that for a whole model.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from inspect import Parameter, signature
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.checks import require, require_positive_int
+from intbmoe.parts.precision import compute_dtype
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What every method is told. Subclasses add their own fields, keyword-only, and check them."""
+
+    dim: int
+    hidden: Any
+
+    def __post_init__(self) -> None:
+        require_positive_int("dim", self.dim)
+
+    def noncausal_reason(self) -> str | None:
+        """Why a layer so configured may not stand in a causal model; None when it may."""
+        return None
+
+
+class Quantities(NamedTuple):
+    """The three quantities a design sets, for one token at one layer, shared experts left out."""
+
+    participation: int
+    """Experts that contribute to the token's output."""
+    execution: int
+    """Experts (or composed blocks) computed for the token."""
+    materialization: int
+    """Expert-sized weight sets built at run time, whatever the number of tokens; 0 if none is built."""
+
+
+class Routing(NamedTuple):
+    """Which experts each token chose."""
+
+    ids: Tensor | None
+    """(N, k_max), −1 where a token has no further choice or is masked; None for a method that does not choose."""
+    weights: Tensor | None
+    """(N, k_max), the weight of each choice, 0 where there is none."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What ``compute`` returns beside nothing hidden: the output, and what the contract may ask about it."""
+
+    y: Tensor
+    """(B, T, d)."""
+    routing: Routing | None = None
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    """Auxiliary losses, coefficients applied."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Statistics that add up over micro-batches and ranks, such as ``load``: assignments of each expert."""
+
+
+class MoELayer(nn.Module):
+    """A mixture-of-experts layer in place of a Transformer's FFN: ``layer(x, mask)`` is the tensor alone.
+
+    Build one from its Config, or from the Config's fields: ``Layer(dim, hidden, experts=16)``.
+    """
+
+    Config: ClassVar[type[LayerConfig]] = LayerConfig
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = signature(cls.Config).replace(return_annotation=Parameter.empty)
+
+    def __init__(self, dim: int | LayerConfig, hidden: Any = None, **options: Any) -> None:
+        super().__init__()
+        if isinstance(dim, self.Config):
+            require(hidden is None and not options, "options", options, "left out when a Config is given")
+            self.config = dim
+        else:
+            self.config = self.Config(dim, hidden, **options)
+        self._record: dict[str, dict[str, Tensor]] | None = None
+        self._routing_log: list[tuple[Routing, tuple[int, ...]]] | None = None
+        self._pending: dict[str, Tensor] = {}
+        self._window: dict[str, Tensor] = {}
+        self._warned_dead: set[int] = set()
+
+    @classmethod
+    def from_config(cls, config: LayerConfig) -> Self:
+        """Build the layer from its frozen Config."""
+        return cls(config)
+
+    # What a method defines.
+
+    def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
+        """(B, T, d) tokens and (B, T) validity (None: all valid) → ``Result``. Masked tokens arrive as zeros.
+
+        Runs with autocast off; ``dtype`` is the type for the large matrix products.
+        """
+        raise TypeError(f"{type(self).__name__} does not define compute()")
+
+    def quantities(self) -> Quantities:
+        """Participation, execution and materialization of this layer."""
+        raise TypeError(f"{type(self).__name__} does not define quantities()")
+
+    @property
+    def choices(self) -> int | None:
+        """How many experts or blocks the router chooses from; None for a method that does not choose."""
+        return None
+
+    def active_parameters(self) -> int:
+        """Parameters that contribute to one token's output."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def new_state(self, batch: int) -> Any:
+        """Decoding state for ``batch`` sequences; None for a method whose tokens need no earlier ones."""
+        return None
+
+    @classmethod
+    def family_before_step(cls, layers: Sequence[Self], optimizer: Any, reevaluate: Any) -> None:
+        """Runs after backward, before the optimizer's step, with all layers of this class in a model."""
+
+    @classmethod
+    def family_after_step(cls, layers: Sequence[Self], sums: Sequence[dict[str, Tensor]], optimizer: Any) -> None:
+        """Runs after the optimizer's step, with each layer's ``sums`` over the step's global batch."""
+
+    # What every method shares.
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, state: Any = None) -> Tensor:
+        """(…, T, d) tokens, (…, T) bool validity (True: valid) → (…, T, d); masked tokens give zero."""
+        self._check_input(x, mask)
+        tokens = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])  # no −1: there may be no token
+        if mask is not None:
+            mask = mask.reshape(tokens.shape[:-1])
+            # Padding may hold anything, NaN included: zero it before any arithmetic sees it.
+            tokens = torch.where(mask.unsqueeze(-1), tokens, 0)
+        dtype = compute_dtype(x)
+        with torch.autocast(x.device.type, enabled=False):
+            result = self.compute(tokens, mask, state, dtype)
+        y = result.y
+        if mask is not None:
+            y = torch.where(mask.unsqueeze(-1), y, 0)
+        if self.training:
+            valid = x.new_full((), tokens.shape[0] * tokens.shape[1], dtype=torch.int64) if mask is None else mask.sum()
+            self._record = {"losses": result.losses, "sums": {"tokens": valid, **result.sums}}
+        if self._routing_log is not None:
+            ids, weights = result.routing or Routing(None, None)
+            routing = Routing(ids, weights if weights is None else weights.detach())
+            self._routing_log.append((routing, tuple(x.shape[:-1])))
+        return y.to(x.dtype).reshape(x.shape)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The type the large weights are stored in, which inputs must have outside autocast."""
+        return next(self.parameters()).dtype
+
+    def _check_input(self, x: Tensor, mask: Tensor | None) -> None:
+        dim = self.config.dim
+        if x.dim() < 2 or x.shape[-1] != dim:
+            raise ValueError(f"x has shape {tuple(x.shape)}: expected (…, tokens, dim) with dim={dim}")
+        if not torch.is_autocast_enabled(x.device.type) and x.dtype != self.weight_dtype:
+            raise TypeError(
+                f"x is {x.dtype} but the layer's weights are {self.weight_dtype}: "
+                f"convert one of them, or run under torch.autocast"
+            )
+        if mask is None:
+            return
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask is {mask.dtype}: expected torch.bool, True where a token is valid (mask.bool())")
+        if mask.shape != x.shape[:-1]:
+            raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {tuple(x.shape[:-1])}, as x without dim")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Non-leaf tensors in an attribute break deepcopy and pickle; they belong to a forward, not to the layer.
+        return {**self.__dict__, "_record": None, "_routing_log": None}
+
+
+def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
+    """Every MoE layer of a model with its name, as the model's author sees it: wrappers leave no trace."""
+    wrappers = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            yield ".".join(part for part in name.split(".") if part not in wrappers), module

@@ -1,0 +1,1 @@
+"""One method, one file: the paper, the equations, a Config, the module."""

@@ -1,0 +1,407 @@
+"""IntBMoE: block-conditioned composition of all experts, sparse execution of a few blocks.
+
+Cheng, Xu, Liu, Liu and Chu, "IntBMoE: Integrating Block-Level Conditioning into Expert Composition for
+Full-Participation Mixture-of-Experts", 2026. In our letters (``docs/method.md`` explains them):
+
+    recipe     q_b = ReLU(LN(A c_b + a)),  α_b^p = A_p q_b + a_p              codebook c_b, paths p ∈ {v, g}
+    compose    W_{b,p}^l = 1/√E Σ_e α_{b,e}^p W_e^l,  biases likewise         b = 1…K, l = 1…L
+    route      r_t = MLP(x_t),  B_t = top-k(r_t),  π_t = softmax(r_t)         over all K, not renormalised
+    filter     z^0 = x_t ⊙ sigmoid(W_x x_t + W_c c_b + b_f)
+    DPRG       v = W_{b,v} z + b_{b,v},  g = RMSNorm(W_{b,g} z + b_{b,g}),  z̃ = v ⊙ (1 + λ SiLU(g))
+    between    z^l = LN(z̃^l) for l < L,  z^L = z̃^L = F_b(x_t)
+    output     y_t = Σ_{b ∈ B_t} π_{t,b} F_b(x_t) + S(x_t)                    S: shared SwiGLU, always on
+
+The released module differs in one point: it holds a LayerNorm after the last internal layer that nothing uses. Ours
+has none; ``load_reference_state_dict`` and ``to_reference_state_dict`` translate.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from intbmoe.checks import require, require_bool, require_finite, require_positive_int
+from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing
+from intbmoe.ops import compose as compose_ops
+from intbmoe.ops.blocks import Blocks
+from intbmoe.ops.blocks import naive as blocks_naive
+from intbmoe.ops.dprg import dprg
+from intbmoe.ops.grouped_mm import FORMS, grouped_mm
+from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
+from intbmoe.parts.experts import SwiGLU
+from intbmoe.parts.precision import linear, wide
+from intbmoe.parts.router import MLPRouter, top_k
+from intbmoe.registry import register
+
+
+@dataclass(frozen=True)
+class IntBMoEConfig(LayerConfig):
+    """Every switch of the layer; the defaults are the paper's on ImageNet."""
+
+    hidden: int | tuple[int, ...]
+    """Inner widths of a block: L = len(hidden) + 1 internal layers, an int means one inner width."""
+    _: KW_ONLY
+    experts: int = 16
+    """E, expert bases in each internal layer's pool."""
+    blocks: int = 8
+    """K, codebook entries and thus composed blocks."""
+    top_k: int = 2
+    """k, blocks a token is sent to."""
+    code_dim: int = 32
+    router_dim: int = 64
+    hyper_dim: int = 16
+    shared_hidden: int | None = None
+    """Inner width of the shared SwiGLU; None matches its weights to one expert's."""
+    residual_scale: float = 1.0
+    """λ at the start."""
+    learn_scale: bool = True
+    gate: bool = True
+    filter: bool = True
+    shared: bool = True
+    coefficients: Literal["linear", "softmax"] = "linear"
+    """Unconstrained with 1/√E, or a softmax over the bases for each path."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        allowed = "a positive integer or a tuple of them, one for each inner width"
+        require(isinstance(self.hidden, int | tuple | list), "hidden", self.hidden, allowed)
+        widths = (self.hidden,) if isinstance(self.hidden, int) else tuple(self.hidden)
+        for width in widths:
+            require_positive_int("hidden", width)
+        object.__setattr__(self, "hidden", widths)
+        for name in ("experts", "blocks", "code_dim", "router_dim", "hyper_dim"):
+            require_positive_int(name, getattr(self, name))
+        require_positive_int("top_k", self.top_k, at_most=self.blocks, limit="blocks")
+        if self.shared_hidden is not None:
+            require_positive_int("shared_hidden", self.shared_hidden)
+        require_finite("residual_scale", self.residual_scale)
+        for name in ("learn_scale", "gate", "filter", "shared"):
+            require_bool(name, getattr(self, name))
+        known = self.coefficients in ("linear", "softmax")
+        require(known, "coefficients", self.coefficients, "'linear' or 'softmax'")
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """d_0 … d_L."""
+        return (self.dim, *self.hidden, self.dim)
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights, biases not counted, of one expert: the same-index bases of all internal layers."""
+        return sum(a * b for a, b in zip(self.widths, self.widths[1:], strict=False))
+
+    @property
+    def shared_width(self) -> int:
+        """The inner width of the shared SwiGLU, ``shared_hidden`` resolved."""
+        return self.shared_hidden or max(1, round(self.expert_weights / (3 * self.dim)))
+
+    def ablations(self) -> dict[str, "IntBMoEConfig"]:
+        """The paper's six ablations of this configuration, by name."""
+        one_layer_experts = max(1, round(self.experts * self.expert_weights / self.dim**2))
+        return {
+            # The pool grows to the same expert weights; the shared expert stays what it was.
+            "one_layer": replace(self, hidden=(), experts=one_layer_experts, shared_hidden=self.shared_width),
+            "fixed_scale": replace(self, learn_scale=False, residual_scale=1.0),
+            "no_gate": replace(self, gate=False),
+            "no_shared": replace(self, shared=False),
+            "no_filter": replace(self, filter=False),
+            "softmax": replace(self, coefficients="softmax"),
+        }
+
+
+class Hypernetwork(nn.Module):
+    """From a block's code to its recipe: one coefficient for each base and path."""
+
+    def __init__(self, config: IntBMoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.trunk = nn.Linear(config.code_dim, config.hyper_dim)
+        self.norm = nn.LayerNorm(config.hyper_dim)
+        self.value = nn.Linear(config.hyper_dim, config.experts)
+        self.gate = nn.Linear(config.hyper_dim, config.experts) if config.gate else None
+
+    def forward(self, codebook: Tensor) -> list[Tensor]:
+        """(K, code_dim) codes → (K, E) coefficients of each path, scaled, in the wide type."""
+        trunk = linear(wide(codebook), self.trunk.weight, self.trunk.bias)
+        norm = wide(self.norm.weight), wide(self.norm.bias)
+        q = F.relu(F.layer_norm(trunk, self.norm.normalized_shape, *norm, self.norm.eps))
+        heads = [self.value] if self.gate is None else [self.value, self.gate]
+        recipes = [linear(q, head.weight, head.bias) for head in heads]
+        if self.config.coefficients == "softmax":
+            return [recipe.softmax(-1) for recipe in recipes]
+        return [recipe / math.sqrt(self.config.experts) for recipe in recipes]
+
+
+class ExpertPool(nn.Module):
+    """E bases of one internal layer; each slice starts as ``nn.Linear`` does, with a zero bias."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(experts, outputs))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.zeros_(self.bias)
+
+
+class BlockLayer(MoELayer):
+    """What IntBMoE and its precomposed form share: router, norms, λ, shared expert, and the way of a token."""
+
+    Config = IntBMoEConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        config = self.config
+        self.router = MLPRouter(config.dim, config.router_dim, config.blocks)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for width in config.hidden)
+        self.shared = SwiGLU(config.dim, config.shared_width) if config.shared else None
+        self.gate_norms = nn.ParameterList(nn.Parameter(torch.ones(w)) for w in config.widths[1:] if config.gate)
+        scale = torch.full((1,), float(config.residual_scale))
+        if not config.gate:
+            self.scale = None
+        elif config.learn_scale:
+            self.scale = nn.Parameter(scale)
+        else:
+            self.register_buffer("scale", scale)
+        self._form: str | None = None
+
+    @property
+    def form(self) -> str | None:
+        """How blocks run: "grouped", "tiled", "naive" (the specification), or None to choose by device and type."""
+        return self._form
+
+    @form.setter
+    def form(self, form: str | None) -> None:
+        require(form is None or form in FORMS, "form", form, f"None or one of {', '.join(FORMS)}")
+        self._form = form
+
+    @property
+    def choices(self) -> int:
+        return self.config.blocks
+
+    def blocks(self, dtype: torch.dtype) -> Blocks:
+        """The K blocks, large tensors in ``dtype``."""
+        raise TypeError(f"{type(self).__name__} does not define blocks()")
+
+    def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
+        tokens = x.reshape(-1, self.config.dim)
+        scores = self.router(tokens)
+        ids = top_k(scores, self.config.top_k)
+        weights = scores.softmax(-1).gather(-1, ids)
+        if mask is not None:
+            valid = mask.reshape(-1, 1)
+            ids, weights = torch.where(valid, ids, -1), torch.where(valid, weights, 0)
+        y, load = self._run_blocks(tokens.to(dtype), ids, weights, complete=mask is None)
+        if self.shared is not None:
+            y = y + self.shared(tokens.to(dtype))
+        return Result(y.view(x.shape), Routing(ids, weights), sums={"load": load})
+
+    def _run_blocks(self, x: Tensor, ids: Tensor, weights: Tensor, complete: bool) -> tuple[Tensor, Tensor]:
+        """(N, d) tokens through their blocks → the weighted sums in the wide type, and each block's load."""
+        blocks = self.blocks(x.dtype)
+        plan = dispatch(ids, self.config.blocks, complete)
+        if self.form == "naive":
+            return blocks_naive.run_blocks(x, ids, weights, blocks), plan.counts
+        z = to_rows(x, plan)
+        if blocks.token_filter is not None:
+            token_term = to_rows(linear(x, blocks.token_filter), plan)
+            z = z * torch.sigmoid(token_term + spread(blocks.block_filter, plan))
+        for layer, (weight, bias) in enumerate(zip(blocks.weights, blocks.biases, strict=True)):
+            z = wide(grouped_mm(z, weight, plan.offsets, complete=complete, form=self.form)) + spread(bias, plan)
+            if blocks.scale is not None:
+                z = dprg(z, blocks.gains[layer], blocks.scale)
+            if layer < len(blocks.norms):
+                z = F.layer_norm(z, z.shape[-1:], *blocks.norms[layer], blocks_naive.LAYER_NORM_EPS).to(x.dtype)
+        return combine(z, weights, plan), plan.counts
+
+    def _row_parameters(self) -> dict[str, Any]:
+        """The part of ``Blocks`` that all blocks share, in the wide type."""
+        return {
+            "gains": tuple(wide(gain) for gain in self.gate_norms),
+            "scale": None if self.scale is None else wide(self.scale),
+            "norms": tuple((wide(norm.weight), wide(norm.bias)) for norm in self.norms),
+        }
+
+    def extra_repr(self) -> str:
+        c = self.config
+        widths = "→".join(str(width) for width in c.widths)
+        return f"{widths}, experts={c.experts}, blocks={c.blocks}, top_k={c.top_k}, form={self.form or 'auto'}"
+
+
+@register("intbmoe", title="IntBMoE", paper="Cheng et al., 2026", participation="dense")
+class IntBMoE(BlockLayer):
+    """The trainable layer: K blocks are composed from the pools at every forward."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        c = self.config
+        self.codebook = nn.Parameter(torch.randn(c.blocks, c.code_dim))
+        self.hypernetwork = Hypernetwork(c)
+        self.pools = nn.ModuleList(ExpertPool(c.experts, a, b) for a, b in zip(c.widths, c.widths[1:], strict=False))
+        self.filter = nn.Linear(c.dim + c.code_dim, c.dim) if c.filter else None
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return self.pools[0].weight.dtype
+
+    def recipes(self) -> list[Tensor]:
+        """The composition coefficients (K, E) of each path, as they multiply the bases."""
+        return self.hypernetwork(self.codebook)
+
+    def blocks(self, dtype: torch.dtype) -> Blocks:
+        """Compose the K blocks in the wide type; the matrices are then cast once."""
+        compose = compose_ops.naive.compose if self.form == "naive" else compose_ops.compose
+        recipes = self.recipes()
+        token_filter = block_filter = None
+        if self.filter is not None:
+            token_filter, code_filter = self.filter.weight.split([self.config.dim, self.config.code_dim], dim=1)
+            block_filter = linear(wide(self.codebook), code_filter, self.filter.bias).to(dtype)
+        return Blocks(
+            weights=tuple(compose(recipes, wide(pool.weight)).to(dtype) for pool in self.pools),
+            biases=tuple(compose(recipes, wide(pool.bias)) for pool in self.pools),
+            token_filter=token_filter,
+            block_filter=block_filter,
+            **self._row_parameters(),
+        )
+
+    def quantities(self) -> Quantities:
+        return Quantities(self.config.experts, self.config.top_k, self.config.blocks)
+
+    def precompose(self, dtype: torch.dtype | None = None) -> "ComposedMoE":
+        """A frozen layer with the same outputs, without pools and hypernetwork: its cost does not depend on E.
+
+        ``dtype`` is the type of the composed weights and of its inputs (default: this layer's). The router keeps
+        its own, so that a half-precision copy sends tokens where this layer would.
+        """
+        return ComposedMoE.of(self, dtype or self.weight_dtype)
+
+    def load_reference_state_dict(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Take parameters under the authors' names, strictly; returns the keys of their unused last LayerNorm.
+
+        Unknown keys, missing keys and wrong shapes raise before anything is changed.
+        """
+        names = self._reference_names()
+        unused = [key for key in self._unused_reference_keys() if key in state]
+        missing = sorted(set(names.values()) - set(state))
+        unknown = sorted(set(state) - set(names.values()) - set(unused))
+        if missing or unknown:
+            raise KeyError(f"reference state does not fit: missing keys {missing}, unknown keys {unknown}")
+        own = self.state_dict()
+        for name, reference in names.items():
+            if own[name].shape != state[reference].shape:
+                shapes = f"{tuple(state[reference].shape)}, expected {tuple(own[name].shape)}"
+                raise ValueError(f"reference parameter {reference!r} has shape {shapes}")
+        self.load_state_dict({name: state[reference] for name, reference in names.items()})
+        return unused
+
+    def to_reference_state_dict(self) -> dict[str, Tensor]:
+        """The parameters under the authors' names, their unused last LayerNorm as ones and zeros."""
+        own = self.state_dict()
+        state = {reference: own[name].clone() for name, reference in self._reference_names().items()}
+        weight, bias = self._unused_reference_keys()
+        like = self.pools[-1].bias.detach()[0]
+        return state | {weight: torch.ones_like(like), bias: torch.zeros_like(like)}
+
+    def _unused_reference_keys(self) -> tuple[str, str]:
+        last = len(self.pools) - 1
+        return f"layer_norms.{last}.weight", f"layer_norms.{last}.bias"
+
+    def _reference_names(self) -> dict[str, str]:
+        """Our parameter names → the authors'."""
+        prefixes = {
+            "codebook": "block_embeddings.weight",
+            "scale": "composition_alpha",
+            "hypernetwork.trunk.": "basis_weight_projection.0.",
+            "hypernetwork.norm.": "basis_weight_projection.1.",
+            "hypernetwork.value.": "value_basis_projection.",
+            "hypernetwork.gate.": "gate_basis_projection.",
+            "router.hidden.": "router.0.",
+            "router.scores.": "router.2.",
+            "pools.": "basis_layers.",
+            "filter.": "feature_filter.",
+            "norms.": "layer_norms.",
+            "shared.gate.": "shared_experts.0.gate_proj.",
+            "shared.up.": "shared_experts.0.up_proj.",
+            "shared.down.": "shared_experts.0.down_proj.",
+        }
+        names = {}
+        for name in self.state_dict():
+            if name.startswith("gate_norms."):
+                names[name] = f"composition_{name}.scale"
+            else:
+                ours = next(prefix for prefix in prefixes if name.startswith(prefix))
+                names[name] = prefixes[ours] + name.removeprefix(ours)
+        return names
+
+
+class ComposedMoE(BlockLayer):
+    """IntBMoE for inference: composed blocks only. Nothing to train, nothing to go stale, no trace of E.
+
+    ``IntBMoE.precompose`` makes one; ``ComposedMoE(config)`` makes an empty one for ``load_state_dict``.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        c, paths = self.config, 2 if self.config.gate else 1
+        pairs = list(zip(c.widths, c.widths[1:], strict=False))
+        self.block_weights = nn.ParameterList(torch.zeros(c.blocks, a, paths * b) for a, b in pairs)
+        self.block_biases = nn.ParameterList(torch.zeros(c.blocks, paths * b) for _, b in pairs)
+        self.token_filter = nn.Parameter(torch.zeros(c.dim, c.dim)) if c.filter else None
+        self.block_filter = nn.Parameter(torch.zeros(c.blocks, c.dim)) if c.filter else None
+        self.requires_grad_(False)
+
+    @classmethod
+    def of(cls, layer: IntBMoE, dtype: torch.dtype) -> "ComposedMoE":
+        """Compose ``layer``'s blocks, once."""
+        with torch.no_grad(), torch.device(layer.codebook.device):
+            composed = cls(layer.config).train(layer.training)
+            blocks = layer.blocks(dtype)
+        composed.form = layer.form
+        for name in ("router", "norms", "gate_norms", "scale"):
+            setattr(composed, name, copy.deepcopy(getattr(layer, name)))
+        composed.shared = copy.deepcopy(layer.shared).to(dtype) if layer.shared is not None else None
+        for name in ("weights", "biases"):
+            setattr(composed, f"block_{name}", nn.ParameterList(getattr(blocks, name)))
+        if blocks.token_filter is not None:
+            composed.token_filter = nn.Parameter(blocks.token_filter.detach().to(dtype, copy=True))
+            composed.block_filter = nn.Parameter(blocks.block_filter.detach())
+        return composed.requires_grad_(False)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return self.block_weights[0].dtype
+
+    def blocks(self, dtype: torch.dtype) -> Blocks:
+        return Blocks(
+            weights=tuple(weight.to(dtype) for weight in self.block_weights),
+            biases=tuple(wide(bias) for bias in self.block_biases),
+            token_filter=self.token_filter,
+            block_filter=None if self.block_filter is None else self.block_filter.to(dtype),
+            **self._row_parameters(),
+        )
+
+    def quantities(self) -> Quantities:
+        return Quantities(self.config.experts, self.config.top_k, self.config.blocks)
+
+    def active_parameters(self) -> int:
+        """All but the blocks that one token does not visit."""
+        per_block = [*self.block_weights, *self.block_biases]
+        per_block += [] if self.block_filter is None else [self.block_filter]
+        idle = sum(tensor[0].numel() for tensor in per_block) * (self.config.blocks - self.config.top_k)
+        return super().active_parameters() - idle
+
+
+def precompose(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy of ``model`` with every IntBMoE replaced by its precomposed form; the pools are not copied."""
+    layers = [module for module in model.modules() if isinstance(module, IntBMoE)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} holds no IntBMoE layer, so there is nothing to precompose")
+    return copy.deepcopy(model, memo={id(layer): layer.precompose(dtype) for layer in layers})

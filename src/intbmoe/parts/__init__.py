@@ -1,0 +1,1 @@
+"""What two methods or more share."""

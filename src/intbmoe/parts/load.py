@@ -1,0 +1,43 @@
+"""How evenly a layer's experts or blocks are used."""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LoadStatistics:
+    """Load over some window of tokens. One assignment is one token sent to one expert or block."""
+
+    counts: tuple[int, ...]
+    """Assignments of each expert or block."""
+    tokens: int
+    """Valid tokens; padding is never among them."""
+    utilisation: float
+    """Share of the experts that got at least one assignment."""
+    worst_case: float
+    """Largest load over mean load: 1 is perfect balance, the number of experts is collapse."""
+    entropy: float
+    """Entropy of the loads over its maximum: 1 is perfect balance, 0 is collapse."""
+    dead: tuple[int, ...]
+    """Experts without a single assignment."""
+
+
+def load_statistics_of(counts: Tensor, tokens: int) -> LoadStatistics:
+    """Statistics of (E,) assignment counts; without any assignment every ratio is NaN."""
+    loads = [int(count) for count in counts.tolist()]
+    total = sum(loads)
+    dead = tuple(index for index, load in enumerate(loads) if load == 0)
+    if total == 0:
+        return LoadStatistics(tuple(loads), tokens, math.nan, math.nan, math.nan, dead)
+    shares = [load / total for load in loads]
+    entropy = -sum(share * math.log(share) for share in shares if share > 0)
+    return LoadStatistics(
+        counts=tuple(loads),
+        tokens=tokens,
+        utilisation=1 - len(dead) / len(loads),
+        worst_case=max(shares) * len(loads),
+        entropy=entropy / math.log(len(loads)) if len(loads) > 1 else 1.0,
+        dead=dead,
+    )

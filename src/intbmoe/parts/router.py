@@ -1,0 +1,28 @@
+"""Choosing experts or blocks for a token: scores in the wide type, ties to the lower index."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from intbmoe.parts.precision import linear, wide
+
+
+class MLPRouter(nn.Module):
+    """Two linear maps with a ReLU between them: d → ``router_dim`` → ``choices`` scores."""
+
+    def __init__(self, dim: int, router_dim: int, choices: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(dim, router_dim)
+        self.scores = nn.Linear(router_dim, choices)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, d) tokens → (N, choices) scores in the wide type."""
+        hidden = F.relu(linear(wide(x), self.hidden.weight, self.hidden.bias))
+        return linear(hidden, self.scores.weight, self.scores.bias)
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """Indices of the k highest scores in each row, best first; equal scores go to the lower index.
+
+    ``torch.topk`` leaves the order of equal scores open, hence the stable sort (of a handful of columns).
+    """
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]

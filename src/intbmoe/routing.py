@@ -1,0 +1,96 @@
+"""Seeing where tokens go: ``record_routing`` for single forwards, ``load_statistics`` for a training window."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.layer import Routing, moe_layers
+from intbmoe.parts.load import LoadStatistics, load_statistics_of
+
+
+class RecordedRouting:
+    """What one layer's router decided while ``record_routing`` was on, forwards one after another."""
+
+    def __init__(self, calls: list[tuple[Routing, tuple[int, ...]]], choices: int | None) -> None:
+        self._calls = calls
+        self.choices = choices
+        """How many experts or blocks there were to choose from; None for a method that does not choose."""
+
+    @property
+    def ids(self) -> Tensor | None:
+        """(N, k_max) chosen experts or blocks, −1 for none; None for a method that does not choose."""
+        return self._joined("ids", -1)
+
+    @property
+    def weights(self) -> Tensor | None:
+        """(N, k_max) weights of the choices, 0 for none."""
+        return self._joined("weights", 0)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The (…, T) of each forward: N is the sum of their products."""
+        return tuple(shape for _, shape in self._calls)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The (…, T) of the one forward that was recorded."""
+        if len(self._calls) != 1:
+            raise ValueError(f"{len(self._calls)} forwards were recorded: use .shapes")
+        return self._calls[0][1]
+
+    def load_statistics(self) -> LoadStatistics:
+        """How evenly the recorded tokens used the experts or blocks."""
+        if self.ids is None or self.choices is None:
+            raise ValueError("this method does not choose experts, so it has no load")
+        chosen = self.ids[self.ids >= 0]
+        tokens = int((self.ids >= 0).any(1).sum())
+        return load_statistics_of(torch.bincount(chosen, minlength=self.choices), tokens)
+
+    def _joined(self, name: str, fill: int) -> Tensor | None:
+        parts = [getattr(routing, name) for routing, _ in self._calls]
+        if not parts or parts[0] is None:
+            return None
+        width = max(part.shape[1] for part in parts)
+        return torch.cat([nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in parts])
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[Mapping[str, RecordedRouting]]:
+    """``with record_routing(model) as log: model(x)``; then ``log["blocks.0.ffn"].ids`` and so on."""
+    layers = dict(moe_layers(model))
+    if not layers:
+        raise ValueError(f"{type(model).__name__} holds no MoE layer, so it has no routing to record")
+    log = {}
+    for name, layer in layers.items():
+        layer._routing_log = []
+        log[name] = RecordedRouting(layer._routing_log, layer.choices)
+    try:
+        yield log
+    finally:
+        for layer in layers.values():
+            layer._routing_log = None
+
+
+def load_statistics(model: nn.Module, *, reset: bool = True) -> dict[str, LoadStatistics]:
+    """Each choosing layer's load over all steps since the last call, by module name, over all ranks.
+
+    Call it where you log. A block that got no token in the whole window is warned about, once.
+    """
+    statistics = {}
+    for name, layer in moe_layers(model):
+        if "load" not in layer._window:
+            continue
+        found = load_statistics_of(layer._window["load"], int(layer._window["tokens"]))
+        statistics[name] = found
+        new = set(found.dead) - layer._warned_dead
+        if new and found.tokens:
+            layer._warned_dead |= new
+            warnings.warn(
+                f"layer {name!r}: {sorted(new)} of {len(found.counts)} got none of {found.tokens} tokens", stacklevel=2
+            )
+        if reset:
+            layer._window = {}
+    return statistics

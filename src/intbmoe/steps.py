@@ -1,0 +1,107 @@
+"""What a training loop calls, for a whole model: ``aux_loss``, ``before_step``, ``after_step``.
+
+    loss = task_loss(model(x)) + intbmoe.aux_loss(model)     # once a micro-batch
+    loss.backward()
+    intbmoe.before_step(model, optimizer)
+    optimizer.step()
+    intbmoe.after_step(model, optimizer)
+
+Each forward of a layer overwrites its one record and ``aux_loss`` consumes it: recomputation under non-reentrant
+activation checkpointing therefore counts nothing twice.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from intbmoe.layer import MoELayer, moe_layers
+
+
+def aux_loss(model: nn.Module) -> Tensor:
+    """The sum of all layers' auxiliary losses for the last forward; call once a micro-batch, before backward.
+
+    Also adds the layers' load counts to what ``after_step`` hands on. Layers in evaluation mode are passed over.
+    """
+    layers = list(moe_layers(model))
+    if not layers:
+        raise ValueError(f"{type(model).__name__} holds no MoE layer, so it has no auxiliary loss")
+    total = torch.zeros((), device=_device(layers[0][1]))
+    for name, layer in layers:
+        if not layer.training:
+            continue
+        record, layer._record = layer._record, None
+        if record is None:
+            raise RuntimeError(
+                f"layer {name!r} left no record: run the model forward in training mode before each call of aux_loss, "
+                f"and call it once a forward"
+            )
+        for loss_name, loss in record["losses"].items():
+            if torch.is_grad_enabled() and not loss.requires_grad and _learns(layer):
+                raise RuntimeError(
+                    f"the {loss_name} loss of layer {name!r} carries no gradient: its forward ran under no_grad, "
+                    f"as reentrant activation checkpointing does; use checkpoint(…, use_reentrant=False)"
+                )
+            total = total + loss.to(total.device)
+        for key, value in record["sums"].items():
+            value = value.detach()
+            layer._pending[key] = layer._pending[key] + value if key in layer._pending else value
+    return total
+
+
+def before_step(model: nn.Module, optimizer: Any, reevaluate: Callable[[], Tensor] | None = None) -> None:
+    """Call after backward and before ``optimizer.step()``; ``reevaluate`` recomputes the last batch's loss."""
+    for family, layers in _families(model):
+        family.family_before_step(layers, optimizer, reevaluate)
+
+
+def after_step(model: nn.Module, optimizer: Any = None) -> None:
+    """Call after ``optimizer.step()``: moves the state that gradients do not, from the step's global counts."""
+    layers = [layer for _, layer in moe_layers(model) if layer.training]
+    for name, layer in moe_layers(model):
+        if layer.training and not layer._pending:
+            raise RuntimeError(f"layer {name!r} has no counts: call intbmoe.aux_loss(model) once a micro-batch")
+    _all_reduce([layer._pending for layer in layers])
+    for family, members in _families(model):
+        family.family_after_step(members, [layer._pending for layer in members], optimizer)
+    for layer in layers:
+        for key, value in layer._pending.items():
+            layer._window[key] = layer._window[key] + value if key in layer._window else value
+        layer._pending = {}
+        layer._record = None  # left behind by checkpointing's recomputation
+
+
+def _families(model: nn.Module) -> Iterable[tuple[type[MoELayer], list[MoELayer]]]:
+    """The model's training layers by class, so that a method with one state a model sees all its layers."""
+    layers = sorted((layer for _, layer in moe_layers(model) if layer.training), key=_family_name)
+    for _, members in groupby(layers, key=_family_name):
+        members = list(members)
+        yield type(members[0]), members
+
+
+def _family_name(layer: MoELayer) -> str:
+    return f"{type(layer).__module__}.{type(layer).__qualname__}"
+
+
+def _all_reduce(sums: list[dict[str, Tensor]]) -> None:
+    """Replace local sums by their totals over all ranks, in one message. Float64 holds every count exactly."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    entries = [(entry, key) for entry in sums for key in sorted(entry)]
+    device = next((entry[key].device for entry, key in entries if entry[key].device.type != "cpu"), "cpu")
+    message = torch.cat([entry[key].to(device, torch.float64).reshape(-1) for entry, key in entries])
+    dist.all_reduce(message)
+    parts = message.split([entry[key].numel() for entry, key in entries])
+    for (entry, key), part in zip(entries, parts, strict=True):
+        entry[key] = part.view(entry[key].shape).to(entry[key].device, entry[key].dtype)
+
+
+def _device(layer: nn.Module) -> torch.device:
+    return next(layer.parameters()).device
+
+
+def _learns(layer: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in layer.parameters())
