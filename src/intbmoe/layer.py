@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.checks import require, require_positive_int
-from intbmoe.parts.precision import compute_dtype
+from intbmoe.precision import compute_dtype
 
 
 @dataclass(frozen=True)

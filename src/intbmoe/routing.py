@@ -83,7 +83,8 @@ def load_statistics(model: nn.Module, *, reset: bool = True) -> dict[str, LoadSt
     for name, layer in moe_layers(model):
         if "load" not in layer._window:
             continue
-        found = load_statistics_of(layer._window["load"], int(layer._window["tokens"]))
+        window = layer._window
+        found = load_statistics_of(window["load"], int(window["tokens"]), int(window.get("dropped", 0)))
         statistics[name] = found
         new = set(found.dead) - layer._warned_dead
         if new and found.tokens:

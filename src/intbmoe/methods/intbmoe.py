@@ -33,9 +33,9 @@ from intbmoe.ops.blocks import naive as blocks_naive
 from intbmoe.ops.dprg import dprg
 from intbmoe.ops.grouped_mm import FORMS, grouped_mm
 from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
-from intbmoe.parts.experts import SwiGLU
-from intbmoe.parts.precision import linear, wide
-from intbmoe.parts.router import MLPRouter, top_k
+from intbmoe.parts.experts import StackedLinear, SwiGLU
+from intbmoe.parts.router import MLPRouter, mask_choices, top_k
+from intbmoe.precision import linear, wide
 from intbmoe.registry import register
 
 
@@ -137,21 +137,6 @@ class Hypernetwork(nn.Module):
         return [recipe / math.sqrt(self.config.experts) for recipe in recipes]
 
 
-class ExpertPool(nn.Module):
-    """E bases of one internal layer; each slice starts as ``nn.Linear`` does, with a zero bias."""
-
-    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, inputs, outputs))
-        self.bias = nn.Parameter(torch.empty(experts, outputs))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        bound = 1 / math.sqrt(self.weight.shape[1])
-        nn.init.uniform_(self.weight, -bound, bound)
-        nn.init.zeros_(self.bias)
-
-
 class BlockLayer(MoELayer):
     """What IntBMoE and its precomposed form share: router, norms, λ, shared expert, and the way of a token."""
 
@@ -194,11 +179,8 @@ class BlockLayer(MoELayer):
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         tokens = x.reshape(-1, self.config.dim)
         scores = self.router(tokens)
-        ids = top_k(scores, self.config.top_k)
-        weights = scores.softmax(-1).gather(-1, ids)
-        if mask is not None:
-            valid = mask.reshape(-1, 1)
-            ids, weights = torch.where(valid, ids, -1), torch.where(valid, weights, 0)
+        ids = mask_choices(top_k(scores, self.config.top_k), mask)
+        weights = torch.where(ids < 0, 0, scores.softmax(-1).gather(-1, ids.clamp(min=0)))
         y, load = self._run_blocks(tokens.to(dtype), ids, weights, complete=mask is None)
         if self.shared is not None:
             y = y + self.shared(tokens.to(dtype))
@@ -245,7 +227,8 @@ class IntBMoE(BlockLayer):
         c = self.config
         self.codebook = nn.Parameter(torch.randn(c.blocks, c.code_dim))
         self.hypernetwork = Hypernetwork(c)
-        self.pools = nn.ModuleList(ExpertPool(c.experts, a, b) for a, b in zip(c.widths, c.widths[1:], strict=False))
+        pairs = zip(c.widths, c.widths[1:], strict=False)
+        self.pools = nn.ModuleList(StackedLinear(c.experts, a, b, bias=True) for a, b in pairs)
         self.filter = nn.Linear(c.dim + c.code_dim, c.dim) if c.filter else None
 
     @property

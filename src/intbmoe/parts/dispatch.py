@@ -110,3 +110,21 @@ class _Combine(Function):
         row_grad = grad[token] * weights.reshape(-1)[choice].unsqueeze(-1)
         weight_grad = (rows[inverse].to(grad.dtype) * grad.unsqueeze(1)).sum(-1)
         return row_grad.to(rows.dtype), weight_grad, None, None, None
+
+
+def limit_capacity(ids: Tensor, experts: int, capacity: int, priority: Tensor | None = None) -> Tensor:
+    """Choices (B, T, k) with −1 for those that find their expert full: ``capacity`` a sequence and expert.
+
+    First choices of all tokens come before second choices; within a rank, tokens come in their order, or in
+    descending ``priority`` (B, T), equal ones in their order.
+    """
+    batch, tokens, k = ids.shape
+    if priority is not None:
+        order = priority.argsort(dim=1, descending=True, stable=True)
+        kept = limit_capacity(ids.take_along_dim(order.unsqueeze(-1), 1), experts, capacity)
+        return kept.take_along_dim(order.argsort(dim=1).unsqueeze(-1), 1)
+    ranked = ids.transpose(1, 2).reshape(batch, k * tokens)
+    member = F.one_hot(torch.where(ranked < 0, experts, ranked), experts + 1)[..., :experts]
+    position = (member.cumsum(1) * member).sum(-1)  # 1 for the first at its expert
+    kept = torch.where(position <= capacity, ranked, -1)
+    return kept.view(batch, k, tokens).transpose(1, 2)

@@ -1,9 +1,27 @@
-"""Expert networks."""
+"""Expert networks: one that is always on, and E stacked ones that run in four ways.
 
+A stacked network is written once, over an open linear map that ``rows``, ``batch``, ``merged`` and ``mixed`` fill in:
+
+    rows      rows sorted by expert, each through its expert           sparse methods
+    batch     (E, S, d), each expert on its own S inputs               Soft MoE, Expert Choice
+    merged    (G, S, d), group g through the expert Σ_e a_{g,e} θ_e    parameters merged, G weight sets built
+    mixed     (N, d), token n through the expert Σ_e a_{n,e} θ_e       parameters merged, no weight set built
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.parts.precision import linear
+from intbmoe.checks import require, require_positive_int
+from intbmoe.layer import LayerConfig
+from intbmoe.ops.grouped_mm import grouped_mm
+from intbmoe.parts.dispatch import Dispatch, combine, dispatch, spread, to_rows
+from intbmoe.precision import linear
 
 
 class SwiGLU(nn.Module):
@@ -19,3 +37,139 @@ class SwiGLU(nn.Module):
         """(…, d) → (…, d), in the type of ``x``."""
         inner = F.silu(linear(x, self.gate.weight)) * linear(x, self.up.weight)
         return linear(inner, self.down.weight)
+
+
+class StackedLinear(nn.Module):
+    """E linear maps (E, inputs, outputs), applied as z W; each slice starts as ``nn.Linear`` does, biases at zero."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(experts, outputs)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start anew. The bound is a slice's: a fan computed from the stack would be wrong."""
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def rows(self, z: Tensor, plan: Dispatch) -> Tensor:
+        """(M, i) rows sorted by expert → (M, o)."""
+        out = grouped_mm(z, self.weight.to(z.dtype), plan.offsets, complete=plan.complete)
+        return out if self.bias is None else out + spread(self.bias.to(z.dtype), plan)
+
+    def batch(self, z: Tensor) -> Tensor:
+        """(E, S, i) → (E, S, o), expert e on its own inputs."""
+        out = torch.bmm(z, self.weight.to(z.dtype))
+        return out if self.bias is None else out + self.bias.to(z.dtype).unsqueeze(1)
+
+    def merged(self, z: Tensor, a: Tensor) -> Tensor:
+        """(G, S, i) inputs and (G, E) coefficients → (G, S, o), merging in the type of ``a``; G weight sets."""
+        experts, inputs, outputs = self.weight.shape
+        weight = (a @ self.weight.reshape(experts, -1).to(a.dtype)).view(-1, inputs, outputs)
+        out = torch.bmm(z, weight.to(z.dtype))
+        return out if self.bias is None else out + (a @ self.bias.to(a.dtype)).to(z.dtype).unsqueeze(1)
+
+    def mixed(self, z: Tensor, a: Tensor) -> Tensor:
+        """(N, i) inputs and (N, E) coefficients → (N, o).
+
+        Σ_e a_e (z W_e) is one product of the N × (E·i) matrix of all a_e z with the stacked weights.
+        """
+        experts, inputs, outputs = self.weight.shape
+        spread_out = (a.to(z.dtype).unsqueeze(2) * z.unsqueeze(1)).reshape(-1, experts * inputs)
+        out = spread_out @ self.weight.reshape(experts * inputs, outputs).to(z.dtype)
+        return out if self.bias is None else out + a.to(z.dtype) @ self.bias.to(z.dtype)
+
+
+Apply = Callable[[StackedLinear, Tensor], Tensor]
+
+
+class StackedExperts(nn.Module):
+    """E experts of one shape; subclasses write ``network`` over an open linear map."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.count = experts
+
+    def network(self, z: Tensor, apply: Apply) -> Tensor:
+        """The expert's equation, with ``apply(linear, z)`` for each of its linear maps."""
+        raise TypeError(f"{type(self).__name__} does not define network()")
+
+    def rows(self, z: Tensor, plan: Dispatch) -> Tensor:
+        """(M, d) rows sorted by expert → (M, d)."""
+        return self.network(z, lambda layer, z: layer.rows(z, plan))
+
+    def batch(self, z: Tensor) -> Tensor:
+        """(E, S, d) → (E, S, d)."""
+        return self.network(z, lambda layer, z: layer.batch(z))
+
+    def merged(self, z: Tensor, a: Tensor) -> Tensor:
+        """(G, S, d) through G merged experts with coefficients (G, E)."""
+        return self.network(z, lambda layer, z: layer.merged(z, a))
+
+    def mixed(self, z: Tensor, a: Tensor) -> Tensor:
+        """(N, d) through one merged expert a token, coefficients (N, E), without building it."""
+        return self.network(z, lambda layer, z: layer.mixed(z, a))
+
+    def route(self, x: Tensor, ids: Tensor, weights: Tensor, complete: bool = False) -> tuple[Tensor, Tensor]:
+        """(N, d) tokens, (N, k) chosen experts (−1: none) and weights → weighted sums (N, d), load (E,).
+
+        The sum is in the type of ``weights``. Pass ``complete`` if no choice is −1.
+        """
+        plan = dispatch(ids, self.count, complete)
+        return combine(self.rows(to_rows(x, plan), plan), weights, plan), plan.counts
+
+    def expert_parameters(self) -> int:
+        """Parameters of one expert."""
+        return sum(parameter[0].numel() for parameter in self.parameters())
+
+
+class FFNExperts(StackedExperts):
+    """``down(GELU(up z))``, with biases."""
+
+    def __init__(self, experts: int, dim: int, hidden: int) -> None:
+        super().__init__(experts)
+        self.up = StackedLinear(experts, dim, hidden, bias=True)
+        self.down = StackedLinear(experts, hidden, dim, bias=True)
+
+    def network(self, z: Tensor, apply: Apply) -> Tensor:
+        return apply(self.down, F.gelu(apply(self.up, z)))
+
+
+class SwiGLUExperts(StackedExperts):
+    """``down(SiLU(gate z) ⊙ up z)``, without biases."""
+
+    def __init__(self, experts: int, dim: int, hidden: int) -> None:
+        super().__init__(experts)
+        self.gate = StackedLinear(experts, dim, hidden, bias=False)
+        self.up = StackedLinear(experts, dim, hidden, bias=False)
+        self.down = StackedLinear(experts, hidden, dim, bias=False)
+
+    def network(self, z: Tensor, apply: Apply) -> Tensor:
+        return apply(self.down, F.silu(apply(self.gate, z)) * apply(self.up, z))
+
+
+@dataclass(frozen=True)
+class ExpertsConfig(LayerConfig):
+    """Fields of every method with stacked experts. ``experts`` is literal: that many are made."""
+
+    hidden: int
+    """Inner width of one expert."""
+    _: KW_ONLY
+    experts: int = 8
+    """E."""
+    expert: Literal["gelu", "swiglu"] = "gelu"
+    """The expert network: GELU FFN with biases, or SwiGLU without."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive_int("hidden", self.hidden)
+        require_positive_int("experts", self.experts)
+        require(self.expert in ("gelu", "swiglu"), "expert", self.expert, "'gelu' or 'swiglu'")
+
+    def make_experts(self) -> StackedExperts:
+        """The E experts so configured."""
+        network = FFNExperts if self.expert == "gelu" else SwiGLUExperts
+        return network(self.experts, self.dim, self.hidden)

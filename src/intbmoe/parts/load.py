@@ -22,10 +22,12 @@ class LoadStatistics:
     """Entropy of the loads over its maximum: 1 is perfect balance, 0 is collapse."""
     dead: tuple[int, ...]
     """Experts without a single assignment."""
+    dropped: float = 0.0
+    """Share of the wanted assignments that found their expert full."""
 
 
-def load_statistics_of(counts: Tensor, tokens: int) -> LoadStatistics:
-    """Statistics of (E,) assignment counts; without any assignment every ratio is NaN."""
+def load_statistics_of(counts: Tensor, tokens: int, dropped: int = 0) -> LoadStatistics:
+    """Statistics of (E,) assignment counts and ``dropped`` ones; without any assignment every ratio is NaN."""
     loads = [int(count) for count in counts.tolist()]
     total = sum(loads)
     dead = tuple(index for index, load in enumerate(loads) if load == 0)
@@ -40,4 +42,5 @@ def load_statistics_of(counts: Tensor, tokens: int) -> LoadStatistics:
         worst_case=max(shares) * len(loads),
         entropy=entropy / math.log(len(loads)) if len(loads) > 1 else 1.0,
         dead=dead,
+        dropped=dropped / (total + dropped),
     )

@@ -1,9 +1,10 @@
 """Choosing experts or blocks for a token: scores in the wide type, ties to the lower index."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.parts.precision import linear, wide
+from intbmoe.precision import linear, wide
 
 
 class MLPRouter(nn.Module):
@@ -26,3 +27,15 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     ``torch.topk`` leaves the order of equal scores open, hence the stable sort (of a handful of columns).
     """
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def mask_choices(ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Choices (N, k) with −1 for masked tokens; ``mask`` has N entries, None for no mask."""
+    return ids if mask is None else torch.where(mask.reshape(-1, 1), ids, -1)
+
+
+def count_choices(ids: Tensor, experts: int) -> Tensor:
+    """(E,) how often each expert stands in ``ids``; −1 counts for none. Integer sums, so exact in any order."""
+    keys = ids.reshape(-1) + 1
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add(0, keys, torch.ones_like(keys))[1:]

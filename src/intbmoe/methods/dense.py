@@ -1,0 +1,47 @@
+"""Dense feed-forward layers, the models without experts that every mixture is compared with.
+
+dense     y = W_2 GELU(W_1 x + b_1) + b_2         Vaswani et al., 2017; Hendrycks and Gimpel, 2016
+swiglu    y = W_2 (SiLU(W_1 x) ⊙ W_3 x)           Shazeer, "GLU Variants Improve Transformer", 2020
+"""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from intbmoe.checks import require
+from intbmoe.layer import MoELayer, Quantities, Result
+from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.registry import register
+
+
+@dataclass(frozen=True)
+class DenseConfig(ExpertsConfig):
+    """One expert, always on."""
+
+    _: KW_ONLY
+    experts: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.experts == 1, "experts", self.experts, "1 in a dense layer")
+
+
+@register("swiglu", title="Dense SwiGLU", paper="Shazeer, 2020", participation="dense", expert="swiglu")
+@register("dense", title="Dense", paper="Vaswani et al., 2017", participation="dense")
+class Dense(MoELayer):
+    """A plain feed-forward layer on the contract of the mixtures."""
+
+    Config = DenseConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.experts = self.config.make_experts()
+
+    def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
+        y = self.experts.batch(x.to(dtype).reshape(1, -1, self.config.dim))
+        return Result(y.view(x.shape))
+
+    def quantities(self) -> Quantities:
+        return Quantities(participation=1, execution=1, materialization=0)

@@ -1,0 +1,106 @@
+"""Switch Transformer: each token goes to its single best expert.
+
+Fedus, Zoph and Shazeer, "Switch Transformers: Scaling to Trillion Parameter Models with Simple and Efficient
+Sparsity", JMLR 2022.
+
+    p_t = softmax(W_r x̃_t),  x̃_t = x_t ⊙ U(1−ε, 1+ε) in training, x_t in evaluation
+    y_t = p_{t,i} f_i(x_t),  i = argmax_e p_{t,e}
+    loss = α·E·Σ_e f_e P_e,  f_e the share of tokens whose argmax is e, P_e the mean of p_{t,e}; gradient through P
+
+Choices: the jitter ε multiplies the router's input only, as in the authors' code, and is on in training (``jitter=0``
+turns it off). Dropless by default; ``capacity_factor`` gives the authors' capacity ⌊cf·T/E⌋, at least 4, with the
+sequence as the group, tokens placed in order and the others given zero. The authors' group is a slice of the
+device's batch; a sequence keeps a result independent of its batch. Statistics of the loss are global, the authors' are
+per device. No z-loss, as in the paper; the router has no bias.
+"""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.checks import require, require_finite
+from intbmoe.layer import MoELayer, Quantities, Result, Routing
+from intbmoe.parts.dispatch import limit_capacity
+from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.losses import balance_loss, count_valid, masked_sum
+from intbmoe.parts.router import count_choices, mask_choices, top_k
+from intbmoe.precision import linear, wide
+from intbmoe.registry import register
+
+MIN_CAPACITY = 4
+
+
+@dataclass(frozen=True)
+class SwitchConfig(ExpertsConfig):
+    """Top-1 routing."""
+
+    _: KW_ONLY
+    balance: float = 0.01
+    """α, the coefficient of the load-balancing loss."""
+    jitter: float = 0.01
+    """ε, multiplicative noise on the router's input in training."""
+    capacity_factor: float | None = None
+    """Tokens an expert takes from a sequence, relative to T/E, in training; None drops nothing (authors: 1.25)."""
+    eval_capacity_factor: float | None = None
+    """The same in evaluation (authors: 2.0)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("balance", "jitter"):
+            require_finite(name, getattr(self, name))
+        require(0 <= self.jitter < 1, "jitter", self.jitter, "in [0, 1)")
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            factor = getattr(self, name)
+            require(factor is None or factor > 0, name, factor, "None or a positive number")
+
+
+@register("switch", title="Switch Transformer", paper="Fedus et al., 2022", participation="sparse")
+class Switch(MoELayer):
+    """Top-1 token choice with a load-balancing loss."""
+
+    Config = SwitchConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
+        self.experts = self.config.make_experts()
+
+    @property
+    def choices(self) -> int:
+        return self.config.experts
+
+    def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
+        c = self.config
+        seen = wide(x)
+        if self.training and c.jitter:
+            seen = seen * torch.empty_like(seen).uniform_(1 - c.jitter, 1 + c.jitter)
+        probabilities = linear(seen, self.router.weight).softmax(-1).flatten(0, 1)
+        chosen = mask_choices(top_k(probabilities, 1), mask)
+        capacity = self._capacity(x.shape[1])
+        ids = chosen
+        if capacity is not None:
+            ids = limit_capacity(chosen.view(*x.shape[:2], 1), c.experts, capacity).view_as(chosen)
+        weights = torch.where(ids < 0, 0, probabilities.gather(1, ids.clamp(min=0)))
+        tokens = x.reshape(-1, c.dim).to(dtype)
+        y, load = self.experts.route(tokens, ids, weights, complete=mask is None and capacity is None)
+        wanted = load if capacity is None else count_choices(chosen, c.experts)
+        losses = {}
+        if self.training:
+            total = masked_sum(probabilities, mask)
+            losses["balance"] = c.balance * balance_loss(total, wanted, count_valid(x, mask))
+        sums = {"load": load, "dropped": wanted.sum() - load.sum()}
+        return Result(y.view(x.shape), Routing(ids, weights), losses, sums)
+
+    def _capacity(self, tokens: int) -> int | None:
+        factor = self.config.capacity_factor if self.training else self.config.eval_capacity_factor
+        if factor is None:
+            return None
+        return max(MIN_CAPACITY, min(tokens, int(factor * tokens / self.config.experts)))
+
+    def quantities(self) -> Quantities:
+        return Quantities(participation=1, execution=1, materialization=0)
+
+    def active_parameters(self) -> int:
+        return self.router.weight.numel() + self.experts.expert_parameters()

@@ -1,0 +1,289 @@
+"""What every registered method must do. A new method is tested because it is registered."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import intbmoe
+from intbmoe.registry import find_method
+from ranks import run_ranks
+
+DIM, HIDDEN = 8, 12
+
+# Options that make a method small enough for finite differences; a method not named here runs with its defaults.
+TINY = {
+    "intbmoe": {"experts": 3, "blocks": 4, "top_k": 2, "code_dim": 3, "router_dim": 5, "hyper_dim": 4},
+}
+# Options that switch a method's random noise off, for comparisons across processes.
+QUIET = {"switch": {"jitter": 0.0}}
+METHODS = intbmoe.list_methods()
+
+
+def make(name, **options):
+    torch.manual_seed(1)
+    return intbmoe.create(name, DIM, HIDDEN, **{**TINY.get(name, {}), **options}).double()
+
+
+def tokens(*shape, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, DIM, dtype=torch.float64, generator=generator)
+
+
+def random_mask(*shape, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(*shape, generator=generator) > 0.3
+    mask[..., 0] = True
+    return mask
+
+
+def grads(layer):
+    return {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+
+
+def state_of(layer):
+    return {name: value.clone() for name, value in layer.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("shape", [(3, 5), (2, 2, 3), (4,)], ids=str)
+def test_shape_and_type_are_kept(name, shape):
+    layer = make(name)
+    x = tokens(*shape)
+    assert layer(x).shape == x.shape
+    assert layer(x).dtype == x.dtype
+    assert layer.float()(x.float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_agree_with_finite_differences(name, masked):
+    layer = make(name).eval()
+    x = tokens(2, 3).requires_grad_()
+    mask = random_mask(2, 3) if masked else None
+    parameters = [p.requires_grad_() for p in layer.parameters()]
+    names = [n for n, _ in layer.named_parameters()]
+
+    def run(x, *values):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x, mask))
+
+    assert torch.autograd.gradcheck(run, (x, *parameters), fast_mode=True)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_parameter_gets_a_finite_gradient_though_experts_starve(name):
+    layer = make(name)
+    x = tokens(1, 1)
+    (layer(x).square().sum() + intbmoe.aux_loss(layer)).backward()
+    for parameter_name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, parameter_name
+        assert parameter.grad.isfinite().all(), parameter_name
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (1, 1)], ids=str)
+def test_no_token_and_one_token_are_ordinary_input(name, shape, training):
+    layer = make(name).train(training)
+    x = tokens(*shape).requires_grad_()
+    y = layer(x)
+    assert y.shape == x.shape
+    loss = y.sum() + (intbmoe.aux_loss(layer) if training else 0)
+    assert loss.isfinite()
+    loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+    if training:
+        intbmoe.after_step(layer)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_equal_tokens_all_go_one_way(name):
+    layer = make(name).eval()
+    x = tokens(1, 1).expand(1, 6, DIM)
+    with intbmoe.record_routing(layer) as log:
+        y = layer(x)
+    assert y.isfinite().all()
+    if log[""].ids is not None and find_method(name).noncausal_reason() is None:
+        assert (log[""].ids == log[""].ids[0]).all()
+        torch.testing.assert_close(y, y[:, :1].expand_as(y), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("training", [False, True])
+def test_masked_tokens_neither_give_nor_take(name, training):
+    """Padding of NaN changes nothing: not the outputs, the losses, the statistics, the gradients or the state."""
+    x, mask = tokens(3, 5), random_mask(3, 5)
+    results = []
+    for filler in (0.0, float("nan")):
+        layer = make(name, **QUIET.get(name, {})).train(training)
+        padded = torch.where(mask.unsqueeze(-1), x, filler).requires_grad_()
+        torch.manual_seed(4)
+        with intbmoe.record_routing(layer) as log:
+            y = layer(padded, mask)
+        assert (y[~mask] == 0).all()
+        if log[""].ids is not None:
+            assert (log[""].ids[~mask.flatten()] == -1).all()
+        aux = intbmoe.aux_loss(layer) if training else torch.zeros(())
+        (y.square().sum() + aux).backward()
+        assert (padded.grad[~mask] == 0).all()
+        pending = dict(layer._pending)
+        if training:
+            intbmoe.after_step(layer)
+        results.append((y.detach(), aux.detach(), pending, grads(layer), state_of(layer)))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    if training:
+        assert results[0][2]["tokens"] == mask.sum()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_sequence_does_not_depend_on_its_batch_in_evaluation(name):
+    layer = make(name).eval()
+    x = tokens(4, 5)
+    with intbmoe.record_routing(layer) as together:
+        batch = layer(x)
+    with intbmoe.record_routing(layer) as alone:
+        single = torch.cat([layer(row.unsqueeze(0)) for row in x])
+    torch.testing.assert_close(batch, single, rtol=0, atol=1e-12)
+    if together[""].ids is not None:
+        assert torch.equal(together[""].ids, alone[""].ids)
+    assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("training", [False, True])
+def test_declared_causality_is_true(name, training):
+    """Change a suffix: the prefix stays exactly when the method says it is causal."""
+    layer = make(name).train(training)
+    x = tokens(2, 40)
+    changed = torch.cat([x[:, :7], tokens(2, 33, seed=9)], dim=1)
+    before, after = [], []
+    for inputs, outputs in ((x, before), (changed, after)):
+        torch.manual_seed(5)
+        with intbmoe.record_routing(layer) as log:
+            outputs.append(layer(inputs)[:, :7])
+        outputs.append(None if log[""].ids is None else log[""].ids.view(2, 40, -1)[:, :7])
+    same = (before[0] - after[0]).abs().max() < 1e-12
+    assert same == (layer.config.noncausal_reason() is None)
+    if same and before[1] is not None:
+        assert torch.equal(before[1], after[1])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bf16_autocast_stays_near_float32(name):
+    """bfloat16 keeps 8 bits: each of the few roundings on a token's way adds at most 2⁻⁸ of its size."""
+    layer = make(name).float().eval()
+    x = tokens(4, 16).float()
+    exact = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = layer(x)
+    assert rounded.dtype == torch.float32
+    assert (rounded - exact).norm() <= 8 * 2**-8 * exact.norm()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_compiles_whole(name):
+    eager, compiled = make(name, **QUIET.get(name, {})), make(name, **QUIET.get(name, {}))
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    x = tokens(2, 5)
+    for layer, call in ((eager, eager), (compiled, run)):
+        (call(x).square().sum() + intbmoe.aux_loss(layer)).backward()
+    torch.testing.assert_close(grads(compiled), grads(eager), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(compiled._pending, eager._pending)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_state_dict_round_trip_is_exact(name):
+    layer = make(name)
+    other = intbmoe.create(name, DIM, HIDDEN, **TINY.get(name, {})).double()
+    other.load_state_dict(layer.state_dict())
+    x = tokens(2, 5)
+    assert torch.equal(layer.eval()(x), other.eval()(x))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_layer_can_be_copied_after_a_forward(name):
+    layer = make(name)
+    layer(tokens(2, 5))
+    twin = copy.deepcopy(layer).eval()
+    assert torch.equal(twin(tokens(2, 5)), layer.eval()(tokens(2, 5)))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_activation_checkpointing_changes_nothing(name):
+    x = tokens(2, 5)
+    results = []
+    for recompute in (False, True):
+        layer = make(name)
+        torch.manual_seed(6)
+        y = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        (y.square().sum() + intbmoe.aux_loss(layer)).backward()
+        pending = dict(layer._pending)
+        intbmoe.after_step(layer)
+        results.append((grads(layer), pending, state_of(layer)))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def _train(rank, world, name):
+    """Three steps on this rank's part of a batch; everything that must not depend on the number of ranks."""
+    layer = make(name, **QUIET.get(name, {}))
+    model = DistributedDataParallel(layer) if world > 1 else layer
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x, mask = tokens(4, 6).chunk(world)[rank], random_mask(4, 6).chunk(world)[rank]
+    for _ in range(3):
+        optimizer.zero_grad()
+        # A sum over the global batch: DDP averages over ranks, so each rank's part counts ``world`` times.
+        (model(x, mask).square().sum() * world + intbmoe.aux_loss(model)).backward()
+        intbmoe.before_step(model, optimizer)
+        optimizer.step()
+        intbmoe.after_step(model, optimizer)
+    return {"grads": grads(layer), "state": state_of(layer), "window": dict(layer._window)}
+
+
+def _train_all(rank, world, names):
+    return {name: _train(rank, world, name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """All methods in one pair of processes: starting processes costs more than training."""
+    return run_ranks(2, _train_all, METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_ranks_are_one_process(name, two_ranks):
+    """Three steps under DDP, without find_unused_parameters: same gradients, weights, state and counts."""
+    single = _train(0, 1, name)
+    for results in two_ranks:
+        torch.testing.assert_close(results[name], single, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_three_quantities_and_active_parameters_are_plausible(name):
+    layer = make(name)
+    total = sum(p.numel() for p in layer.parameters())
+    assert 0 < layer.active_parameters() <= total
+    quantities = layer.quantities()
+    assert quantities.participation >= 1
+    assert quantities.execution >= 1
+    assert quantities.materialization >= 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bad_arguments_name_the_argument_and_its_value(name):
+    with pytest.raises(ValueError, match="dim=0"):
+        intbmoe.create(name, 0, HIDDEN)
+    with pytest.raises(ValueError, match="hidden=-3"):
+        intbmoe.create(name, DIM, -3)
+    with pytest.raises(TypeError, match=r"no option 'hiden'.*did you mean 'hidden'"):
+        intbmoe.create(name, DIM, HIDDEN, hiden=3)
+    layer = make(name)
+    with pytest.raises(ValueError, match=r"\(2, 3, 9\).*dim=8"):
+        layer(torch.zeros(2, 3, 9, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 4\).*\(2, 3\)"):
+        layer(tokens(2, 3), torch.ones(2, 4, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"mask is torch.float32"):
+        layer(tokens(2, 3), torch.ones(2, 3))
+    with pytest.raises(TypeError, match=r"x is torch.float32.*torch.float64"):
+        layer(torch.zeros(2, 3, DIM))

@@ -1,0 +1,25 @@
+"""Run a function in several gloo processes and collect what each returns."""
+
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _worker(rank, world, function, arguments, folder):
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        torch.save(function(rank, world, *arguments), os.path.join(folder, f"{rank}.pt"))
+    finally:
+        dist.destroy_process_group()
+
+
+def run_ranks(world, function, *arguments):
+    """``[function(rank, world, *arguments) for rank in range(world)]``, each in its own process."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, (world, function, arguments, folder), nprocs=world)
+        return [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(world)]
