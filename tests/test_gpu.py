@@ -1,0 +1,122 @@
+"""On a CUDA device: no wait for the device, parity with float64 on the CPU, exact repeats, CUDA graphs, compile.
+
+Run with ``pytest -m gpu tests/test_gpu.py`` on a machine with a GPU; needs nothing beyond torch and pytest.
+"""
+
+import copy
+
+import pytest
+import torch
+
+import intbmoe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+METHODS = intbmoe.list_methods()
+DIM, HIDDEN = 32, 64
+
+
+def make(name):
+    torch.manual_seed(1)
+    return intbmoe.create(name, DIM, HIDDEN)
+
+
+def batch(tokens=24):
+    torch.manual_seed(2)
+    return torch.randn(3, tokens, DIM), torch.rand(3, tokens) > 0.2
+
+
+def outputs_and_gradients(layer, x, mask, probe):
+    x = x.clone().requires_grad_()
+    y = layer(x, mask)
+    (y * probe).sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+def test_a_step_never_waits_for_the_device(name, autocast, masked):
+    layer = make(name).cuda()
+    x, mask = (tensor.cuda() for tensor in batch())
+    mask = mask if masked else None
+    for strict in (False, True):  # the first call may initialise libraries, which waits
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if strict else "default")
+        try:
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+                y = layer(x, mask)
+            (y.square().mean() + intbmoe.aux_loss(layer)).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_float32_is_near_float64_on_the_cpu(name):
+    layer = make(name).eval()
+    x, mask = batch()
+    probe = torch.randn(3, 24, DIM, generator=torch.Generator().manual_seed(3))
+    exact = outputs_and_gradients(copy.deepcopy(layer).double(), x.double(), mask, probe.double())
+    found = outputs_and_gradients(layer.cuda(), x.cuda(), mask.cuda(), probe.cuda())
+    for a, b in zip(found, exact, strict=True):
+        assert (a.cpu().double() - b).norm() <= 1e-3 * (b.norm() + 1e-3)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_training_repeats_bit_for_bit(name):
+    runs = []
+    for _ in range(2):
+        layer = make(name).cuda()
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+        x, mask = (tensor.cuda() for tensor in batch(200))
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                y = layer(x, mask)
+            (y.square().mean() + intbmoe.aux_loss(layer)).backward()
+            intbmoe.before_step(layer, optimizer)
+            optimizer.step()
+            intbmoe.after_step(layer, optimizer)
+        runs.append(layer.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(runs[0].values(), runs[1].values(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 1000])
+def test_intbmoe_forms_agree_on_the_device(dtype, tokens):
+    layer = make("intbmoe").cuda().eval()
+    x = torch.randn(1, tokens, DIM, device="cuda")
+    exact = copy.deepcopy(layer).double()
+    exact.form = "naive"
+    expected = exact(x.double()).float()
+    with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32):
+        found = layer(x)
+    bound = 2**-6 if dtype == torch.bfloat16 else 1e-4
+    assert (found - expected).norm() <= bound * expected.norm()
+
+
+def test_intbmoe_replays_from_a_cuda_graph():
+    layer = intbmoe.precompose(make("intbmoe").cuda().eval(), torch.bfloat16)
+    x = torch.randn(2, 50, DIM, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(3):
+            layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        x.copy_(torch.randn_like(x) * 3)
+        graph.replay()
+        assert torch.equal(y, layer(x))
+
+
+def test_intbmoe_compiles_whole_and_trains():
+    eager, compiled = make("intbmoe").cuda(), make("intbmoe").cuda()
+    run = torch.compile(compiled, fullgraph=True)
+    x, mask = (tensor.cuda() for tensor in batch())
+    for layer, call in ((eager, eager), (compiled, run)):
+        call(x, mask).square().sum().backward()
+        assert intbmoe.aux_loss(layer) == 0
+    for a, b in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() <= 1e-3 * (a.grad.norm() + 1e-6)

@@ -1,0 +1,103 @@
+"""record_routing and load_statistics: what users see of where tokens go."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import intbmoe
+from echo import Echo
+
+
+def step(model, x, mask=None):
+    model(x, mask) if mask is not None else model(x)
+    intbmoe.aux_loss(model)
+    intbmoe.after_step(model)
+
+
+def intb(**options):
+    return intbmoe.IntBMoE(8, 12, experts=2, **{"blocks": 4, "top_k": 2, **options})
+
+
+def test_routing_is_recorded_by_module_name_only_inside():
+    model = nn.Sequential(intb(), nn.LayerNorm(8), intb(blocks=5, top_k=3)).eval()
+    x = torch.randn(2, 3, 8)
+    with intbmoe.record_routing(model) as log:
+        model(x)
+    model(x)
+    assert list(log) == ["0", "2"]
+    assert log["0"].ids.shape == log["0"].weights.shape == (6, 2)
+    assert log["2"].ids.shape == (6, 3)
+    assert log["0"].shape == (2, 3)
+    assert log["2"].choices == 5
+    assert not log["0"].weights.requires_grad
+
+
+def test_several_forwards_are_joined():
+    layer = intb()
+    with intbmoe.record_routing(layer) as log:
+        layer(torch.randn(2, 3, 8))
+        layer(torch.randn(4, 8))
+    assert log[""].shapes == ((2, 3), (4,))
+    assert log[""].ids.shape == (10, 2)
+    with pytest.raises(ValueError, match="2 forwards"):
+        _ = log[""].shape
+
+
+def test_recording_ends_after_an_error():
+    layer = intb()
+    with pytest.raises(ValueError, match="shape"), intbmoe.record_routing(layer):
+        layer(torch.randn(2, 3, 9))
+    assert layer._routing_log is None
+
+
+def test_a_method_that_does_not_choose_has_no_ids():
+    layer = intbmoe.create("dense", 8, 12)
+    with intbmoe.record_routing(layer) as log:
+        layer(torch.randn(2, 3, 8))
+    assert log[""].ids is None
+    assert log[""].weights is None
+    with pytest.raises(ValueError, match="does not choose"):
+        log[""].load_statistics()
+
+
+def test_nothing_to_record_is_an_error():
+    with pytest.raises(ValueError, match="Linear holds no MoE layer"), intbmoe.record_routing(nn.Linear(2, 2)):
+        pass
+
+
+def test_statistics_from_the_log_and_from_the_counters_agree_and_leave_padding_out():
+    layer = intb()
+    x, mask = torch.randn(4, 16, 8), torch.rand(4, 16) > 0.5
+    with intbmoe.record_routing(layer) as log:
+        step(layer, x, mask)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        counted = intbmoe.load_statistics(layer)[""]
+    recorded = log[""].load_statistics()
+    assert counted == recorded
+    assert counted.tokens == mask.sum()
+    assert sum(counted.counts) == 2 * mask.sum()
+
+
+def test_statistics_cover_all_steps_since_the_last_call():
+    layer = Echo(4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            step(layer, torch.randn(1, 5, 4))
+        assert intbmoe.load_statistics(layer, reset=False)[""].tokens == 15
+        assert intbmoe.load_statistics(layer)[""].tokens == 15
+    assert intbmoe.load_statistics(layer) == {}
+
+
+def test_a_dead_block_is_warned_about_once():
+    layer = Echo(4, 4)  # sends everything to the first of two
+    step(layer, torch.randn(1, 5, 4))
+    with pytest.warns(UserWarning, match=r"layer '': \[1\] of 2 got none of 5 tokens"):
+        intbmoe.load_statistics(layer)
+    step(layer, torch.randn(1, 5, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        intbmoe.load_statistics(layer)

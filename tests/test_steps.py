@@ -1,0 +1,109 @@
+"""aux_loss, before_step and after_step: once a micro-batch, once a step, refused when they would lie."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import intbmoe
+from echo import Echo
+
+
+class Family(Echo):
+    """Echo that notes what the hooks hand it."""
+
+    calls: list
+
+    @classmethod
+    def family_before_step(cls, layers, optimizer, reevaluate):
+        cls.calls.append(("before", layers, optimizer, reevaluate))
+
+    @classmethod
+    def family_after_step(cls, layers, sums, optimizer):
+        cls.calls.append(("after", layers, [dict(entry) for entry in sums], optimizer))
+
+
+def model_of(*layers):
+    return nn.Sequential(*layers)
+
+
+def test_losses_of_all_layers_are_summed_with_gradient():
+    model = model_of(Echo(4, 4, factor=2.0), Echo(4, 4, factor=3.0))
+    model(torch.randn(1, 2, 4))
+    loss = intbmoe.aux_loss(model)
+    assert loss == 4 + 9
+    loss.backward()
+    assert model[1].gain.grad == 6
+
+
+def test_a_second_call_or_none_before_is_refused_by_name():
+    model = model_of(nn.Identity(), Echo(4, 4))
+    with pytest.raises(RuntimeError, match="layer '1' left no record"):
+        intbmoe.aux_loss(model)
+    model(torch.randn(1, 2, 4))
+    intbmoe.aux_loss(model)
+    with pytest.raises(RuntimeError, match="left no record"):
+        intbmoe.aux_loss(model)
+
+
+def test_layers_in_evaluation_are_passed_over():
+    model = model_of(Echo(4, 4), Echo(4, 4, factor=3.0))
+    model[0].eval()
+    model(torch.randn(1, 2, 4))
+    assert intbmoe.aux_loss(model) == 9
+    intbmoe.after_step(model)
+    assert not model[0]._window
+
+
+def test_a_model_without_layers_is_refused():
+    with pytest.raises(ValueError, match="Linear holds no MoE layer"):
+        intbmoe.aux_loss(nn.Linear(2, 2))
+
+
+def test_reentrant_checkpointing_is_refused_where_it_would_lose_a_gradient():
+    layer = Echo(4, 4)
+    checkpoint(layer, torch.randn(1, 2, 4, requires_grad=True), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        intbmoe.aux_loss(layer)
+
+
+def test_without_gradients_wanted_none_are_required():
+    layer = Echo(4, 4)
+    with torch.no_grad():
+        layer(torch.randn(1, 2, 4))
+        assert intbmoe.aux_loss(layer) == 1
+    frozen = Echo(4, 4).requires_grad_(False)
+    frozen(torch.randn(1, 2, 4))
+    assert intbmoe.aux_loss(frozen) == 1
+
+
+def test_families_see_all_their_layers_and_the_steps_sums_once():
+    Family.calls = []
+    model = model_of(Family(4, 4), Echo(4, 4), Family(4, 4))
+    optimizer = object()
+    for tokens in (2, 3):  # two micro-batches
+        model(torch.randn(1, tokens, 4))
+        intbmoe.aux_loss(model)
+    intbmoe.before_step(model, optimizer, reevaluate=len)
+    intbmoe.after_step(model, optimizer)
+    (_, layers, *handed), (_, after_layers, sums, after_optimizer) = Family.calls
+    assert layers == after_layers == [model[0], model[2]]
+    assert handed == [optimizer, len]
+    assert after_optimizer is optimizer
+    assert [entry["load"].tolist() for entry in sums] == [[5, 0]] * 2
+    assert [int(entry["tokens"]) for entry in sums] == [5, 5]
+
+
+def test_a_step_without_counts_is_refused():
+    model = model_of(Echo(4, 4))
+    with pytest.raises(RuntimeError, match=r"layer '0' has no counts.*aux_loss"):
+        intbmoe.after_step(model)
+
+
+def test_counts_and_records_are_no_part_of_the_state():
+    layer = Echo(4, 4)
+    layer(torch.randn(1, 2, 4))
+    intbmoe.aux_loss(layer)
+    intbmoe.after_step(layer)
+    assert list(layer.state_dict()) == ["gain"]
+    assert list(layer.buffers()) == []
