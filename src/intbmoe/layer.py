@@ -9,15 +9,15 @@ the input, keeps padding out, and stores what else a forward produces; ``steps.p
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from inspect import Parameter, signature
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_positive_int
-from intbmoe.precision import compute_dtype
+from intbmoe.checks import did_you_mean, require, require_positive_int
+from intbmoe.precision import autocast_dtype, autocast_off
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Quantities(NamedTuple):
     execution: int
     """Experts (or composed blocks) computed for the token."""
     materialization: int
-    """Expert-sized weight sets built at run time, whatever the number of tokens; 0 if none is built."""
+    """Expert-sized weight sets merged from experts and held; 0 for a method that merges none."""
 
 
 class Routing(NamedTuple):
@@ -86,12 +86,21 @@ class MoELayer(nn.Module):
             require(hidden is None and not options, "options", options, "left out when a Config is given")
             self.config = dim
         else:
-            self.config = self.Config(dim, hidden, **options)
+            self.config = self.make_config(dim, hidden, **options)
         self._record: dict[str, dict[str, Tensor]] | None = None
         self._routing_log: list[tuple[Routing, tuple[int, ...]]] | None = None
         self._pending: dict[str, Tensor] = {}
         self._window: dict[str, Tensor] = {}
         self._warned_dead: set[int] = set()
+
+    @classmethod
+    def make_config(cls, dim: int, hidden: Any, **options: Any) -> LayerConfig:
+        """This method's Config; an option it does not have is an error that names the nearest one."""
+        known = [f.name for f in fields(cls.Config)]
+        for option in options:
+            if option not in known:
+                raise TypeError(f"{cls.__name__} has no option {option!r}: {did_you_mean(option, known)}")
+        return cls.Config(dim, hidden, **options)
 
     @classmethod
     def from_config(cls, config: LayerConfig) -> Self:
@@ -116,12 +125,20 @@ class MoELayer(nn.Module):
         """How many experts or blocks the router chooses from; None for a method that does not choose."""
         return None
 
+    @property
+    def open_choices(self) -> Tensor | None:
+        """(choices,) bool, which of them a growing pool has open; None when all are."""
+        return None
+
     def active_parameters(self) -> int:
         """Parameters that contribute to one token's output."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def new_state(self, batch: int) -> Any:
         """Decoding state for ``batch`` sequences; None for a method whose tokens need no earlier ones."""
+        reason = self.config.noncausal_reason()
+        if reason is not None:
+            raise ValueError(f"{type(self).__name__} so configured cannot decode token by token: {reason}")
         return None
 
     @classmethod
@@ -142,8 +159,8 @@ class MoELayer(nn.Module):
             mask = mask.reshape(tokens.shape[:-1])
             # Padding may hold anything, NaN included: zero it before any arithmetic sees it.
             tokens = torch.where(mask.unsqueeze(-1), tokens, 0)
-        dtype = compute_dtype(x)
-        with torch.autocast(x.device.type, enabled=False):
+        dtype = autocast_dtype(x) or x.dtype
+        with autocast_off(x):
             result = self.compute(tokens, mask, state, dtype)
         y = result.y
         if mask is not None:
@@ -166,7 +183,7 @@ class MoELayer(nn.Module):
         dim = self.config.dim
         if x.dim() < 2 or x.shape[-1] != dim:
             raise ValueError(f"x has shape {tuple(x.shape)}: expected (…, tokens, dim) with dim={dim}")
-        if not torch.is_autocast_enabled(x.device.type) and x.dtype != self.weight_dtype:
+        if autocast_dtype(x) is None and x.dtype != self.weight_dtype:
             raise TypeError(
                 f"x is {x.dtype} but the layer's weights are {self.weight_dtype}: "
                 f"convert one of them, or run under torch.autocast"

@@ -5,6 +5,8 @@ input's type and float32. The large matrix products run in the *compute* type: a
 the input's. A layer switches autocast off inside itself and casts explicitly, so that both are what they say.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,10 +17,18 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The type of the large matrix products for input ``x``."""
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Autocast's type on the device of ``x``; None where it is off, or where there is none (the meta device)."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def autocast_off(x: Tensor) -> AbstractContextManager:
+    """A context in which operations on the device of ``x`` run in the types they are given."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -12,7 +12,7 @@ A method's file may register several names, each with presets for its Config. Th
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from intbmoe.checks import did_you_mean
@@ -32,12 +32,8 @@ class Method:
     presets: dict[str, Any] = field(default_factory=dict)
 
     def config(self, dim: int, hidden: Any, **options: Any) -> Any:
-        """This method's Config; an option it does not have is an error that names the nearest one."""
-        known = [f.name for f in fields(self.layer.Config)]
-        for option in options:
-            if option not in known:
-                raise TypeError(f"{self.name} has no option {option!r}: {did_you_mean(option, known)}")
-        return self.layer.Config(dim, hidden, **{**self.presets, **options})
+        """This method's Config, presets applied."""
+        return self.layer.make_config(dim, hidden, **{**self.presets, **options})
 
     def noncausal_reason(self) -> str | None:
         """Why the method, with its presets, may not stand in a causal model; None when it may."""

@@ -14,8 +14,11 @@ from intbmoe.parts.load import LoadStatistics, load_statistics_of
 class RecordedRouting:
     """What one layer's router decided while ``record_routing`` was on, forwards one after another."""
 
-    def __init__(self, calls: list[tuple[Routing, tuple[int, ...]]], choices: int | None) -> None:
+    def __init__(
+        self, calls: list[tuple[Routing, tuple[int, ...]]], choices: int | None, opened: Tensor | None
+    ) -> None:
         self._calls = calls
+        self._opened = opened
         self.choices = choices
         """How many experts or blocks there were to choose from; None for a method that does not choose."""
 
@@ -47,7 +50,7 @@ class RecordedRouting:
             raise ValueError("this method does not choose experts, so it has no load")
         chosen = self.ids[self.ids >= 0]
         tokens = int((self.ids >= 0).any(1).sum())
-        return load_statistics_of(torch.bincount(chosen, minlength=self.choices), tokens)
+        return load_statistics_of(torch.bincount(chosen, minlength=self.choices), tokens, opened=self._opened)
 
     def _joined(self, name: str, fill: int) -> Tensor | None:
         parts = [getattr(routing, name) for routing, _ in self._calls]
@@ -66,7 +69,7 @@ def record_routing(model: nn.Module) -> Iterator[Mapping[str, RecordedRouting]]:
     log = {}
     for name, layer in layers.items():
         layer._routing_log = []
-        log[name] = RecordedRouting(layer._routing_log, layer.choices)
+        log[name] = RecordedRouting(layer._routing_log, layer.choices, layer.open_choices)
     try:
         yield log
     finally:
@@ -84,7 +87,8 @@ def load_statistics(model: nn.Module, *, reset: bool = True) -> dict[str, LoadSt
         if "load" not in layer._window:
             continue
         window = layer._window
-        found = load_statistics_of(window["load"], int(window["tokens"]), int(window.get("dropped", 0)))
+        dropped = int(window.get("dropped", 0))
+        found = load_statistics_of(window["load"], int(window["tokens"]), dropped, layer.open_choices)
         statistics[name] = found
         new = set(found.dead) - layer._warned_dead
         if new and found.tokens:

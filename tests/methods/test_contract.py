@@ -16,9 +16,21 @@ DIM, HIDDEN = 8, 12
 # Options that make a method small enough for finite differences; a method not named here runs with its defaults.
 TINY = {
     "intbmoe": {"experts": 3, "blocks": 4, "top_k": 2, "code_dim": 3, "router_dim": 5, "hyper_dim": 4},
+    "deepseek": {"experts": 4},
+    "remoe": {"experts": 4},
+    "vmoe": {"experts": 4},
+    "expert_choice": {"experts": 4},
+    "lory": {"segment": 2},
+    "dynmoe": {"experts": 4, "update_every": 2},
+    "mass": {"experts": 4, "window": 2, "warmup": 2, "significance": 0.9, "similarity": 1.0},
 }
 # Options that switch a method's random noise off, for comparisons across processes.
-QUIET = {"switch": {"jitter": 0.0}}
+QUIET = {
+    "switch": {"jitter": 0.0},
+    "vmoe": {"noise": 0.0},
+    "smear": {"expert_dropout": 0.0},
+    "smear_token": {"expert_dropout": 0.0},
+}
 METHODS = intbmoe.list_methods()
 
 
@@ -184,6 +196,7 @@ def test_bf16_autocast_stays_near_float32(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_compiles_whole(name):
+    torch._dynamo.reset()  # all methods share one forward, and so one limit on recompilations
     eager, compiled = make(name, **QUIET.get(name, {})), make(name, **QUIET.get(name, {}))
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
     x = tokens(2, 5)

@@ -179,8 +179,11 @@ class BlockLayer(MoELayer):
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         tokens = x.reshape(-1, self.config.dim)
         scores = self.router(tokens)
-        ids = mask_choices(top_k(scores, self.config.top_k), mask)
-        weights = torch.where(ids < 0, 0, scores.softmax(-1).gather(-1, ids.clamp(min=0)))
+        ids = top_k(scores, self.config.top_k)
+        weights = scores.softmax(-1).gather(-1, ids)
+        if mask is not None:
+            ids = mask_choices(ids, mask)
+            weights = torch.where(ids < 0, 0, weights)
         y, load = self._run_blocks(tokens.to(dtype), ids, weights, complete=mask is None)
         if self.shared is not None:
             y = y + self.shared(tokens.to(dtype))

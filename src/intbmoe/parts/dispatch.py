@@ -8,6 +8,7 @@ Every backward pass here is a gather or a matrix product, never an atomic scatte
 """
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
@@ -41,29 +42,48 @@ def dispatch(ids: Tensor, groups: int, complete: bool = False) -> Dispatch:
     keys = ids.reshape(-1)
     if not complete:
         keys = torch.where(keys < 0, groups, keys)
-    choice = torch.argsort(keys, stable=True)
+    group, choice = keys.sort(stable=True)
     rows = torch.arange(tokens * k, device=ids.device)
     inverse = torch.empty_like(choice).scatter(0, choice, rows).view(tokens, k)
-    counts = torch.zeros(groups + 1, dtype=torch.int64, device=ids.device)
-    counts = counts.scatter_add(0, keys, torch.ones_like(keys))[:groups]
-    offsets = counts.cumsum(0).to(torch.int32)
+    bounds = torch.searchsorted(group, torch.arange(groups + 1, device=ids.device), out_int32=True)
     token = torch.div(choice, k, rounding_mode="floor")
-    return Dispatch(token, choice, inverse, keys[choice], counts, offsets, complete)
+    return Dispatch(token, choice, inverse, group, bounds.diff().long(), bounds[1:], complete)
 
 
 def to_rows(x: Tensor, plan: Dispatch) -> Tensor:
     """(N, c) values of tokens → (M, c) values of their rows."""
+    if not _differentiates(x):
+        return x.index_select(0, plan.token)
     return _ToRows.apply(x, plan.token, plan.inverse)
 
 
 def spread(table: Tensor, plan: Dispatch) -> Tensor:
     """(G, c) values of groups → (M, c) values of their rows; zero for rows of no group."""
+    if not plan.complete:
+        table = torch.cat([table, table.new_zeros(1, table.shape[1])])
+    if not _differentiates(table):
+        return table.index_select(0, plan.group)
     return _Spread.apply(table, plan.group)
 
 
 def combine(rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
     """(M, c) rows and (N, k) weights → (N, c) weighted sums, in the type of ``weights``."""
+    if not _differentiates(rows, weights):
+        return _weighted_sum(rows, weights, plan.inverse)
     return _Combine.apply(rows, weights, plan.token, plan.choice, plan.inverse)
+
+
+def _differentiates(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _rows_of_tokens(rows: Tensor, inverse: Tensor) -> Tensor:
+    """(M, c) rows → (N, k, c), each token's rows in the order of its choices."""
+    return rows.index_select(0, inverse.reshape(-1)).view(*inverse.shape, rows.shape[1])
+
+
+def _weighted_sum(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
+    return (_rows_of_tokens(rows, inverse).to(weights.dtype) * weights.unsqueeze(-1)).sum(1)
 
 
 class _ToRows(Function):
@@ -72,12 +92,12 @@ class _ToRows(Function):
     @staticmethod
     def forward(ctx, x, token, inverse):
         ctx.save_for_backward(inverse)
-        return x[token]
+        return x.index_select(0, token)
 
     @staticmethod
     def backward(ctx, grad):
         (inverse,) = ctx.saved_tensors
-        return grad[inverse].sum(1), None, None
+        return _rows_of_tokens(grad, inverse).sum(1), None, None
 
 
 class _Spread(Function):
@@ -87,13 +107,12 @@ class _Spread(Function):
     def forward(ctx, table, group):
         ctx.save_for_backward(group)
         ctx.groups = table.shape[0]
-        return torch.cat([table, table.new_zeros(1, table.shape[1])])[group]
+        return table.index_select(0, group)
 
     @staticmethod
     def backward(ctx, grad):
         (group,) = ctx.saved_tensors
-        member = F.one_hot(group, ctx.groups + 1)[:, : ctx.groups].to(grad.dtype)
-        return member.t() @ grad, None
+        return F.one_hot(group, ctx.groups).to(grad.dtype).t() @ grad, None
 
 
 class _Combine(Function):
@@ -102,21 +121,92 @@ class _Combine(Function):
     @staticmethod
     def forward(ctx, rows, weights, token, choice, inverse):
         ctx.save_for_backward(rows, weights, token, choice, inverse)
-        return (rows[inverse].to(weights.dtype) * weights.unsqueeze(-1)).sum(1)
+        return _weighted_sum(rows, weights, inverse)
 
     @staticmethod
     def backward(ctx, grad):
         rows, weights, token, choice, inverse = ctx.saved_tensors
-        row_grad = grad[token] * weights.reshape(-1)[choice].unsqueeze(-1)
-        weight_grad = (rows[inverse].to(grad.dtype) * grad.unsqueeze(1)).sum(-1)
+        row_grad = grad.index_select(0, token) * weights.reshape(-1).index_select(0, choice).unsqueeze(-1)
+        weight_grad = (_rows_of_tokens(rows, inverse).to(grad.dtype) * grad.unsqueeze(1)).sum(-1)
         return row_grad.to(rows.dtype), weight_grad, None, None, None
 
 
-def limit_capacity(ids: Tensor, experts: int, capacity: int, priority: Tensor | None = None) -> Tensor:
+@dataclass(frozen=True)
+class Places:
+    """M places that experts filled with tokens of their own choice: a token may stand in none or in several."""
+
+    token: Tensor
+    """(M,) the token in each place."""
+    order: Tensor
+    """(M,) the places sorted by token."""
+    starts: Tensor
+    """(N,) where each token's places start in ``order``."""
+
+
+def places(token: Tensor, tokens: int) -> Places:
+    """The plan for M places holding ``token`` (M,), each one of N = ``tokens``."""
+    counts = torch.zeros(tokens, dtype=torch.int64, device=token.device)
+    counts = counts.scatter_add(0, token, torch.ones_like(token))
+    return Places(token, torch.argsort(token, stable=True), counts.cumsum(0) - counts)
+
+
+def to_places(x: Tensor, plan: Places) -> Tensor:
+    """(N, c) values of tokens → (M, c) values of their places."""
+    return _ToPlaces.apply(x, plan.token, plan.order, plan.starts)
+
+
+def sum_places(values: Tensor, plan: Places) -> Tensor:
+    """(M, c) values of places → (N, c), for each token the sum over the places it stands in."""
+    return _SumPlaces.apply(values, plan.token, plan.order, plan.starts)
+
+
+class _ToPlaces(Function):
+    """The transpose of ``_SumPlaces``; autograd would scatter."""
+
+    @staticmethod
+    def forward(ctx, x, token, order, starts):
+        ctx.save_for_backward(token, order, starts)
+        return x.index_select(0, token)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _SumPlaces.apply(grad, *ctx.saved_tensors), None, None, None
+
+
+class _SumPlaces(Function):
+    """Each token reads its places one after another: no atomics, and no (N, E, c) table of what it might have."""
+
+    @staticmethod
+    def forward(ctx, values, token, order, starts):
+        ctx.save_for_backward(token, order, starts)
+        return F.embedding_bag(order, values, starts, mode="sum")
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _ToPlaces.apply(grad, *ctx.saved_tensors), None, None, None
+
+
+def exact_ratio(factor: float) -> tuple[int, int]:
+    """Numerator and denominator of a factor as its author wrote it: 1.1 is 11/10. Not for compiled code."""
+    return Fraction(str(factor)).as_integer_ratio()
+
+
+def capacity_of(factor: tuple[int, int], tokens: int | Tensor, experts: int, multiple: int = 1) -> int | Tensor:
+    """⌈factor · tokens / experts⌉, rounded up to a ``multiple``; ``tokens`` is a number or an integer tensor.
+
+    In integers, because 1.1 · 10 / 11 in floating point is a little more than 1 and would round up to 2.
+    """
+    numerator, denominator = factor
+    whole = -(-(tokens * numerator) // (experts * denominator))
+    return -(-whole // multiple) * multiple
+
+
+def limit_capacity(ids: Tensor, experts: int, capacity: int | Tensor, priority: Tensor | None = None) -> Tensor:
     """Choices (B, T, k) with −1 for those that find their expert full: ``capacity`` a sequence and expert.
 
-    First choices of all tokens come before second choices; within a rank, tokens come in their order, or in
-    descending ``priority`` (B, T), equal ones in their order.
+    ``capacity`` is a number, or (B, 1) when it differs between sequences. First choices of all tokens come before
+    second choices; within a rank, tokens come in their order, or in descending ``priority`` (B, T), equal ones in
+    their order.
     """
     batch, tokens, k = ids.shape
     if priority is not None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from intbmoe.checks import require, require_positive_int
 from intbmoe.layer import LayerConfig
 from intbmoe.ops.grouped_mm import grouped_mm
+from intbmoe.ops.merged_mm import merged_mm
 from intbmoe.parts.dispatch import Dispatch, combine, dispatch, spread, to_rows
 from intbmoe.precision import linear
 
@@ -66,10 +67,8 @@ class StackedLinear(nn.Module):
         return out if self.bias is None else out + self.bias.to(z.dtype).unsqueeze(1)
 
     def merged(self, z: Tensor, a: Tensor) -> Tensor:
-        """(G, S, i) inputs and (G, E) coefficients → (G, S, o), merging in the type of ``a``; G weight sets."""
-        experts, inputs, outputs = self.weight.shape
-        weight = (a @ self.weight.reshape(experts, -1).to(a.dtype)).view(-1, inputs, outputs)
-        out = torch.bmm(z, weight.to(z.dtype))
+        """(G, S, i) inputs and (G, E) coefficients → (G, S, o), merging in the type of ``a``, some groups at a time."""
+        out = merged_mm(z, a, self.weight)
         return out if self.bias is None else out + (a @ self.bias.to(a.dtype)).to(z.dtype).unsqueeze(1)
 
     def mixed(self, z: Tensor, a: Tensor) -> Tensor:

@@ -26,21 +26,25 @@ class LoadStatistics:
     """Share of the wanted assignments that found their expert full."""
 
 
-def load_statistics_of(counts: Tensor, tokens: int, dropped: int = 0) -> LoadStatistics:
-    """Statistics of (E,) assignment counts and ``dropped`` ones; without any assignment every ratio is NaN."""
+def load_statistics_of(counts: Tensor, tokens: int, dropped: int = 0, opened: Tensor | None = None) -> LoadStatistics:
+    """Statistics of (E,) assignment counts and ``dropped`` ones; without any assignment every ratio is NaN.
+
+    ``opened`` (E,) says which experts a pool has open: the others are neither idle nor dead, they are not there.
+    """
     loads = [int(count) for count in counts.tolist()]
+    present = [index for index in range(len(loads)) if opened is None or bool(opened[index])]
     total = sum(loads)
-    dead = tuple(index for index, load in enumerate(loads) if load == 0)
+    dead = tuple(index for index in present if loads[index] == 0)
     if total == 0:
         return LoadStatistics(tuple(loads), tokens, math.nan, math.nan, math.nan, dead)
-    shares = [load / total for load in loads]
+    shares = [loads[index] / total for index in present]
     entropy = -sum(share * math.log(share) for share in shares if share > 0)
     return LoadStatistics(
         counts=tuple(loads),
         tokens=tokens,
-        utilisation=1 - len(dead) / len(loads),
-        worst_case=max(shares) * len(loads),
-        entropy=entropy / math.log(len(loads)) if len(loads) > 1 else 1.0,
+        utilisation=1 - len(dead) / len(present),
+        worst_case=max(shares) * len(present),
+        entropy=entropy / math.log(len(present)) if len(present) > 1 else 1.0,
         dead=dead,
         dropped=dropped / (total + dropped),
     )

@@ -39,3 +39,15 @@ def count_choices(ids: Tensor, experts: int) -> Tensor:
     keys = ids.reshape(-1) + 1
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
     return counts.scatter_add(0, keys, torch.ones_like(keys))[1:]
+
+
+def pack_choices(weights: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights (N, E) and whether each expert is active (N, E) → ids (N, E) and their weights.
+
+    A token's active experts come first, heaviest first, equal ones by index; then −1 with weight 0. For methods
+    in which the number of experts varies from token to token.
+    """
+    keys = torch.where(active, weights.detach(), -torch.inf)
+    order = keys.sort(dim=-1, descending=True, stable=True).indices
+    active = active.gather(-1, order)
+    return torch.where(active, order, -1), torch.where(active, weights.gather(-1, order), 0)

@@ -1,0 +1,149 @@
+"""DeepSeek-V3's MoE: sigmoid scores, a bias that only the choice sees, a shared expert that is always on.
+
+DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
+
+    s_{t,e} = sigmoid(w_e · x_t),  K_t = top-k_e (s_{t,e} + b_e)
+    g_{t,e} = ρ · s_{t,e} / Σ_{j ∈ K_t} s_{t,j}  for e ∈ K_t                    ρ: route_scale; b is not in the weight
+    y_t = f_shared(x_t) + Σ_{e ∈ K_t} g_{t,e} f_e(x_t)                          SwiGLU experts without biases
+    loss = α · mean over sequences of Σ_e f_e P_e,  with, for a sequence of n valid tokens,
+           f_e = E/(k n) · #{t : e ∈ top-k(s_t)},  P_e = 1/n Σ_t s_{t,e} / Σ_j s_{t,j}
+    b_e ← b_e + γ · sign(mean(c) − c_e)  after each optimizer step,  c_e the assignments of the whole global batch
+
+Choices: f_e counts the choice without b, as the report writes it, so that the loss keeps acting on the scores
+when b has already evened out the load; its gradient flows through P alone. ρ = 1: the report's 2.5 belongs to 8 of 256
+experts. Several shared experts are one SwiGLU of their joint width, which is the same function. Quotients of sigmoids
+are computed as softmaxes of log-sigmoids: equal, and never 0/0. Nothing is dropped.
+
+The authors published no training code: loss and bias rule follow the report, and γ stays constant (they end with γ = 0:
+``bias_speed=0`` freezes b). Their node-limited routing serves expert parallelism only and is left out. Their
+inference file computes the sigmoid in the input's type; ours is in float32 or wider, and b never gets narrower.
+"""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from intbmoe.checks import require, require_finite, require_positive_int
+from intbmoe.layer import Quantities, Result, Routing
+from intbmoe.parts.experts import ExpertsConfig, SwiGLU
+from intbmoe.parts.losses import global_sum
+from intbmoe.parts.router import mask_choices, top_k
+from intbmoe.parts.state import WideBuffers
+from intbmoe.precision import linear, wide
+from intbmoe.registry import register
+
+
+@dataclass(frozen=True)
+class DeepSeekConfig(ExpertsConfig):
+    """Top-k of the routed experts, and shared ones."""
+
+    _: KW_ONLY
+    experts: int = 16
+    """E, routed experts; shared ones come on top."""
+    expert: Literal["swiglu"] = "swiglu"
+    top_k: int = 2
+    """k, routed experts of a token."""
+    shared_experts: int = 1
+    """Experts that every token passes; 0 for none."""
+    shared_hidden: int | None = None
+    """Inner width of one shared expert; None: that of a routed one."""
+    bias_speed: float = 1e-3
+    """γ, how far an expert's bias moves at a step."""
+    balance: float = 1e-4
+    """α, the coefficient of the sequence-wise balance loss."""
+    route_scale: float = 1.0
+    """ρ, what the weights of a token's routed experts sum to."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.expert == "swiglu", "expert", self.expert, "'swiglu' in this method")
+        require_positive_int("top_k", self.top_k, at_most=self.experts, limit="experts")
+        if self.shared_experts != 0:
+            require_positive_int("shared_experts", self.shared_experts)
+        if self.shared_hidden is not None:
+            require_positive_int("shared_hidden", self.shared_hidden)
+        for name in ("bias_speed", "balance", "route_scale"):
+            require_finite(name, getattr(self, name))
+        require(self.bias_speed >= 0, "bias_speed", self.bias_speed, "0 or more")
+
+    @property
+    def shared_width(self) -> int:
+        """The joint inner width of the shared experts."""
+        return self.shared_experts * (self.shared_hidden or self.hidden)
+
+
+@register("deepseek", title="DeepSeek-V3", paper="DeepSeek-AI, 2024", participation="sparse")
+class DeepSeek(WideBuffers):
+    """Top-k token choice balanced by a bias on the choice, with a shared expert."""
+
+    Config = DeepSeekConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        c = self.config
+        self.router = nn.Linear(c.dim, c.experts, bias=False)
+        self.experts = c.make_experts()
+        self.shared = SwiGLU(c.dim, c.shared_width) if c.shared_experts else None
+        self.register_buffer("bias", torch.zeros(c.experts, dtype=torch.float32))
+
+    @property
+    def choices(self) -> int:
+        return self.config.experts
+
+    def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
+        c = self.config
+        logits = linear(wide(x), self.router.weight).flatten(0, 1)
+        scores = logits.detach().sigmoid()
+        log_scores = F.logsigmoid(logits)
+        chosen = top_k(scores + self.bias, c.top_k)
+        weights = c.route_scale * log_scores.gather(1, chosen).softmax(-1)
+        ids = mask_choices(chosen, mask)
+        weights = torch.where(ids < 0, 0, weights)
+        tokens = x.reshape(-1, c.dim).to(dtype)
+        y, load = self.experts.route(tokens, ids, weights, complete=mask is None)
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        losses = {}
+        if self.training:
+            shares = log_scores.softmax(-1).view(*x.shape[:2], c.experts)
+            unbiased = F.one_hot(top_k(scores, c.top_k), c.experts).sum(1).view_as(shares)
+            losses["balance"] = c.balance * sequence_balance(shares, unbiased, mask, c.top_k)
+        return Result(y.view(x.shape), Routing(ids, weights), losses, {"load": load})
+
+    @classmethod
+    def family_after_step(cls, layers: Sequence[Self], sums: Sequence[dict[str, Tensor]], optimizer: Any) -> None:
+        for layer, step in zip(layers, sums, strict=True):
+            load = step["load"]
+            # mean(c) − c_e times E: in integers, so that an exactly even load moves nothing.
+            direction = (load.sum() - load.numel() * load).sign()
+            layer.bias += layer.config.bias_speed * direction.to(layer.bias.dtype)
+
+    def quantities(self) -> Quantities:
+        return Quantities(participation=self.config.top_k, execution=self.config.top_k, materialization=0)
+
+    def active_parameters(self) -> int:
+        idle = (self.config.experts - self.config.top_k) * self.experts.expert_parameters()
+        return super().active_parameters() - idle
+
+
+def sequence_balance(shares: Tensor, chosen: Tensor, mask: Tensor | None, k: int) -> Tensor:
+    """Shares (B, T, E) that sum to 1, choices (B, T, E) as 0/1 → mean of Σ_e f_e P_e over all ranks' sequences.
+
+    1 when the choices are even; sequences without a valid token do not count.
+    """
+    batch, tokens, experts = shares.shape
+    if mask is None:
+        valid = shares.new_full((batch,), tokens)
+    else:
+        valid = mask.sum(1).to(shares.dtype)
+        shares = torch.where(mask.unsqueeze(-1), shares, 0)
+        chosen = torch.where(mask.unsqueeze(-1), chosen, 0)
+    length = valid.clamp(min=1).unsqueeze(-1)
+    f = chosen.sum(1).to(shares.dtype) * (experts / k) / length
+    p = shares.sum(1) / length
+    sequences = global_sum((valid > 0).sum().to(shares.dtype)).clamp(min=1)
+    return global_sum((f * p).sum()) / sequences

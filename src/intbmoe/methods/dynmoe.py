@@ -1,0 +1,178 @@
+"""DynMoE: each token takes every expert it is similar enough to; experts are added and removed in training.
+
+Guo et al., "Dynamic Mixture of Experts: An Auto-Tuning Approach for Efficient Transformer Models", ICLR 2025.
+
+    s_{t,e} = m_e σ(τ cos(x_t, w_e)),   g_{t,e} = 1[s_{t,e} > σ(τ G_e)],   k_t = Σ_e g_{t,e}
+    y_t = (1 / max(k_t, 1)) Σ_e g_{t,e} f_e(x_t)
+
+with embeddings w_e and thresholds G_e learned, m the mask of open slots. Backward: g = sign(ReLU(s − σ(τ G))) with the
+sign passed over, so that w, G and x get a gradient from the chosen pairs alone; k_t is a count, without gradient. In
+training a token that no expert takes gives 0; in evaluation it goes to the open expert of highest s.
+
+    loss = α (‖M ∘ (ŵ ŵᵀ − I)‖_F + mean_e ‖w_e‖ + β_1 E² mean_e(P_e F_e) + β_2 mean_{t,e} g_{t,e})
+
+ŵ the embeddings at length 1, M = m mᵀ; the second term runs over all slots, closed ones too. The third and fourth
+stand in the authors' DeepSpeed code only and are off by default: over tokens with at least one expert, P_e is the
+mean of g_{t,e}/Σ_e g_{t,e} (the gradient goes through both) and F_e the mean of g_{t,e} (none).
+
+Every ``update_every`` optimizer steps, from what these steps recorded, R_E (activations of each expert) and R_S (sum of
+the inputs of tokens that no expert took): close every expert with R_E = 0, then, if R_S ≠ 0 and a slot is
+free, open the first free one with w = R_S/‖R_S‖, G = 0 and the weights it happens to hold.
+
+Choices and differences. The authors record during every third span of 300 forwards, or update at every step, or once an
+epoch; here each span of ``update_every`` *optimizer* steps is recorded whole and used. Records are global and count
+once a step whatever the accumulation. τ is fixed (the authors' Tutel gate learns it, from 10). Their Tutel gate divides
+by Σ g with its gradient, their DeepSpeed one by the count, as here. If no expert was activated in a whole span, closing
+them all would leave none: the pool is kept, and one may still be opened. Opening and closing reset the slot's optimizer
+moments; weight decay and the length penalty still reach a closed slot. Experts start independently (DeepSpeed: as
+copies). In evaluation g has its true derivative, zero: the straight-through one is for training. The number of experts
+a token takes is not bounded, so a forward makes room for N·E rows; the grouped kernel computes the chosen ones only.
+Parameters sharded by FSDP2 are refused: slots are single rows of them. ``active_parameters`` counts the mean number of
+experts of the last training step, a token without any as one (evaluation gives it one); before training half the pool,
+as for isotropic inputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from intbmoe.checks import require, require_finite, require_positive_int
+from intbmoe.layer import Result, Routing
+from intbmoe.parts.losses import count_valid, global_sum
+from intbmoe.parts.router import pack_choices, top_k
+from intbmoe.parts.slots import PoolConfig, PoolLayer, require_whole, reset_moments, unit
+from intbmoe.precision import linear, wide
+from intbmoe.registry import register
+
+
+@dataclass(frozen=True)
+class DynMoEConfig(PoolConfig):
+    """Top-any routing over a pool of at most ``experts``."""
+
+    _: KW_ONLY
+    temperature: float = 1.0
+    """τ, multiplies the cosine and the threshold."""
+    update_every: int = 300
+    """Optimizer steps between two changes of the pool."""
+    auxiliary: float = 0.01
+    """α, the coefficient of the auxiliary losses together."""
+    load_balance: float = 0.0
+    """β_1, load balance relative to diversity (authors' DeepSpeed code: 1)."""
+    efficiency: float = 0.0
+    """β_2, mean activation relative to diversity (authors' DeepSpeed code: 1)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("temperature", "auxiliary", "load_balance", "efficiency"):
+            require_finite(name, getattr(self, name))
+        require(self.temperature > 0, "temperature", self.temperature, "positive")
+        require_positive_int("update_every", self.update_every)
+
+
+class _SignThrough(Function):
+    """The sign, whose gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@register("dynmoe", title="DynMoE", paper="Guo et al., 2025", participation="sparse")
+class DynMoE(PoolLayer):
+    """Top-any token choice by cosine and threshold, with a pool that follows what tokens ask for."""
+
+    Config = DynMoEConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        c = self.config
+        self.embeddings = nn.Parameter(torch.empty(c.experts, c.dim))
+        self.thresholds = nn.Parameter(torch.zeros(c.experts))
+        nn.init.orthogonal_(self.embeddings)
+        # What the current span of steps has recorded.
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("activations", torch.zeros(c.experts, dtype=torch.int64))  # R_E
+        self.register_buffer("uncovered_input", torch.zeros(c.dim))  # R_S
+
+    def _expected_choices(self) -> float:
+        return max(1.0, self.config.start / 2)
+
+    def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
+        c = self.config
+        seen = wide(x).reshape(-1, c.dim)
+        cosine = linear(unit(seen), unit(wide(self.embeddings)))
+        scores = torch.where(self.active, (c.temperature * cosine).sigmoid(), 0)
+        margin = F.relu(scores - (c.temperature * wide(self.thresholds)).sigmoid())
+        gates = _SignThrough.apply(margin) if self.training else margin.sign()
+        if mask is not None:
+            gates = torch.where(mask.reshape(-1, 1), gates, 0)
+        count = (gates.detach() > 0).sum(-1, keepdim=True)
+        uncovered = count == 0 if mask is None else (count == 0) & mask.reshape(-1, 1)
+        losses, chosen = {}, gates
+        if self.training:
+            losses["auxiliary"] = c.auxiliary * self._auxiliary(gates, count, count_valid(x, mask))
+        else:
+            best = top_k(cosine.detach().masked_fill(~self.active, -torch.inf), 1)
+            alone = best == torch.arange(c.experts, device=x.device)
+            chosen = torch.where(uncovered, alone.to(gates.dtype), gates)
+        ids, weights = pack_choices(chosen / count.clamp(min=1), chosen.detach() > 0)
+        y, load = self.experts.route(x.reshape(-1, c.dim).to(dtype), ids, weights)
+        lost = torch.where(uncovered, seen.detach(), 0).sum(0)
+        sums = {"load": load, "uncovered": uncovered.sum(), "uncovered_input": lost}
+        return Result(y.view(x.shape), Routing(ids, weights), losses, sums)
+
+    def _auxiliary(self, gates: Tensor, count: Tensor, tokens: Tensor) -> Tensor:
+        """Diversity and simplicity of the embeddings, and the DeepSpeed code's two terms where they are on."""
+        c = self.config
+        embeddings = wide(self.embeddings)
+        directions = unit(embeddings)
+        both = self.active.unsqueeze(0) & self.active.unsqueeze(1)
+        excess = directions @ directions.t() - torch.eye(c.experts, dtype=directions.dtype, device=directions.device)
+        diversity = torch.linalg.vector_norm(torch.where(both, excess, 0))
+        total = diversity + torch.linalg.vector_norm(embeddings, dim=-1).mean()
+        if c.load_balance:
+            covered = global_sum((count > 0).sum().to(gates.dtype)).clamp(min=1)
+            shares = gates / torch.where(count > 0, gates.sum(-1, keepdim=True), 1)
+            mean_share = global_sum(shares.sum(0)) / covered
+            mean_load = global_sum(gates.detach().sum(0)) / covered
+            total = total + c.load_balance * c.experts**2 * (mean_share * mean_load).mean()
+        if c.efficiency:
+            pairs = global_sum(tokens.to(gates.dtype)).clamp(min=1) * c.experts
+            total = total + c.efficiency * global_sum(gates.sum()) / pairs
+        return total
+
+    @classmethod
+    @torch.no_grad()
+    def family_after_step(cls, layers: Sequence[Self], sums: Sequence[dict[str, Tensor]], optimizer: Any) -> None:
+        for layer, recorded in zip(layers, sums, strict=True):
+            require_whole(layer)
+            layer._measure_choices(recorded["load"].sum() + recorded["uncovered"], recorded["tokens"])
+            layer.activations += recorded["load"]
+            layer.uncovered_input += recorded["uncovered_input"]
+            layer.steps += 1
+            if layer.steps >= layer.config.update_every:
+                layer._adapt(optimizer)
+
+    def _adapt(self, optimizer: Any) -> None:
+        """Close what nobody used, open one for those whom nobody served, and start a new span."""
+        used = self.active & (self.activations > 0)
+        changed = self.active & ~used if used.any() else torch.zeros_like(used)
+        self.active &= ~changed
+        length = torch.linalg.vector_norm(wide(self.uncovered_input))
+        if length > 0 and not self.active.all():
+            slot = int(self.active.logical_not().nonzero()[0])
+            self.embeddings[slot] = wide(self.uncovered_input) / length
+            self.thresholds[slot] = 0
+            self.active[slot] = changed[slot] = True
+        reset_moments(optimizer, self.parameters(), changed)
+        for record in (self.steps, self.activations, self.uncovered_input):
+            record.zero_()

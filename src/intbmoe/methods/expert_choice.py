@@ -1,0 +1,118 @@
+"""Expert Choice: each expert takes the tokens it scores highest, so that all experts are equally loaded.
+
+Zhou, Lei, Liu, Du, Huang, Zhao, Dai, Chen, Le and Laudon, "Mixture-of-Experts with Expert Choice Routing", NeurIPS
+2022. For each sequence of n valid tokens:
+
+    P = softmax_e(X W_rᵀ) ∈ R^{n×E}                        over the experts
+    I_e = top-C_t(P_{t,e}),  C = ⌈cf · n / E⌉               the C tokens of expert e; at most n
+    y_t = Σ_{e : t ∈ I_e} P_{t,e} f_e(x_t)                 not renormalised; 0 for a token that no expert took
+
+There is no auxiliary loss: the balance holds by construction. The sum ``untaken`` counts the valid tokens that no
+expert took.
+
+Choices: the group from which experts choose is one sequence, so that a result does not depend on its batch (the authors
+choose from the device's batch). C is rounded up, never to a multiple, and computed from the valid tokens: a padded
+sequence gives what it gives alone. Equal scores go to the earlier token. No noise on the logits, as in the paper.
+Left out: the paper's cap on the experts of a token (a linear program, off by default there).
+
+An expert sees all tokens of a sequence before it chooses, so a later token can displace an earlier one: not for causal
+models, unless cf ≥ E, when every expert takes every token.
+"""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.checks import require, require_finite
+from intbmoe.layer import MoELayer, Quantities, Result, Routing
+from intbmoe.parts.dispatch import capacity_of, exact_ratio, places, sum_places, to_places
+from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.router import pack_choices
+from intbmoe.precision import linear, wide
+from intbmoe.registry import register
+
+
+@dataclass(frozen=True)
+class ExpertChoiceConfig(ExpertsConfig):
+    """Top-C tokens for each expert."""
+
+    _: KW_ONLY
+    capacity_factor: float = 2.0
+    """cf, the mean number of experts of a token (but for rounding C up)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_finite("capacity_factor", self.capacity_factor)
+        require(self.capacity_factor > 0, "capacity_factor", self.capacity_factor, "a positive number")
+
+    def noncausal_reason(self) -> str | None:
+        if self.capacity_factor >= self.experts:
+            return None
+        return "an expert chooses among all tokens of a sequence, so a later token can displace an earlier one"
+
+
+@register("expert_choice", title="Expert Choice", paper="Zhou et al., 2022", participation="sparse")
+class ExpertChoice(MoELayer):
+    """Experts choose tokens."""
+
+    Config = ExpertChoiceConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
+        self.experts = self.config.make_experts()
+        self._factor = exact_ratio(self.config.capacity_factor)
+
+    @property
+    def choices(self) -> int:
+        return self.config.experts
+
+    def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
+        c = self.config
+        batch, tokens, _ = x.shape
+        gates = linear(wide(x), self.router.weight).softmax(-1)  # (B, T, E)
+        taken, filled = self._choose(gates.detach(), mask)  # (B, C, E)
+
+        # Place (e, b, j) is the j-th token that expert e took from sequence b. An unfilled place computes some token of
+        # its sequence with weight 0: shapes stay fixed, and nothing flows through it either way.
+        first = tokens * torch.arange(batch, device=x.device).view(-1, 1, 1)
+        plan = places((taken + first).permute(2, 0, 1).reshape(-1), batch * tokens)
+        weights = torch.where(filled, gates.take_along_dim(taken, 1), 0).permute(2, 0, 1).reshape(-1, 1)
+        z = to_places(x.reshape(-1, c.dim).to(dtype), plan)
+        z = self.experts.batch(z.view(c.experts, batch * taken.shape[1], c.dim)).reshape(-1, c.dim)
+        y = sum_places(z * weights, plan)
+
+        chosen = torch.zeros_like(gates, dtype=torch.bool).scatter(1, taken, filled).flatten(0, 1)
+        ids, token_weights = pack_choices(gates.flatten(0, 1), chosen)
+        untaken = ~chosen.any(1) if mask is None else mask.reshape(-1) & ~chosen.any(1)
+        sums = {"load": filled.sum((0, 1)), "untaken": untaken.sum()}
+        return Result(y.view(x.shape), Routing(ids, token_weights), sums=sums)
+
+    def _choose(self, gates: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Gates (B, T, E) → (B, C, E) each expert's tokens, best first, and whether the place is filled.
+
+        C follows from T, for a fixed shape; a sequence with padding fills only what its valid tokens allow.
+        """
+        _, tokens, experts = gates.shape
+        capacity = min(tokens, capacity_of(self._factor, tokens, experts))
+        if mask is not None:
+            gates = torch.where(mask.unsqueeze(-1), gates, -torch.inf)
+        taken = gates.sort(dim=1, descending=True, stable=True).indices[:, :capacity]
+        if mask is None:
+            return taken, torch.ones_like(taken, dtype=torch.bool)
+        valid = mask.sum(1)
+        allowed = torch.minimum(valid, capacity_of(self._factor, valid, experts)).view(-1, 1, 1)
+        rank = torch.arange(capacity, device=gates.device).view(1, -1, 1)
+        return taken, (rank < allowed).expand_as(taken)
+
+    def quantities(self) -> Quantities:
+        """For the mean token."""
+        mean = max(1, round(min(self.config.capacity_factor, self.config.experts)))
+        return Quantities(participation=mean, execution=mean, materialization=0)
+
+    def active_parameters(self) -> int:
+        """For the mean token, which ``capacity_factor`` experts take."""
+        mean = min(self.config.capacity_factor, self.config.experts)
+        return self.router.weight.numel() + round(mean * self.experts.expert_parameters())

@@ -1,0 +1,155 @@
+"""Lory: one merged expert for each segment of a sequence, merged by what the segment before it was about.
+
+Zhong, Xia, Chen and Lewis, "Lory: Fully Differentiable Mixture-of-Experts for Autoregressive Language Model
+Pre-training", COLM 2024.
+
+    A sequence is cut into segments of S tokens; h̄_n is the mean of segment n, e_n = softmax(W_r h̄_n).
+    y_t = f(x_t; Σ_e a_{n,e} θ_e) for t in segment n,  a_n = e_{n−1} for n > 1, all three SwiGLU matrices merged
+
+The first segment has none before it. The paper gives it a_1 = stop_gradient(e_1): its tokens then see the mean of
+their own segment, later tokens among them, though no gradient teaches the router to use that. Here the default is
+strictly causal: a_1 is uniform, 1/E each, so the first segment runs the mean expert. The paper's form is
+``first_segment="stop_gradient"``.
+
+Choices: T need not be a multiple of S; the last segment is padded. Means are over valid tokens. A segment without a
+valid token says nothing: it hands on the weights it was given itself. Segments are counted by position, padding
+included, and routing is by segment in evaluation and decoding too (the paper also keeps the prompt's one decision for
+a whole generation, and finds little difference). Decoding keeps the running mean of the open segment and the weights
+in force. The router has no bias. Similarity batching of documents and dense warm-up are training recipes and not part
+of the layer; there is no public code to differ from. Of the merged weight sets, one a segment, few exist at a time:
+the backward pass merges them again.
+"""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from intbmoe.checks import require, require_positive_int
+from intbmoe.layer import MoELayer, Quantities, Result
+from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.precision import linear, wide
+from intbmoe.registry import register
+
+
+@dataclass(frozen=True)
+class LoryConfig(ExpertsConfig):
+    """Merging by segments."""
+
+    _: KW_ONLY
+    expert: Literal["gelu", "swiglu"] = "swiglu"
+    segment: int = 16
+    """S, tokens in a segment (the Lory paper: 256)."""
+    first_segment: Literal["uniform", "stop_gradient"] = "uniform"
+    """Weights of the first segment: uniform, or its own without gradient, as in the paper."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive_int("segment", self.segment)
+        known = self.first_segment in ("uniform", "stop_gradient")
+        require(known, "first_segment", self.first_segment, "'uniform' or 'stop_gradient'")
+
+    def noncausal_reason(self) -> str | None:
+        if self.first_segment == "uniform":
+            return None
+        return (
+            "with first_segment='stop_gradient' the first segment of Lory is merged by its own mean, later tokens "
+            "of the segment too (first_segment='uniform' is causal)"
+        )
+
+
+@dataclass
+class LoryState:
+    """Where a layer stands in a sequence: the open segment so far, and the weights it runs with."""
+
+    position: int
+    """Tokens of the open segment already seen, masked ones included: the same for all sequences."""
+    total: Tensor
+    """(B, d), the sum of its valid tokens."""
+    count: Tensor
+    """(B,), how many they are."""
+    weights: Tensor
+    """(B, E), the expert weights in force."""
+
+
+@register("lory", title="Lory", paper="Zhong et al., 2024", participation="dense")
+class Lory(MoELayer):
+    """One merged expert a segment."""
+
+    Config = LoryConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
+        self.experts = self.config.make_experts()
+
+    def compute(self, x: Tensor, mask: Tensor | None, state: LoryState | None, dtype: torch.dtype) -> Result:
+        batch, tokens, dim = x.shape
+        size = self.config.segment
+        start = 0 if state is None else state.position
+        end = start + tokens
+        segments = -(-end // size)
+        missing = segments * size - end
+        padded = F.pad(x, (0, 0, start, missing)).view(batch, segments, size, dim)
+        valid = x.new_ones(batch, tokens, dtype=torch.bool) if mask is None else mask
+        count = F.pad(valid, (start, missing)).view(batch, segments, size).sum(2)
+        total = wide(padded).sum(2)  # padding is zero
+        if state is not None:
+            _check_batch(state, batch)
+            total = torch.cat([total[:, :1] + state.total.unsqueeze(1), total[:, 1:]], 1)
+            count = torch.cat([count[:, :1] + state.count.unsqueeze(1), count[:, 1:]], 1)
+        in_force = self._weights(total / count.unsqueeze(-1).clamp(min=1), None if state is None else state.weights)
+        if mask is not None or state is not None:
+            in_force = _skip_empty(in_force, count > 0)
+        y = self.experts.merged(padded.to(dtype).flatten(0, 1), in_force[:, :segments].flatten(0, 1))
+        if state is not None:
+            done, state.position = end // size, end % size
+            state.total, state.count = F.pad(total, (0, 0, 0, 1))[:, done], F.pad(count, (0, 1))[:, done]
+            state.weights = in_force[:, done]
+        return Result(y.view(batch, segments * size, dim)[:, start:end].contiguous())
+
+    def _weights(self, means: Tensor, given: Tensor | None) -> Tensor:
+        """(B, n, d) segment means → (B, n+1, E): row i is in force in segment i, the last in the one to come.
+
+        ``given`` (B, E) is in force in the first; None at the start of a sequence. Concatenating before cutting
+        keeps the router in the graph when there is one segment, so that it gets a gradient of zero, not none.
+        """
+        weights = linear(means, self.router.weight).softmax(-1)
+        if given is not None:
+            first = given.unsqueeze(1)
+        elif self.config.first_segment == "uniform":
+            first = weights.new_full((means.shape[0], 1, self.config.experts), 1 / self.config.experts)
+        else:
+            first = weights[:, :1].detach()
+        return torch.cat([first, weights], 1)
+
+    def new_state(self, batch: int) -> LoryState:
+        """The state of ``batch`` sequences before their first token. ``forward`` moves it; gradients flow through."""
+        super().new_state(batch)  # refuses the form that is not causal
+        c = self.config
+        total = wide(self.router.weight.detach().new_zeros(batch, c.dim))
+        count = torch.zeros(batch, dtype=torch.int64, device=total.device)
+        return LoryState(0, total, count, total.new_full((batch, c.experts), 1 / c.experts))
+
+    def quantities(self) -> Quantities:
+        return Quantities(participation=self.config.experts, execution=1, materialization=1)
+
+
+def _skip_empty(in_force: Tensor, filled: Tensor) -> Tensor:
+    """Weights (B, n+1, E) where a segment that is not ``filled`` (B, n) hands on those it was given.
+
+    Row i comes from the last filled segment before i, or from row 0. A sum over a 0/1 choice of rows, because the
+    backward pass of an index would be a scatter of floats.
+    """
+    rows = in_force.shape[1]
+    own = torch.arange(1, rows, device=filled.device) * filled
+    source = F.pad(own, (1, 0)).cummax(1).values
+    return (F.one_hot(source, rows).unsqueeze(-1) * in_force.unsqueeze(1)).sum(2)
+
+
+def _check_batch(state: LoryState, batch: int) -> None:
+    held = state.count.shape[0]
+    if held != batch:
+        raise ValueError(f"state was made for {held} sequences, but x holds {batch}: use new_state({batch})")

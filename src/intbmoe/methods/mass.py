@@ -1,0 +1,282 @@
+"""MASS: experts whose gradients drift are duplicated early in training; each token takes a fixed mass of them.
+
+Park and Park, "How Many Experts Are Enough? Towards Optimal Semantic Specialization for Mixture-of-Experts", AAAI 2026.
+
+    r_t = softmax over the open experts of W_r x_t
+    N_t = the smallest set of experts, best first, with Σ_{N_t} r_{t,e} ≥ p
+    y_t = Σ_{e∈N_t} (r_{t,e} / Σ_{N_t} r_t) f_e(x_t)
+    loss = β Σ_{(i,j)} cos(w_i, w_j)² over the pairs (source, copy), w the rows of W_r; while the pool may grow
+
+Between backward and the optimizer's step, for the first ``expansion_steps`` steps, each layer, W being the *first*
+matrix of an expert (the one into GELU; for SwiGLU the gate, the one into SiLU):
+
+    γ_e = ‖∇W_e‖_F goes into a window of ω norms; once e has waited ``warmup`` steps,
+    z_e = (γ_e − mean of window) / standard deviation of window (γ_e included, unbiased) goes into a second window of ω
+    e drifts if its norm window is full, Σ z_e / √ω > Φ⁻¹(1 − significance) and |cos(W_e, ∇W_e)| < similarity
+
+The lowest drifting e is copied, weights and router row, into the first free slot. Of ∇W_e and the router row's
+gradient the source keeps the part along its weights (of W unit by unit: the d weights into one hidden unit), the copy
+gets the whole; the other gradients stay with the source. The source waits anew and keeps its windows, the copy's are
+empty and its optimizer moments zero. Before another expansion the expert added last must prove useful: if the loss of
+the same batch without it is not higher, it is closed, and that costs one of ``patience``; when none is left, the pool
+is final, as it is when it is full.
+
+Choices and differences. The paper weighs by r, the authors' dispatcher renormalises in batches where some token has two
+experts: here always, or never with ``renormalize=False``. The paper divides the redundancy loss by the number of pairs,
+their code and ours do not. A sample is one optimizer step's gradient in ``.grad`` (theirs: one backward's, before data
+parallelism reduces it): call ``before_step`` before any clipping and after a GradScaler's ``unscale_``. Norms that are
+not finite are passed over. Norms equal up to rounding give z = 0 (theirs divide by 0), and an expert without any
+gradient does not drift. The usefulness check compares two evaluations under the same random numbers (theirs: one,
+against the loss of training), from the first added expert on (``check_after``); it needs ``before_step(…,
+reevaluate=f)``, f() being the loss of the batch, without ``aux_loss``; without f no expert is ever closed. An expert
+closed when patience has run out is closed for good, also in the count (theirs: masked only). The redundancy loss is
+part of the gradients that are edited (theirs is added after). The phase is 10 % of training in the authors' scripts: a
+recipe sets it in steps. No balance loss, as in their language script; dropless. All decisions use rank 0's norms. The
+number of experts a token takes varies, so a forward makes room for N·E rows; the grouped kernel computes the chosen
+ones only. Parameters sharded by FSDP2 are refused: slots are single rows of them. ``active_parameters`` counts the mean
+number of experts of the last training step; before training ⌈p·open⌉, as for a uniform router.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from statistics import NormalDist
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from intbmoe.checks import require, require_bool, require_finite, require_positive_int
+from intbmoe.layer import Result, Routing
+from intbmoe.parts.losses import global_sum
+from intbmoe.parts.router import mask_choices, top_k
+from intbmoe.parts.slots import PoolConfig, PoolLayer, require_whole, reset_moments, unit
+from intbmoe.precision import linear, wide
+from intbmoe.registry import register
+
+ROUNDING = torch.finfo(torch.float32).eps
+"""A spread of norms below this share of the norm is rounding, not drift."""
+
+
+@dataclass(frozen=True)
+class MASSConfig(PoolConfig):
+    """Top-p routing over a pool that grows to at most ``experts``."""
+
+    _: KW_ONLY
+    top_p: float = 0.5
+    """p, the routing mass a token's experts hold together."""
+    renormalize: bool = True
+    """Whether the weights of the chosen experts are scaled to sum to 1."""
+    redundancy: float = 0.01
+    """β, the coefficient of the redundancy loss."""
+    window: int = 200
+    """ω, optimizer steps in a window."""
+    warmup: int = 50
+    """Steps before an expert's drift is looked at, at the start and after it was copied."""
+    significance: float = 0.01
+    """Largest p-value that counts as a drift."""
+    similarity: float = 0.001
+    """Largest |cosine| of weights and gradient of an expert that is copied."""
+    patience: int = 3
+    """How many useless experts may be replaced before the pool is final."""
+    check_after: int = 0
+    """Added experts beyond which the last one must prove useful (authors: 0 for images, 1 for text)."""
+    expansion_steps: int = 1000
+    """Optimizer steps in which the pool may grow (authors: a tenth of training)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("top_p", "redundancy", "significance", "similarity"):
+            require_finite(name, getattr(self, name))
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        require(0 < self.significance < 1, "significance", self.significance, "in (0, 1)")
+        require(self.similarity > 0, "similarity", self.similarity, "positive")
+        require_bool("renormalize", self.renormalize)
+        require_positive_int("warmup", self.warmup)
+        require_positive_int("window", self.window)
+        require(self.window >= 2, "window", self.window, "at least 2, for a standard deviation")
+        for name in ("patience", "check_after", "expansion_steps"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            require(whole and value >= 0, name, value, "an integer of at least 0")
+
+
+@register("mass", title="MASS", paper="Park and Park, 2026", participation="sparse")
+class MASS(PoolLayer):
+    """Top-p token choice, with a pool that grows where gradients drift."""
+
+    Config = MASSConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        c = self.config
+        self.router = nn.Linear(c.dim, c.experts, bias=False)
+        # The open slots are always the first ones: only the last added is ever closed.
+        self.register_buffer("source", torch.full((c.experts,), -1))
+        self.register_buffer("norms", torch.zeros(c.experts, c.window))
+        self.register_buffer("scores", torch.zeros(c.experts, c.window))
+        self.register_buffer("norms_seen", torch.zeros(c.experts, dtype=torch.int64))
+        self.register_buffer("scores_seen", torch.zeros(c.experts, dtype=torch.int64))
+        self.register_buffer("waited", torch.zeros(c.experts, dtype=torch.int64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("patience", torch.tensor(c.patience))
+        self.register_buffer("final", torch.tensor(False))
+
+    def _expected_choices(self) -> float:
+        return float(math.ceil(self.config.top_p * self.config.start))
+
+    def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
+        c = self.config
+        tokens = x.reshape(-1, c.dim)
+        logits = linear(wide(tokens), self.router.weight)
+        probabilities = logits.masked_fill(~self.active, -torch.inf).softmax(-1)
+        order = top_k(probabilities.detach(), c.experts)
+        ranked = probabilities.gather(1, order)
+        # The mass before each rank, by a masked sum: a floating cumulative sum is not deterministic on every device.
+        earlier = torch.ones(c.experts, c.experts, dtype=torch.bool, device=x.device).tril(-1)
+        before = torch.where(earlier, ranked.detach().unsqueeze(1), 0).sum(-1)
+        kept = (before < c.top_p) & self.active[order]
+        ids = mask_choices(torch.where(kept, order, -1), mask)
+        weights = torch.where(ids >= 0, ranked, 0)
+        if c.renormalize:
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / torch.where(total > 0, total, 1)  # masked tokens have no mass
+        y, load = self.experts.route(tokens.to(dtype), ids, weights)
+        losses = {"redundancy": c.redundancy * self._redundancy()} if self.training else {}
+        return Result(y.view(x.shape), Routing(ids, weights), losses, {"load": load})
+
+    def _redundancy(self) -> Tensor:
+        """Σ cos² of the router rows of each copy and its source; 0 once the phase is over."""
+        rows = unit(wide(self.router.weight))
+        pairs = self.source.unsqueeze(1) == torch.arange(self.config.experts, device=rows.device)
+        counted = pairs & (self.steps < self.config.expansion_steps)
+        return torch.where(counted, (rows @ rows.t()).square(), 0).sum()
+
+    @classmethod
+    @torch.no_grad()
+    def family_before_step(
+        cls, layers: Sequence[Self], optimizer: Any, reevaluate: Callable[[], Tensor] | None
+    ) -> None:
+        for layer in layers:
+            require_whole(layer)
+            if layer._may_grow():
+                norms, cosines = layer._gradients()
+                layer._observe(norms)
+                source = layer._drifting(norms, cosines)
+                if source is not None:
+                    layer._expand(source, optimizer, reevaluate)
+
+    @classmethod
+    @torch.no_grad()
+    def family_after_step(cls, layers: Sequence[Self], sums: Sequence[dict[str, Tensor]], optimizer: Any) -> None:
+        for layer, recorded in zip(layers, sums, strict=True):
+            layer._measure_choices(recorded["load"].sum(), recorded["tokens"])
+            layer.steps += 1
+
+    def _may_grow(self) -> bool:
+        """Whether the phase lasts, a slot is free, patience is left and the experts are trained at all."""
+        over = self.final | self.active.all() | (self.steps >= self.config.expansion_steps)
+        return self._first.requires_grad and not over
+
+    @property
+    def _first(self) -> nn.Parameter:
+        """(E, d, h), the matrix whose gradient is watched."""
+        return (self.experts.gate if self.config.expert == "swiglu" else self.experts.up).weight
+
+    def _gradients(self) -> Tensor:
+        """(2, E): the norm of each expert's gradient, in the windows' type, and its cosine with the weights."""
+        if self._first.grad is None:
+            raise RuntimeError("a MASS layer has no gradient: call intbmoe.before_step after loss.backward()")
+        weight, grad = wide(self._first).flatten(1), wide(self._first.grad).flatten(1)
+        norm = torch.linalg.vector_norm(grad, dim=1)
+        found = torch.stack([norm.to(self.norms.dtype).to(norm.dtype), (unit(weight) * unit(grad)).sum(1)])
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast(found, src=0)  # equal already under DDP; no rank may ever decide otherwise
+        return found
+
+    def _observe(self, norms: Tensor) -> None:
+        """Put this step's norms and z-scores into the windows of the open experts."""
+        slots = torch.arange(self.config.experts, device=norms.device)
+        seen = self.active & norms.isfinite()
+        self._push(self.norms, self.norms_seen, slots, norms, seen)
+        self.waited += seen
+        count = self.norms_seen.clamp(max=self.config.window)
+        held = torch.arange(self.config.window, device=norms.device) < count.unsqueeze(1)
+        # Measured from the newest norm, so that equal norms deviate by exactly 0, whatever the rounding of a mean.
+        distance = torch.where(held, self.norms.double() - norms.double().unsqueeze(1), 0)
+        mean = distance.sum(1) / count.clamp(min=1)
+        variance = torch.where(held, (distance - mean.unsqueeze(1)).square(), 0).sum(1) / (count - 1).clamp(min=1)
+        spread = variance.sqrt()
+        scores = torch.where(spread > ROUNDING * norms.double(), -mean / spread, 0)
+        self._push(self.scores, self.scores_seen, slots, scores, seen & (self.waited >= self.config.warmup))
+
+    @staticmethod
+    def _push(window: Tensor, pushed: Tensor, slots: Tensor, values: Tensor, where: Tensor) -> None:
+        """Replace the oldest entry of the windows ``where`` says so."""
+        place = pushed % window.shape[1]
+        window[slots, place] = torch.where(where, values.to(window.dtype), window[slots, place])
+        pushed += where
+
+    def _drifting(self, norms: Tensor, cosines: Tensor) -> int | None:
+        """The first expert that passes both tests."""
+        c = self.config
+        statistic = self.scores.double().sum(1) / math.sqrt(c.window)
+        passes = (statistic > NormalDist().inv_cdf(1 - c.significance)) & (cosines.abs() < c.similarity)
+        ready = self.active & (self.waited >= c.warmup) & (self.norms_seen >= c.window)
+        found = (passes & ready & norms.isfinite() & (norms > 0)).nonzero()
+        return int(found[0]) if len(found) else None
+
+    def _expand(self, source: int, optimizer: Any, reevaluate: Callable[[], Tensor] | None) -> None:
+        """Copy ``source``, after closing the expert added last if it proved useless."""
+        opened = int(self.active.sum())
+        last, added = opened - 1, opened - self.config.start
+        if reevaluate is not None and added > self.config.check_after and self._is_useless(last, reevaluate):
+            self._vacate(last, optimizer)
+            opened -= 1
+            if self.patience == 0:
+                self.final.fill_(True)
+                return
+            self.patience -= 1
+            if source == last:
+                return
+        self._duplicate(source, opened, optimizer)
+
+    def _is_useless(self, slot: int, reevaluate: Callable[[], Tensor]) -> bool:
+        """Whether the batch's loss does not rise without the expert."""
+        device = self.active.device
+        losses = []
+        for present in (True, False):
+            self.active[slot] = present
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                losses.append(torch.as_tensor(reevaluate(), device=device).detach().double())
+        self.active[slot] = True
+        return bool(global_sum(losses[1] - losses[0]) <= 0)
+
+    def _vacate(self, slot: int, optimizer: Any) -> None:
+        """Close a slot and forget what was known of it."""
+        self.active[slot] = False
+        self.source[slot] = -1
+        for record in (self.norms, self.scores, self.norms_seen, self.scores_seen, self.waited):
+            record[slot] = 0
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad[slot] = 0
+        reset_moments(optimizer, self.parameters(), torch.arange(len(self.active), device=self.active.device) == slot)
+
+    def _duplicate(self, source: int, slot: int, optimizer: Any) -> None:
+        """Open ``slot`` as a copy of ``source`` and share the first matrix's and the router row's gradients out."""
+        self._vacate(slot, optimizer)
+        for parameter in self.parameters():
+            parameter[slot] = parameter[source]
+        self.active[slot] = True
+        self.source[slot] = source
+        self.waited[source] = 0
+        for parameter in (self._first, self.router.weight):
+            if parameter.grad is None:  # a frozen router
+                continue
+            weight, grad = wide(parameter[source]), wide(parameter.grad[source])
+            scale = (weight * grad).sum(0) if weight.dim() == 2 else weight @ grad
+            length = weight.square().sum(0)  # of the d weights into a unit, or of the router row
+            parameter.grad[slot] = parameter.grad[source]
+            parameter.grad[source] = scale / torch.where(length > 0, length, 1) * weight

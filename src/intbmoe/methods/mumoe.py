@@ -1,0 +1,216 @@
+"""μMoE: all experts take part, through one low-rank tensor of their weights.
+
+Oldfield, Georgopoulos, Chrysos, Tzelepis, Panagakis, Nicolaou, Deng and Patras, "Multilinear Mixture of Experts:
+Scalable Expert Specialization through Factorization", NeurIPS 2024.
+
+    gate     a_t = entmax_{1.5}(LN(G^T x_t))                   one gate for both layers, G (d × E), LN without affine
+    block    y_t = M_2(GELU(M_1(x_t, a_t)), a_t)
+    layer    M(z, a)_o = Σ_e a_e Σ_i W[e, i, o] z̃_i            z̃ = [z; 1]: the biases are the last input row
+
+The tensor W is never built; it is factored as (A, B, C: experts, inputs, outputs)
+
+    CP   W[e, i, o] = Σ_r A[e, r] B[i, r] C[o, r]               M = C ((A^T a) ⊙ (B^T z̃))
+    TR   W[e, i, o] = tr(A[e] B[i] C[o]^T)                      M_o = ⟨(Σ_e a_e A[e]) (Σ_i z̃_i B[i]), C[o]⟩
+         with A[e] (R_1 × R_2), B[i] (R_2 × R_3), C[o] (R_1 × R_3)
+
+entmax gives exact zeros, so a token may leave experts out, but nothing is skipped: participation counts as E.
+
+Start: G = 0, hence a = 1/E at step 0 (and ±1-sized scores after the first step, because of the norm); A ~ N(1, 1) in
+CP, diagonal matrices of N(1, 1) in TR; B ~ U(±1/√inputs), its bias row included; C ~ U(±1/√(ranks it sums over)).
+
+Choices. The gate is normalised by LayerNorm, as in the authors' language models. Their default for images, BatchNorm,
+is left out: its statistics over the batch make a token depend on later ones in training, and would make the result
+depend on the gradient accumulation, which no other method here does. CP shares the expert factor A between both layers
+(``share_expert_factor``): the authors' code has one a layer, but the parameter count printed for CP in the paper that
+this library reproduces fits one shared factor with R = 2594 and no single rank with two. TR is laid out as in the
+authors' code. The extra LayerNorm on the experts' input that their GPT-2 has (and which replaces the block's norm) is
+left to the host model.
+
+Differences from the authors' code: factors hold their mode first, (E, R_1, R_2) where it has (R_1, E, R_2), so that
+each is applied as a matrix; the bias row is added, not multiplied by an appended column of ones; one level of experts.
+"""
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from intbmoe.checks import require, require_bool, require_positive_int
+from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result
+from intbmoe.parts.entmax import entmax15
+from intbmoe.precision import linear, wide
+from intbmoe.registry import register
+
+
+@dataclass(frozen=True)
+class MuMoEConfig(LayerConfig):
+    """What both factorisations share."""
+
+    hidden: int
+    """Width between the two layers."""
+    _: KW_ONLY
+    experts: int = 8
+    """E."""
+    rank: int | None = None
+    """R of CP, R_3 of TR: what sets the size of the layer. None takes the authors' share of dim."""
+    gate_affine: bool = False
+    """Give the gate's LayerNorm a gain and a bias."""
+
+    RANK_SHARE: ClassVar[float] = 0.75
+    """Of dim, where ``rank`` is None."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive_int("hidden", self.hidden)
+        require_positive_int("experts", self.experts)
+        if self.rank is not None:
+            require_positive_int("rank", self.rank)
+        require_bool("gate_affine", self.gate_affine)
+
+    @property
+    def resolved_rank(self) -> int:
+        """``rank``, or the default for this width."""
+        return self.rank or math.ceil(self.RANK_SHARE * self.dim)
+
+
+@dataclass(frozen=True)
+class CPConfig(MuMoEConfig):
+    """CP decomposition."""
+
+    _: KW_ONLY
+    share_expert_factor: bool = True
+    """One expert factor A for both layers; False gives each its own, as in the authors' code."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_bool("share_expert_factor", self.share_expert_factor)
+
+
+@dataclass(frozen=True)
+class TRConfig(MuMoEConfig):
+    """Tensor ring."""
+
+    _: KW_ONLY
+    ring_ranks: tuple[int, int] = (4, 4)
+    """R_1, R_2: how far the layer can tell experts apart."""
+
+    RANK_SHARE: ClassVar[float] = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pair = isinstance(self.ring_ranks, tuple | list) and len(self.ring_ranks) == 2
+        require(pair, "ring_ranks", self.ring_ranks, "two positive integers (R_1, R_2)")
+        for rank in self.ring_ranks:
+            require_positive_int("ring_ranks", rank)
+        object.__setattr__(self, "ring_ranks", tuple(self.ring_ranks))
+
+
+def _uniform(*shape: int, fan: int) -> nn.Parameter:
+    """A factor that starts as U(±1/√fan)."""
+    return nn.Parameter(torch.empty(*shape).uniform_(-1 / math.sqrt(fan), 1 / math.sqrt(fan)))
+
+
+def _affine(z: Tensor, factor: Tensor) -> Tensor:
+    """(N, I) inputs and an (I + 1, R) factor → (N, R), the product with [z; 1]."""
+    factor = factor.to(z.dtype)
+    return torch.addmm(factor[-1], z, factor[:-1])
+
+
+class CPFactors(nn.Module):
+    """B and C of one CP layer."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+        super().__init__()
+        self.inputs = _uniform(inputs + 1, rank, fan=inputs)
+        self.outputs = _uniform(outputs, rank, fan=rank)
+
+    def forward(self, z: Tensor, coefficients: Tensor) -> Tensor:
+        """(N, I) inputs and (N, R) coefficients A^T a → (N, O), in the type of ``z``."""
+        return linear(coefficients.to(z.dtype) * _affine(z, self.inputs), self.outputs)
+
+
+class TRFactors(nn.Module):
+    """A, B and C of one tensor-ring layer."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, ranks: tuple[int, int, int]) -> None:
+        super().__init__()
+        r1, r2, r3 = ranks
+        self.experts = nn.Parameter(torch.eye(r1, r2) * (1 + torch.randn(experts, r1, r2)))
+        self.inputs = _uniform(inputs + 1, r2, r3, fan=inputs)
+        self.outputs = _uniform(outputs, r1, r3, fan=r1 * r3)
+
+    def forward(self, z: Tensor, a: Tensor) -> Tensor:
+        """(N, I) inputs and (N, E) gate weights → (N, O), in the type of ``z``."""
+        mixed = (a @ self.experts.flatten(1).to(a.dtype)).unflatten(-1, self.experts.shape[1:])
+        inner = _affine(z, self.inputs.flatten(1)).unflatten(-1, self.inputs.shape[1:])
+        return linear(torch.bmm(mixed.to(z.dtype), inner).flatten(1), self.outputs.flatten(1))
+
+
+class MuMoE(MoELayer):
+    """Gate and block; a subclass holds the factors and runs the block."""
+
+    Config = MuMoEConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        c = self.config
+        self.gate = nn.Parameter(torch.zeros(c.dim, c.experts))
+        self.gate_norm = nn.LayerNorm(c.experts, elementwise_affine=c.gate_affine)
+
+    def block(self, x: Tensor, a: Tensor) -> Tensor:
+        """(N, d) tokens and (N, E) gate weights in the wide type → (N, d), in the type of ``x``."""
+        raise TypeError(f"{type(self).__name__} does not define block()")
+
+    def gate_weights(self, x: Tensor) -> Tensor:
+        """(N, d) tokens → (N, E) weights a, in the wide type."""
+        scores = wide(x) @ self.gate.to(wide(x).dtype)
+        norm = self.gate_norm
+        affine = (wide(norm.weight), wide(norm.bias)) if self.config.gate_affine else (None, None)
+        return entmax15(F.layer_norm(scores, norm.normalized_shape, *affine, norm.eps))
+
+    def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
+        tokens = x.reshape(-1, self.config.dim)
+        y = self.block(tokens.to(dtype), self.gate_weights(tokens))
+        return Result(y.view(x.shape))
+
+    def quantities(self) -> Quantities:
+        return Quantities(participation=self.config.experts, execution=1, materialization=0)
+
+
+@register("mumoe_cp", title="μMoE (CP)", paper="Oldfield et al., 2024", participation="dense")
+class CPMuMoE(MuMoE):
+    """μMoE in CP form."""
+
+    Config = CPConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        c, rank = self.config, self.config.resolved_rank
+        copies = 1 if c.share_expert_factor else 2
+        self.experts = nn.ParameterList(nn.Parameter(1 + torch.randn(c.experts, rank)) for _ in range(copies))
+        self.first = CPFactors(c.dim, c.hidden, rank)
+        self.second = CPFactors(c.hidden, c.dim, rank)
+
+    def block(self, x: Tensor, a: Tensor) -> Tensor:
+        coefficients = [a @ factor.to(a.dtype) for factor in self.experts]  # one for both layers, or one each
+        return self.second(F.gelu(self.first(x, coefficients[0])), coefficients[-1])
+
+
+@register("mumoe_tr", title="μMoE (TR)", paper="Oldfield et al., 2024", participation="dense")
+class TRMuMoE(MuMoE):
+    """μMoE in tensor-ring form."""
+
+    Config = TRConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        c = self.config
+        ranks = (*c.ring_ranks, c.resolved_rank)
+        self.first = TRFactors(c.experts, c.dim, c.hidden, ranks)
+        self.second = TRFactors(c.experts, c.hidden, c.dim, ranks)
+
+    def block(self, x: Tensor, a: Tensor) -> Tensor:
+        return self.second(F.gelu(self.first(x, a)), a)

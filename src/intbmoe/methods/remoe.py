@@ -1,0 +1,127 @@
+"""ReMoE: ReLU instead of softmax and top-k, so that no output jumps when an expert comes or goes.
+
+Wang, Chen and Zhu, "ReMoE: Fully Differentiable Mixture-of-Experts with ReLU Routing", ICLR 2025.
+
+    R_{t,e} = ReLU(w_e · x_t)                             active: R_{t,e} > 0; how many experts varies by token
+    y_t = Σ_e R_{t,e} f_e(x_t)                            0 for a token without an active expert
+    loss = λ · 1/n Σ_t Σ_e f_e R_{t,e},   f_e = E/(k n) · #{t : R_{t,e} > 0}      n valid tokens; f_e constant
+    λ ← λ · a  if S < 1 − k/E,  else λ / a                after each optimizer step
+
+S is the share of zeros among all R of the step, averaged over the MoE layers; a = 1.2. λ is one number for the whole
+model: every layer holds a copy, all move together. At the target load f_e = 1 and the loss is a plain L1 norm.
+
+Choices: k = 1 and the router's N(0, 0.01²) are those of the authors' scripts (``router_std=None`` gives nn.Linear's law
+instead). S = target divides, as in their code; the paper would leave λ alone. A step without any valid token moves
+nothing. λ stays within float32's normal numbers, because a λ of zero could never grow again.
+
+Differences from the authors' code: f_e and S count the valid tokens of all ranks and micro-batches, theirs are averages
+of local ones; S is averaged over the MoE layers, theirs over all layers. As in their code, the loss is summed over
+layers, and λ absorbs the factor.
+
+No shape may depend on the routing, so all N·E rows are laid out; those of inactive experts are gathered but, where
+the grouped product runs as one kernel, not multiplied.
+"""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.checks import require, require_finite, require_positive_int
+from intbmoe.layer import Quantities, Result, Routing
+from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.losses import count_valid, global_sum
+from intbmoe.parts.router import pack_choices
+from intbmoe.parts.state import WideBuffers
+from intbmoe.precision import linear, wide
+from intbmoe.registry import register
+
+FLOAT32 = torch.finfo(torch.float32)
+
+
+@dataclass(frozen=True)
+class ReMoEConfig(ExpertsConfig):
+    """ReLU routing with a sparsity target."""
+
+    _: KW_ONLY
+    top_k: int = 1
+    """k, the mean number of active experts that λ is steered to."""
+    sparsity_strength: float = 1e-8
+    """λ at the start."""
+    sparsity_rate: float = 1.2
+    """a, the factor by which λ moves at a step."""
+    router_std: float | None = 0.01
+    """Standard deviation of the router's weights at the start; None: the law of nn.Linear."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive_int("top_k", self.top_k, at_most=self.experts, limit="experts")
+        for name in ("sparsity_strength", "sparsity_rate"):
+            require_finite(name, getattr(self, name))
+        strength = self.sparsity_strength
+        require(FLOAT32.tiny <= strength <= FLOAT32.max, "sparsity_strength", strength, "positive, within float32")
+        require(self.sparsity_rate > 1, "sparsity_rate", self.sparsity_rate, "more than 1")
+        if self.router_std is not None:
+            require_finite("router_std", self.router_std)
+            require(self.router_std > 0, "router_std", self.router_std, "None or a positive number")
+
+
+@register("remoe", title="ReMoE", paper="Wang et al., 2025", participation="sparse")
+class ReMoE(WideBuffers):
+    """Every expert with a positive score, with a controller that keeps their mean number at k."""
+
+    Config = ReMoEConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        c = self.config
+        self.router = nn.Linear(c.dim, c.experts, bias=False)
+        if c.router_std is not None:
+            nn.init.normal_(self.router.weight, std=c.router_std)
+        self.experts = c.make_experts()
+        self.register_buffer("strength", torch.tensor(c.sparsity_strength, dtype=torch.float32))
+
+    @property
+    def choices(self) -> int:
+        return self.config.experts
+
+    def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
+        c = self.config
+        # A masked token is zero, so its scores are zero and nothing of it is active.
+        scores = linear(wide(x), self.router.weight).flatten(0, 1).relu()
+        ids, weights = pack_choices(scores, scores > 0)
+        y, load = self.experts.route(x.reshape(-1, c.dim).to(dtype), ids, weights)
+        losses = {}
+        if self.training:
+            tokens = global_sum(count_valid(x, mask).to(scores.dtype)).clamp(min=1)
+            f = global_sum(load.to(scores.dtype)) * (c.experts / c.top_k) / tokens
+            losses["sparsity"] = self.strength * (f * global_sum(scores.sum(0)) / tokens).sum()
+        return Result(y.view(x.shape), Routing(ids, weights), losses, {"load": load})
+
+    @classmethod
+    def family_after_step(cls, layers: Sequence[Self], sums: Sequence[dict[str, Tensor]], optimizer: Any) -> None:
+        rates = {layer.config.sparsity_rate for layer in layers}
+        require(len(rates) == 1, "sparsity_rate", sorted(rates), "the same in all ReMoE layers: they share one λ")
+        strength = layers[0].strength
+        excess = torch.zeros((), dtype=torch.float64, device=strength.device)
+        seen = torch.zeros((), dtype=torch.int64, device=strength.device)
+        for layer, step in zip(layers, sums, strict=True):
+            c, tokens = layer.config, step["tokens"]
+            # The layer's (1 − k/E) − S; the difference is taken in integers, so that equality is exact.
+            above = (step["load"].sum() - c.top_k * tokens).double() / (c.experts * tokens.clamp(min=1))
+            excess, seen = excess + above.to(excess.device), seen + tokens.to(seen.device)
+        rate = rates.pop()
+        moved = torch.where(excess > 0, strength * rate, strength / rate).clamp(FLOAT32.tiny, FLOAT32.max)
+        moved = torch.where(seen == 0, strength, moved)
+        for layer in layers:
+            layer.strength.copy_(moved)
+
+    def quantities(self) -> Quantities:
+        """At the target number of active experts."""
+        return Quantities(participation=self.config.top_k, execution=self.config.top_k, materialization=0)
+
+    def active_parameters(self) -> int:
+        """At the target number of active experts; a token may have more or fewer."""
+        return self.router.weight.numel() + self.config.top_k * self.experts.expert_parameters()

@@ -1,0 +1,101 @@
+"""SMEAR: experts are merged by averaging their parameters, and the merged expert runs once.
+
+Muqeeth, Liu and Raffel, "Soft Merging of Experts with Adaptive Routing", TMLR 2024.
+
+    a_b = softmax(W_r v_b),  v_b the mean of sequence b's tokens          ``smear``, level "example"
+    y_{b,t} = f(x_{b,t}; Σ_e a_{b,e} θ_e)                                 every weight and bias is merged
+
+    a_{b,t} = softmax(W_r x_{b,t}),  y_{b,t} = f(x_{b,t}; Σ_e a_{b,t,e} θ_e)    ``smear_token``, level "token"
+
+In training each entry of a is set to zero with probability ``expert_dropout``, by itself, for each example (or token),
+and a becomes (a + 1e-10) / Σ(a + 1e-10).
+
+Choices: the router is a plain linear map without a bias, as IntBMoE's parameter counts have it; the authors' also
+normalises the pooled vector and each expert's router vector. W_r starts as N(0, 0.01²), their law. Expert dropout is
+the authors' 0.1; IntBMoE does not say. Padding is left out of the mean; the authors include it. A sequence without a
+valid token has uniform a. The token level never builds a weight set for a token: Σ_e a_e (x W_e) is one product of
+all a_e x with the stacked weights, at the cost of E experts. The example level builds one a sequence, few at a time,
+and again in the backward pass.
+"""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.checks import require, require_finite
+from intbmoe.layer import MoELayer, Quantities, Result
+from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.precision import linear, wide
+from intbmoe.registry import register
+
+ROUTER_STD = 0.01
+RENORMALISE_EPS = 1e-10
+
+
+@dataclass(frozen=True)
+class SmearConfig(ExpertsConfig):
+    """Merging by a weighted mean of parameters."""
+
+    _: KW_ONLY
+    level: Literal["example", "token"] = "example"
+    """Whether a sequence or each token has its own merged expert."""
+    expert_dropout: float = 0.1
+    """Probability of leaving an expert out of a merge, in training."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.level in ("example", "token"), "level", self.level, "'example' or 'token'")
+        require_finite("expert_dropout", self.expert_dropout)
+        require(0 <= self.expert_dropout < 1, "expert_dropout", self.expert_dropout, "in [0, 1)")
+
+    def noncausal_reason(self) -> str | None:
+        if self.level == "token":
+            return None
+        return "example-level SMEAR merges by the mean of the whole sequence, later tokens too (level='token' does not)"
+
+
+@register(
+    "smear_token", title="SMEAR (token-level)", paper="Muqeeth et al., 2024", participation="dense", level="token"
+)
+@register("smear", title="SMEAR", paper="Muqeeth et al., 2024", participation="dense")
+class Smear(MoELayer):
+    """One merged expert a sequence, or a token."""
+
+    Config = SmearConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
+        nn.init.normal_(self.router.weight, std=ROUTER_STD)
+        self.experts = self.config.make_experts()
+
+    def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
+        tokens = x.to(dtype)
+        if self.config.level == "example":
+            return Result(self.experts.merged(tokens, self._coefficients(_mean(wide(x), mask))))
+        a = self._coefficients(wide(x).flatten(0, 1))
+        return Result(self.experts.mixed(tokens.flatten(0, 1), a).view(x.shape))
+
+    def _coefficients(self, routed: Tensor) -> Tensor:
+        """(n, d) pooled vectors or tokens → (n, E) coefficients that sum to one."""
+        a = linear(routed, self.router.weight).softmax(-1)
+        if self.training and self.config.expert_dropout:
+            kept = torch.rand_like(a) >= self.config.expert_dropout
+            a = torch.where(kept, a, 0) + RENORMALISE_EPS
+            a = a / a.sum(-1, keepdim=True)
+        return a
+
+    def quantities(self) -> Quantities:
+        experts = self.config.experts
+        if self.config.level == "example":
+            return Quantities(participation=experts, execution=1, materialization=1)
+        return Quantities(participation=experts, execution=experts, materialization=0)
+
+
+def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
+    """(B, T, d) tokens, zero where masked → (B, d) mean over the valid ones; zero where there is none."""
+    if mask is None:
+        return x.sum(1) / max(x.shape[1], 1)
+    return x.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)

@@ -1,0 +1,157 @@
+"""V-MoE: noisy softmax gates, the best k kept as they are.
+
+Riquelme, Puigcerver, Mustafa, Neumann, Jenatton, Susano Pinto, Keysers and Houlsby, "Scaling Vision with Sparse
+Mixture of Experts", NeurIPS 2021.
+
+    r_t = W_r x_t,  r̃_t = r_t + ε_t,  ε ~ N(0, (σ/E)²) in training, 0 in evaluation
+    ĝ_t = softmax(r̃_t)                                              noise before softmax, softmax before top-k
+    y_t = Σ_{e ∈ top-k(ĝ_t)} ĝ_{t,e} f_e(x_t)                       not renormalised over the k
+    importance = CV²_e(Σ_t softmax(r_t)_e)                          CV² = variance/mean², of the clean gates
+    load = CV²_e(Σ_t ρ_{t,e}),  ρ_{t,e} = 1 − Φ((τ_t − r_{t,e})·E/σ),  τ_t the k-th largest of r̃_t
+    loss = w_i · importance + w_l · load
+
+ρ is the chance that e would be chosen if its own noise were drawn again; gradients flow through r and τ. Without noise
+(``noise=0``) it is a step, and there is no load loss, as in the authors' code.
+
+Choices: dropless by default. ``capacity_factor`` gives an expert C = ⌈cf·k·n/E⌉ places, rounded up to a multiple of 4
+as in their code, for a sequence of n valid tokens: first choices of all tokens before second ones, within a rank in
+token order or, with ``priority_routing`` (Batch Priority Routing), by descending largest gate. A choice that finds its
+expert full gives 0; the token's other choice keeps its weight. Experts start independently, as in all methods here.
+
+Differences from the authors' code: their group is 8 images, ours is the sequence, so that a result does not depend on
+its batch; their losses are averages over groups, ours take one global sum over all valid tokens; all their experts
+start from one set of weights. A bias-free router, GELU experts with biases, as theirs.
+"""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.checks import require, require_bool, require_finite, require_positive_int
+from intbmoe.layer import MoELayer, Quantities, Result, Routing
+from intbmoe.parts.dispatch import capacity_of, exact_ratio, limit_capacity
+from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.losses import global_sum, masked_sum, squared_variation
+from intbmoe.parts.router import count_choices, mask_choices, top_k
+from intbmoe.precision import linear, wide
+from intbmoe.registry import register
+
+
+@dataclass(frozen=True)
+class VMoEConfig(ExpertsConfig):
+    """Noisy top-k routing."""
+
+    _: KW_ONLY
+    top_k: int = 2
+    """k."""
+    noise: float = 1.0
+    """σ, the noise on the logits in training, in units of 1/E."""
+    importance: float = 0.005
+    """w_i, the coefficient of the importance loss."""
+    load: float = 0.005
+    """w_l, the coefficient of the load loss."""
+    capacity_factor: float | None = None
+    """Places an expert has for a sequence, relative to k·n/E, in training; None drops nothing (authors: 1.05)."""
+    eval_capacity_factor: float | None = None
+    """The same in evaluation (one of the authors' configurations: 4.0)."""
+    capacity_multiple: int = 4
+    """Capacities are rounded up to a multiple of this."""
+    priority_routing: bool = False
+    """Places go to the tokens with the largest gates, not to the first ones."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive_int("top_k", self.top_k, at_most=self.experts, limit="experts")
+        for name in ("noise", "importance", "load"):
+            require_finite(name, getattr(self, name))
+        require(self.noise >= 0, "noise", self.noise, "0 or more")
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            factor = getattr(self, name)
+            if factor is not None:
+                require_finite(name, factor)
+                require(factor > 0, name, factor, "None or a positive number")
+        require_positive_int("capacity_multiple", self.capacity_multiple)
+        require_bool("priority_routing", self.priority_routing)
+        useful = self._has_capacity or not self.priority_routing
+        require(useful, "priority_routing", self.priority_routing, "False without a capacity factor")
+
+    @property
+    def _has_capacity(self) -> bool:
+        return self.capacity_factor is not None or self.eval_capacity_factor is not None
+
+    def noncausal_reason(self) -> str | None:
+        if not self._has_capacity:
+            return None
+        if self.priority_routing:
+            return "batch priority routing gives an expert's places to the largest gates, so a later token can win one"
+        if self.top_k > 1:
+            return "with a capacity, later tokens' first choices come before earlier tokens' second choices"
+        return None
+
+
+@register("vmoe", title="V-MoE", paper="Riquelme et al., 2021", participation="sparse")
+class VMoE(MoELayer):
+    """Top-k token choice with noisy gates and two balancing losses."""
+
+    Config = VMoEConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
+        self.experts = self.config.make_experts()
+        factors = {True: self.config.capacity_factor, False: self.config.eval_capacity_factor}
+        self._factors = {training: factor and exact_ratio(factor) for training, factor in factors.items()}
+
+    @property
+    def choices(self) -> int:
+        return self.config.experts
+
+    def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
+        c = self.config
+        clean = noisy = linear(wide(x), self.router.weight).flatten(0, 1)
+        if self.training and c.noise:
+            noisy = clean + gaussian(clean) * (c.noise / c.experts)
+        gates = noisy.softmax(-1)
+        best = top_k(noisy, c.top_k)
+        chosen = ids = mask_choices(best, mask)
+        capacity = self._capacity(x, mask)
+        if capacity is not None:
+            priority = gates.detach().amax(-1).view(x.shape[:2]) if c.priority_routing else None
+            ranked = chosen.view(*x.shape[:2], c.top_k)
+            ids = limit_capacity(ranked, c.experts, capacity, priority).reshape(chosen.shape)
+        weights = torch.where(ids < 0, 0, gates.gather(1, ids.clamp(min=0)))
+        tokens = x.reshape(-1, c.dim).to(dtype)
+        y, load = self.experts.route(tokens, ids, weights, complete=mask is None and capacity is None)
+        wanted = load if capacity is None else count_choices(chosen, c.experts)
+        losses = {}
+        if self.training:
+            importance = global_sum(masked_sum(clean.softmax(-1), mask))
+            losses["importance"] = c.importance * squared_variation(importance)
+            if c.noise:
+                threshold = noisy.gather(1, best[:, -1:])
+                wins = torch.special.ndtr((clean - threshold) * (c.experts / c.noise))
+                losses["load"] = c.load * squared_variation(global_sum(masked_sum(wins, mask)))
+        sums = {"load": load, "dropped": wanted.sum() - load.sum()}
+        return Result(y.view(x.shape), Routing(ids, weights), losses, sums)
+
+    def _capacity(self, x: Tensor, mask: Tensor | None) -> int | Tensor | None:
+        """Places of an expert for a sequence; (B, 1) with a mask, since padding needs no place."""
+        c = self.config
+        factor = self._factors[self.training]
+        if factor is None:
+            return None
+        valid = x.shape[1] if mask is None else mask.sum(1, keepdim=True)
+        return capacity_of(factor, c.top_k * valid, c.experts, c.capacity_multiple)
+
+    def quantities(self) -> Quantities:
+        return Quantities(participation=self.config.top_k, execution=self.config.top_k, materialization=0)
+
+    def active_parameters(self) -> int:
+        return self.router.weight.numel() + self.config.top_k * self.experts.expert_parameters()
+
+
+def gaussian(logits: Tensor) -> Tensor:
+    """Standard normal noise for all logits in one draw, so that a seed gives the same to equal shapes."""
+    return torch.randn_like(logits)

@@ -1,0 +1,107 @@
+"""Pools of experts that grow and shrink in training.
+
+All slots are allocated at once, so that the optimizer, DDP and a compiled graph see fixed parameters; a mask says
+which are open. Every parameter of such a layer is stacked, slot by slot, along its first dimension.
+"""
+
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.checks import require_positive_int
+from intbmoe.layer import Quantities
+from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.state import WideBuffers
+
+
+@dataclass(frozen=True)
+class PoolConfig(ExpertsConfig):
+    """A pool: ``experts`` is the number of slots, the most experts there can ever be."""
+
+    _: KW_ONLY
+    initial_experts: int | None = None
+    """Slots open at the start, the first ones; None for half of ``experts``, rounded down (8 of 17)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.initial_experts is not None:
+            require_positive_int("initial_experts", self.initial_experts, at_most=self.experts, limit="experts")
+
+    @property
+    def start(self) -> int:
+        """Slots open at the start."""
+        return max(1, self.experts // 2) if self.initial_experts is None else self.initial_experts
+
+
+class PoolLayer(WideBuffers):
+    """A layer with slots: the mask ``active`` and the mean number of experts a token uses, ``mean_choices``."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.experts = self.config.make_experts()
+        self.register_buffer("active", torch.arange(self.config.experts) < self.config.start)
+        self.register_buffer("mean_choices", torch.tensor(self._expected_choices()))
+
+    def _expected_choices(self) -> float:
+        """Experts a token uses before training, until a step has measured it."""
+        raise TypeError(f"{type(self).__name__} does not define _expected_choices()")
+
+    def _measure_choices(self, choices: Tensor, tokens: Tensor) -> None:
+        """Set ``mean_choices`` from a step's global counts; a step without tokens changes nothing."""
+        mean = (choices / tokens.clamp(min=1)).to(self.mean_choices.dtype)
+        self.mean_choices.copy_(torch.where(tokens > 0, mean, self.mean_choices))
+
+    def _mean(self) -> float:
+        return self._expected_choices() if self.mean_choices.is_meta else float(self.mean_choices)
+
+    @property
+    def choices(self) -> int:
+        return self.config.experts
+
+    @property
+    def open_choices(self) -> Tensor:
+        return self.active
+
+    def quantities(self) -> Quantities:
+        """As of the last training step: the number of experts varies from token to token, so it is rounded."""
+        used = max(1, round(self._mean()))
+        return Quantities(participation=used, execution=used, materialization=0)
+
+    def active_parameters(self) -> int:
+        """The whole router and the mean number of experts that a token of the last training step used."""
+        stacked = sum(parameter.numel() for parameter in self.experts.parameters())
+        router = sum(parameter.numel() for parameter in self.parameters()) - stacked
+        return router + round(self._mean() * self.experts.expert_parameters())
+
+
+def require_whole(layer: nn.Module) -> None:
+    """Raise if a parameter is sharded: slots are opened by writing single rows, which may lie on another rank."""
+    for name, parameter in layer.named_parameters():
+        if hasattr(parameter, "full_tensor"):  # a DTensor, without importing torch.distributed for it
+            raise RuntimeError(
+                f"{type(layer).__name__} opens and closes experts by rows of {name!r}, which is sharded: train it "
+                f"with DistributedDataParallel, or keep its parameters out of FSDP2 by ignored_params"
+            )
+
+
+def reset_moments(optimizer: Any, parameters: Iterable[Tensor], slots: Tensor) -> None:
+    """Zero the optimizer's memory of ``slots``, (E,) bool: what a slot held before says nothing of what it holds now.
+
+    Every state tensor of a parameter's own shape (Adam's moments, SGD's momentum) loses those rows. Others stay: the
+    step count is the whole parameter's, and a factored second moment cannot be told apart by slot.
+    """
+    if optimizer is None:
+        return
+    for parameter in parameters:
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                value[slots] = 0
+
+
+def unit(x: Tensor) -> Tensor:
+    """``x`` (…, d) scaled to length 1; a zero vector stays zero, with a finite gradient."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / torch.where(length > 0, length, 1)

@@ -1,0 +1,157 @@
+"""Precomposition: another type, the same outputs, no trace of E, exportable."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import intbmoe
+from intbmoe import ComposedMoE, IntBMoE
+from small_intbmoe import make, switches, tokens
+
+
+@switches
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_precomposing_changes_no_output(options, dtype):
+    layer = make(**options).to(dtype).eval()
+    composed = layer.precompose()
+    x, mask = tokens(3, 9).to(dtype), torch.rand(3, 9) > 0.3
+    assert isinstance(composed, ComposedMoE)
+    assert not isinstance(composed, IntBMoE)
+    assert torch.equal(composed(x, mask), layer(x, mask))
+    composed.form = "naive"
+    torch.testing.assert_close(composed(x, mask), layer(x, mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_routes_alike_and_stays_near(dtype):
+    layer = make(hidden=64).float().eval()
+    composed = layer.precompose(dtype)
+    x = tokens(8, 32).to(dtype).float()  # both see the same, representable input
+    with intbmoe.record_routing(layer) as log:
+        exact = layer(x)
+    with intbmoe.record_routing(composed) as half_log:
+        half = composed(x.to(dtype))
+    assert half.dtype == dtype
+    assert torch.equal(log[""].ids, half_log[""].ids)
+    assert (half.float() - exact).norm() <= 8 * torch.finfo(dtype).eps * exact.norm()
+    with pytest.raises(TypeError, match=f"x is torch.float32.*{dtype}"):
+        composed(x)
+
+
+def test_whole_layers_in_half_precision_precompose_exactly():
+    layer = make().bfloat16().eval()
+    x = tokens(2, 9).bfloat16()
+    assert torch.equal(layer.precompose()(x), layer(x))
+
+
+def test_nothing_of_the_pool_is_left_and_nothing_trains():
+    sizes = {"blocks": 4, "code_dim": 3, "router_dim": 5, "hyper_dim": 4}
+    few, many = (IntBMoE(8, 12, experts=experts, **sizes).precompose() for experts in (1, 64))
+    assert {n: v.shape for n, v in few.state_dict().items()} == {n: v.shape for n, v in many.state_dict().items()}
+    assert not any("pool" in name or "hyper" in name or "codebook" in name for name in few.state_dict())
+    assert not any(parameter.requires_grad for parameter in many.parameters())
+
+
+def test_flops_do_not_depend_on_the_pool():
+    def flops(layer):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            layer(torch.randn(1, 20, 8))
+        return counter.get_total_flops()
+
+    pools = [IntBMoE(8, 12, experts=experts) for experts in (1, 16, 128)]
+    assert len({flops(layer.precompose()) for layer in pools}) == 1
+    assert flops(pools[0]) < flops(pools[1]) < flops(pools[2])
+
+
+def test_training_on_does_not_change_what_was_composed():
+    layer = make().eval()
+    composed, x = layer.precompose(), tokens(2, 5)
+    before = composed(x)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(1)
+    assert torch.equal(composed(x), before)
+
+
+def test_a_whole_model_is_copied_without_its_pools():
+    class Host(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.second = make(), nn.LayerNorm(8).double(), make(seed=4)
+            self.again = self.first
+
+        def forward(self, x):
+            return self.again(self.second(self.norm(self.first(x))))
+
+    model = Host().eval()
+    served = intbmoe.precompose(model)
+    x = tokens(2, 5)
+    assert torch.equal(served(x), model(x))
+    assert isinstance(model.first, IntBMoE)
+    assert isinstance(served.first, ComposedMoE)
+    assert served.again is served.first
+    with pytest.raises(ValueError, match="Linear holds no IntBMoE"):
+        intbmoe.precompose(nn.Linear(2, 2))
+    assert isinstance(intbmoe.precompose(make()), ComposedMoE)
+
+
+def test_an_empty_composed_layer_loads_a_saved_one():
+    layer = make().eval()
+    composed = layer.precompose()
+    buffer = io.BytesIO()
+    torch.save(composed.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = ComposedMoE(layer.config).double().eval()
+    loaded.load_state_dict(torch.load(buffer))
+    assert torch.equal(loaded(tokens(2, 5)), layer(tokens(2, 5)))
+
+
+def test_active_parameters_count_the_chosen_blocks():
+    composed = IntBMoE(192, 768).precompose()
+    block = 2 * (2 * 192 * 768 + 768 + 192) + 192
+    total = sum(parameter.numel() for parameter in composed.parameters())
+    assert composed.active_parameters() == total - 6 * block
+    assert composed.quantities() == (16, 2, 8)
+
+
+@switches
+def test_exports_with_any_number_of_tokens_and_any_routing(options):
+    """Traced on tokens that all choose block 0, then run on tokens that go everywhere."""
+    layer = make(**options).float().eval()
+    composed = layer.precompose()
+    bias = composed.router.scores.bias
+    length = torch.export.Dim("length", min=1, max=4096)
+    saved = bias.clone()
+    bias[0] += 100
+    example, mask = tokens(2, 9).float(), torch.ones(2, 9, dtype=torch.bool)
+    plain = torch.export.export(composed, (example,), dynamic_shapes=({1: length},))
+    masked = torch.export.export(composed, (example, mask), dynamic_shapes=({1: length}, {1: length}))
+    bias.copy_(saved)  # the exported programs hold the same parameter
+    for shape in ((2, 1), (2, 9), (2, 130)):
+        x, keep = 3 * tokens(*shape, seed=8).float(), torch.rand(shape) > 0.4
+        with intbmoe.record_routing(composed) as log:
+            expected = composed(x)
+        if shape[1] == 130 and composed.config.blocks > 1:
+            assert log[""].ids[:, 0].unique().numel() > 1
+        torch.testing.assert_close(plain.module()(x), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(masked.module()(x, keep), composed(x, keep), rtol=1e-5, atol=1e-5)
+
+
+def test_the_exported_program_survives_saving(tmp_path):
+    composed = make().float().eval().precompose()
+    length = torch.export.Dim("length", min=1, max=4096)
+    x = tokens(2, 9).float()
+    program = torch.export.export(composed, (x,), dynamic_shapes=({1: length},))
+    torch.export.save(program, tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    torch.testing.assert_close(loaded(x[:, :4]), composed(x[:, :4]))
+
+
+def test_composed_layers_compile_whole():
+    composed = make().float().eval().precompose()
+    run = torch.compile(composed, fullgraph=True, backend="aot_eager")
+    x = tokens(2, 5).float()
+    torch.testing.assert_close(run(x), composed(x))
