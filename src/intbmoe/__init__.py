@@ -1,5 +1,6 @@
 """IntBMoE and the mixture-of-experts layers it is compared with, on one contract."""
 
+from intbmoe.budget import match_budget
 from intbmoe.layer import MoELayer
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE, IntBMoEConfig, precompose
 from intbmoe.registry import create, list_methods
@@ -17,6 +18,7 @@ __all__ = [
     "create",
     "list_methods",
     "load_statistics",
+    "match_budget",
     "precompose",
     "record_routing",
 ]

@@ -56,7 +56,7 @@ def cost(
     """Measure parameters, activated parameters and FLOPs of every method, beside the paper's figures.
 
     Args:
-        setting: One of the paper's experiments: imagenet.
+        setting: One of the paper's experiments: imagenet, minipile or inttravel.
         markdown: Print Markdown instead of a table for the terminal.
         as_json: Print JSON with raw integers.
         attention: Count attention's score and value products too.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.checks import did_you_mean, require, require_positive_int
-from intbmoe.precision import autocast_dtype, autocast_off
+from intbmoe.precision import autocast_dtype, autocast_off, cast
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class MoELayer(nn.Module):
             ids, weights = result.routing or Routing(None, None)
             routing = Routing(ids, weights if weights is None else weights.detach())
             self._routing_log.append((routing, tuple(x.shape[:-1])))
-        return y.to(x.dtype).reshape(x.shape)
+        return cast(y, x.dtype).reshape(x.shape)
 
     @property
     def weight_dtype(self) -> torch.dtype:

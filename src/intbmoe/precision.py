@@ -12,9 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, but free where there is nothing to do: the call alone costs as much as a small operation."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def wide(x: Tensor) -> Tensor:
     """``x`` in the wider of its own type and float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -27,10 +32,9 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def autocast_off(x: Tensor) -> AbstractContextManager:
     """A context in which operations on the device of ``x`` run in the types they are given."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A linear map in the type of ``x``, whatever the type of the parameters."""
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return F.linear(x, cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype))

@@ -78,9 +78,11 @@ def test_second_derivatives_of_the_custom_op():
 
 def test_the_custom_op_passes_torchs_own_checks():
     x, weight, offsets = case([2, 0, 3], 1, 4, 8, torch.float32)
-    torch.library.opcheck(grouped.grouped_mm, (x.requires_grad_(), weight.requires_grad_(), offsets, False))
+    torch.library.opcheck(
+        torch.ops.intbmoe.grouped_mm.default, (x.requires_grad_(), weight.requires_grad_(), offsets, False)
+    )
     rows = torch.randn(6, 8, requires_grad=True)
-    torch.library.opcheck(grouped.grouped_outer, (x, rows, offsets))
+    torch.library.opcheck(torch.ops.intbmoe.grouped_outer.default, (x, rows, offsets))
 
 
 def test_float64_takes_the_tiles_and_float32_the_grouped_product():

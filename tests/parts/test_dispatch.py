@@ -1,5 +1,8 @@
 """Sorting and its way back: sums over rows equal sums over choices, backwards too, and repeats are exact."""
 
+from unittest import mock
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,13 +22,35 @@ def test_rows_are_sorted_by_group_and_stable(size):
     tokens, k, groups = size
     ids = random_ids(tokens, k, groups)
     plan = dispatch(ids, groups)
-    keys = torch.where(ids < 0, groups, ids).flatten()
-    assert torch.equal(plan.group, keys.sort(stable=True).values)
-    assert torch.equal(plan.choice, keys.sort(stable=True).indices)
-    assert torch.equal(plan.token, plan.choice // k)
-    assert torch.equal(plan.choice[plan.inverse.flatten()], torch.arange(tokens * k))
-    assert torch.equal(plan.counts, torch.bincount(keys, minlength=groups + 1)[:groups])
+    keys = ids.flatten()
+    order = [i for g in range(groups) for i in range(tokens * k) if keys[i] == g]
+    assert plan.choice.tolist() == order
+    assert plan.group.tolist() == [int(keys[i]) for i in order]
+    assert plan.token.tolist() == [i // k for i in order]
+    place = {choice: row for row, choice in enumerate(order)}
+    assert plan.inverse.flatten().tolist() == [place.get(i, len(order)) for i in range(tokens * k)]
+    assert plan.counts.tolist() == [int((keys == g).sum()) for g in range(groups)]
     assert torch.equal(plan.offsets, plan.counts.cumsum(0).to(torch.int32))
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes)
+def test_static_rows_hold_the_same_and_a_tail_of_no_group(size):
+    """The plan of a compiled graph or a GPU, whose shapes may not depend on where tokens go."""
+    tokens, k, groups = size
+    ids = random_ids(tokens, k, groups)
+    trimmed = dispatch(ids, groups)
+    with mock.patch("torch.compiler.is_compiling", return_value=True):
+        static = dispatch(ids, groups)
+    rows = len(trimmed.group)
+    assert static.group.shape == (tokens * k,)
+    assert torch.equal(static.group[:rows], trimmed.group)
+    assert (static.group[rows:] == groups).all()
+    x, table = torch.randn(tokens, 3, dtype=torch.float64), torch.randn(groups, 3, dtype=torch.float64)
+    weights = torch.where(ids < 0, 0, torch.randn(tokens, k, dtype=torch.float64))
+    results = [combine(to_rows(x, plan) * spread(table, plan), weights, plan) for plan in (trimmed, static)]
+    assert torch.equal(*results)
+    assert (spread(table, static)[rows:] == 0).all()
 
 
 @settings(max_examples=30, deadline=None)
@@ -41,11 +66,14 @@ def test_there_and_back_is_the_weighted_sum_over_choices(size):
     torch.testing.assert_close(found, (x.unsqueeze(1) * chosen * weights.unsqueeze(-1)).sum(1))
 
 
-def test_gradients():
-    plan = dispatch(random_ids(5, 2, 3), 3)
+@pytest.mark.parametrize("static", [False, True])
+def test_gradients(static):
+    ids = random_ids(5, 2, 3)
+    with mock.patch("torch.compiler.is_compiling", return_value=static):
+        plan = dispatch(ids, 3)
     x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
     table = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
-    rows = torch.randn(10, 2, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(len(plan.token), 2, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: to_rows(x, plan), x)
     assert torch.autograd.gradcheck(lambda table: spread(table, plan), table)

@@ -34,8 +34,8 @@ from intbmoe.ops.dprg import dprg
 from intbmoe.ops.grouped_mm import FORMS, grouped_mm
 from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
 from intbmoe.parts.experts import StackedLinear, SwiGLU
-from intbmoe.parts.router import MLPRouter, mask_choices, top_k
-from intbmoe.precision import linear, wide
+from intbmoe.parts.router import MLPRouter, count_choices, mask_choices, top_k
+from intbmoe.precision import cast, linear, wide
 from intbmoe.registry import register
 
 
@@ -184,27 +184,31 @@ class BlockLayer(MoELayer):
         if mask is not None:
             ids = mask_choices(ids, mask)
             weights = torch.where(ids < 0, 0, weights)
-        y, load = self._run_blocks(tokens.to(dtype), ids, weights, complete=mask is None)
+        tokens = cast(tokens, dtype)
+        y, load = self._run_blocks(tokens, ids, weights, complete=mask is None)
         if self.shared is not None:
-            y = y + self.shared(tokens.to(dtype))
+            y = y + self.shared(tokens)
         return Result(y.view(x.shape), Routing(ids, weights), sums={"load": load})
 
     def _run_blocks(self, x: Tensor, ids: Tensor, weights: Tensor, complete: bool) -> tuple[Tensor, Tensor]:
         """(N, d) tokens through their blocks → the weighted sums in the wide type, and each block's load."""
         blocks = self.blocks(x.dtype)
-        plan = dispatch(ids, self.config.blocks, complete)
         if self.form == "naive":
-            return blocks_naive.run_blocks(x, ids, weights, blocks), plan.counts
+            return blocks_naive.run_blocks(x, ids, weights, blocks), count_choices(ids, self.config.blocks)
+        plan = dispatch(ids, self.config.blocks, complete)
         z = to_rows(x, plan)
         if blocks.token_filter is not None:
             token_term = to_rows(linear(x, blocks.token_filter), plan)
-            z = z * torch.sigmoid(token_term + spread(blocks.block_filter, plan))
+            z = z * token_term.add_(spread(blocks.block_filter, plan)).sigmoid_()
         for layer, (weight, bias) in enumerate(zip(blocks.weights, blocks.biases, strict=True)):
-            z = wide(grouped_mm(z, weight, plan.offsets, complete=complete, form=self.form)) + spread(bias, plan)
+            z = cast(z, x.dtype)
+            z = wide(grouped_mm(z, weight, plan.offsets, complete=plan.complete, form=self.form)).add_(
+                spread(bias, plan)
+            )
             if blocks.scale is not None:
                 z = dprg(z, blocks.gains[layer], blocks.scale)
             if layer < len(blocks.norms):
-                z = F.layer_norm(z, z.shape[-1:], *blocks.norms[layer], blocks_naive.LAYER_NORM_EPS).to(x.dtype)
+                z = F.layer_norm(z, z.shape[-1:], *blocks.norms[layer], blocks_naive.LAYER_NORM_EPS)
         return combine(z, weights, plan), plan.counts
 
     def _row_parameters(self) -> dict[str, Any]:
@@ -367,10 +371,10 @@ class ComposedMoE(BlockLayer):
 
     def blocks(self, dtype: torch.dtype) -> Blocks:
         return Blocks(
-            weights=tuple(weight.to(dtype) for weight in self.block_weights),
+            weights=tuple(cast(weight, dtype) for weight in self.block_weights),
             biases=tuple(wide(bias) for bias in self.block_biases),
             token_filter=self.token_filter,
-            block_filter=None if self.block_filter is None else self.block_filter.to(dtype),
+            block_filter=None if self.block_filter is None else cast(self.block_filter, dtype),
             **self._row_parameters(),
         )
 

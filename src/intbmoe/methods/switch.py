@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require, require_finite
 from intbmoe.layer import MoELayer, Quantities, Result, Routing
-from intbmoe.parts.dispatch import limit_capacity
+from intbmoe.parts.dispatch import exact_ratio, limit_capacity
 from intbmoe.parts.experts import ExpertsConfig
 from intbmoe.parts.losses import balance_loss, count_valid, masked_sum
 from intbmoe.parts.router import count_choices, mask_choices, top_k
@@ -53,7 +53,9 @@ class SwitchConfig(ExpertsConfig):
         require(0 <= self.jitter < 1, "jitter", self.jitter, "in [0, 1)")
         for name in ("capacity_factor", "eval_capacity_factor"):
             factor = getattr(self, name)
-            require(factor is None or factor > 0, name, factor, "None or a positive number")
+            if factor is not None:
+                require_finite(name, factor)
+                require(factor > 0, name, factor, "None or a positive number")
 
 
 @register("switch", title="Switch Transformer", paper="Fedus et al., 2022", participation="sparse")
@@ -66,6 +68,8 @@ class Switch(MoELayer):
         super().__init__(*args, **options)
         self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
         self.experts = self.config.make_experts()
+        factors = {True: self.config.capacity_factor, False: self.config.eval_capacity_factor}
+        self._factors = {training: factor and exact_ratio(factor) for training, factor in factors.items()}
 
     @property
     def choices(self) -> int:
@@ -78,7 +82,7 @@ class Switch(MoELayer):
             seen = seen * torch.empty_like(seen).uniform_(1 - c.jitter, 1 + c.jitter)
         probabilities = linear(seen, self.router.weight).softmax(-1).flatten(0, 1)
         chosen = mask_choices(top_k(probabilities, 1), mask)
-        capacity = self._capacity(x.shape[1])
+        capacity = self._capacity(x, mask)
         ids = chosen
         if capacity is not None:
             ids = limit_capacity(chosen.view(*x.shape[:2], 1), c.experts, capacity).view_as(chosen)
@@ -93,11 +97,16 @@ class Switch(MoELayer):
         sums = {"load": load, "dropped": wanted.sum() - load.sum()}
         return Result(y.view(x.shape), Routing(ids, weights), losses, sums)
 
-    def _capacity(self, tokens: int) -> int | None:
-        factor = self.config.capacity_factor if self.training else self.config.eval_capacity_factor
+    def _capacity(self, x: Tensor, mask: Tensor | None) -> int | Tensor | None:
+        """Places of an expert for a sequence; (B, 1) with a mask, since padding needs no place."""
+        factor = self._factors[self.training]
         if factor is None:
             return None
-        return max(MIN_CAPACITY, min(tokens, int(factor * tokens / self.config.experts)))
+        numerator, denominator = factor
+        if mask is None:
+            return max(MIN_CAPACITY, x.shape[1] * numerator // (self.config.experts * denominator))
+        places = mask.sum(1, keepdim=True) * numerator // (self.config.experts * denominator)
+        return places.clamp(min=MIN_CAPACITY)
 
     def quantities(self) -> Quantities:
         return Quantities(participation=1, execution=1, materialization=0)

@@ -2,8 +2,9 @@
 
 Letters: ``N`` tokens, ``k`` choices a token, ``M = N·k`` rows, ``G`` groups (experts or blocks).
 
-Shapes depend on N and k alone, never on where the tokens go, so nothing waits for the device. A choice of −1
-(a masked token, a dropped assignment) becomes a row after the last group, which no expert computes.
+Shapes depend on N and k alone, never on where the tokens go, so nothing waits for a device. A choice of −1
+(a masked token, a dropped assignment) becomes a row after the last group, which no expert computes; where asking how
+many there are costs nothing, on the CPU outside a compiled graph, such rows are left out altogether.
 Every backward pass here is a gather or a matrix product, never an atomic scatter: runs repeat bit for bit.
 """
 
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from intbmoe.precision import cast
+
 
 @dataclass(frozen=True)
 class Dispatch:
@@ -25,7 +28,7 @@ class Dispatch:
     choice: Tensor
     """(M,) the row's assignment: its index in the flattened (N, k) choices."""
     inverse: Tensor
-    """(N, k) the row of each assignment."""
+    """(N, k) the row of each assignment; one past the last row if it was left out."""
     group: Tensor
     """(M,) the group of each row; G for rows of no group."""
     counts: Tensor
@@ -33,7 +36,9 @@ class Dispatch:
     offsets: Tensor
     """(G,) int32, where each group's rows end."""
     complete: bool
-    """True when every assignment is known to have a group, so that no row follows the last one."""
+    """True when every row is known to have a group, so that none follows the last one."""
+    trimmed: bool
+    """True when assignments of no group have no row."""
 
 
 def dispatch(ids: Tensor, groups: int, complete: bool = False) -> Dispatch:
@@ -46,15 +51,19 @@ def dispatch(ids: Tensor, groups: int, complete: bool = False) -> Dispatch:
     rows = torch.arange(tokens * k, device=ids.device)
     inverse = torch.empty_like(choice).scatter(0, choice, rows).view(tokens, k)
     bounds = torch.searchsorted(group, torch.arange(groups + 1, device=ids.device), out_int32=True)
+    trimmed = not complete and ids.device.type == "cpu" and not torch.compiler.is_compiling()
+    if trimmed:
+        last = int(bounds[-1])
+        group, choice, inverse = group[:last], choice[:last], inverse.clamp(max=last)
     token = torch.div(choice, k, rounding_mode="floor")
-    return Dispatch(token, choice, inverse, group, bounds.diff().long(), bounds[1:], complete)
+    return Dispatch(token, choice, inverse, group, bounds.diff().long(), bounds[1:], complete or trimmed, trimmed)
 
 
 def to_rows(x: Tensor, plan: Dispatch) -> Tensor:
     """(N, c) values of tokens → (M, c) values of their rows."""
     if not _differentiates(x):
         return x.index_select(0, plan.token)
-    return _ToRows.apply(x, plan.token, plan.inverse)
+    return _ToRows.apply(x, plan.token, plan.inverse, plan.trimmed)
 
 
 def spread(table: Tensor, plan: Dispatch) -> Tensor:
@@ -69,35 +78,38 @@ def spread(table: Tensor, plan: Dispatch) -> Tensor:
 def combine(rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
     """(M, c) rows and (N, k) weights → (N, c) weighted sums, in the type of ``weights``."""
     if not _differentiates(rows, weights):
-        return _weighted_sum(rows, weights, plan.inverse)
-    return _Combine.apply(rows, weights, plan.token, plan.choice, plan.inverse)
+        return _weighted_sum(rows, weights, plan.inverse, plan.trimmed)
+    return _Combine.apply(rows, weights, plan.token, plan.choice, plan.inverse, plan.trimmed)
 
 
 def _differentiates(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _rows_of_tokens(rows: Tensor, inverse: Tensor) -> Tensor:
-    """(M, c) rows → (N, k, c), each token's rows in the order of its choices."""
+def _rows_of_tokens(rows: Tensor, inverse: Tensor, trimmed: bool) -> Tensor:
+    """(M, c) rows → (N, k, c), each token's rows in the order of its choices; zero for those left out."""
+    if trimmed:
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     return rows.index_select(0, inverse.reshape(-1)).view(*inverse.shape, rows.shape[1])
 
 
-def _weighted_sum(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
-    return (_rows_of_tokens(rows, inverse).to(weights.dtype) * weights.unsqueeze(-1)).sum(1)
+def _weighted_sum(rows: Tensor, weights: Tensor, inverse: Tensor, trimmed: bool) -> Tensor:
+    return (cast(_rows_of_tokens(rows, inverse, trimmed), weights.dtype) * weights.unsqueeze(-1)).sum(1)
 
 
 class _ToRows(Function):
     """Autograd would scatter the gradient of a gather; each token knows its k rows, so gather them instead."""
 
     @staticmethod
-    def forward(ctx, x, token, inverse):
+    def forward(ctx, x, token, inverse, trimmed):
         ctx.save_for_backward(inverse)
+        ctx.trimmed = trimmed
         return x.index_select(0, token)
 
     @staticmethod
     def backward(ctx, grad):
         (inverse,) = ctx.saved_tensors
-        return _rows_of_tokens(grad, inverse).sum(1), None, None
+        return _rows_of_tokens(grad, inverse, ctx.trimmed).sum(1), None, None, None
 
 
 class _Spread(Function):
@@ -119,16 +131,17 @@ class _Combine(Function):
     """The transpose of ``_ToRows``, weighted; the weights' gradient needs only the rows already saved."""
 
     @staticmethod
-    def forward(ctx, rows, weights, token, choice, inverse):
+    def forward(ctx, rows, weights, token, choice, inverse, trimmed):
         ctx.save_for_backward(rows, weights, token, choice, inverse)
-        return _weighted_sum(rows, weights, inverse)
+        ctx.trimmed = trimmed
+        return _weighted_sum(rows, weights, inverse, trimmed)
 
     @staticmethod
     def backward(ctx, grad):
         rows, weights, token, choice, inverse = ctx.saved_tensors
         row_grad = grad.index_select(0, token) * weights.reshape(-1).index_select(0, choice).unsqueeze(-1)
-        weight_grad = (_rows_of_tokens(rows, inverse).to(grad.dtype) * grad.unsqueeze(1)).sum(-1)
-        return row_grad.to(rows.dtype), weight_grad, None, None, None
+        weight_grad = (_rows_of_tokens(rows, inverse, ctx.trimmed).to(grad.dtype) * grad.unsqueeze(1)).sum(-1)
+        return row_grad.to(rows.dtype), weight_grad, None, None, None, None
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,24 @@ from torch.utils.flop_counter import register_flop_formula
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@torch.library.custom_op("intbmoe::grouped_mm", mutates_args=())
+# Defined by schema rather than by ``torch.library.custom_op``, whose wrapper imports the compiler at the first call
+# (over a second) and costs more than a small product at every call.
+torch.library.define("intbmoe::grouped_mm", "(Tensor x, Tensor weight, Tensor offsets, bool complete) -> Tensor")
+torch.library.define("intbmoe::grouped_outer", "(Tensor x, Tensor grad, Tensor offsets) -> Tensor")
+
+
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool) -> Tensor:
     """As ``naive.grouped_mm``; ``complete`` says that no row follows the last group."""
+    return torch.ops.intbmoe.grouped_mm(x, weight, offsets, complete)
+
+
+def grouped_outer(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    """(M, i) and (M, o) rows sorted by group → (G, i, o), the sum of x ⊗ grad over each group's rows."""
+    return torch.ops.intbmoe.grouped_outer(x, grad, offsets)
+
+
+@torch.library.impl("intbmoe::grouped_mm", "default")
+def _run_mm(x, weight, offsets, complete):
     width = weight.shape[2]
     x, weight = _align(x, 1), _align(_align(weight, 1), 2)
     if not _strides_align(weight):
@@ -27,22 +42,21 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool) -> Te
     return out if out.shape[1] == width else out[:, :width].contiguous()
 
 
-@torch.library.custom_op("intbmoe::grouped_outer", mutates_args=())
-def grouped_outer(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    """(M, i) and (M, o) rows sorted by group → (G, i, o), the sum of x ⊗ grad over each group's rows."""
+@torch.library.impl("intbmoe::grouped_outer", "default")
+def _run_outer(x, grad, offsets):
     inputs, outputs = x.shape[1], grad.shape[1]
     x, grad = _align(x, 1).contiguous(), _align(grad, 1).contiguous()
     out = F.grouped_mm(x.t(), grad, offs=offsets)
     return out[:, :inputs, :outputs].contiguous()
 
 
-@grouped_mm.register_fake
-def _(x, weight, offsets, complete):
+@torch.library.register_fake("intbmoe::grouped_mm")
+def _fake_mm(x, weight, offsets, complete):
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
-@grouped_outer.register_fake
-def _(x, grad, offsets):
+@torch.library.register_fake("intbmoe::grouped_outer")
+def _fake_outer(x, grad, offsets):
     return x.new_empty(offsets.shape[0], x.shape[1], grad.shape[1])
 
 
@@ -65,15 +79,12 @@ def _save_outer(ctx, inputs, output):
 
 def _grad_outer(ctx, outer_grad):
     x, grad, offsets = ctx.saved_tensors
-    return (
-        grouped_mm(grad, outer_grad.transpose(1, 2), offsets, False),
-        grouped_mm(x, outer_grad, offsets, False),
-        None,
-    )
+    x_grad = grouped_mm(grad, outer_grad.transpose(1, 2), offsets, False)
+    return x_grad, grouped_mm(x, outer_grad, offsets, False), None
 
 
-grouped_mm.register_autograd(_grad_mm, setup_context=_save_mm)
-grouped_outer.register_autograd(_grad_outer, setup_context=_save_outer)
+torch.library.register_autograd("intbmoe::grouped_mm", _grad_mm, setup_context=_save_mm)
+torch.library.register_autograd("intbmoe::grouped_outer", _grad_outer, setup_context=_save_outer)
 
 
 @register_flop_formula(torch.ops.intbmoe.grouped_mm)

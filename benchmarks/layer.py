@@ -1,0 +1,315 @@
+"""The IntBMoE layer on the CPU: each form against the naive compose-and-loop, and time against E.
+
+    python benchmarks/layer.py                     # minutes, on an otherwise idle machine
+    python benchmarks/layer.py --quick             # seconds: does it run?
+    python benchmarks/layer.py --json figures.json
+
+Before anything is timed, every candidate's output (and gradients) must agree with the naive form's. Candidates then
+run round-robin in a shuffled order, so that whatever else the machine does hits all of them alike; times are medians
+over rounds, ratios are between medians of one run. ``benchmarks/README.md`` says how memory is measured.
+"""
+
+import os
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces every start,
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # and warns that tensors existed before it: they should
+
+import json
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+
+from intbmoe import ComposedMoE, IntBMoE, IntBMoEConfig
+
+console = Console()
+NAIVE = "naive"
+FORMS = (NAIVE, "grouped", "tiled")
+MIB = 2**20
+TARGET = 3.0
+"""How many times faster than naive compose-and-loop the precomposed layer must be at the IntTravel shape."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One of the paper's layers, with the tokens of one input."""
+
+    name: str
+    tokens: int
+    config: IntBMoEConfig
+
+
+SHAPES = (
+    Shape("ImageNet", 196, IntBMoEConfig(192, 768, experts=16)),
+    Shape("MiniPile", 1024, IntBMoEConfig(768, 2844, experts=8, shared_hidden=2048)),
+    Shape("IntTravel", 126, IntBMoEConfig(96, 384, experts=32, residual_scale=0.0)),
+)
+SWEEP = SHAPES[-1]
+SWEEP_EXPERTS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something to time: one way to run one layer."""
+
+    layer: IntBMoE | ComposedMoE
+    form: str | None
+    run: Callable[[], object]
+    """One call, with everything around it that is not to be timed left out."""
+
+    def prepare(self) -> None:
+        """Set the form and drop gradients: not timed."""
+        self.layer.form = self.form
+        self.layer.zero_grad(set_to_none=True)
+
+
+def build(config: IntBMoEConfig) -> IntBMoE:
+    """A layer with random biases: they start at zero, and zeros would hide a bias that is left out."""
+    torch.manual_seed(0)
+    layer = IntBMoE(config)
+    with torch.no_grad():
+        for pool in layer.pools:
+            pool.bias.normal_(std=0.1)
+    return layer
+
+
+def forward(layer: nn.Module, x: Tensor, form: str | None) -> Candidate:
+    """The layer in inference."""
+
+    def run() -> Tensor:
+        with torch.inference_mode():
+            return layer(x)
+
+    return Candidate(layer, form, run)
+
+
+def forward_backward(layer: nn.Module, x: Tensor, form: str | None) -> Candidate:
+    """The layer in training: output, and the gradients of all parameters."""
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    return Candidate(layer, form, lambda: layer(x).backward(grad))
+
+
+def make_candidates(shape: Shape) -> dict[str, dict[str, Candidate]]:
+    """By pass ("forward", "forward+backward") and name; the first of each pass is naive compose-and-loop."""
+    layer = build(shape.config)
+    composed = layer.precompose().eval()
+    evaluated = layer.eval()
+    trained = build(shape.config).train()
+    x = torch.randn(1, shape.tokens, shape.config.dim)
+    inference = {f"composing, {form}": forward(evaluated, x, form) for form in FORMS}
+    inference |= {f"precomposed, {form or 'default'}": forward(composed, x, form) for form in (*FORMS, None)}
+    training = {f"composing, {form}": forward_backward(trained, x, form) for form in FORMS}
+    return {"forward": inference, "forward+backward": training}
+
+
+def check(shape: Shape) -> float:
+    """The largest relative difference of any candidate to naive compose-and-loop; raises when it is too large.
+
+    λ is 0.5 here whatever the shape's, so that the gate counts.
+    """
+    worst = 0.0
+    for candidates in make_candidates(replace(shape, config=replace(shape.config, residual_scale=0.5))).values():
+        expected = None
+        for name, candidate in candidates.items():
+            candidate.prepare()
+            output = candidate.run()
+            found = [output] if output is not None else [p.grad.clone() for p in candidate.layer.parameters()]
+            expected = found if expected is None else expected
+            for mine, naive in zip(found, expected, strict=True):
+                difference = ((mine - naive).abs().max() / naive.abs().max().clamp(min=1e-12)).item()
+                if not difference < 1e-4:  # NaN included
+                    raise AssertionError(f"{shape.name}: {name} differs from naive by {difference:.1e}")
+                worst = max(worst, difference)
+    return worst
+
+
+def time_round_robin(candidates: dict[str, Candidate], seconds: float, rounds: int, label: str) -> dict[str, list]:
+    """Milliseconds of each candidate in each round: at least ``rounds`` rounds, and more while ``seconds`` last."""
+    for _ in range(2):  # warm up, and learn how long a round takes
+        start = time.perf_counter()
+        for candidate in candidates.values():
+            candidate.prepare()
+            candidate.run()
+        one_round = time.perf_counter() - start
+    total = min(max(rounds, int(seconds / one_round)), 2000)
+    order = list(candidates.items())
+    shuffle = random.Random(0).shuffle
+    times: dict[str, list] = {name: [] for name in candidates}
+    for _ in track(range(total), description=label, console=console, transient=True):
+        shuffle(order)
+        for name, candidate in order:
+            candidate.prepare()
+            start = time.perf_counter()
+            candidate.run()
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def peak_working_bytes(candidate: Candidate) -> int:
+    """The most bytes of tensors alive at once during one call, beyond those that were alive before it."""
+    candidate.prepare()
+    candidate.run()
+    candidate.prepare()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = candidate.run()
+    del result
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    memory = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["args"]["Ev Idx"])
+    alive = peak = 0
+    for event in memory:
+        alive += event["args"]["Bytes"]
+        peak = max(peak, alive)
+    return peak
+
+
+def weight_bytes(layer: nn.Module) -> int:
+    """Bytes of parameters and buffers."""
+    return sum(t.numel() * t.element_size() for t in (*layer.parameters(), *layer.buffers()))
+
+
+def summary(times: Iterable[float]) -> dict[str, float | int]:
+    """Median and quartiles."""
+    times = list(times)
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return {"median_ms": middle, "lower_quartile_ms": low, "upper_quartile_ms": high, "rounds": len(times)}
+
+
+def bench_shape(shape: Shape, seconds: float, rounds: int) -> dict:
+    """Check, time and measure all candidates at one shape; print the table."""
+    error = check(shape)
+    c = shape.config
+    table = Table(
+        title=f"{shape.name}: dim {c.dim}, hidden {c.hidden[0]}, E {c.experts}, K {c.blocks}, k {c.top_k}, "
+        f"{shape.tokens} tokens",
+        caption=f"agrees with naive to {error:.0e} of the largest entry, λ = 0.5",
+    )
+    table.add_column("candidate", no_wrap=True)
+    for column in ("ms", "naive / this", "working MiB", "weights MiB"):
+        table.add_column(column, justify="right")
+    results = {}
+    for kind, candidates in make_candidates(shape).items():
+        times = time_round_robin(candidates, seconds, rounds, f"{shape.name}, {kind}")
+        table.add_row(f"[bold]{kind}[/bold]")
+        baseline = statistics.median(next(iter(times.values())))
+        for name, candidate in candidates.items():
+            entry = summary(times[name])
+            entry["ratio_to_naive"] = baseline / entry["median_ms"]
+            entry["working_peak_bytes"] = peak_working_bytes(candidate)
+            entry["weight_bytes"] = weight_bytes(candidate.layer)
+            results.setdefault(kind, {})[name] = entry
+            table.add_row(
+                name,
+                f"{entry['median_ms']:.2f}",
+                f"{entry['ratio_to_naive']:.2f} ×",
+                f"{entry['working_peak_bytes'] / MIB:.1f}",
+                f"{entry['weight_bytes'] / MIB:.1f}",
+            )
+        table.add_section()
+    console.print(table)
+    return {"shape": shape.name, "tokens": shape.tokens, "largest_difference": error, "passes": results}
+
+
+def bench_experts(seconds: float, rounds: int) -> list[dict]:
+    """Time of the default form, composing and precomposed, against E; every layer routes the tokens alike."""
+    x = torch.randn(1, SWEEP.tokens, SWEEP.config.dim)
+    layers = {e: build(replace(SWEEP.config, experts=e)).eval() for e in SWEEP_EXPERTS}
+    router = layers[SWEEP_EXPERTS[0]].router.state_dict()
+    candidates = {}
+    for e, layer in layers.items():
+        layer.router.load_state_dict(router)
+        candidates[f"composing {e}"] = forward(layer, x, None)
+        candidates[f"precomposed {e}"] = forward(layer.precompose().eval(), x, None)
+    times = time_round_robin(candidates, seconds, rounds, "time against E")
+    table = Table(title=f"Time against E: {SWEEP.name}, {SWEEP.tokens} tokens, forward, default form")
+    for column in ("E", "composing ms", "to E = 1", "precomposed ms", "to E = 1", "ratio"):
+        table.add_column(column, justify="right")
+    results = []
+    for e in SWEEP_EXPERTS:
+        entry = {"experts": e}
+        for kind in ("composing", "precomposed"):
+            first = statistics.median(times[f"{kind} {SWEEP_EXPERTS[0]}"])
+            entry[kind] = summary(times[f"{kind} {e}"])
+            entry[kind]["ratio_to_first"] = entry[kind]["median_ms"] / first
+        results.append(entry)
+        a, b = entry["composing"], entry["precomposed"]
+        table.add_row(
+            str(e),
+            f"{a['median_ms']:.2f}",
+            f"{a['ratio_to_first']:.2f} ×",
+            f"{b['median_ms']:.2f}",
+            f"{b['ratio_to_first']:.2f} ×",
+            f"{a['median_ms'] / b['median_ms']:.2f} ×",
+        )
+    console.print(table)
+    return results
+
+
+def machine() -> dict[str, object]:
+    """What the figures depend on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load_average_at_start": round(os.getloadavg()[0], 2),
+    }
+
+
+def main(quick: bool = False, json: Path | None = None, seconds: float = 30.0, threads: int | None = None) -> None:
+    """Time the IntBMoE layer on the CPU.
+
+    Args:
+        quick: A smoke run: three rounds, without the largest shape; its figures are worth nothing.
+        json: Write the raw figures there.
+        seconds: Time for each table's forwards, and as much again for its backwards; slow shapes take 10 rounds.
+        threads: Threads torch uses; its own choice when left out.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    facts = machine()
+    console.print(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items()))
+    seconds, rounds = (0.0, 3) if quick else (seconds, 10)
+    chosen = [shape for shape in SHAPES if not (quick and shape.config.dim > 256)]
+    shapes = [bench_shape(shape, seconds, rounds) for shape in chosen]
+    sweep = bench_experts(seconds, rounds)
+
+    ratio = shapes[-1]["passes"]["forward"]["precomposed, default"]["ratio_to_naive"]
+    growth = sweep[-1]["precomposed"]["ratio_to_first"]
+    console.print(
+        f"{SWEEP.name}, precomposed by default against naive compose-and-loop: {ratio:.2f} × faster "
+        f"(target {TARGET:.0f} ×: {'met' if ratio >= TARGET else 'missed'}); "
+        f"its time at E = {SWEEP_EXPERTS[-1]} is {growth:.2f} × that at E = {SWEEP_EXPERTS[0]}"
+    )
+    if json is not None:
+        date = datetime.now(UTC).date().isoformat()
+        options = {"quick": quick, "seconds": seconds, "threads": threads}
+        write(json, {"date": date, "options": options, "machine": facts, "shapes": shapes, "experts": sweep})
+
+
+def write(path: Path, figures: dict) -> None:
+    """Figures as indented JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

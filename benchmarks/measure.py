@@ -1,0 +1,127 @@
+"""What the benchmarks share: interleaved timing, peak memory as the operating system sees it, facts of the machine.
+
+**Time.** Candidates run round-robin in a shuffled order, so that whatever else the machine does hits all of them alike.
+Times are medians over rounds; ratios are between medians of one run.
+
+**Memory.** ``peak_growth`` is how far the process's resident set rises above where it stood before the call, by the
+system's own high-water mark, so it counts whatever is really held: tensors, the libraries' work buffers, memory that
+the allocator keeps. Measure in a process that has done nothing else (``in_fresh_process``): memory freed earlier and
+used again would not show. It is good to a few MiB.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+
+MIB = 2**20
+console = Console()
+
+
+class Candidate(Protocol):
+    """Something to time."""
+
+    def prepare(self) -> None:
+        """What must happen before each run and is not timed."""
+
+    def run(self) -> object:
+        """One call."""
+
+
+def time_round_robin(
+    candidates: Mapping[str, Candidate], seconds: float, rounds: int, label: str
+) -> dict[str, list[float]]:
+    """Milliseconds of each candidate in each round: at least ``rounds`` rounds, and more while ``seconds`` last."""
+    for candidate in candidates.values():  # warm up
+        candidate.prepare()
+        candidate.run()
+    order = list(candidates.items())
+    shuffle = random.Random(0).shuffle
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    begin = time.perf_counter()
+    done = 0
+    with console.status(label) as status:
+        while done < rounds or time.perf_counter() - begin < seconds:
+            shuffle(order)
+            for name, candidate in order:
+                candidate.prepare()
+                start = time.perf_counter()
+                candidate.run()
+                times[name].append((time.perf_counter() - start) * 1e3)
+            done += 1
+            status.update(f"{label}: {done} rounds")
+    return times
+
+
+def summary(times: Iterable[float]) -> dict[str, float | int]:
+    """Median and quartiles."""
+    times = list(times)
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return {"median_ms": middle, "lower_quartile_ms": low, "upper_quartile_ms": high, "rounds": len(times)}
+
+
+def peak_growth(*calls: Callable[[], object]) -> list[int]:
+    """How many bytes the resident set has risen at most by the end of each call, from before the first."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)  # hand back what was freed, so that using it again shows
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to the present level
+    before = _high_water()
+    growth = []
+    for call in calls:
+        result = call()
+        growth.append(_high_water() - before)
+        del result
+    return growth
+
+
+def _high_water() -> int:
+    """The largest resident set so far, in bytes.
+
+    Linux's ru_maxrss will not do: a process inherits it from the one that started it, through fork and exec.
+    """
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)`` in a new interpreter, which then ends."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def machine() -> dict[str, object]:
+    """What the figures depend on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load_average_at_start": round(os.getloadavg()[0], 2),
+    }
+
+
+def write(path: Path, figures: dict) -> None:
+    """Figures as indented JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")

@@ -1,0 +1,1 @@
+"""Compute first, draw second: what a model costs, and later where its tokens go and what its experts do."""

@@ -1,0 +1,203 @@
+"""The cost columns of the paper's tables, measured: parameters, parameters a token activates, FLOPs.
+
+A ``Setting`` is a backbone with its paper's figures (``settings.py`` has the three); ``measure`` builds one row of it
+and runs it at batch size 1, ``sweep_experts`` grows IntBMoE's pool. ``intbmoe cost`` prints and draws them
+(``cost_report.py``).
+
+Params      trainable parameters of the model.
+Activated   those that one routed token uses: all but what the backbone keeps for other tokens and what the layer leaves
+            idle (``layer.active_parameters()``).
+FLOPs       ``flops`` follows the papers' formulation; ``flops_executed`` is what the fast path runs. Attention's score
+            and value products are left out, as the paper does in most of its rows, unless asked for.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from intbmoe.analysis.counting import Flops, count_flops, peak_memory
+from intbmoe.layer import MoELayer, moe_layers
+from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE, precompose
+from intbmoe.parts.experts import StackedExperts
+from intbmoe.registry import find_method
+
+PRECOMPOSED = "intbmoe_precomposed"
+UNITS = {"params": 1e6, "activated": 1e6, "flops": 1e9}
+"""What one printed unit of each column is."""
+SWEEP = (1, 2, 4, 8, 16, 32, 64, 128)
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a paper prints for one method, in M, M and G; None where it prints nothing."""
+
+    params: float | None = None
+    activated: float | None = None
+    flops: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One of the paper's experiments: a backbone, the methods compared on it, and the figures printed for them."""
+
+    name: str
+    title: str
+    build: Callable[[str, int], nn.Module]
+    """Method and the paper's E → the model."""
+    inputs: Callable[[], tuple[Tensor, ...]]
+    """What the model is run on: a batch of one."""
+    experts: int
+    """The paper's E."""
+    methods: tuple[str, ...]
+    """Registry names, and ``PRECOMPOSED``, in the order of the paper's table."""
+    set_aside: Callable[[nn.Module], int] = lambda model: 0
+    """Parameters that the backbone keeps for tokens which no mixture sees."""
+    paper: Mapping[str, Figures] = field(default_factory=dict)
+    active: Mapping[str, float] = field(default_factory=dict)
+    """Experts a token has on average, for methods where that depends on a trained router: assumed."""
+    notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What a reader of a method's row must know: above all, why it differs from the paper's."""
+    remarks: tuple[str, ...] = ()
+    """What a reader of any row must know."""
+    without_storage: bool = False
+    """Build and run on tensors without numbers, for models too large to hold: same counts, no memory."""
+    paper_sweep: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Figures printed for some E, by the column names of ``sweep_experts``, in G and MiB."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method's cost, as raw integers, beside the paper's figures."""
+
+    method: str
+    title: str
+    params: int
+    activated: int
+    flops: int
+    flops_executed: int
+    paper: Figures
+    assumed_active: float | None
+    """Experts a token was assumed to have on average; None where the method fixes it."""
+    notes: tuple[str, ...]
+
+    @property
+    def agrees(self) -> dict[str, bool | None]:
+        """Whether each column rounds to the digits the paper prints; None where it prints nothing."""
+        return {column: self._agrees(column, unit) for column, unit in UNITS.items()}
+
+    def _agrees(self, column: str, unit: float) -> bool | None:
+        printed = getattr(self.paper, column)
+        return None if printed is None else f"{getattr(self, column) / unit:.3f}" == f"{printed:.3f}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "method": self.method,
+            "params": self.params,
+            "activated": self.activated,
+            "flops": self.flops,
+            "flops_executed": self.flops_executed,
+            "paper": asdict(self.paper),
+            "agrees": self.agrees,
+            "assumed_active": self.assumed_active,
+            "notes": list(self.notes),
+        }
+
+
+def measure(setting: Setting, method: str, *, attention: bool = False) -> Row:
+    """Build ``method``'s row of ``setting`` and run it once."""
+    name = "intbmoe" if method == PRECOMPOSED else method
+    active = setting.active.get(method)
+    with _bench(setting):
+        model = setting.build(name, setting.experts).eval()
+        inputs = setting.inputs()
+        if method == PRECOMPOSED:
+            model = _precomposed(setting, model)
+        flops = count_flops(model, *inputs, active=active)
+    params = _parameters(model)
+    idle = sum(_idle_parameters(layer, active) for _, layer in moe_layers(model))
+    title = find_method(name).title
+    return Row(
+        method=method,
+        title=f"{title} (precomposed)" if method == PRECOMPOSED else title,
+        params=params,
+        activated=params - setting.set_aside(model) - idle,
+        flops=_total(flops, attention),
+        flops_executed=_total(flops, attention) - flops.formulation,
+        paper=setting.paper.get(method, Figures()),
+        assumed_active=active,
+        notes=setting.notes.get(method, ()),
+    )
+
+
+@contextmanager
+def _bench(setting: Setting) -> Iterator[None]:
+    """Where a setting's models are built and run: seeded, and on tensors without storage where it says so."""
+    with torch.random.fork_rng(devices=[]), FakeTensorMode() if setting.without_storage else nullcontext():
+        torch.manual_seed(0)
+        yield
+
+
+def _precomposed(setting: Setting, model: nn.Module) -> nn.Module:
+    """``precompose(model)``; without numbers there is nothing to compose, and the layers are replaced in place."""
+    if not setting.without_storage:
+        return precompose(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, IntBMoE):
+            model.set_submodule(name, ComposedMoE(module.config).eval())
+    return model
+
+
+def _total(flops: Flops, attention: bool) -> int:
+    return flops.executed + flops.formulation + (flops.attention if attention else 0)
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _idle_parameters(layer: MoELayer, active: float | None) -> int:
+    """Parameters of ``layer`` that one token does not use, with ``active`` experts where that number is assumed."""
+    if active is None:
+        return _parameters(layer) - layer.active_parameters()
+    stacks = [module for module in layer.modules() if isinstance(module, StackedExperts)]
+    return sum(round((experts.count - active) * experts.expert_parameters()) for experts in stacks)
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """IntBMoE with E expert bases, as trained and precomposed: FLOPs of one sample, peak bytes of its inference."""
+
+    experts: int
+    flops: int
+    flops_precomposed: int
+    memory: int
+    memory_precomposed: int
+    paper: Mapping[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "paper": dict(self.paper)}
+
+
+def sweep_experts(setting: Setting, experts: int, *, attention: bool = False, memory: bool = True) -> SweepRow:
+    """The cost of IntBMoE with ``experts`` bases a pool. Measuring memory is left out on request, and then 0."""
+    with _bench(setting):
+        model = setting.build("intbmoe", experts).eval()
+        inputs = setting.inputs()
+        flops, peak = _forward_cost(model, inputs, attention, memory)
+        flops_precomposed, peak_precomposed = _forward_cost(_precomposed(setting, model), inputs, attention, memory)
+    paper = setting.paper_sweep.get(experts, {})
+    return SweepRow(experts, flops, flops_precomposed, peak, peak_precomposed, paper)
+
+
+def _forward_cost(model: nn.Module, inputs: tuple[Tensor, ...], attention: bool, memory: bool) -> tuple[int, int]:
+    """FLOPs and, if asked for, peak bytes of one forward."""
+    flops = _total(count_flops(model, *inputs), attention)
+    return flops, peak_memory(model, *inputs) if memory else 0

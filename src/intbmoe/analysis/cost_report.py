@@ -1,0 +1,197 @@
+"""``intbmoe cost``: the cost table and the sweep over experts, as text, Markdown, JSON or a picture."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from intbmoe.analysis.cost import MIB, SWEEP, UNITS, Row, Setting, SweepRow, measure, sweep_experts
+from intbmoe.analysis.settings import find_setting
+
+Form = Literal["text", "markdown", "json"]
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class Report:
+    """A titled table with numbered notes below it, ready for any form."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    notes: list[str]
+
+    def text(self) -> None:
+        """Print it with rich, boxes and all."""
+        # Away from a terminal there is no width to fit into, and a broken line cannot be searched.
+        console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
+        table = Table(title=self.title, title_justify="left")
+        for index, name in enumerate(self.header):
+            table.add_column(name, justify="left" if index == 0 else "right")
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)
+        for note in self.notes:
+            console.print(note)
+
+    def markdown(self) -> None:
+        """Print it as a Markdown table."""
+        lines = [f"**{self.title}**", "", _line(self.header), _line([":--", *["--:"] * (len(self.header) - 1)])]
+        lines += [_line(row) for row in self.rows]
+        lines += [line for note in self.notes for line in ("", note)]
+        sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def print_cost(setting_name: str, *, form: Form = "text", attention: bool = False) -> None:
+    """Measure and print every row of a setting's table."""
+    setting = find_setting(setting_name)
+    rows = []
+    with Console(stderr=True).status("") as status:
+        for method in setting.methods:
+            status.update(f"measuring {method}")
+            rows.append(measure(setting, method, attention=attention))
+    _print(cost_report(setting, rows, attention=attention), [row.as_dict() for row in rows], form)
+
+
+def cost_report(setting: Setting, rows: Sequence[Row], *, attention: bool) -> Report:
+    """The table of a setting, with the paper's figures beside ours."""
+    notes = _number_notes(rows)
+    body = [_cells(row, [str(1 + notes.index(note)) for note in row.notes]) for row in rows]
+    below = [
+        "paper: what it prints, ✓ where ours rounds to the same digits, ✗ where not. run: the FLOPs our fast path "
+        "executes, where they differ from the papers' formulation. ~: with an assumed number of active experts.",
+        "FLOPs are 2 × multiply-adds of linear maps, convolutions and matrix products in one forward at batch size 1; "
+        + (
+            "attention's score and value products are counted in every row, the paper leaves them out in most."
+            if attention
+            else "attention's score and value products are left out (--attention counts them)."
+        ),
+        *setting.remarks,
+    ]
+    below += [f"{number}. {note}" for number, note in enumerate(notes, 1)]
+    header = ("Method", "Params (M)", "paper", "Activated (M)", "paper", "FLOPs (G)", "paper", "run (G)", "notes")
+    return Report(setting.title, header, body, below)
+
+
+def _number_notes(rows: Iterable[Row]) -> list[str]:
+    """Every note once, in the order of the rows."""
+    return list(dict.fromkeys(note for row in rows for note in row.notes))
+
+
+def _cells(row: Row, notes: list[str]) -> tuple[str, ...]:
+    cells = [row.title]
+    for column, agrees in row.agrees.items():
+        assumed = "~" if row.assumed_active is not None and column != "params" else ""
+        cells.append(f"{assumed}{getattr(row, column) / UNITS[column]:.3f}")
+        printed = getattr(row.paper, column)
+        cells.append(NOTHING if printed is None else f"{printed:.3f} {'✓' if agrees else '✗'}")
+    same = row.flops_executed == row.flops
+    return (*cells, "" if same else f"{row.flops_executed / UNITS['flops']:.3f}", ", ".join(notes))
+
+
+def print_sweep(setting_name: str, picture: Path, *, form: Form = "text", attention: bool = False) -> None:
+    """Measure IntBMoE for E = 1 … 128, print the table and draw ``picture``."""
+    setting = find_setting(setting_name)
+    require_matplotlib()  # before the measuring, which takes its time
+    rows = []
+    with Console(stderr=True).status("") as status:
+        for experts in SWEEP:
+            status.update(f"measuring IntBMoE with E = {experts}")
+            rows.append(sweep_experts(setting, experts, attention=attention))
+    _print(sweep_report(setting, rows, attention=attention), [row.as_dict() for row in rows], form)
+    draw_sweep(setting, rows, picture)
+    sys.stderr.write(f"drawn: {picture}\n")
+
+
+def sweep_report(setting: Setting, rows: Sequence[SweepRow], *, attention: bool) -> Report:
+    """The table of the sweep, with the paper's figures where it prints any."""
+    units = {"flops": 1e9, "flops_precomposed": 1e9, "memory": MIB, "memory_precomposed": MIB}
+    body = []
+    for row in rows:
+        cells = [str(row.experts)]
+        for column, unit in units.items():
+            digits = 3 if unit == 1e9 else 2
+            printed = row.paper.get(column)
+            cells.append(f"{getattr(row, column) / unit:.{digits}f}")
+            cells.append(NOTHING if printed is None else f"{printed:.{digits}f}")
+        body.append(tuple(cells))
+    header = ["E"]
+    for name in ("FLOPs (G)", "precomposed (G)", "memory (MiB)", "precomposed (MiB)"):
+        header += [name, "paper"]
+    notes = [
+        f"FLOPs as in the cost table, in the paper's formulation{', attention counted' if attention else ''}.",
+        "Memory is the peak of one forward in float32: parameters, input and all tensors alive at once, followed from "
+        "operation to operation. Our composition briefly holds a second copy of a composed matrix, while it lays value "
+        "and gate path side by side.",
+    ]
+    if setting.paper_sweep:
+        notes.append(
+            "The paper measured memory on an accelerator: its figures fit MiB, and fit best with about 8 MiB of "
+            "workspace of the matrix library, which is no tensor."
+        )
+    notes += setting.remarks
+    return Report(f"IntBMoE against the number of expert bases E: {setting.title}", tuple(header), body, notes)
+
+
+def _print(report: Report, records: list[dict[str, Any]], form: Form) -> None:
+    if form == "json":
+        sys.stdout.write(json.dumps(records, indent=2, ensure_ascii=False) + "\n")
+    elif form == "markdown":
+        report.markdown()
+    else:
+        report.text()
+
+
+def require_matplotlib() -> None:
+    """Stop with what to install when there is nothing to draw with."""
+    if find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("drawing needs matplotlib: pip install 'intbmoe[plots]'", name="matplotlib")
+
+
+def draw_sweep(setting: Setting, rows: Sequence[SweepRow], path: Path) -> None:
+    """Peak memory and FLOPs against E, each forward's composition and precomposed, the paper's points as rings."""
+    require_matplotlib()
+    from matplotlib.figure import Figure  # an extra, and slow to import
+
+    experts = [row.experts for row in rows]
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = zip(figure.subplots(1, 2), ("memory", "flops"), (MIB, 1e9), strict=True)
+    for axes, quantity, unit in panels:
+        for column, label, colour in (
+            (quantity, "composed at every forward", "#c8553d"),
+            (f"{quantity}_precomposed", "precomposed", "#2f6690"),
+        ):
+            values = [getattr(row, column) / unit for row in rows]
+            axes.plot(experts, values, marker="o", markersize=4, linewidth=1.8, color=colour, label=label)
+            printed = [(row.experts, row.paper[column]) for row in rows if column in row.paper]
+            if printed:
+                style = {"s": 70, "facecolors": "none", "edgecolors": colour, "linewidths": 1, "zorder": 3}
+                axes.scatter(*zip(*printed, strict=True), **style)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(experts, [str(count) for count in experts])
+        axes.set_xlabel("expert bases E")
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+        if quantity == "memory":
+            axes.set_title("Peak inference memory (MiB)", loc="left", fontsize=11)
+            if setting.paper_sweep:
+                ring = axes.scatter([], [], s=70, facecolors="none", edgecolors="#555555", label="the paper's figures")
+                ring.set_linewidth(1)
+            axes.legend(frameon=False, fontsize=9)
+        else:
+            axes.set_title("FLOPs of one sample (G)", loc="left", fontsize=11)
+    figure.suptitle(f"IntBMoE, {setting.title.split(',')[0]}, batch size 1", fontsize=11, x=0.01, ha="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)

@@ -1,0 +1,172 @@
+"""What one forward costs: FLOPs by torch's counter, bytes by the tensors alive. Both are measured by running.
+
+Neither needs numbers: a model too large for this machine is built and run under torch's ``FakeTensorMode``, where every
+operation runs on shapes and types alone. Only how many experts a router gives a token must then be known beforehand.
+"""
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.weak import WeakIdKeyDictionary
+
+from intbmoe.layer import MoELayer, moe_layers
+from intbmoe.methods.intbmoe import BlockLayer, ComposedMoE
+from intbmoe.methods.mumoe import MuMoE
+from intbmoe.routing import RecordedRouting, record_routing
+
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_ATTENTION = (
+    _CPU_ATTENTION,
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_cudnn_attention,
+)
+_GROUPED = torch.ops.intbmoe.grouped_mm
+
+
+@dataclass(frozen=True)
+class Flops:
+    """2 × multiply-adds of linear maps, convolutions and matrix products; norms and activations count 0."""
+
+    executed: int
+    """What ran, attention's score and value products left out."""
+    attention: int
+    """Those products."""
+    formulation: int
+    """What the papers' formulation needs beyond that, see ``formulation_difference``."""
+
+
+def count_flops(model: nn.Module, *inputs: Tensor, active: float | None = None) -> Flops:
+    """Run ``model`` once, without gradients, and count.
+
+    ``active`` is for methods whose router decides how many experts a token has: an untrained router's number says
+    nothing, so the experts' part is scaled from the assignments there were to ``active`` a token.
+    """
+    layers = dict(moe_layers(model))
+    formulas = {_CPU_ATTENTION: _attention_formula, _GROUPED: _grouped_formula(scaled=active is not None)}
+    counter = FlopCounterMode(display=False, custom_mapping=formulas)
+    with record_routing(model) if layers else nullcontext({}) as log, torch.no_grad(), counter:
+        model(*inputs)
+    by_op = dict(counter.get_flop_counts().get("Global", {}))
+    attention = sum(by_op.pop(op, 0) for op in _ATTENTION)
+    if active is not None:
+        by_op[_GROUPED] = round(by_op[_GROUPED] * active / _mean_active(log))
+    formulation = sum(formulation_difference(layers[name], prod(record.shape)) for name, record in log.items())
+    return Flops(sum(by_op.values()), attention, formulation)
+
+
+def _mean_active(log: dict[str, RecordedRouting]) -> float:
+    """Experts that ran for a token, on average over tokens and layers; of tensors without numbers, all choices ran."""
+    choices = [record.ids for record in log.values()]
+    assigned = sum(ids.numel() if isinstance(ids, FakeTensor) else int((ids >= 0).sum()) for ids in choices)
+    if not assigned:
+        raise ValueError("the router activated no expert, so the cost of an assignment is unknown")
+    return assigned / sum(len(ids) for ids in choices)
+
+
+def _attention_formula(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """torch has no formula for the CPU's fused attention, and would count nothing."""
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _grouped_formula(scaled: bool) -> Callable[..., int]:
+    """Rows after the last group (choices of none) are computed by no expert, so they do not count.
+
+    Without numbers nobody knows where the last group ends: all rows count, and must be ``scaled`` afterwards.
+    """
+
+    def formula(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool, **_: Any) -> int:
+        unknown = not complete and isinstance(offsets, FakeTensor)
+        if unknown and not scaled:
+            raise ValueError("how many experts run depends on numbers, which these tensors do not hold: pass `active`")
+        rows = x.shape[0] if complete or unknown else int(offsets[-1])
+        return 2 * rows * weight.shape[1] * weight.shape[2]
+
+    formula._get_raw = True
+    return formula
+
+
+# The counter's mark for formulas that want the tensors and not their shapes alone.
+_attention_formula._get_raw = True
+
+
+def formulation_difference(layer: MoELayer, tokens: int) -> int:
+    """FLOPs that a layer as its paper writes it needs beyond what ours executes, on ``tokens`` tokens.
+
+    The only place where a count is corrected. Two methods compute a map in another, equal form than it is written:
+
+    IntBMoE   W_f[x ‖ c] for each chosen block; ours is W_x x once a token and W_c c once a block (the latter not at all
+              in a precomposed layer)
+    μMoE      the bias as a last input row that meets an appended 1; ours adds it
+
+    Both forms of the map are run under the counter, on tensors without storage.
+    """
+    if isinstance(layer, BlockLayer) and layer.config.filter:
+        c = layer.config
+        written = _product(tokens * c.top_k, c.dim + c.code_dim, c.dim)
+        once_a_block = 0 if isinstance(layer, ComposedMoE) else _product(c.blocks, c.code_dim, c.dim)
+        return written - _product(tokens, c.dim, c.dim) - once_a_block
+    if isinstance(layer, MuMoE):
+        return sum(_product(tokens, 1, part.inputs[0].numel()) for part in (layer.first, layer.second))
+    return 0
+
+
+def _product(rows: int, inputs: int, outputs: int) -> int:
+    """FLOPs of a linear map on ``rows`` rows."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        F.linear(torch.empty(rows, inputs), torch.empty(outputs, inputs))
+    return counter.get_total_flops()
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Adds up the storages that operations create, and takes them off as they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known = WeakIdKeyDictionary()
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        size = storage.nbytes()
+        self._known[storage] = size
+        weakref.finalize(storage, self._free, size)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.add(leaf)
+        return out
+
+
+def peak_memory(model: nn.Module, *inputs: Tensor) -> int:
+    """Peak bytes of one forward without gradients: parameters, buffers, inputs and all tensors alive at once.
+
+    Measured by following every operation's outputs from creation to release, so it is the same on every machine. A
+    kernel's own scratch space (cuBLAS keeps some MiB on a GPU) and an allocator's rounding are not in it.
+    """
+    meter = _LiveBytes()
+    for tensor in (*model.parameters(), *model.buffers(), *inputs):
+        meter.add(tensor)
+    with torch.no_grad(), meter:
+        model(*inputs)
+    return meter.peak

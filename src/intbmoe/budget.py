@@ -1,0 +1,94 @@
+"""The paper's rule for a fair comparison: what each method gets in place of one backbone FFN.
+
+    layer = create("switch", 192, **match_budget("switch", 192, 768, experts=16))
+
+Everywhere else arguments are literal; only here does ``experts`` mean the paper's E, and only here is known what a
+method makes of it. With a backbone FFN of weights W (2·d·h for GELU, 3·d·h for SwiGLU; biases are not counted):
+
+    experts       E routed and one shared in a method with a shared path (IntBMoE, DeepSeek-V3), E + 1 in all others
+    widths        each expert has W weights; IntBMoE's and μMoE's two-layer blocks too, DeepSeek-V3's and Lory's experts
+                  are SwiGLU on every backbone, and so is IntBMoE's shared expert
+    pools         DynMoE and MASS start with E/2 of their E + 1 experts (the paper's 8, 4, 16 at E = 16, 8, 32)
+    slots         Soft MoE has ⌊tokens/experts⌋ slots an expert where ``tokens`` is given, else one; its causal form one
+    ranks         μMoE's rank brings the module's number of parameters as near as possible to Switch's
+
+Two points where the paper disagrees with itself, and what is done here:
+
+- Its appendix says that μMoE's ranks are solved for IntBMoE's total. The totals it prints (24.070 M and 24.065 M, where
+  IntBMoE has 24.295 M) are those nearest to Switch's 24,070,312: R = 2594 for CP and R_3 = 654 for TR. The table is
+  followed.
+- It says that matching gives IntBMoE the width 2844 on MiniPile. The backbone there has a SwiGLU of width 2048, and the
+  two-layer width of equal weights is 3072; 2844 falls 7.4 % short. To follow the paper, pass ``intbmoe_hidden=2844``.
+"""
+
+from typing import Any, Literal
+
+import torch
+
+from intbmoe.checks import require, require_positive_int
+from intbmoe.registry import create, find_method
+
+Expert = Literal["gelu", "swiglu"]
+
+
+def match_budget(
+    name: str,
+    dim: int,
+    hidden: int,
+    *,
+    experts: int,
+    expert: Expert = "gelu",
+    tokens: int | None = None,
+    intbmoe_hidden: int | None = None,
+) -> dict[str, Any]:
+    """Options for ``create(name, dim, **options)`` that match the paper's budget.
+
+    ``hidden`` and ``expert`` describe the backbone's FFN, ``experts`` is the paper's E. ``tokens``, where their number
+    is fixed, sets Soft MoE's slots; ``intbmoe_hidden`` overrules the matching width of IntBMoE's blocks. A method that
+    the paper does not have counts as one without a shared path, with experts like the backbone's FFN.
+    """
+    require_positive_int("dim", dim)
+    require_positive_int("hidden", hidden)
+    require_positive_int("experts", experts)
+    require(expert in ("gelu", "swiglu"), "expert", expert, "'gelu' or 'swiglu'")
+    for argument, value in (("tokens", tokens), ("intbmoe_hidden", intbmoe_hidden)):
+        if value is not None:
+            require_positive_int(argument, value)
+    find_method(name)
+    gelu_width = hidden if expert == "gelu" else round(hidden * 3 / 2)
+    swiglu_width = hidden if expert == "swiglu" else max(1, round(hidden * 2 / 3))
+    like_backbone = {"hidden": hidden, "experts": experts + 1, "expert": expert}
+    match name:
+        case "dense":
+            return {"hidden": gelu_width}
+        case "swiglu":
+            return {"hidden": swiglu_width}
+        case "deepseek":
+            return {"hidden": swiglu_width, "experts": experts, "expert": "swiglu"}
+        case "lory":
+            return {"hidden": swiglu_width, "experts": experts + 1, "expert": "swiglu"}
+        case "dynmoe" | "mass":
+            return {**like_backbone, "initial_experts": max(1, experts // 2)}
+        case "soft":
+            slots = 1 if tokens is None else max(1, tokens // (experts + 1))
+            return {**like_backbone, "slots": slots}
+        case "mumoe_cp" | "mumoe_tr":
+            options = {"hidden": gelu_width, "experts": experts + 1}
+            return {**options, "rank": _nearest_rank(name, dim, options, like_backbone)}
+        case "intbmoe":
+            return {"hidden": intbmoe_hidden or gelu_width, "experts": experts, "shared_hidden": swiglu_width}
+        case _:
+            return like_backbone
+
+
+def _nearest_rank(name: str, dim: int, options: dict[str, Any], switch: dict[str, Any]) -> int:
+    """The rank that brings a μMoE nearest to Switch's module; parameters grow linearly with it."""
+    target = _parameters("switch", dim, switch)
+    one, two = (_parameters(name, dim, {**options, "rank": rank}) for rank in (1, 2))
+    return max(1, 1 + round((target - one) / (two - one)))
+
+
+def _parameters(name: str, dim: int, options: dict[str, Any]) -> int:
+    """Parameters of a layer, counted on one that holds no memory."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in create(name, dim, **options).parameters())

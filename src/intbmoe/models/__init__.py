@@ -1,0 +1,1 @@
+"""Backbones, each readable in one file; the FFN of their MoE layers is whatever the caller makes."""

@@ -1,0 +1,130 @@
+"""The causal Transformer of the paper's travel experiments, from embedded tokens to predicted embeddings.
+
+Letters: ``B`` sequences, ``T`` tokens, ``d`` width, ``L`` the longest sequence.
+
+    layer    x ← x + Attention(LN(x)),   x ← x + FFN(LN(x))
+    attention of token t over s ≤ t:  softmax_s(q_t·k_s / √w + β_{t−s}) v_s       β: one number a head and distance
+    output   head(LN(x))
+
+The FFNs *and* the head are what ``make_ffn`` makes, GELU FFNs when it is left out:
+
+    model = Recommender(RecommenderConfig(), lambda: intbmoe.create("switch", 96, 384, experts=33))
+
+The paper says that the head is a mixture too, but not what the dense model has there: here an FFN like the others, so
+that models differ only in their FFNs. A linear map would have 64,896 parameters fewer.
+
+Structure as in the released code: linear maps with biases, LayerNorm, 2L − 1 entries of β a head of which a causal
+model reads the L of t ≥ s, starting as N(0, 0.02²). Two differences: it holds an output LayerNorm for each layer, of
+which only the last one's result is used, and there is only that one here; and it stores sequences from new to old,
+here they run from old to new.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from intbmoe.checks import require, require_positive_int
+from intbmoe.models.causal import apply_ffn, check_mask, require_causal, visible_tokens
+from intbmoe.registry import create
+
+BIAS_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecommenderConfig:
+    """Sizes of the backbone; the defaults are the paper's on IntTravel."""
+
+    dim: int = 96
+    depth: int = 8
+    heads: int = 1
+    hidden: int = 384
+    """Inner width of the dense FFNs, the head's included."""
+    max_length: int = 126
+    """L: 40 sessions of three tokens and six profile tokens."""
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "depth", "heads", "hidden", "max_length"):
+            require_positive_int(name, getattr(self, name))
+        require(self.dim % self.heads == 0, "heads", self.heads, f"a divisor of dim ({self.dim})")
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention with a learned bias for each distance."""
+
+    def __init__(self, config: RecommenderConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.query = nn.Linear(config.dim, config.dim)
+        self.key = nn.Linear(config.dim, config.dim)
+        self.value = nn.Linear(config.dim, config.dim)
+        self.output = nn.Linear(config.dim, config.dim)
+        self.relative_bias = nn.Parameter(torch.empty(config.heads, 2 * config.max_length - 1))
+        nn.init.normal_(self.relative_bias, std=BIAS_STD)
+
+    def forward(self, x: Tensor, visible: Tensor) -> Tensor:
+        """(B, T, d) tokens, (B or 1, 1, T, T) who sees whom → (B, T, d)."""
+        maps = (self.query, self.key, self.value)
+        q, k, v = (project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in maps)
+        bias = torch.where(visible, self.bias(x.shape[1]), -torch.inf).to(q.dtype)
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return self.output(seen.transpose(1, 2).flatten(2))
+
+    def bias(self, tokens: int) -> Tensor:
+        """(heads, T, T), β_{t−s} at row t and column s: entry L − 1 + s − t of the table."""
+        places = torch.arange(tokens, device=self.relative_bias.device)
+        middle = self.relative_bias.shape[1] // 2
+        return self.relative_bias[:, middle + places.unsqueeze(0) - places.unsqueeze(1)]
+
+
+class Block(nn.Module):
+    """A pre-norm Transformer block."""
+
+    def __init__(self, config: RecommenderConfig, ffn: nn.Module) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.dim)
+        self.attn = Attention(config)
+        self.norm2 = nn.LayerNorm(config.dim)
+        self.ffn = ffn
+
+    def forward(self, x: Tensor, mask: Tensor | None, visible: Tensor) -> Tensor:
+        """(B, T, d) → (B, T, d)."""
+        x = x + self.attn(self.norm1(x), visible)
+        return x + apply_ffn(self.ffn, self.norm2(x), mask)
+
+
+class Recommender(nn.Module):
+    """Embedded tokens to one prediction a token. ``make_ffn`` makes each FFN and the head; without it all are dense.
+
+    A layer that looks at later tokens is refused, with the reason.
+    """
+
+    def __init__(self, config: RecommenderConfig, make_ffn: Callable[[], nn.Module] | None = None) -> None:
+        super().__init__()
+        self.config = config
+        make = make_ffn or (lambda: create("dense", config.dim, config.hidden))
+        self.blocks = nn.ModuleList(Block(config, require_causal(make())) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(config.dim)
+        self.head = require_causal(make())
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, T, d) tokens, (B, T) bool validity (True: valid; None: all) → (B, T, d), zero at padding.
+
+        Padding may stand anywhere and hold anything: no valid token sees it, and no mixture counts it.
+        """
+        c = self.config
+        if x.dim() != 3 or x.shape[2] != c.dim or x.shape[1] > c.max_length:
+            allowed = f"(batch, tokens, {c.dim}) with at most {c.max_length} tokens"
+            raise ValueError(f"x has shape {tuple(x.shape)}: expected {allowed}")
+        check_mask(mask, x.shape[:2])
+        if mask is None:
+            visible = visible_tokens(x.new_ones(1, x.shape[1], dtype=torch.bool))
+        else:
+            visible = visible_tokens(mask)
+            x = torch.where(mask.unsqueeze(-1), x, 0)
+        for block in self.blocks:
+            x = block(x, mask, visible)
+        y = apply_ffn(self.head, self.norm(x), mask)
+        return y if mask is None else torch.where(mask.unsqueeze(-1), y, 0)

@@ -1,0 +1,212 @@
+"""The eight-layer DeiT-Tiny-style Vision Transformer of the paper's image experiments.
+
+Touvron et al., "Training data-efficient image transformers & distillation through attention", ICML 2021, cut from
+twelve layers to eight. Letters: ``B`` images, ``T`` patches, ``d`` width; token 0 is the class token.
+
+    tokens   x = [class ‖ patches W + b] + positions
+    block    x ← x + path(Attention(LN(x))),   x ← x + path(FFN(LN(x)))          path: stochastic depth
+    output   head(LN(x)_0)
+
+A plain block sends all tokens through one GELU FFN. In an MoE block the patch tokens go through the mixture and the
+class token through a GELU FFN of its own:
+
+    model = ViT(ViTConfig(), lambda: intbmoe.create("switch", 192, 768, experts=17))
+
+Parameters carry timm's names, so that weights of its DeiT models load without renaming; the mixture of block i is
+``blocks.i.moe`` and its class-token FFN ``blocks.i.mlp``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from intbmoe.checks import require, require_positive_int
+
+NORM_EPS = 1e-6
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig:
+    """Sizes of the backbone; the defaults are the paper's on ImageNet."""
+
+    image_size: int = 224
+    patch_size: int = 16
+    channels: int = 3
+    classes: int = 1000
+    dim: int = 192
+    depth: int = 8
+    heads: int = 3
+    hidden: int = 768
+    """Inner width of the dense FFNs."""
+    moe_layers: tuple[int, ...] = (0, 2, 4, 6)
+    """Which blocks hold a mixture, when the model is given one."""
+    drop_path: float = 0.1
+    """Rate of stochastic depth in the last block; it grows linearly from 0 in the first."""
+
+    def __post_init__(self) -> None:
+        for name in ("image_size", "patch_size", "channels", "classes", "dim", "depth", "heads", "hidden"):
+            require_positive_int(name, getattr(self, name))
+        divides = self.image_size % self.patch_size == 0
+        require(divides, "patch_size", self.patch_size, f"a divisor of image_size ({self.image_size})")
+        require(self.dim % self.heads == 0, "heads", self.heads, f"a divisor of dim ({self.dim})")
+        object.__setattr__(self, "moe_layers", tuple(self.moe_layers))
+        layers = self.moe_layers
+        known = len(set(layers)) == len(layers) and all(layer in range(self.depth) for layer in layers)
+        require(known, "moe_layers", layers, f"distinct blocks among 0…{self.depth - 1}")
+        require(0 <= self.drop_path < 1, "drop_path", self.drop_path, "in [0, 1)")
+
+    @property
+    def patches(self) -> int:
+        """T, the patch tokens of one image."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    """A linear map as DeiT starts it: weights from a truncated normal, bias zero."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.trunc_normal_(layer.weight, std=INIT_STD)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class PatchEmbed(nn.Module):
+    """Non-overlapping patches of an image, each mapped to a token."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(config.channels, config.dim, config.patch_size, stride=config.patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, channels, H, W) → (B, T, d), rows of patches one after another."""
+        return self.proj(images).flatten(2).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention over all tokens."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = _linear(config.dim, 3 * config.dim)
+        self.proj = _linear(config.dim, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 1 + T, d) → (B, 1 + T, d)."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """The dense FFN, ``fc2(GELU(fc1 x))``."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.fc1 = _linear(config.dim, config.hidden)
+        self.fc2 = _linear(config.hidden, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, d) → (…, d)."""
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: in training a branch is left out for a whole image, and scaled up where it is kept."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, …) → (B, …), equal in expectation."""
+        if not self.training or self.rate == 0:
+            return x
+        kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) >= self.rate
+        return x * kept.to(x.dtype) / (1 - self.rate)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:.3g}"
+
+
+class Block(nn.Module):
+    """A pre-norm Transformer block; with ``moe``, patch tokens go through it and ``mlp`` is the class token's."""
+
+    def __init__(self, config: ViTConfig, drop_path: float, moe: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.dim, eps=NORM_EPS)
+        self.attn = Attention(config)
+        self.norm2 = nn.LayerNorm(config.dim, eps=NORM_EPS)
+        self.mlp = Mlp(config)
+        self.moe = moe
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 1 + T, d) → (B, 1 + T, d)."""
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.feed_forward(self.norm2(x)))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """(B, 1 + T, d) → (B, 1 + T, d), the class token and the patches each their own way in an MoE block."""
+        if self.moe is None:
+            return self.mlp(x)
+        return torch.cat([self.mlp(x[:, :1]), self.moe(x[:, 1:])], dim=1)
+
+
+class ViT(nn.Module):
+    """Images to class scores. ``make_ffn`` makes the mixture of each MoE layer; without it the model is dense."""
+
+    def __init__(self, config: ViTConfig, make_ffn: Callable[[], nn.Module] | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbed(config)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, config.dim))
+        self.pos_embed = nn.Parameter(torch.empty(1, 1 + config.patches, config.dim))
+        for parameter in (self.cls_token, self.pos_embed):
+            nn.init.trunc_normal_(parameter, std=INIT_STD)
+        moe_layers = config.moe_layers if make_ffn is not None else ()
+        rates = torch.linspace(0, config.drop_path, config.depth).tolist()
+        self.blocks = nn.ModuleList(
+            Block(config, rate, make_ffn() if layer in moe_layers else None) for layer, rate in enumerate(rates)
+        )
+        self.norm = nn.LayerNorm(config.dim, eps=NORM_EPS)
+        self.head = _linear(config.dim, config.classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, channels, H, W) → (B, classes)."""
+        side, channels = self.config.image_size, self.config.channels
+        if images.dim() != 4 or images.shape[1:] != (channels, side, side):
+            expected = f"(batch, {channels}, {side}, {side})"
+            raise ValueError(f"images have shape {tuple(images.shape)}: expected {expected}")
+        patches = self.patch_embed(images)
+        x = torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1) + self.pos_embed
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)[:, 0])
+
+    def load_timm_state_dict(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Take the weights of a timm DeiT or ViT into the dense form; returns the keys of the blocks cut off.
+
+        timm's model may be deeper. All else is strict: an unknown key, a missing key or a wrong shape raises before
+        anything is changed, and so does a model that holds mixtures.
+        """
+        if any(block.moe is not None for block in self.blocks):
+            raise ValueError("timm's weights fit the dense form only: build ViT(config) without make_ffn")
+        own = self.state_dict()
+        cut = [key for key in state if self._is_cut_off(key)]
+        missing = sorted(set(own) - set(state))
+        unknown = sorted(set(state) - set(own) - set(cut))
+        if missing or unknown:
+            raise KeyError(f"timm state does not fit: missing keys {missing}, unknown keys {unknown}")
+        for name, value in own.items():
+            if state[name].shape != value.shape:
+                shapes = f"{tuple(state[name].shape)}, expected {tuple(value.shape)}"
+                raise ValueError(f"timm parameter {name!r} has shape {shapes}")
+        self.load_state_dict({name: state[name] for name in own})
+        return cut
+
+    def _is_cut_off(self, key: str) -> bool:
+        parts = key.split(".")
+        return parts[0] == "blocks" and len(parts) > 1 and parts[1].isdigit() and int(parts[1]) >= self.config.depth
