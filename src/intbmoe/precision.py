@@ -25,7 +25,7 @@ def wide(x: Tensor) -> Tensor:
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Autocast's type on the device of ``x``; None where it is off, or where there is none (the meta device)."""
     device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None
 

@@ -194,14 +194,18 @@ def test_bf16_autocast_stays_near_float32(name):
     assert (rounded - exact).norm() <= 8 * 2**-8 * exact.norm()
 
 
+# A cold inductor compile takes most of a minute on a small machine; aot_eager traces the same graphs, forward and
+# backward, and shows every graph break.
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", METHODS)
-def test_compiles_whole(name):
+def test_compiles_whole(name, backend):
     torch._dynamo.reset()  # all methods share one forward, and so one limit on recompilations
     eager, compiled = make(name, **QUIET.get(name, {})), make(name, **QUIET.get(name, {}))
-    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
-    x = tokens(2, 5)
-    for layer, call in ((eager, eager), (compiled, run)):
-        (call(x).square().sum() + intbmoe.aux_loss(layer)).backward()
+    run = torch.compile(compiled, fullgraph=True, backend=backend)
+    x, mask = tokens(2, 5), random_mask(2, 5)
+    for valid in (None, mask):
+        for layer, call in ((eager, eager), (compiled, run)):
+            (call(x, valid).square().sum() + intbmoe.aux_loss(layer)).backward()
     torch.testing.assert_close(grads(compiled), grads(eager), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(compiled._pending, eager._pending)
 
