@@ -51,7 +51,9 @@ def dispatch(ids: Tensor, groups: int, complete: bool = False) -> Dispatch:
     rows = torch.arange(tokens * k, device=ids.device)
     inverse = torch.empty_like(choice).scatter(0, choice, rows).view(tokens, k)
     bounds = torch.searchsorted(group, torch.arange(groups + 1, device=ids.device), out_int32=True)
-    trimmed = not complete and ids.device.type == "cpu" and not torch.compiler.is_compiling()
+    # A plain tensor: one that only stands for its shape and type (FakeTensorMode) has no number to ask for.
+    known = ids.device.type == "cpu" and not torch.compiler.is_compiling() and type(ids) is Tensor
+    trimmed = not complete and known
     if trimmed:
         last = int(bounds[-1])
         group, choice, inverse = group[:last], choice[:last], inverse.clamp(max=last)
