@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import intbmoe
 from echo import Echo
@@ -100,4 +101,40 @@ def test_a_dead_block_is_warned_about_once():
     step(layer, torch.randn(1, 5, 4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        intbmoe.load_statistics(layer)
+
+
+def test_contexts_nest():
+    layer, x = intb(), torch.randn(2, 3, 8)
+    with intbmoe.record_routing(layer) as outer:
+        layer(x)
+        with intbmoe.record_routing(layer) as inner:
+            layer(x)
+        layer(x)
+    assert len(inner[""].shapes) == 1
+    assert len(outer[""].shapes) == 3
+
+
+def test_recomputation_under_checkpointing_is_not_recorded_again():
+    layer = intb()
+    with intbmoe.record_routing(layer) as log:
+        y = checkpoint(lambda x: layer(x).exp(), torch.randn(2, 3, 8, requires_grad=True), use_reentrant=False)
+        y.sum().backward()
+    assert log[""].shapes == ((2, 3),)
+
+
+def test_tokens_without_an_expert_are_still_tokens():
+    layer = intbmoe.create("remoe", 8, 12, experts=3).eval()
+    with torch.no_grad():
+        layer.router.weight.zero_()  # no positive score: nobody is chosen
+    with intbmoe.record_routing(layer) as log:
+        layer(torch.randn(2, 3, 8))
+    assert log[""].load_statistics().tokens == 6
+
+
+def test_an_unfinished_step_is_named_rather_than_left_out():
+    layer = Echo(4, 4)
+    layer(torch.randn(1, 5, 4))
+    intbmoe.aux_loss(layer)
+    with pytest.raises(RuntimeError, match=r"unfinished step.*after_step"):
         intbmoe.load_statistics(layer)

@@ -72,9 +72,32 @@ def test_without_gradients_wanted_none_are_required():
     with torch.no_grad():
         layer(torch.randn(1, 2, 4))
         assert intbmoe.aux_loss(layer) == 1
-    frozen = Echo(4, 4).requires_grad_(False)
-    frozen(torch.randn(1, 2, 4))
-    assert intbmoe.aux_loss(frozen) == 1
+
+
+def test_frozen_routers_are_ordinary_fine_tuning():
+    layer = intbmoe.create("switch", 4, 8, experts=2)
+    layer.router.requires_grad_(False)
+    y = layer(torch.randn(1, 5, 4))
+    loss = intbmoe.aux_loss(layer)
+    assert not loss.requires_grad
+    (y.sum() + loss).backward()
+    assert layer.experts.up.weight.grad is not None
+
+
+def test_checkpointing_keeps_no_graph_alive_and_a_second_call_is_still_refused():
+    layer = Echo(4, 4)
+    y = checkpoint(lambda x: layer(x).exp(), torch.randn(1, 2, 4, requires_grad=True), use_reentrant=False)
+    (y.sum() + intbmoe.aux_loss(layer)).backward()
+    assert layer._record is None
+    with pytest.raises(RuntimeError, match="left no record"):
+        intbmoe.aux_loss(layer)
+
+
+def test_a_layer_used_twice_says_that_losses_are_lost():
+    layer = Echo(4, 4)
+    layer(torch.randn(1, 2, 4))
+    with pytest.warns(UserWarning, match="Echo ran again before aux_loss"):
+        layer(torch.randn(1, 2, 4))
 
 
 def test_families_see_all_their_layers_and_the_steps_sums_once():

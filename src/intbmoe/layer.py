@@ -8,6 +8,7 @@ the input, keeps padding out, and stores what else a forward produces; ``steps.p
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from inspect import Parameter, signature
@@ -68,6 +69,26 @@ class Result:
     """Statistics that add up over micro-batches and ranks, such as ``load``: assignments of each expert."""
 
 
+@dataclass(frozen=True)
+class Record:
+    """What a training forward leaves for ``aux_loss``."""
+
+    losses: dict[str, Tensor]
+    sums: dict[str, Tensor]
+    differentiable: bool
+    """Whether the forward ran with gradients; reentrant checkpointing runs it without."""
+
+
+class RoutedForward(NamedTuple):
+    """What a forward leaves for ``record_routing``."""
+
+    routing: Routing
+    shape: tuple[int, ...]
+    """(…, T)."""
+    count: Tensor
+    """Valid tokens."""
+
+
 class MoELayer(nn.Module):
     """A mixture-of-experts layer in place of a Transformer's FFN: ``layer(x, mask)`` is the tensor alone.
 
@@ -87,8 +108,8 @@ class MoELayer(nn.Module):
             self.config = dim
         else:
             self.config = self.make_config(dim, hidden, **options)
-        self._record: dict[str, dict[str, Tensor]] | None = None
-        self._routing_log: list[tuple[Routing, tuple[int, ...]]] | None = None
+        self._record: Record | None = None
+        self._routing_log: list[RoutedForward] | None = None
         self._pending: dict[str, Tensor] = {}
         self._window: dict[str, Tensor] = {}
         self._warned_dead: set[int] = set()
@@ -165,14 +186,27 @@ class MoELayer(nn.Module):
         y = result.y
         if mask is not None:
             y = torch.where(mask.unsqueeze(-1), y, 0)
+        # Activation checkpointing runs forwards again during backward: these were counted the first time.
+        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if not again and (self.training or self._routing_log is not None):
+            count = x.new_full((), tokens.shape[0] * tokens.shape[1], dtype=torch.int64) if mask is None else mask.sum()
+            self._keep(result, count, tuple(x.shape[:-1]))
+        return cast(y, x.dtype).reshape(x.shape)
+
+    def _keep(self, result: Result, count: Tensor, shape: tuple[int, ...]) -> None:
+        """Store what the contract may ask about this forward of ``count`` valid tokens."""
         if self.training:
-            valid = x.new_full((), tokens.shape[0] * tokens.shape[1], dtype=torch.int64) if mask is None else mask.sum()
-            self._record = {"losses": result.losses, "sums": {"tokens": valid, **result.sums}}
+            if self._record is not None and self._record.losses and not torch.compiler.is_compiling():
+                warnings.warn(
+                    f"{type(self).__name__} ran again before aux_loss took the losses of its last forward, which are "
+                    f"lost: call intbmoe.aux_loss(model) once a forward, and use a layer once in each",
+                    stacklevel=4,
+                )
+            self._record = Record(result.losses, {"tokens": count, **result.sums}, torch.is_grad_enabled())
         if self._routing_log is not None:
             ids, weights = result.routing or Routing(None, None)
             routing = Routing(ids, weights if weights is None else weights.detach())
-            self._routing_log.append((routing, tuple(x.shape[:-1])))
-        return cast(y, x.dtype).reshape(x.shape)
+            self._routing_log.append(RoutedForward(routing, shape, count))
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -200,11 +234,20 @@ class MoELayer(nn.Module):
         return {**self.__dict__, "_record": None, "_routing_log": None}
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and torch.compile."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod
+        else:
+            return model
+
+
 def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
     """Every MoE layer of a model with its name, as the model's author sees it: wrappers leave no trace."""
     wrappers = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    for name, module in model.named_modules():
+    for name, module in unwrap(model).named_modules():
         if isinstance(module, MoELayer):
             yield ".".join(part for part in name.split(".") if part not in wrappers), module

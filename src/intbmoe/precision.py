@@ -23,9 +23,9 @@ def wide(x: Tensor) -> Tensor:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Autocast's type on the device of ``x``; None where it is off, or where there is none (the meta device)."""
+    """Autocast's type on the device of ``x``; None where it is off or absent (meta), and for float64, as in torch."""
     device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
+    if device != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None
 

@@ -7,16 +7,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from intbmoe.layer import Routing, moe_layers
+from intbmoe.layer import RoutedForward, moe_layers
 from intbmoe.parts.load import LoadStatistics, load_statistics_of
 
 
 class RecordedRouting:
     """What one layer's router decided while ``record_routing`` was on, forwards one after another."""
 
-    def __init__(
-        self, calls: list[tuple[Routing, tuple[int, ...]]], choices: int | None, opened: Tensor | None
-    ) -> None:
+    def __init__(self, calls: list[RoutedForward], choices: int | None, opened: Tensor | None) -> None:
         self._calls = calls
         self._opened = opened
         self.choices = choices
@@ -35,25 +33,25 @@ class RecordedRouting:
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The (…, T) of each forward: N is the sum of their products."""
-        return tuple(shape for _, shape in self._calls)
+        return tuple(call.shape for call in self._calls)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The (…, T) of the one forward that was recorded."""
         if len(self._calls) != 1:
             raise ValueError(f"{len(self._calls)} forwards were recorded: use .shapes")
-        return self._calls[0][1]
+        return self._calls[0].shape
 
     def load_statistics(self) -> LoadStatistics:
         """How evenly the recorded tokens used the experts or blocks."""
         if self.ids is None or self.choices is None:
             raise ValueError("this method does not choose experts, so it has no load")
         chosen = self.ids[self.ids >= 0]
-        tokens = int((self.ids >= 0).any(1).sum())
+        tokens = sum(int(call.count) for call in self._calls)
         return load_statistics_of(torch.bincount(chosen, minlength=self.choices), tokens, opened=self._opened)
 
     def _joined(self, name: str, fill: int) -> Tensor | None:
-        parts = [getattr(routing, name) for routing, _ in self._calls]
+        parts = [getattr(call.routing, name) for call in self._calls]
         if not parts or parts[0] is None:
             return None
         width = max(part.shape[1] for part in parts)
@@ -67,23 +65,29 @@ def record_routing(model: nn.Module) -> Iterator[Mapping[str, RecordedRouting]]:
     if not layers:
         raise ValueError(f"{type(model).__name__} holds no MoE layer, so it has no routing to record")
     log = {}
+    outer = {name: layer._routing_log for name, layer in layers.items()}
     for name, layer in layers.items():
         layer._routing_log = []
         log[name] = RecordedRouting(layer._routing_log, layer.choices, layer.open_choices)
     try:
         yield log
     finally:
-        for layer in layers.values():
-            layer._routing_log = None
+        for name, layer in layers.items():
+            if outer[name] is not None:  # contexts nest: what the inner one saw, the outer one saw too
+                outer[name].extend(layer._routing_log)
+            layer._routing_log = outer[name]
 
 
 def load_statistics(model: nn.Module, *, reset: bool = True) -> dict[str, LoadStatistics]:
     """Each choosing layer's load over all steps since the last call, by module name, over all ranks.
 
-    Call it where you log. A block that got no token in the whole window is warned about, once.
+    Call it where you log, after ``after_step``, which is what ends a step. A block that got no token in the whole
+    window is warned about, once.
     """
     statistics = {}
     for name, layer in moe_layers(model):
+        if layer._pending and not layer._window:
+            raise RuntimeError(f"layer {name!r} has counts of an unfinished step only: call intbmoe.after_step(model)")
         if "load" not in layer._window:
             continue
         window = layer._window

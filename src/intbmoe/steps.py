@@ -39,14 +39,14 @@ def aux_loss(model: nn.Module) -> Tensor:
                 f"layer {name!r} left no record: run the model forward in training mode before each call of aux_loss, "
                 f"and call it once a forward"
             )
-        for loss_name, loss in record["losses"].items():
-            if torch.is_grad_enabled() and not loss.requires_grad and _learns(layer):
-                raise RuntimeError(
-                    f"the {loss_name} loss of layer {name!r} carries no gradient: its forward ran under no_grad, "
-                    f"as reentrant activation checkpointing does; use checkpoint(…, use_reentrant=False)"
-                )
+        if record.losses and torch.is_grad_enabled() and not record.differentiable:
+            raise RuntimeError(
+                f"the losses of layer {name!r} carry no gradient: its forward ran under no_grad, as reentrant "
+                f"activation checkpointing does; use checkpoint(…, use_reentrant=False)"
+            )
+        for loss in record.losses.values():
             total = total + loss.to(total.device)
-        for key, value in record["sums"].items():
+        for key, value in record.sums.items():
             value = value.detach()
             layer._pending[key] = layer._pending[key] + value if key in layer._pending else value
     return total
@@ -101,7 +101,3 @@ def _all_reduce(sums: list[dict[str, Tensor]]) -> None:
 
 def _device(layer: nn.Module) -> torch.device:
     return next(layer.parameters()).device
-
-
-def _learns(layer: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in layer.parameters())

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import intbmoe
 from intbmoe import ComposedMoE, IntBMoE
+from ranks import run_ranks
 from small_intbmoe import make, switches, tokens
 
 
@@ -155,3 +156,64 @@ def test_composed_layers_compile_whole():
     run = torch.compile(composed, fullgraph=True, backend="aot_eager")
     x = tokens(2, 5).float()
     torch.testing.assert_close(run(x), composed(x))
+
+
+def test_composing_under_autocast_is_as_wide_as_without():
+    layer, x = make().float().eval(), tokens(2, 5).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        composed, recipes = layer.precompose(), layer.recipes()
+    assert torch.equal(composed(x), layer.precompose()(x))
+    assert recipes[0].dtype == torch.float32
+
+
+def test_precomposing_draws_no_random_numbers():
+    layer = make()
+    before = torch.get_rng_state()
+    layer.precompose()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_in_half_precision_runs_as_a_whole_with_wide_routers():
+    model = nn.Sequential(nn.Linear(8, 8), make(hidden=64).float(), nn.LayerNorm(8)).float().eval()
+    served = intbmoe.precompose(model, torch.bfloat16)
+    x = tokens(4, 9).float()
+    assert served(x.bfloat16()).dtype == torch.bfloat16
+    assert served[1].router.hidden.weight.dtype == torch.float32
+    assert model[0].weight.dtype == torch.float32
+    assert (served(x.bfloat16()).float() - model(x)).norm() <= 2**-4 * model(x).norm()
+
+
+def _precompose_wrapped(rank, world):
+    model = nn.Sequential(make().float())
+    x = tokens(2, 5).float()
+    return torch.equal(intbmoe.precompose(nn.parallel.DistributedDataParallel(model))(x), model.eval()(x))
+
+
+def test_wrapped_models_are_unwrapped():
+    assert run_ranks(1, _precompose_wrapped) == [True]
+    model = nn.Sequential(make().float()).eval()
+    served = intbmoe.precompose(torch.compile(model, backend="eager"))
+    assert isinstance(served[0], ComposedMoE)
+
+
+def test_the_specification_runs_under_autocast():
+    layer, x = make(hidden=64).float().eval(), tokens(4, 9).float()
+    outputs = []
+    for form in ("grouped", "naive"):
+        layer.form = form
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs.append(layer(x))
+    assert (outputs[0] - outputs[1]).norm() <= 2**-6 * outputs[1].norm()
+
+
+def test_autocast_leaves_float64_alone():
+    layer, x = make().eval(), tokens(2, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(x), make().eval()(x))
+
+
+def test_without_gradients_the_row_operation_is_still_the_specification():
+    layer, x = make(), tokens(2, 5)
+    expected = layer(x)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)

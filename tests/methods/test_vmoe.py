@@ -63,7 +63,7 @@ def test_outputs_losses_and_gradients_agree_with_a_loop(options, monkeypatch):
     for form in ("layer", "naive"):
         if form == "layer":
             y = layer(x, mask)
-            losses = tuple(layer._record["losses"][name] for name in ("importance", "load"))
+            losses = tuple(layer._record.losses[name] for name in ("importance", "load"))
         else:
             y, *losses = naive(layer, x, mask, noise)
         total = y.square().sum() + sum(losses)
@@ -108,18 +108,18 @@ def test_losses_of_a_collapsed_router_by_hand():
         layer.router.weight.zero_()[2] = 1000.0
     x = torch.ones(1, 8, DIM, dtype=torch.float64)
     layer(x)
-    assert layer._record["losses"]["importance"].item() == pytest.approx(3)
+    assert layer._record.losses["importance"].item() == pytest.approx(3)
     layer = make(importance=0.0, load=1.0, top_k=1)
     with torch.no_grad():
         layer.router.weight.zero_()[2] = 1000.0
     layer(x)
-    assert layer._record["losses"]["load"].item() == pytest.approx(3)
+    assert layer._record.losses["load"].item() == pytest.approx(3)
 
 
 def test_without_noise_there_is_no_load_loss():
     layer = make(noise=0.0)
     layer(tokens(2, 5))
-    assert set(layer._record["losses"]) == {"importance"}
+    assert set(layer._record.losses) == {"importance"}
 
 
 def _losses(rank, world):
@@ -205,24 +205,13 @@ def test_a_padded_sequence_has_the_capacity_it_has_alone():
     torch.testing.assert_close(layer(padded, mask)[:, :8], layer(x), rtol=0, atol=1e-12)
 
 
-def test_causality_depends_on_capacity():
+def test_with_a_capacity_the_layer_is_not_causal():
+    """How much an expert takes depends on how many tokens follow, so even first choices in order are not causal."""
     assert make().config.noncausal_reason() is None
-    assert make(top_k=1, capacity_factor=1.0).config.noncausal_reason() is None
-    assert "second choices" in make(capacity_factor=1.0).config.noncausal_reason()
-    assert "priority" in make(top_k=1, eval_capacity_factor=1.0, priority_routing=True).config.noncausal_reason()
-
-
-@pytest.mark.parametrize(
-    ("options", "causal"),
-    [({"top_k": 1}, True), ({"top_k": 2}, False), ({"top_k": 1, "priority_routing": True}, False)],
-    ids=str,
-)
-def test_declared_causality_under_capacity_is_true(options, causal):
-    layer = make(eval_capacity_factor=0.5, capacity_multiple=1, **options).eval()
-    assert (layer.config.noncausal_reason() is None) == causal
+    layer = make(top_k=1, eval_capacity_factor=0.5, capacity_multiple=1).eval()
+    assert "capacity grows" in layer.config.noncausal_reason()
     x = tokens(4, 40)
-    changed = torch.cat([x[:, :20], tokens(4, 20, seed=9)], 1)
-    assert ((layer(x) - layer(changed))[:, :20].abs().max() < 1e-12) == causal
+    assert not torch.allclose(layer(x)[:, :20], layer(x[:, :20]), atol=1e-6)
 
 
 def test_a_layer_with_capacity_compiles_whole():

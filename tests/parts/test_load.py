@@ -32,3 +32,8 @@ def test_closed_slots_are_not_there():
     assert pool.utilisation == pytest.approx(2 / 3)
     assert pool.worst_case == pytest.approx(1.5)
     assert pool.counts == (4, 0, 4, 0)
+
+
+def test_a_slot_closed_within_the_window_was_there():
+    pool = load_statistics_of(torch.tensor([10, 10]), tokens=20, opened=torch.tensor([True, False]))
+    assert pool.worst_case == 1

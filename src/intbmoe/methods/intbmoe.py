@@ -35,7 +35,7 @@ from intbmoe.ops.grouped_mm import FORMS, grouped_mm
 from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
 from intbmoe.parts.experts import StackedLinear, SwiGLU
 from intbmoe.parts.router import MLPRouter, count_choices, mask_choices, top_k
-from intbmoe.precision import cast, linear, wide
+from intbmoe.precision import autocast_off, cast, linear, wide
 from intbmoe.registry import register
 
 
@@ -244,7 +244,8 @@ class IntBMoE(BlockLayer):
 
     def recipes(self) -> list[Tensor]:
         """The composition coefficients (K, E) of each path, as they multiply the bases."""
-        return self.hypernetwork(self.codebook)
+        with autocast_off(self.codebook):
+            return self.hypernetwork(self.codebook)
 
     def blocks(self, dtype: torch.dtype) -> Blocks:
         """Compose the K blocks in the wide type; the matrices are then cast once."""
@@ -285,10 +286,12 @@ class IntBMoE(BlockLayer):
         if missing or unknown:
             raise KeyError(f"reference state does not fit: missing keys {missing}, unknown keys {unknown}")
         own = self.state_dict()
-        for name, reference in names.items():
-            if own[name].shape != state[reference].shape:
-                shapes = f"{tuple(state[reference].shape)}, expected {tuple(own[name].shape)}"
-                raise ValueError(f"reference parameter {reference!r} has shape {shapes}")
+        shapes = {reference: own[name].shape for name, reference in names.items()}
+        shapes |= dict.fromkeys(unused, self.pools[-1].bias.shape[1:])
+        for reference, shape in shapes.items():
+            if state[reference].shape != shape:
+                found = f"{tuple(state[reference].shape)}, expected {tuple(shape)}"
+                raise ValueError(f"reference parameter {reference!r} has shape {found}")
         self.load_state_dict({name: state[reference] for name, reference in names.items()})
         return unused
 
@@ -351,8 +354,9 @@ class ComposedMoE(BlockLayer):
     @classmethod
     def of(cls, layer: IntBMoE, dtype: torch.dtype) -> "ComposedMoE":
         """Compose ``layer``'s blocks, once."""
-        with torch.no_grad(), torch.device(layer.codebook.device):
+        with torch.device("meta"):  # every tensor is replaced below; drawing none leaves the random state alone
             composed = cls(layer.config).train(layer.training)
+        with torch.no_grad(), autocast_off(layer.codebook):
             blocks = layer.blocks(dtype)
         composed.form = layer.form
         for name in ("router", "norms", "gate_norms", "scale"):
@@ -387,11 +391,3 @@ class ComposedMoE(BlockLayer):
         per_block += [] if self.block_filter is None else [self.block_filter]
         idle = sum(tensor[0].numel() for tensor in per_block) * (self.config.blocks - self.config.top_k)
         return super().active_parameters() - idle
-
-
-def precompose(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy of ``model`` with every IntBMoE replaced by its precomposed form; the pools are not copied."""
-    layers = [module for module in model.modules() if isinstance(module, IntBMoE)]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} holds no IntBMoE layer, so there is nothing to precompose")
-    return copy.deepcopy(model, memo={id(layer): layer.precompose(dtype) for layer in layers})

@@ -30,7 +30,9 @@ gradient does not drift. The usefulness check compares two evaluations under the
 against the loss of training), from the first added expert on (``check_after``); it needs ``before_step(…,
 reevaluate=f)``, f() being the loss of the batch, without ``aux_loss``; without f no expert is ever closed. An expert
 closed when patience has run out is closed for good, also in the count (theirs: masked only). The redundancy loss is
-part of the gradients that are edited (theirs is added after). The phase is 10 % of training in the authors' scripts: a
+part of the gradients that are edited (theirs is added after). In their code the copy in effect gets the
+projected gradient too, because the original is kept as a view that the edit overwrites; here it gets the whole, as
+described. The phase is 10 % of training in the authors' scripts: a
 recipe sets it in steps. No balance loss, as in their language script; dropless. All decisions use rank 0's norms. The
 number of experts a token takes varies, so a forward makes room for N·E rows; the grouped kernel computes the chosen
 ones only. Parameters sharded by FSDP2 are refused: slots are single rows of them. ``active_parameters`` counts the mean

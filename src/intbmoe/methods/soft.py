@@ -83,7 +83,7 @@ class Soft(MoELayer):
         super().__init__(*args, **options)
         c = self.config
         self.phi = nn.Parameter(torch.randn(c.experts, c.slots, c.dim) * c.dim**-0.5)
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones(1))  # FSDP2 shards no scalars
         self.experts = c.make_experts()
 
     def compute(self, x: Tensor, mask: Tensor | None, state: SoftState | None, dtype: torch.dtype) -> Result:

@@ -8,10 +8,11 @@ Sparsity", JMLR 2022.
     loss = α·E·Σ_e f_e P_e,  f_e the share of tokens whose argmax is e, P_e the mean of p_{t,e}; gradient through P
 
 Choices: the jitter ε multiplies the router's input only, as in the authors' code, and is on in training (``jitter=0``
-turns it off). Dropless by default; ``capacity_factor`` gives the authors' capacity ⌊cf·T/E⌋, at least 4, with the
-sequence as the group, tokens placed in order and the others given zero. The authors' group is a slice of the
-device's batch; a sequence keeps a result independent of its batch. Statistics of the loss are global, the authors' are
-per device. No z-loss, as in the paper; the router has no bias.
+turns it off). Dropless by default; ``capacity_factor`` (authors: 1.25, in evaluation 2.0) gives the authors' capacity
+⌊cf·T/E⌋, at least 4, with the sequence as the group, tokens placed in order and the others given zero. The authors'
+group is a slice of the device's batch; a sequence keeps a result independent of its batch. The loss has one statistic
+over all valid tokens of all ranks, where the authors average the losses of the groups. No z-loss, as in the paper; the
+router has no bias.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require, require_finite
 from intbmoe.layer import MoELayer, Quantities, Result, Routing
-from intbmoe.parts.dispatch import exact_ratio, limit_capacity
-from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.capacity import CapacityConfig
+from intbmoe.parts.dispatch import limit_capacity
 from intbmoe.parts.losses import balance_loss, count_valid, masked_sum
 from intbmoe.parts.router import count_choices, mask_choices, top_k
 from intbmoe.precision import linear, wide
@@ -33,7 +34,7 @@ MIN_CAPACITY = 4
 
 
 @dataclass(frozen=True)
-class SwitchConfig(ExpertsConfig):
+class SwitchConfig(CapacityConfig):
     """Top-1 routing."""
 
     _: KW_ONLY
@@ -41,21 +42,12 @@ class SwitchConfig(ExpertsConfig):
     """α, the coefficient of the load-balancing loss."""
     jitter: float = 0.01
     """ε, multiplicative noise on the router's input in training."""
-    capacity_factor: float | None = None
-    """Tokens an expert takes from a sequence, relative to T/E, in training; None drops nothing (authors: 1.25)."""
-    eval_capacity_factor: float | None = None
-    """The same in evaluation (authors: 2.0)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("balance", "jitter"):
             require_finite(name, getattr(self, name))
         require(0 <= self.jitter < 1, "jitter", self.jitter, "in [0, 1)")
-        for name in ("capacity_factor", "eval_capacity_factor"):
-            factor = getattr(self, name)
-            if factor is not None:
-                require_finite(name, factor)
-                require(factor > 0, name, factor, "None or a positive number")
 
 
 @register("switch", title="Switch Transformer", paper="Fedus et al., 2022", participation="sparse")
@@ -68,8 +60,7 @@ class Switch(MoELayer):
         super().__init__(*args, **options)
         self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
         self.experts = self.config.make_experts()
-        factors = {True: self.config.capacity_factor, False: self.config.eval_capacity_factor}
-        self._factors = {training: factor and exact_ratio(factor) for training, factor in factors.items()}
+        self._ratios = self.config.capacity_ratios()
 
     @property
     def choices(self) -> int:
@@ -99,10 +90,10 @@ class Switch(MoELayer):
 
     def _capacity(self, x: Tensor, mask: Tensor | None) -> int | Tensor | None:
         """Places of an expert for a sequence; (B, 1) with a mask, since padding needs no place."""
-        factor = self._factors[self.training]
-        if factor is None:
+        ratio = self._ratios[self.training]
+        if ratio is None:
             return None
-        numerator, denominator = factor
+        numerator, denominator = ratio
         if mask is None:
             return max(MIN_CAPACITY, x.shape[1] * numerator // (self.config.experts * denominator))
         places = mask.sum(1, keepdim=True) * numerator // (self.config.experts * denominator)

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require, require_bool, require_finite, require_positive_int
 from intbmoe.layer import MoELayer, Quantities, Result, Routing
-from intbmoe.parts.dispatch import capacity_of, exact_ratio, limit_capacity
-from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.capacity import CapacityConfig
+from intbmoe.parts.dispatch import capacity_of, limit_capacity
 from intbmoe.parts.losses import global_sum, masked_sum, squared_variation
 from intbmoe.parts.router import count_choices, mask_choices, top_k
 from intbmoe.precision import linear, wide
@@ -40,7 +40,7 @@ from intbmoe.registry import register
 
 
 @dataclass(frozen=True)
-class VMoEConfig(ExpertsConfig):
+class VMoEConfig(CapacityConfig):
     """Noisy top-k routing."""
 
     _: KW_ONLY
@@ -52,10 +52,6 @@ class VMoEConfig(ExpertsConfig):
     """w_i, the coefficient of the importance loss."""
     load: float = 0.005
     """w_l, the coefficient of the load loss."""
-    capacity_factor: float | None = None
-    """Places an expert has for a sequence, relative to k·n/E, in training; None drops nothing (authors: 1.05)."""
-    eval_capacity_factor: float | None = None
-    """The same in evaluation (one of the authors' configurations: 4.0)."""
     capacity_multiple: int = 4
     """Capacities are rounded up to a multiple of this."""
     priority_routing: bool = False
@@ -67,28 +63,10 @@ class VMoEConfig(ExpertsConfig):
         for name in ("noise", "importance", "load"):
             require_finite(name, getattr(self, name))
         require(self.noise >= 0, "noise", self.noise, "0 or more")
-        for name in ("capacity_factor", "eval_capacity_factor"):
-            factor = getattr(self, name)
-            if factor is not None:
-                require_finite(name, factor)
-                require(factor > 0, name, factor, "None or a positive number")
         require_positive_int("capacity_multiple", self.capacity_multiple)
         require_bool("priority_routing", self.priority_routing)
-        useful = self._has_capacity or not self.priority_routing
+        useful = self.has_capacity or not self.priority_routing
         require(useful, "priority_routing", self.priority_routing, "False without a capacity factor")
-
-    @property
-    def _has_capacity(self) -> bool:
-        return self.capacity_factor is not None or self.eval_capacity_factor is not None
-
-    def noncausal_reason(self) -> str | None:
-        if not self._has_capacity:
-            return None
-        if self.priority_routing:
-            return "batch priority routing gives an expert's places to the largest gates, so a later token can win one"
-        if self.top_k > 1:
-            return "with a capacity, later tokens' first choices come before earlier tokens' second choices"
-        return None
 
 
 @register("vmoe", title="V-MoE", paper="Riquelme et al., 2021", participation="sparse")
@@ -101,8 +79,7 @@ class VMoE(MoELayer):
         super().__init__(*args, **options)
         self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
         self.experts = self.config.make_experts()
-        factors = {True: self.config.capacity_factor, False: self.config.eval_capacity_factor}
-        self._factors = {training: factor and exact_ratio(factor) for training, factor in factors.items()}
+        self._ratios = self.config.capacity_ratios()
 
     @property
     def choices(self) -> int:
@@ -139,11 +116,11 @@ class VMoE(MoELayer):
     def _capacity(self, x: Tensor, mask: Tensor | None) -> int | Tensor | None:
         """Places of an expert for a sequence; (B, 1) with a mask, since padding needs no place."""
         c = self.config
-        factor = self._factors[self.training]
-        if factor is None:
+        ratio = self._ratios[self.training]
+        if ratio is None:
             return None
         valid = x.shape[1] if mask is None else mask.sum(1, keepdim=True)
-        return capacity_of(factor, c.top_k * valid, c.experts, c.capacity_multiple)
+        return capacity_of(ratio, c.top_k * valid, c.experts, c.capacity_multiple)
 
     def quantities(self) -> Quantities:
         return Quantities(participation=self.config.top_k, execution=self.config.top_k, materialization=0)

@@ -52,13 +52,17 @@ def dispatch(ids: Tensor, groups: int, complete: bool = False) -> Dispatch:
     inverse = torch.empty_like(choice).scatter(0, choice, rows).view(tokens, k)
     bounds = torch.searchsorted(group, torch.arange(groups + 1, device=ids.device), out_int32=True)
     # A plain tensor: one that only stands for its shape and type (FakeTensorMode) has no number to ask for.
-    known = ids.device.type == "cpu" and not torch.compiler.is_compiling() and type(ids) is Tensor
+    known = ids.device.type == "cpu" and not _tracing() and type(ids) is Tensor
     trimmed = not complete and known
     if trimmed:
         last = int(bounds[-1])
         group, choice, inverse = group[:last], choice[:last], inverse.clamp(max=last)
     token = torch.div(choice, k, rounding_mode="floor")
     return Dispatch(token, choice, inverse, group, bounds.diff().long(), bounds[1:], complete or trimmed, trimmed)
+
+
+def _tracing() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def to_rows(x: Tensor, plan: Dispatch) -> Tensor:

@@ -29,10 +29,10 @@ class LoadStatistics:
 def load_statistics_of(counts: Tensor, tokens: int, dropped: int = 0, opened: Tensor | None = None) -> LoadStatistics:
     """Statistics of (E,) assignment counts and ``dropped`` ones; without any assignment every ratio is NaN.
 
-    ``opened`` (E,) says which experts a pool has open: the others are neither idle nor dead, they are not there.
+    ``opened`` (E,) says which experts a pool has open: others without load are neither idle nor dead, but not there.
     """
     loads = [int(count) for count in counts.tolist()]
-    present = [index for index in range(len(loads)) if opened is None or bool(opened[index])]
+    present = [index for index in range(len(loads)) if opened is None or bool(opened[index]) or loads[index]]
     total = sum(loads)
     dead = tuple(index for index in present if loads[index] == 0)
     if total == 0:

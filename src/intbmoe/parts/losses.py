@@ -23,8 +23,11 @@ class _GlobalSum(Function):
 
 
 def global_sum(x: Tensor) -> Tensor:
-    """The sum of ``x`` over all ranks, differentiable; ``x`` itself in a single process."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    """The sum of ``x`` over all ranks, differentiable; ``x`` itself in a single process.
+
+    Without gradients there is nothing to agree on, and one rank may look at its model alone: ``x`` itself too.
+    """
+    if torch.is_grad_enabled() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return _GlobalSum.apply(x)
     return x
 

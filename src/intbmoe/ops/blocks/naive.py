@@ -13,7 +13,7 @@ def run_block(x: Tensor, blocks: Blocks, b: int) -> Tensor:
     """(n, d) tokens → (n, d) through block ``b``."""
     z = x
     if blocks.token_filter is not None:
-        z = x * torch.sigmoid(x @ blocks.token_filter.T + blocks.block_filter[b])
+        z = x * torch.sigmoid(x @ blocks.token_filter.T.to(x.dtype) + blocks.block_filter[b])
     for layer, (weight, bias) in enumerate(zip(blocks.weights, blocks.biases, strict=True)):
         z = z.to(weight.dtype) @ weight[b] + bias[b]
         if blocks.scale is not None:
