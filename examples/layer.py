@@ -1,4 +1,4 @@
-"""What ``make demo`` runs: train one small IntBMoE layer, precompose it, measure it, draw it.
+"""One IntBMoE layer at work: train it, precompose it, measure it, draw it (under a minute).
 
 The problem: a patchwork of eight fields, each striped in its own direction. Say how bright a point is, from its two
 coordinates. Different rules hold in different places, which is what a mixture is for.
@@ -43,7 +43,7 @@ torch.set_num_threads(1)  # steady times on a shared machine; matrices this smal
 
 
 @dataclass(frozen=True)
-class Demo:
+class Example:
     """Train one small IntBMoE layer, precompose it, time it against E, and save a picture."""
 
     steps: int = 800
@@ -54,7 +54,7 @@ class Demo:
     """The values of E to time."""
     repeats: int = 25
     """Timed forwards for each entry of the table."""
-    output: Path = Path("demo/demo.png")
+    output: Path = Path("layer.png")
     """Where the picture goes."""
     seed: int = 3
 
@@ -96,14 +96,14 @@ class Painter(nn.Module):
         return self.head(x).squeeze(-1)
 
 
-def train(model: Painter, patchwork: Patchwork, demo: Demo) -> list[float]:
+def train(model: Painter, patchwork: Patchwork, example: Example) -> list[float]:
     """The plain training loop of the README; returns the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=demo.steps + 1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=example.steps + 1)
     losses = []
-    with StepReport(demo.steps) as report:
-        for _ in range(demo.steps):
-            points = torch.rand(1, demo.batch, 2) * 2 - 1
+    with StepReport(example.steps) as report:
+        for _ in range(example.steps):
+            points = torch.rand(1, example.batch, 2) * 2 - 1
             loss = F.mse_loss(model(points), patchwork.brightness(points)) + intbmoe.aux_loss(model)
             optimizer.zero_grad()
             loss.backward()
@@ -258,12 +258,12 @@ def draw(model: Painter, patchwork: Patchwork, losses: list[float], costs: dict[
     return figure
 
 
-def main(demo: Demo) -> None:
+def main(example: Example) -> None:
     """The four acts: train, precompose, measure, draw."""
-    torch.manual_seed(demo.seed)
+    torch.manual_seed(example.seed)
     patchwork, model = Patchwork(), Painter()
     console.print("[bold]1. Train[/] one IntBMoE layer to paint a patchwork of eight striped fields.")
-    losses = train(model, patchwork, demo)
+    losses = train(model, patchwork, example)
     with warnings.catch_warnings(action="ignore"):  # of a dead block: the next line tells it
         load = intbmoe.load_statistics(model)["ffn"]
     used = len(load.counts) - len(load.dead)
@@ -281,13 +281,13 @@ def main(demo: Demo) -> None:
     console.print(f"   Outputs at 10,000 new points differ by at most {difference:.1e}{exact}")
 
     console.print("\n[bold]3. Measure[/] layers with more and more experts.")
-    costs = measure(demo.experts, demo.repeats)
+    costs = measure(example.experts, example.repeats)
     console.print(cost_table(costs))
 
-    demo.output.parent.mkdir(parents=True, exist_ok=True)
-    draw(model, patchwork, losses, costs).savefig(demo.output, dpi=110)
-    console.print(f"\n[bold]4. Look[/] at {demo.output}")
+    example.output.parent.mkdir(parents=True, exist_ok=True)
+    draw(model, patchwork, losses, costs).savefig(example.output, dpi=110)
+    console.print(f"\n[bold]4. Look[/] at {example.output}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Demo))
+    main(tyro.cli(Example))

@@ -5,7 +5,8 @@ import sys
 import pytest
 
 import intbmoe
-from intbmoe.cli import main
+from intbmoe.cli import COMMANDS, main
+from intbmoe.recipes import SETS, list_recipes
 from intbmoe.registry import find_method
 
 
@@ -26,12 +27,62 @@ def test_methods_as_json(capsys):
         assert row["causal"] == (row["noncausal_reason"] is None)
 
 
-@pytest.mark.parametrize("args", [["--help"], ["methods", "--help"]])
+@pytest.mark.parametrize("args", [["--help"], *([command, "--help"] for command in COMMANDS)])
 def test_help_exits_with_zero(args, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(args)
     assert exit_info.value.code == 0
-    assert "methods" in capsys.readouterr().out
+    assert f"usage: intbmoe {args[0] if len(args) > 1 else ''}".strip() in capsys.readouterr().out
+
+
+def test_recipes_lists_recipes_and_sets(capsys):
+    main(["recipes"])
+    shown = capsys.readouterr().out
+    for name in (*list_recipes(), *SETS):
+        assert f"│ {name} " in shown
+
+
+QUICK = [
+    *("--model.dim", "16", "--model.depth", "2", "--model.heads", "2", "--model.hidden", "16"),
+    *("--model.moe-layers", "0", "--train.epochs", "1", "--train.warmup", "0", "--quiet", "True"),
+]
+
+
+def test_train_eval_and_load(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = ["train", "digits", "--moe.name", "switch", "--moe.experts", "2", *QUICK]
+    main(args)
+    trained = capsys.readouterr().out
+    assert "finished: runs/digits/switch/0" in trained
+    assert "intbmoe eval runs/digits/switch/0" in trained
+    main(["eval", "runs/digits/switch/0", "--json"])
+    metrics = json.loads(capsys.readouterr().out)
+    assert f"accuracy {metrics['accuracy']:.4f}" in trained
+    main(["eval", "runs/digits/switch/0", "--split", "valid"])
+    assert "valid accuracy: 0." in capsys.readouterr().out
+    assert intbmoe.load("runs/digits/switch/0").config.dim == 16
+    with pytest.raises(SystemExit, match=r"another configuration(.|\n)*train.lr"):
+        main([*args, "--train.lr", "0.5"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["train", "digts"], "no recipe is called 'digts': did you mean 'digits'?"),
+        (["train"], "starts with a recipe: digits, imagenet, tiny-imagenet"),
+        (["train", "digits", "--moe.name", "swich"], "did you mean 'switch'?"),
+        (["train", "digits", "--moe.options.top-k", "99"], "top_k=99 is not allowed"),
+        (["train", "tiny-imagenet"], "path"),
+        (["compare", "digits", "--methods", "ablation"], "did you mean 'ablations'?"),
+        (["compare", "digits", "--moe.label", "x"], "--name"),
+        (["eval", "runs/nothing"], "runs/nothing is not a run directory"),
+    ],
+)
+def test_mistakes_end_with_a_message_and_no_traceback(args, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_info:
+        main(args)
+    assert message in str(exit_info.value.code)
 
 
 def test_no_command_shows_the_help(capsys):
@@ -60,6 +111,6 @@ def test_a_misspelt_option_is_an_error(capsys):
 
 
 def test_importing_the_library_leaves_the_command_line_alone():
-    code = "import sys, intbmoe; print(sorted({'tyro', 'rich'} & set(sys.modules)))"
+    code = "import sys, intbmoe; print(sorted({'tyro', 'rich', 'accelerate', 'yaml', 'sklearn'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

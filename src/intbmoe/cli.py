@@ -1,8 +1,15 @@
-"""The command line. A new command is one function here and one entry in ``COMMANDS``."""
+"""The command line. A new command is one function here and one entry in ``COMMANDS``.
+
+``train`` and ``compare`` take a recipe and any of its settings as options, so their parser depends on the recipe: they
+get their arguments unparsed (``overrides.py``).
+"""
 
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,6 +21,97 @@ from rich.table import Table
 from intbmoe.checks import did_you_mean
 from intbmoe.registry import Method, find_method, list_methods
 
+Unparsed = tyro.conf.Positional[list[str]]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What ``train`` takes beside the recipe's settings."""
+
+    root: Path = Path("runs")
+    """Where runs are kept."""
+    quiet: bool = False
+    """No progress, only where the run is."""
+
+
+def train(args: Unparsed) -> None:
+    """Train one model: intbmoe train RECIPE [--moe.name switch --train.epochs 3 …].
+
+    Every setting of the recipe is an option. The same command goes on with a run that was interrupted.
+    """
+    with _explained(KeyError, ValueError, OSError, ModuleNotFoundError):
+        from intbmoe.overrides import parse_recipe
+
+        recipe, options = parse_recipe("train", TrainOptions(), args, _first_line(train))
+        from intbmoe.tasks import DataError
+        from intbmoe.train import TrainingError
+        from intbmoe.train import train as run_training
+    with _explained(TrainingError, DataError):
+        run = run_training(recipe, root=options.root, quiet=options.quiet)
+        if int(os.environ.get("RANK", "0")) == 0:
+            test = "  ".join(f"{name} {value:.4f}" for name, value in run.result["test"].items())
+            _say(f"finished: {run.path}\ntest: {test}\nevaluate it again: intbmoe eval {run.path}")
+
+
+def evaluate(
+    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
+    split: Literal["test", "valid"] = "test",
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
+    """Evaluate a finished run's model.
+
+    Args:
+        run: A run directory: runs/<recipe>/<method>/<seed>.
+        split: Which examples.
+        as_json: Print JSON with all digits.
+    """
+    with _explained(ModuleNotFoundError):
+        from intbmoe.tasks import DataError
+        from intbmoe.train import TrainingError
+        from intbmoe.train import evaluate as evaluate_run
+    with _explained(TrainingError, DataError):
+        metrics = evaluate_run(run, split)
+    if as_json:
+        _say(json.dumps(metrics, indent=2))
+    else:
+        _say("\n".join(f"{split} {name}: {value:.4f}" for name, value in metrics.items()))
+
+
+def compare(args: Unparsed) -> None:
+    """Compare methods: intbmoe compare RECIPE --methods all --seeds 3.
+
+    Trains what is not finished, several runs side by side, and prints accuracy, parameters and FLOPs. --methods takes
+    methods and sets (all, ablations, K, k, E, L) with commas between them. Every setting of the recipe is an option.
+    """
+    with _explained(KeyError, ValueError, OSError, ModuleNotFoundError):
+        from intbmoe.analysis.compare import CompareOptions
+        from intbmoe.analysis.compare_report import compare as run_comparison
+        from intbmoe.overrides import parse_recipe
+        from intbmoe.tasks import DataError
+        from intbmoe.train import TrainingError
+
+        recipe, options = parse_recipe("compare", CompareOptions(), args, _first_line(compare))
+        if recipe.moe.label is not None:
+            raise ValueError("--moe.label is the comparison's own choice: give it a name with --name")
+    with _explained(TrainingError, DataError, ValueError, KeyError):
+        status = run_comparison(recipe, options, _without(args, "--methods", "--seeds", "--jobs", "--root"))
+    sys.exit(status)
+
+
+def recipes() -> None:
+    """List the recipes for train and compare, and the sets for compare --methods."""
+    with _explained(ModuleNotFoundError):
+        from intbmoe.recipes import SETS, describe_recipe, list_recipes, load_recipe
+    table = Table("recipe", "task", "epochs", "batch", "about")
+    for name in list_recipes():
+        recipe = load_recipe(name)
+        table.add_row(name, recipe.task, f"{recipe.train.epochs:g}", str(recipe.train.batch), describe_recipe(name))
+    _print(table)
+    table = Table("set", "for compare --methods")
+    for name, found in SETS.items():
+        table.add_row(name, found.summary)
+    _print(table)
+
 
 def methods(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False) -> None:
     """List the methods that intbmoe.create() knows, with their traits.
@@ -23,14 +121,13 @@ def methods(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False) -> Non
     """
     rows = [_traits(find_method(name)) for name in list_methods()]
     if as_json:
-        sys.stdout.write(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
+        _say(json.dumps(rows, indent=2, ensure_ascii=False))
         return
     table = Table("name", "title", "participation", "causal", "paper")
     for row in rows:
         causal = "yes" if row["causal"] else f"no: {row['noncausal_reason']}"
         table.add_row(row["name"], row["title"], row["participation"], causal, row["paper"])
-    # Away from a terminal there is no width to fit into, and a cell broken over lines cannot be searched.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    _print(table)
 
 
 def _traits(method: Method) -> dict[str, object]:
@@ -70,16 +167,59 @@ def cost(
     if output is not None and sweep is None:
         sys.exit("--output is the picture of a sweep: add --sweep experts")
     form = "json" if as_json else "markdown" if markdown else "text"
-    try:
+    with _explained(KeyError, ModuleNotFoundError):
         if sweep is None:
             cost_report.print_cost(setting, form=form, attention=attention)
         else:
             cost_report.print_sweep(setting, output or Path("cost_experts.png"), form=form, attention=attention)
-    except (KeyError, ModuleNotFoundError) as error:
-        sys.exit(error.args[0])
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"methods": methods, "cost": cost}
+def _print(table: Table) -> None:
+    # Away from a terminal there is no width to fit into, and a cell broken over lines cannot be searched.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _without(args: Sequence[str], *options: str) -> list[str]:
+    """``args`` less these options and their values."""
+    kept, values = [], iter(args)
+    for argument in values:
+        if argument in options:
+            next(values, None)
+        elif argument.partition("=")[0] not in options:
+            kept.append(argument)
+    return kept
+
+
+def _first_line(command: Callable[..., None]) -> str:
+    return (command.__doc__ or "").splitlines()[0]
+
+
+@contextmanager
+def _explained(*kinds: type[Exception]) -> Iterator[None]:
+    """Errors whose messages are for the person at the keyboard end the program with the message alone."""
+    try:
+        yield
+    except kinds as error:
+        # A KeyError shows its message in quotes; a missing module's says what to install where it is one of ours.
+        message = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
+        if isinstance(error, ModuleNotFoundError) and "pip install" not in message:
+            message = f"{message}: training needs more packages, pip install 'intbmoe[train]'"
+        sys.exit(f"intbmoe: {message}")
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "train": train,
+    "eval": evaluate,
+    "compare": compare,
+    "recipes": recipes,
+    "methods": methods,
+    "cost": cost,
+}
+TAKE_A_RECIPE = ("train", "compare")
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -92,6 +232,9 @@ def main(args: Sequence[str] | None = None) -> None:
     if command not in COMMANDS and not command.startswith("-"):
         # The parser's own message lists what it expected, but not which of it comes nearest.
         sys.exit(f"intbmoe has no command {command!r}: {did_you_mean(command, COMMANDS)} (see intbmoe --help)")
+    if command in TAKE_A_RECIPE:
+        COMMANDS[command](args[1:])
+        return
     tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="intbmoe",

@@ -14,7 +14,7 @@ FLOPs       ``flops`` follows the papers' formulation; ``flops_executed`` is wha
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from intbmoe.analysis.counting import Flops, count_flops, peak_memory
 from intbmoe.layer import MoELayer, moe_layers
-from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE, precompose
+from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 from intbmoe.parts.experts import StackedExperts
+from intbmoe.precomposition import precompose
 from intbmoe.registry import find_method
 
 PRECOMPOSED = "intbmoe_precomposed"
@@ -119,21 +120,44 @@ def measure(setting: Setting, method: str, *, attention: bool = False) -> Row:
         inputs = setting.inputs()
         if method == PRECOMPOSED:
             model = _precomposed(setting, model)
-        flops = count_flops(model, *inputs, active=active)
-    params = _parameters(model)
-    idle = sum(_idle_parameters(layer, active) for _, layer in moe_layers(model))
+        counts = count(model, inputs, set_aside=setting.set_aside(model), active=active, attention=attention)
     title = find_method(name).title
     return Row(
         method=method,
         title=f"{title} (precomposed)" if method == PRECOMPOSED else title,
-        params=params,
-        activated=params - setting.set_aside(model) - idle,
-        flops=_total(flops, attention),
-        flops_executed=_total(flops, attention) - flops.formulation,
+        params=counts.params,
+        activated=counts.activated,
+        flops=counts.flops,
+        flops_executed=counts.flops_executed,
         paper=setting.paper.get(method, Figures()),
         assumed_active=active,
         notes=setting.notes.get(method, ()),
     )
+
+
+class Counts(NamedTuple):
+    """What a model costs, as raw integers."""
+
+    params: int
+    activated: int
+    flops: int
+    flops_executed: int
+
+
+def count(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    *,
+    set_aside: int = 0,
+    active: float | None = None,
+    attention: bool = False,
+) -> Counts:
+    """Run ``model`` once on a batch of one; ``set_aside`` parameters are used by none of its routed tokens."""
+    flops = count_flops(model, *inputs, active=active)
+    params = _parameters(model)
+    idle = sum(_idle_parameters(layer, active) for _, layer in moe_layers(model))
+    total = _total(flops, attention)
+    return Counts(params, params - set_aside - idle, total, total - flops.formulation)
 
 
 @contextmanager

@@ -20,7 +20,8 @@ def _build_vit(method: str, experts: int) -> ViT:
     return ViT(config, lambda: create(method, config.dim, **options))
 
 
-def _class_token_ffns(model: ViT) -> int:
+def class_token_ffns(model: ViT) -> int:
+    """Parameters that only the class token uses."""
     own = [block.mlp for block in model.blocks if block.moe is not None]
     return sum(parameter.numel() for mlp in own for parameter in mlp.parameters())
 
@@ -54,7 +55,7 @@ IMAGENET = Setting(
         "intbmoe",
         PRECOMPOSED,
     ),
-    set_aside=_class_token_ffns,
+    set_aside=class_token_ffns,
     paper={
         "dense": Figures(3.938, 3.938, 1.453),
         "switch": Figures(24.070, 3.951, 1.458),

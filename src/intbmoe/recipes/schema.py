@@ -25,6 +25,11 @@ class MoESettings:
 
     def __post_init__(self) -> None:
         require_positive_int("moe.experts", self.experts)
+        # YAML knows lists only; with one kind of sequence a recipe read back equals the one written.
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()}
+        object.__setattr__(self, "options", plain)
+        path = self.label is None or (self.label not in ("", ".", "..") and not set(self.label) & set("/\\"))
+        require(path, "moe.label", self.label, "usable as the name of a folder")
 
 
 @dataclass(frozen=True)
@@ -104,3 +109,5 @@ class Recipe:
     model: Any
     moe: MoESettings = field(default_factory=MoESettings)
     train: TrainSettings = field(default_factory=TrainSettings)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """What ``compare`` takes in place of ``train.seed``, from the first on."""

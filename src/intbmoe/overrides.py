@@ -1,0 +1,128 @@
+"""A recipe as options of the command line: every setting typed, with the recipe's value as its default.
+
+``intbmoe train digits --moe.name switch --moe.options.top-k 1 --train.epochs 3``: the options of the method come from
+its Config, so that the parser knows their names and types too. Only those given are set; all others are the budget's.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, make_dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
+
+import tyro
+
+from intbmoe.recipes import list_recipes, load_recipe
+from intbmoe.recipes.convert import check_options, option_types
+from intbmoe.recipes.schema import MoESettings, Recipe
+from intbmoe.registry import find_method
+
+Options = TypeVar("Options")
+HELP = ("-h", "--help")
+NOT_OPTIONS = ("task", "seeds")
+"""Another task would have other settings; seeds are the recipe's list for ``compare --seeds N``."""
+SHOWN = "digits"
+"""Whose settings the help shows when no recipe is named."""
+
+
+def parse_recipe(command: str, options: Options, args: Sequence[str], description: str) -> tuple[Recipe, Options]:
+    """``RECIPE [--setting value …]`` → the recipe with its settings overruled, and the command's own ``options``."""
+    name, *rest = args or [""]
+    if name in HELP:
+        description += f" Shown are the settings of the recipe {SHOWN}; intbmoe {command} RECIPE --help shows others."
+        name, rest = SHOWN, ["--help"]
+    elif not name or name.startswith("-"):
+        raise KeyError(f"intbmoe {command} starts with a recipe: {', '.join(list_recipes())}, or a .yaml file of yours")
+    recipe = load_recipe(name)
+    method = _chosen_method(recipe, rest)
+    defaults = _arguments(recipe, options, method)
+    parsed = tyro.cli(
+        type(defaults),
+        default=defaults,
+        args=rest,
+        prog=f"intbmoe {command} {name}",
+        description=description,
+        config=(tyro.conf.FlagConversionOff,),
+    )
+    changed = {f.name: getattr(parsed, f.name) for f in fields(recipe) if f.name not in (*NOT_OPTIONS, "moe")}
+    moe = MoESettings(method, parsed.moe.experts, check_options(method, parsed.moe.options), parsed.moe.label)
+    own = {f.name: getattr(parsed, f.name) for f in fields(options)}
+    return replace(recipe, moe=moe, **changed), replace(options, **own)
+
+
+def _chosen_method(recipe: Recipe, args: Sequence[str]) -> str:
+    """The method that ``--moe.name`` chooses, found before parsing because the other options depend on it."""
+    name = recipe.moe.name
+    for index, argument in enumerate(args):
+        option, _, value = argument.partition("=")
+        if option == "--moe.name":
+            value = value or (args[index + 1] if index + 1 < len(args) else "")
+            name = find_method(value).name
+    return name
+
+
+def _options_type(method: str) -> type:
+    """The method's options as a dict with typed, optional keys."""
+    texts = setting_texts(find_method(method).layer.Config)
+    typed = {
+        name: Annotated[kind, tyro.conf.arg(help=texts.get(name, ""))] for name, kind in option_types(method).items()
+    }
+    described = TypedDict(f"{method} options", typed, total=False)
+    described.__doc__ = f"Options of {method}, literal, on top of the budget."
+    return described
+
+
+def _moe_type(method: str) -> type:
+    texts = setting_texts(MoESettings)
+    kinds = {"name": str, "experts": int, "options": _options_type(method), "label": str | None}
+    annotated = [
+        (name, kind if name == "options" else Annotated[kind, tyro.conf.arg(help=texts[name])])
+        for name, kind in kinds.items()
+    ]
+    return make_dataclass("MoE", annotated, frozen=True, namespace={"__doc__": MoESettings.__doc__})
+
+
+def _arguments(recipe: Recipe, options: Any, method: str) -> Any:
+    """One object with the command's own options and the recipe's settings, whose class the parser reads.
+
+    Its values are the defaults: another method than the recipe's starts without the recipe's options and label.
+    """
+    own = method == recipe.moe.name
+    moe = _moe_type(method)(
+        name=method,
+        experts=recipe.moe.experts,
+        options=_with_tuples(recipe.moe.options) if own else {},
+        label=recipe.moe.label if own else None,
+    )
+    kinds, texts = {}, setting_texts(type(options)) | setting_texts(Recipe)
+    kinds |= get_type_hints(type(options))
+    kinds |= {"name": str, "moe": type(moe)}  # what is changed most often comes first
+    kinds |= {name: kind for name, kind in get_type_hints(type(recipe)).items() if name not in (*NOT_OPTIONS, "moe")}
+    annotated = [
+        (name, kind if is_dataclass(kind) else Annotated[kind, tyro.conf.arg(help=texts.get(name, ""))])
+        for name, kind in kinds.items()
+    ]
+    values = {name: getattr(options if hasattr(options, name) else recipe, name) for name in kinds}
+    return make_dataclass("Arguments", annotated, frozen=True)(**values | {"moe": moe})
+
+
+def _with_tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """The Configs' sequences are tuples, and the parser compares defaults with their annotation."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+
+
+def setting_texts(settings: type) -> dict[str, str]:
+    """The line under each field of a dataclass that says what it is, inherited fields included."""
+    texts: dict[str, str] = {}
+    for kind in reversed(settings.__mro__):
+        if is_dataclass(kind) and Path(inspect.getsourcefile(kind) or "").is_file():
+            body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
+            for line, below in pairwise(body):
+                if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    text = getattr(below.value, "value", None)
+                    if isinstance(text, str):
+                        texts[line.target.id] = inspect.cleandoc(text).replace("``", "")
+    return texts

@@ -1,0 +1,85 @@
+"""Experiments as data: the paper's settings and their small twins, one YAML file each.
+
+    recipe = load_recipe("digits")            # or the path of your own file
+    recipe_to_dict(recipe)                    # plain data; recipe_from_dict is its inverse
+
+``sets.py`` has the named sets of variants that ``intbmoe compare`` takes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from intbmoe.checks import did_you_mean
+from intbmoe.recipes.convert import check_options, from_plain, to_plain
+from intbmoe.recipes.schema import MoESettings, Recipe, TrainSettings
+from intbmoe.recipes.sets import SETS
+
+__all__ = [
+    "SETS",
+    "MoESettings",
+    "Recipe",
+    "TrainSettings",
+    "describe_recipe",
+    "list_recipes",
+    "load_recipe",
+    "recipe_from_dict",
+    "recipe_to_dict",
+]
+
+FOLDER = Path(__file__).parent
+SUFFIXES = (".yaml", ".yml")
+
+
+def list_recipes() -> list[str]:
+    """The names of the recipes that come with the package, in alphabetical order."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_recipe(name: str | Path) -> Recipe:
+    """The recipe of that name, or the one in a YAML file of yours: a path that ends in .yaml."""
+    path = Path(name)
+    if path.suffix not in SUFFIXES:
+        if str(name) not in list_recipes():
+            known = did_you_mean(str(name), list_recipes())
+            raise KeyError(f"no recipe is called {str(name)!r}: {known} (a file of your own ends in .yaml)")
+        path = FOLDER / f"{name}.yaml"
+    elif not path.is_file():
+        raise FileNotFoundError(f"there is no recipe file {path}")
+    try:
+        return recipe_from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def describe_recipe(name: str) -> str:
+    """What the recipe's file says of itself in its first line."""
+    first = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+    return first.removeprefix("#").strip()
+
+
+def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as plain data, every setting written out: what stands in a run's ``config.yaml``."""
+    return to_plain(recipe)
+
+
+def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
+    """The recipe that ``data`` describes. Unknown settings, options and wrong types are errors that say where."""
+    from intbmoe.tasks import TASKS  # tasks import the schema beside this file
+
+    if not isinstance(data, Mapping):
+        raise ValueError(f"a recipe is a mapping of settings, not {type(data).__name__}")
+    task = data.get("task")
+    if task not in TASKS:
+        raise ValueError(f"task={task!r} is not allowed: {did_you_mean(str(task), TASKS)}")
+    recipe = from_plain(TASKS[task].recipe_type, data, "")
+    try:
+        options = check_options(recipe.moe.name, recipe.moe.options)
+    except KeyError as error:
+        raise ValueError(f"moe.name: {error.args[0]}") from error
+    return replace(recipe, moe=replace(recipe.moe, options=options))

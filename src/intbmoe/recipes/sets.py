@@ -1,0 +1,193 @@
+"""Named sets of variants for ``intbmoe compare``: the paper's methods, its ablations, its sensitivity grid.
+
+Each set makes variants of a recipe: what stands in place of the FFN changes, and nothing else. A variant is a title for
+the table and ``MoESettings`` whose label names its runs; a variant that changes nothing is the plain IntBMoE run, which
+is thus trained once for all sets.
+
+The paper varies K, k, E and L one at a time from (8, 2, 16, 2), with k = 1 where K = 1. Its text names K = 1, 8, 32,
+k = 1, 2, E = 16, 64 and L = 2; the others here are powers of two, and L = 1, 3, 4. Nor does it say what a deeper block
+is: here an expert keeps its number of weights. The inner widths become equal and narrower (d → 2d → 2d → d at L = 3,
+where L = 2 is d → 4d → d), and a single layer, which has no inner width, gets more experts, as in the ablation.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from intbmoe.checks import did_you_mean
+from intbmoe.layer import moe_layers
+from intbmoe.methods.intbmoe import IntBMoEConfig
+from intbmoe.recipes.schema import MoESettings, Recipe
+from intbmoe.registry import find_method, list_methods
+
+TABLE_1 = (
+    "dense",
+    "switch",
+    "deepseek",
+    "remoe",
+    "vmoe",
+    "expert_choice",
+    "dynmoe",
+    "mass",
+    "soft",
+    "smear",
+    "lory",
+    "mumoe_cp",
+    "mumoe_tr",
+    "intbmoe",
+)
+"""The methods of the paper's table on images, in its order."""
+ABLATIONS = {
+    "one_layer": "1-layer",
+    "fixed_scale": "fixed λ",
+    "no_gate": "w/o gate",
+    "no_shared": "w/o shared",
+    "no_filter": "w/o filter",
+    "softmax": "softmax coefficients",
+}
+BLOCKS = (1, 2, 4, 8, 16, 32)
+TOP_K = (1, 2, 4, 8)
+EXPERTS = (1, 2, 4, 8, 16, 32, 64)
+LAYERS = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of a comparison."""
+
+    title: str
+    moe: MoESettings
+
+    @property
+    def label(self) -> str:
+        """The folder of its runs."""
+        return self.moe.label or self.moe.name
+
+
+@dataclass(frozen=True)
+class VariantSet:
+    """A set that ``--methods`` takes by name."""
+
+    summary: str
+    make: Callable[[Recipe], list[Variant]]
+
+
+def find_variants(recipe: Recipe, choice: str) -> list[Variant]:
+    """The variants that ``choice`` names: methods and sets, with commas between them; each label once."""
+    names = [name.strip() for name in choice.split(",") if name.strip()]
+    if not names:
+        raise KeyError("no method was named: all, or names from intbmoe methods with commas between them")
+    found: dict[str, Variant] = {}
+    for name in names:
+        if name in SETS:
+            variants = SETS[name].make(recipe)
+        elif name in list_methods():
+            variants = [_method(recipe, name)]
+        else:
+            known = did_you_mean(name, [*SETS, *list_methods()])
+            raise KeyError(f"no method and no set is called {name!r}: {known}")
+        for variant in variants:
+            found.setdefault(variant.label, variant)
+    return list(found.values())
+
+
+def _method(recipe: Recipe, name: str) -> Variant:
+    """The method under the recipe's budget; the recipe's own options belong to the recipe's own method."""
+    own = recipe.moe.options if name == recipe.moe.name else {}
+    return Variant(find_method(name).title, MoESettings(name, recipe.moe.experts, dict(own)))
+
+
+def _methods(recipe: Recipe) -> list[Variant]:
+    return [_method(recipe, name) for name in TABLE_1]
+
+
+def _ablations(recipe: Recipe) -> list[Variant]:
+    full = _method(recipe, "intbmoe")
+    config = _resolved(recipe, full)
+    ablations = config.ablations()
+    return [full, *(_changed(full, config, ablations[name], name, title) for name, title in ABLATIONS.items())]
+
+
+def _blocks(recipe: Recipe) -> list[Variant]:
+    full = _method(recipe, "intbmoe")
+    config = _resolved(recipe, full)
+    return [
+        _changed(full, config, replace(config, blocks=k, top_k=min(config.top_k, k)), f"blocks{k}", f"K = {k}")
+        for k in BLOCKS
+    ]
+
+
+def _top_k(recipe: Recipe) -> list[Variant]:
+    """No more than there are blocks."""
+    full = _method(recipe, "intbmoe")
+    config = _resolved(recipe, full)
+    possible = [k for k in TOP_K if k <= config.blocks]
+    return [_changed(full, config, replace(config, top_k=k), f"top_k{k}", f"k = {k}") for k in possible]
+
+
+def _experts(recipe: Recipe) -> list[Variant]:
+    """E is the recipe's own ``moe.experts``; an option of that name would overrule it."""
+    full = _method(recipe, "intbmoe")
+    options = {name: value for name, value in full.moe.options.items() if name != "experts"}
+    return [
+        Variant(f"IntBMoE, E = {e}", replace(full.moe, experts=e, options=options, label=f"intbmoe-experts{e}"))
+        if e != full.moe.experts
+        else Variant(f"IntBMoE, E = {e}", full.moe)
+        for e in EXPERTS
+    ]
+
+
+def _layers(recipe: Recipe) -> list[Variant]:
+    full = _method(recipe, "intbmoe")
+    config = _resolved(recipe, full)
+    variants = []
+    for count in LAYERS:
+        if count == len(config.hidden) + 1:
+            changed = config
+        elif count == 1:
+            changed = config.ablations()["one_layer"]
+        else:
+            changed = replace(config, hidden=_equal_widths(config, count - 1))
+        variants.append(_changed(full, config, changed, f"layers{count}", f"L = {count}"))
+    return variants
+
+
+def _equal_widths(config: IntBMoEConfig, count: int) -> tuple[int, ...]:
+    """``count`` equal inner widths w with the weights of ``config``'s expert: 2·d·w + (count − 1)·w² = W."""
+    d, weights = config.dim, config.expert_weights
+    between = count - 1
+    width = (math.sqrt(d**2 + between * weights) - d) / between if between else weights / (2 * d)
+    return (max(1, round(width)),) * count
+
+
+def _resolved(recipe: Recipe, variant: Variant) -> IntBMoEConfig:
+    """What IntBMoE is in the recipe's model, after the budget: read off a layer of it."""
+    from intbmoe.tasks import make_task  # tasks import the schema beside this file
+
+    model = make_task(replace(recipe, moe=variant.moe)).make_model()
+    return next(layer.config for _, layer in moe_layers(model))
+
+
+def _changed(full: Variant, config: IntBMoEConfig, changed: IntBMoEConfig, label: str, title: str) -> Variant:
+    """The variant whose options turn ``config`` into ``changed``; without a difference it is the plain run."""
+    difference: dict[str, Any] = {}
+    for f in fields(IntBMoEConfig):
+        value = getattr(changed, f.name)
+        if value != getattr(config, f.name):
+            difference[f.name] = list(value) if isinstance(value, tuple) else value
+    if not difference:
+        return Variant(f"{full.title}, {title}" if "=" in title else full.title, full.moe)
+    options = {**full.moe.options, **difference}
+    return Variant(f"{full.title}, {title}", replace(full.moe, options=options, label=f"intbmoe-{label}"))
+
+
+SETS: dict[str, VariantSet] = {
+    "all": VariantSet("the methods of the paper's Table 1", _methods),
+    "ablations": VariantSet("IntBMoE and its six ablations", _ablations),
+    "K": VariantSet(f"IntBMoE with K = {', '.join(map(str, BLOCKS))} blocks", _blocks),
+    "k": VariantSet(f"IntBMoE with k = {', '.join(map(str, TOP_K))} blocks a token", _top_k),
+    "E": VariantSet(f"IntBMoE with E = {', '.join(map(str, EXPERTS))} experts", _experts),
+    "L": VariantSet(f"IntBMoE with L = {', '.join(map(str, LAYERS))} layers in a block", _layers),
+}
+SETS["methods"] = SETS["all"]

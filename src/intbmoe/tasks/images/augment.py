@@ -1,0 +1,93 @@
+"""Variation of single training images. All randomness comes from a key, (seed, epoch, index), and nothing else."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from intbmoe.tasks.images.settings import Augmentation
+from intbmoe.tasks.images.source import Normalisation
+from intbmoe.tasks.images.timm_data import timm_data
+
+Key = tuple[int, int, int]
+
+
+def example_generator(key: Key) -> np.random.Generator:
+    """The random numbers of one example in one epoch of one run."""
+    return np.random.default_rng(key)
+
+
+def shift_and_flip(pixels: np.ndarray, generators: Sequence[np.random.Generator], pad: int, flip: float) -> np.ndarray:
+    """(B, H, W, channels) → the same, each image shifted by up to ``pad`` pixels and mirrored by chance."""
+    height, width = pixels.shape[1:3]
+    padded = np.pad(pixels, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+    varied = np.empty_like(pixels)
+    for index, generator in enumerate(generators):
+        top, left = generator.integers(2 * pad + 1, size=2)
+        image = padded[index, top : top + height, left : left + width]
+        varied[index] = image[:, ::-1] if generator.random() < flip else image
+    return varied
+
+
+class DeiT:
+    """DeiT's variation of one image, made of timm's transforms: crop, flip, RandAugment, then erasing."""
+
+    def __init__(self, size: int, normalisation: Normalisation, settings: Augmentation) -> None:
+        self._transform = timm_data().create_transform(
+            size,
+            is_training=True,
+            scale=settings.crop_scale,
+            ratio=settings.crop_ratio,
+            hflip=settings.flip,
+            auto_augment=settings.rand_augment,
+            interpolation="bicubic",
+            re_prob=settings.erasing,
+            re_mode="pixel",
+            re_count=1,
+            mean=normalisation.mean,
+            std=normalisation.std,
+        )
+        for step in self._transform.transforms:
+            for operation in getattr(step, "ops", ()):  # RandAugment's
+                if operation.name.startswith("Posterize"):
+                    operation.aug_fn = _posterize
+
+    def __call__(self, image: Image.Image, key: Key) -> Tensor:
+        """An image of any size → (3, size, size) normalised."""
+        with seeded(key):
+            return self._transform(image)
+
+
+def _posterize(image: Image.Image, bits: int, **unused: object) -> Image.Image:
+    """Keep the highest ``bits`` of each channel.
+
+    At full magnitude, which noise reaches for one image in 40, timm asks for 0 bits. Pillow used to answer with black,
+    as it should; newer ones raise.
+    """
+    if bits == 0:
+        return Image.new(image.mode, image.size)
+    return image if bits >= 8 else ImageOps.posterize(image, bits)
+
+
+@contextmanager
+def seeded(key: Key) -> Iterator[None]:
+    """Inside, the global generators of Python, numpy and torch (CPU) start from ``key``; after, they are as before.
+
+    timm's transforms draw from all three, and take no generator.
+    """
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    for_python, for_numpy, for_torch = np.random.SeedSequence(key).generate_state(3).tolist()
+    try:
+        random.seed(for_python)
+        np.random.seed(for_numpy)
+        # The CPU's generator only: torch.manual_seed would reset the GPUs' too.
+        torch.default_generator.manual_seed(for_torch)
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

@@ -1,0 +1,120 @@
+"""What the sources share: collections of labelled images, and how a validation part is held out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from PIL import Image
+
+from intbmoe.tasks.errors import DataError
+
+HOLD_OUT_SEED = 20260
+
+
+class Normalisation(NamedTuple):
+    """Pixels in [0, 1] become (pixel − mean) / std, channel by channel."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+IMAGENET_NORMALISATION = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+class Images(Protocol):
+    """Labelled images in a fixed order."""
+
+    labels: np.ndarray
+    """(N,) int64."""
+
+    def image(self, index: int) -> Image.Image:
+        """One image as it is stored, whatever its size."""
+        ...
+
+    def pixels(self, indices: Sequence[int], size: int) -> np.ndarray:
+        """(B, size, size, channels) uint8: the middle square of each image at that size."""
+        ...
+
+    def subset(self, indices: np.ndarray) -> "Images":
+        """The images at ``indices``, in that order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """The three splits of a data set."""
+
+    train: Images
+    valid: Images
+    test: Images
+    normalisation: Normalisation
+
+
+class ArrayImages:
+    """Small images of one size, held in memory."""
+
+    def __init__(self, array: np.ndarray, labels: np.ndarray) -> None:
+        self.array = array
+        self.labels = labels
+
+    def image(self, index: int) -> Image.Image:
+        return Image.fromarray(self.array[index].squeeze(-1) if self.array.shape[-1] == 1 else self.array[index])
+
+    def pixels(self, indices: Sequence[int], size: int) -> np.ndarray:
+        if self.array.shape[1:3] != (size, size):
+            raise ValueError(f"the images are {self.array.shape[1]}×{self.array.shape[2]} px, not {size}×{size}")
+        return self.array[np.asarray(indices, dtype=np.int64)]
+
+    def subset(self, indices: np.ndarray) -> "ArrayImages":
+        return ArrayImages(self.array[indices], self.labels[indices])
+
+
+def hold_out(labels: np.ndarray, fraction: float, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Indices kept and held out, each in rising order; the held-out share is taken class by class, at least one each.
+
+    The choice depends on a class's number and size alone, so every method, seed and machine holds out the same images.
+    """
+    held = []
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        count = max(1, round(fraction * len(members)))
+        if count >= len(members):
+            raise DataError(
+                f"{where}: class {label} has {len(members)} training image(s), too few to hold out "
+                f"data.valid_fraction={fraction} for validation and keep some to train on"
+            )
+        held.append(np.random.default_rng([HOLD_OUT_SEED, int(label)]).permutation(members)[:count])
+    out = np.sort(np.concatenate(held))
+    return np.setdiff1d(np.arange(len(labels)), out), out
+
+
+def require_path(path: str | None, source: str, what: str) -> Path:
+    """The existing path of a source's data."""
+    if path is None:
+        raise DataError(f"{source} needs {what}: set data.path (--data.path …); docs/data.md says how to get the data")
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise DataError(f"{found} does not exist: data.path must be {what} (see docs/data.md)")
+    return found
+
+
+def check_labels(labels: np.ndarray, classes: int, where: str) -> None:
+    """Raise unless every class 0…classes−1, and no other, has an image."""
+    if len(labels) == 0:
+        raise DataError(f"{where} holds no image: expected some of each of {classes} classes")
+    present = np.unique(labels)
+    if not np.array_equal(present, np.arange(classes)):
+        found = f"{len(present)} classes, numbered {present[0]} to {present[-1]}"
+        expected = f"model.classes={classes}, numbered 0 to {classes - 1}, each with an image"
+        raise DataError(f"{where} holds {found}: expected {expected}")
+
+
+def check_image_size(image_size: int, channels: int, expected: tuple[int, int], source: str) -> None:
+    """Raise unless the model takes the images of a source that has them at one size only."""
+    if (image_size, channels) != expected:
+        raise DataError(
+            f"{source} images are {expected[0]} px with {expected[1]} channel(s): set model.image_size={expected[0]} "
+            f"and model.channels={expected[1]} (they are {image_size} and {channels})"
+        )

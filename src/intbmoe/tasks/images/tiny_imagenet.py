@@ -1,0 +1,71 @@
+"""Tiny-ImageNet-200 at 32×32 pixels, from one tar of sheets: ``docs/data.md`` says how to make it.
+
+The tar holds ``train/LLL.jpg`` and ``val/LLL.jpg``, one sheet a class with its label as the number, each a grid of
+32 px tiles read row by row. ``val`` is the test set (the official test set has no labels); validation is held out of
+``train``. All images stay in memory as bytes, 338 MB.
+"""
+
+import re
+import tarfile
+from pathlib import Path
+
+import numpy as np
+
+from intbmoe.models.vit import ViTConfig
+from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.images.decode import decode
+from intbmoe.tasks.images.source import (
+    IMAGENET_NORMALISATION,
+    ArrayImages,
+    Source,
+    check_image_size,
+    check_labels,
+    hold_out,
+    require_path,
+)
+
+TILE = 32
+WHAT = "the tar of Tiny-ImageNet-200 sheets"
+_SHEET = re.compile(r"(?:\./)?(train|val)/(\d+)\.jpg")
+
+
+def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
+    """The three splits."""
+    check_image_size(model.image_size, model.channels, (TILE, 3), "tiny-imagenet")
+    file = require_path(path, "tiny-imagenet", WHAT)
+    sheets = _read_sheets(file)
+    train, test = (_join(sheets[split], model.classes, f"{file}: {split}/") for split in ("train", "val"))
+    kept, held = hold_out(train.labels, valid_fraction, f"{file}: train/")
+    return Source(train.subset(kept), train.subset(held), test, IMAGENET_NORMALISATION)
+
+
+def _read_sheets(file: Path) -> dict[str, dict[int, np.ndarray]]:
+    """Split → label → (tiles, 32, 32, 3)."""
+    sheets: dict[str, dict[int, np.ndarray]] = {"train": {}, "val": {}}
+    if not file.is_file():
+        raise DataError(f"{file} is not a file: data.path must be {WHAT} (see docs/data.md)")
+    try:
+        with tarfile.open(file) as tar:
+            for member in tar:
+                found = _SHEET.fullmatch(member.name)
+                if found and member.isfile():
+                    content = tar.extractfile(member).read()
+                    sheets[found[1]][int(found[2])] = _tiles(content, f"{file}: {member.name}")
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise DataError(f"{file} cannot be read as a tar: {error}; expected {WHAT} (see docs/data.md)") from error
+    return sheets
+
+
+def _tiles(content: bytes, where: str) -> np.ndarray:
+    sheet = np.asarray(decode(content, where))
+    height, width = sheet.shape[:2]
+    if height % TILE or width % TILE:
+        raise DataError(f"{where} is {width}×{height} px: expected a sheet of {TILE} px tiles, so multiples of {TILE}")
+    grid = sheet.reshape(height // TILE, TILE, width // TILE, TILE, 3)
+    return grid.swapaxes(1, 2).reshape(-1, TILE, TILE, 3)
+
+
+def _join(sheets: dict[int, np.ndarray], classes: int, where: str) -> ArrayImages:
+    labels = np.repeat(sorted(sheets), [len(sheets[label]) for label in sorted(sheets)]).astype(np.int64)
+    check_labels(labels, classes, where)
+    return ArrayImages(np.concatenate([sheets[label] for label in sorted(sheets)]), labels)

@@ -1,0 +1,138 @@
+"""Which examples form which step, and who reads them.
+
+The examples of an epoch are put in an order that follows from (seed, epoch) and cut into global batches; the last,
+incomplete one is left out, so that every step has equally many (another epoch has another order, so nothing is left out
+for good). A set smaller than one batch is a batch by itself. Each rank takes its contiguous part of a global batch, and
+of that each micro-batch a contiguous part: how many devices there are and how much one holds does not change which
+examples form a step. Any step can be the first, without reading those before it.
+"""
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from intbmoe.recipes.schema import TrainSettings
+from intbmoe.tasks.base import Batch, Examples
+from intbmoe.train.errors import TrainingError
+from intbmoe.train.seeds import make_generator
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a global batch is shared out, and how many of them training takes."""
+
+    examples: int
+    """Size of the training set."""
+    batch: int
+    """Examples of a step, over all ranks."""
+    micro: int
+    """Examples a rank takes at a time."""
+    accumulation: int
+    """Micro-batches of a rank in a step."""
+    world: int
+    steps_per_epoch: int
+    steps: int
+    """Optimizer steps of the whole training."""
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch, from 0, that step ``step`` (from 0) belongs to."""
+        return step // self.steps_per_epoch
+
+    def epochs_to_steps(self, epochs: float) -> int:
+        """The nearest number of steps, at least 1."""
+        return max(1, round(epochs * self.steps_per_epoch))
+
+
+def plan_batches(examples: int, settings: TrainSettings, world: int) -> BatchPlan:
+    """Share the recipe's global batch out over ``world`` ranks, each taking at most ``device_batch`` at a time."""
+    if examples < 1:
+        raise TrainingError("the training split is empty")
+    batch = min(settings.batch, examples)
+    small = "" if batch == settings.batch else f" (the whole training set: train.batch={settings.batch} is more)"
+    if batch % world:
+        raise TrainingError(f"a batch of {batch}{small} cannot be shared evenly by {world} devices: change train.batch")
+    share = batch // world
+    accumulation = -(-share // min(settings.device_batch or share, share))
+    if share % accumulation:
+        near = max(size for size in range(1, settings.device_batch + 1) if share % size == 0)
+        raise TrainingError(
+            f"a device's share of {share} examples (batch {batch}{small}, {world} devices) cannot be cut into equal "
+            f"parts of at most train.device_batch={settings.device_batch}: {near} would do"
+        )
+    per_epoch = examples // batch
+    steps = max(1, round(settings.epochs * per_epoch))
+    return BatchPlan(examples, batch, share // accumulation, accumulation, world, per_epoch, steps)
+
+
+def epoch_order(examples: int, seed: int, epoch: int) -> torch.Tensor:
+    """The order of all examples in an epoch."""
+    return torch.randperm(examples, generator=make_generator(seed, "order", epoch))
+
+
+class MicroBatch(NamedTuple):
+    """One read: which examples, of which epoch, and where in the run they stand."""
+
+    step: int
+    epoch: int
+    offset: int
+    """Place of the first example in the global batch."""
+    indices: list[int]
+
+
+def micro_batches(plan: BatchPlan, seed: int, rank: int, first_step: int) -> Iterator[MicroBatch]:
+    """All that ``rank`` reads from ``first_step`` on, in order."""
+    order, ordered = None, None
+    for step in range(first_step, plan.steps):
+        epoch = plan.epoch_of(step)
+        if epoch != ordered:
+            order, ordered = epoch_order(plan.examples, seed, epoch), epoch
+        start = step % plan.steps_per_epoch * plan.batch
+        for part in range(plan.accumulation):
+            offset = (rank * plan.accumulation + part) * plan.micro
+            indices = order[start + offset : start + offset + plan.micro].tolist()
+            yield MicroBatch(step, epoch, offset, indices)
+
+
+def evaluation_batches(examples: int, size: int, rank: int, world: int) -> Iterator[tuple[list[int], bool]]:
+    """(indices, counts) of ``rank``, covering every example once over all ranks.
+
+    Every rank gets equally many batches, because a sharded model needs all ranks in each forward: one that has nothing
+    left reads an example again, and ``counts`` is False.
+    """
+    for start in range(0, examples, size * world):
+        own = range(start + rank * size, min(start + (rank + 1) * size, examples))
+        yield (list(own), True) if len(own) else ([start], False)
+
+
+class _Reads(Dataset):
+    """What a worker does: read the examples of one entry."""
+
+    def __init__(self, examples: Examples, seed: int) -> None:
+        self.examples, self.seed = examples, seed
+
+    def __getitem__(self, read: Any) -> tuple[Any, Batch]:
+        epoch, indices = (read.epoch, read.indices) if isinstance(read, MicroBatch) else (0, read[0])
+        return read, self.examples.batch(indices, epoch, self.seed)
+
+
+def read_ahead(examples: Examples, reads: Iterator[Any], seed: int, workers: int, pin: bool = False) -> DataLoader:
+    """(read, batch) for each entry of ``reads``, in their order; ``workers`` processes prepare them ahead."""
+    return DataLoader(
+        _Reads(examples, seed),
+        batch_size=None,
+        sampler=reads,
+        num_workers=workers,
+        pin_memory=pin,
+        worker_init_fn=_leave_signals_to_parent,
+        generator=torch.Generator(),  # the loader draws a number it has no use for: not from the global generator
+    )
+
+
+def _leave_signals_to_parent(_: int) -> None:
+    """Ctrl-C reaches every process of a terminal: a worker must live until the parent has finished its step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

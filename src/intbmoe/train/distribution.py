@@ -1,0 +1,124 @@
+"""Devices and ranks: where the model lives, how it is replicated or sharded, and sums over all ranks.
+
+Started plainly there is one process; under ``torchrun`` there are many, each with the whole model (DDP), or with
+shards of it (FSDP2) where ``ACCELERATE_USE_FSDP=true FSDP_VERSION=2`` is set, as ``accelerate launch`` does.
+accelerate finds the device and the process group, replicates and casts. Sharding calls torch's ``fully_shard`` itself:
+accelerate (1.15) passes FSDP over without a word where the ranks have no GPU, and one way for both can be tested.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+
+from intbmoe.recipes.schema import TrainSettings
+from intbmoe.train.errors import TrainingError
+
+
+class Ranks:
+    """All processes of a training, seen from one of them."""
+
+    def __init__(self, precision: str = "float32") -> None:
+        # accelerate keeps one state a process and refuses another precision: a later run may have one.
+        AcceleratorState._reset_state()
+        self.accelerator = Accelerator(
+            cpu=not torch.cuda.is_available(),
+            mixed_precision="bf16" if precision == "bfloat16" else "no",
+        )
+        self.device: torch.device = self.accelerator.device
+        self.world: int = self.accelerator.num_processes
+        self.rank: int = self.accelerator.process_index
+        self.main: bool = self.accelerator.is_main_process
+        self.sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        if self.sharded:
+            if os.environ.get("FSDP_VERSION") != "2":
+                raise TrainingError("ACCELERATE_USE_FSDP is set: only FSDP2 is supported, set FSDP_VERSION=2 too")
+            if not dist.is_initialized():
+                raise TrainingError("FSDP2 needs a process group: start with torchrun")
+
+    def place(self, model: nn.Module, settings: TrainSettings) -> nn.Module:
+        """The model on this rank's device, compiled if asked, replicated or sharded. Names of parameters stay."""
+        model.to(self.device)
+        if self.sharded:
+            self._shard(model)
+        if settings.compile:
+            model.compile()  # in place: torch.compile(model) would put itself into every parameter's name
+        if self.sharded or self.world == 1:
+            return model
+        return self.accelerator.prepare_model(model)
+
+    def _shard(self, model: nn.Module) -> None:
+        """Each member of a list of modules (the blocks of a Transformer) is a unit, the rest of the model another."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.device.type, (self.world,))
+        stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        inner = {id(m) for stack in stacks for member in stack for m in member.modules() if m is not member}
+        for stack in stacks:
+            for member in stack:
+                if id(member) not in inner and any(True for _ in member.parameters()):
+                    fully_shard(member, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    def autocast(self) -> Any:
+        """The recipe's precision for a forward and its loss."""
+        return self.accelerator.autocast()
+
+    @contextmanager
+    def accumulating(self, model: nn.Module, last: bool) -> Iterator[None]:
+        """Gradients are exchanged in the backward of a step's last micro-batch only."""
+        if self.sharded:
+            model.set_requires_gradient_sync(last)
+        with nullcontext() if last or self.sharded or self.world == 1 else model.no_sync():
+            yield
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        if self.world > 1:
+            values = values.to(self.device)
+            dist.all_reduce(values)
+        return values
+
+    def from_main(self, number: int) -> int:
+        """The main process's number, on every rank."""
+        if self.world == 1:
+            return number
+        message = torch.tensor([number], dtype=torch.int64, device=self.device)
+        dist.broadcast(message, src=0)
+        return int(message)
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        self.accelerator.wait_for_everyone()
+
+    def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A batch where the model is."""
+        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model itself, without the wrapper that replicates it."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor as a single process has it. Of a sharded one all ranks must ask together."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@torch.no_grad()
+def assign(target: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor into one that may be sharded."""
+    if hasattr(target, "full_tensor"):
+        from torch.distributed.tensor import distribute_tensor
+
+        # Every rank has read the whole value: it keeps its part, and nothing is sent.
+        value = distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(value)

@@ -1,0 +1,35 @@
+"""What can end a training, each with a message that says what to do."""
+
+import signal
+
+
+class TrainingError(RuntimeError):
+    """Training cannot start, go on or be read back; the message says why and what to do."""
+
+
+class DamagedFileError(TrainingError):
+    """A file of a run or checkpoint is missing, truncated, altered or of another kind."""
+
+
+class RunConflictError(TrainingError):
+    """The run directory belongs to another configuration, or another process trains into it."""
+
+
+class NonFiniteLossError(TrainingError):
+    """The loss or its gradient is not a finite number."""
+
+
+class DiskFullError(TrainingError):
+    """Nothing more can be written."""
+
+
+class TrainingInterrupted(SystemExit):
+    """Ctrl-C or SIGTERM, after the checkpoint is saved. Ends the process with 128 + the signal, as a shell expects."""
+
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(128 + signum)
+        self.signum = signum
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{signal.Signals(self.signum).name}: {self.message}"

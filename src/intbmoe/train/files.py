@@ -1,0 +1,123 @@
+"""Writing files so that a reader finds either the old one or the new one, whole, and tensors without pickle."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from intbmoe.train.errors import DamagedFileError, DiskFullError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def full_disk_is_explained(path: Path, advice: str) -> Iterator[None]:
+    """Turn the operating system's "no space left" into an error that says what was lost and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise DiskFullError(f"no space left to write {path}: {advice}") from error
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write and wait until it is on the disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write beside and rename: ``path`` is never half written."""
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        write_bytes(beside, content)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Rename first: a kill in the middle leaves no folder that looks whole."""
+    doomed = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def to_json(value: Any) -> bytes:
+    """Indented JSON; numbers come back as they were, and NaN is refused."""
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def digest(content: bytes) -> str:
+    """SHA-256, in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """Tensors as the bytes of a safetensors file; tied ones are stored once for each name."""
+    seen: set[int] = set()
+    own = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        pointer = tensor.untyped_storage().data_ptr()
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        own[name] = tensor if whole and pointer not in seen else tensor.clone()
+        seen.add(pointer)
+    return safetensors.torch.save(own)
+
+
+def read_bytes(path: Path, checksum: str | None) -> bytes:
+    """The file's content, refused if it is missing or does not match its checksum."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DamagedFileError(f"{path} cannot be read: {error.strerror}") from error
+    if checksum is not None and digest(content) != checksum:
+        raise DamagedFileError(f"{path} is truncated or altered: its SHA-256 is not the one recorded{_kind(content)}")
+    return content
+
+
+def read_tensors(path: Path, checksum: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; anything else is refused, and nothing is ever unpickled."""
+    content = read_bytes(path, checksum)
+    try:
+        return safetensors.torch.load(content)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise DamagedFileError(f"{path} is not a whole safetensors file{_kind(content)}: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file."""
+    try:
+        return json.loads(read_bytes(path, None))
+    except ValueError as error:
+        raise DamagedFileError(f"{path} is not whole JSON: {error}") from error
+
+
+def _kind(content: bytes) -> str:
+    pickled = content.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04"))
+    return " (it looks like a pickle, which is never loaded)" if pickled else ""

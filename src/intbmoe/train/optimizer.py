@@ -1,0 +1,75 @@
+"""AdamW, which parameters it decays, and the learning rate of each step."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.layer import moe_layers
+from intbmoe.recipes.schema import TrainSettings
+from intbmoe.train.data import BatchPlan
+
+ROUTING_PARAMETERS = frozenset({"router", "codebook", "phi", "embeddings", "gate"})
+"""What an MoE layer calls the parameters that decide where tokens go, as attributes of the layer itself.
+
+``experts.gate`` and ``shared.gate`` are matrices of SwiGLU experts, not of the layer itself, and do decay.
+"""
+
+
+def spared_from_decay(model: nn.Module) -> set[str]:
+    """Names of norms, biases, routers and codebooks.
+
+    Whatever has at most one dimension is a norm, a bias, a scale or a threshold; stacked experts have biases of two,
+    which are known by their name. Routers and codebooks are known by the attribute of the MoE layer that holds them.
+    """
+    spared = {name for name, value in model.named_parameters() if value.dim() <= 1 or name.rpartition(".")[2] == "bias"}
+    for prefix, layer in moe_layers(model):
+        for name, _ in layer.named_parameters():
+            if name.partition(".")[0] in ROUTING_PARAMETERS:
+                spared.add(f"{prefix}.{name}" if prefix else name)
+    return spared
+
+
+def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
+    """AdamW with decay on every parameter (``decay_all``), or with a second group that has none."""
+    spared = set() if settings.decay_all else spared_from_decay(model)
+    decayed, plain = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (plain if name in spared else decayed).append(parameter)
+    groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+
+
+def learning_rate(step: int, settings: TrainSettings, plan: BatchPlan) -> float:
+    """The rate of step ``step``, from 0: a line from ``warmup_lr`` to ``lr``, then constant or half a cosine.
+
+    The cosine would arrive at ``final_lr`` one step after the last.
+    """
+    warmup = round(settings.warmup * plan.steps_per_epoch)
+    if step < warmup:
+        return settings.warmup_lr + (settings.lr - settings.warmup_lr) * step / warmup
+    if settings.schedule == "constant":
+        return settings.lr
+    progress = (step - warmup) / max(1, plan.steps - warmup)
+    return settings.final_lr + (settings.lr - settings.final_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every group the rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor]]:
+    """(parameter's name, name of the quantity, tensor) of all that the optimizer remembers."""
+    for name, parameter in model.named_parameters():
+        for quantity, value in sorted(optimizer.state.get(parameter, {}).items()):
+            yield name, quantity, value

@@ -1,0 +1,89 @@
+"""What a person sees: a bar on a terminal, plain lines in a log, nothing when quiet."""
+
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+SHOWN = ("loss", "accuracy", "lr")
+
+
+class TrainingProgress:
+    """Shows steps, loss, learning rate, throughput and time left. Messages pass through it, so that nothing tears."""
+
+    def __init__(self, title: str, steps: int, quiet: bool, console: Console | None = None) -> None:
+        self.title, self.steps, self.quiet = title, steps, quiet
+        self.console = console or Console(stderr=True, soft_wrap=True, highlight=False)
+        self.examples_per_second = 0.0
+        """Over the last window of steps."""
+        self._bar: Progress | None = None
+        self._window = (0, 0.0)
+
+    def start(self, step: int) -> None:
+        """Begin at ``step``, which is not 0 for a run that goes on."""
+        self._window = (step, time.perf_counter())
+        if self.quiet:
+            return
+        if not self.console.is_terminal:
+            self.say(f"{self.title}: {self.steps} steps" + (f", going on after step {step}" if step else ""))
+            return
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+        )
+        self._task = self._bar.add_task(self.title, total=self.steps, completed=step, figures="")
+        self._bar.start()
+
+    def advance(self, step: int) -> None:
+        """Step ``step`` is done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def measure(self, step: int, batch: int) -> float:
+        """Examples a second since the last call."""
+        before, since = self._window
+        now = time.perf_counter()
+        self._window = (step, now)
+        self.examples_per_second = (step - before) * batch / max(now - since, 1e-9)
+        return self.examples_per_second
+
+    def show(self, step: int, split: str, values: Mapping[str, float], batch: int) -> None:
+        """New figures, after step ``step`` of ``batch`` examples."""
+        if self.quiet:
+            return
+        figures = "  ".join(f"{name} {values[name]:.4g}" for name in SHOWN if name in values)
+        if split == "train":
+            figures += f"  {self.examples_per_second:.0f} examples/s"
+        if self._bar is None or split != "train":
+            seconds = (self.steps - step) * batch / max(self.examples_per_second, 1e-9)
+            left = f"  {_duration(seconds)} left" if split == "train" else ""
+            self.say(f"{self.title}  step {step}/{self.steps}  {split}  {figures}{left}")
+        if self._bar is not None and split == "train":
+            self._bar.update(self._task, figures=figures)
+
+    def say(self, message: str) -> None:
+        """A message for the person; quiet ones are not even told this, warnings come by ``warn``."""
+        if not self.quiet:
+            self.console.print(message, markup=False)
+
+    def warn(self, message: str) -> None:
+        """What must be seen also when quiet."""
+        self.console.print(message, markup=False)
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"

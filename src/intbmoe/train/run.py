@@ -1,0 +1,178 @@
+"""The run directory: what passes between commands.
+
+config.yaml          the recipe, resolved
+environment.json     versions, device, source and command of every start
+metrics.jsonl        one object a line: step, epoch, split, name → value
+events.…             the same for TensorBoard, and throughput
+checkpoints/         see checkpoint.py
+model.safetensors    the trained model
+done.json            the results, once finished
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from intbmoe.recipes import recipe_from_dict, recipe_to_dict
+from intbmoe.recipes.schema import Recipe
+from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
+from intbmoe.train.files import full_disk_is_explained, read_json, replace_file, to_json
+
+FREE_TO_CHANGE = ("train.workers", "train.checkpoint_every", "train.keep_checkpoints")
+"""Settings that may differ when a run goes on: they change nothing that is computed."""
+
+
+class RunDirectory:
+    """A run on the disk, finished or not."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def of(cls, recipe: Recipe, root: str | Path) -> "RunDirectory":
+        """Where a recipe's run belongs: root/<recipe>/<label or method>/<seed>."""
+        return cls(Path(root) / recipe.name / (recipe.moe.label or recipe.moe.name) / str(recipe.train.seed))
+
+    @classmethod
+    def existing(cls, run: "RunDirectory | str | Path") -> "RunDirectory":
+        """The run at a path; an error if there is none."""
+        run = run if isinstance(run, RunDirectory) else cls(run)
+        if not run.config_path.is_file():
+            raise TrainingError(f"{run.path} is not a run directory: it has no config.yaml")
+        return run
+
+    def __repr__(self) -> str:
+        return f"RunDirectory({str(self.path)!r})"
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_path(self) -> Path:
+        """Lines of metrics."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def model_path(self) -> Path:
+        """The trained weights."""
+        return self.path / "model.safetensors"
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe this run was started with."""
+        return recipe_from_dict(self._config())
+
+    @property
+    def finished(self) -> bool:
+        """Whether training came to its end."""
+        return (self.path / "done.json").is_file()
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The final metrics of ``valid`` and ``test``, and what it took to get there."""
+        if not self.finished:
+            raise TrainingError(f"{self.path} is not finished: train it to its end first")
+        return read_json(self.path / "done.json")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All lines of metrics. A last line that a kill cut short is left out."""
+        if not self.metrics_path.is_file():
+            return []
+        rows = []
+        lines = self.metrics_path.read_text(encoding="utf-8").splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                if number == len(lines) and not line.endswith("\n"):
+                    break
+                raise DamagedFileError(f"{self.metrics_path} line {number} is not JSON: {error}") from error
+        return rows
+
+    def _config(self) -> dict[str, Any]:
+        try:
+            return yaml.safe_load(self.config_path.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise DamagedFileError(f"{self.config_path} cannot be read: {error}") from error
+
+    # What training does.
+
+    def claim(self, recipe: Recipe) -> None:
+        """Write ``config.yaml``, or make sure that the run there is of the same recipe."""
+        wanted = recipe_to_dict(recipe)
+        if self.config_path.is_file():
+            differing = differing_keys(self._config(), wanted)
+            if set(differing) - set(FREE_TO_CHANGE):
+                listed = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, (old, new) in differing.items())
+                raise RunConflictError(
+                    f"{self.path} holds a run of another configuration:\n{listed}\nRepeat its settings to go on with "
+                    f"it, give the new one its own name (moe.label) or another root, or remove the folder."
+                )
+            if not differing:
+                return
+        elif self.path.is_dir() and any(self.path.glob("checkpoints/step-*")):
+            raise RunConflictError(f"{self.path} has checkpoints but no config.yaml: restore it, or remove the folder")
+        text = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
+        self.write("config.yaml", text.encode())
+
+    def add_environment(self, entry: Mapping[str, Any]) -> None:
+        """Add a start to ``environment.json``."""
+        path = self.path / "environment.json"
+        self.write(path.name, to_json([*(read_json(path) if path.is_file() else []), entry]))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Put a whole file into the run."""
+        with full_disk_is_explained(self.path / name, "free some space and start again; the run goes on where it was"):
+            replace_file(self.path / name, content)
+
+
+class MetricsFile:
+    """Appends lines to ``metrics.jsonl``, after cutting off what a checkpoint does not know of."""
+
+    def __init__(self, path: Path, length: int) -> None:
+        self.path = path
+        found = path.stat().st_size if path.is_file() else 0
+        if found < length:
+            raise DamagedFileError(
+                f"{path} has {found} bytes, the checkpoint knows of {length}: restore it from a copy"
+            )
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._file.truncate(length)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one line and hand it to the operating system: a kill loses nothing."""
+        with full_disk_is_explained(self.path, "free some space and start again; the run goes on from its checkpoint"):
+            line = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
+            while line:
+                line = line[self._file.write(line) :]
+
+    def sync(self) -> int:
+        """Wait until all lines are on the disk; returns the file's length."""
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+    def close(self) -> None:
+        """No more lines."""
+        self._file.close()
+
+
+def find_runs(root: str | Path = "runs") -> list[RunDirectory]:
+    """All runs below a folder, by path."""
+    return [RunDirectory(path.parent) for path in sorted(Path(root).rglob("config.yaml"))]
+
+
+def differing_keys(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted key → (old, new) of everything that differs; None stands for what is not there."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return {} if old == new else {prefix: (old, new)}
+    differing = {}
+    for key in [*old, *(key for key in new if key not in old)]:
+        path = f"{prefix}.{key}" if prefix else str(key)
+        differing |= differing_keys(old.get(key), new.get(key), path)
+    return differing

@@ -1,0 +1,97 @@
+"""One optimizer step: forwards, backwards, and what the contract asks for in between.
+
+The losses of a step are sums over its units (images, tokens), divided by the number of units of the whole step, over
+all ranks and micro-batches. That number is known only after the last forward, so gradients of the sums are gathered
+first and divided once. A micro-batch's auxiliary loss counts by its units. With equal micro-batches that is their plain
+average, and how a batch is shared out changes nothing but rounding and what a loss says of single micro-batches.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.layer import moe_layers
+from intbmoe.steps import after_step, aux_loss, before_step
+from intbmoe.tasks.base import Batch, Task
+from intbmoe.train.distribution import Ranks, bare, whole
+from intbmoe.train.errors import NonFiniteLossError
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Means over the step's global batch, and the signals that any rank received."""
+
+    loss: float
+    aux: float
+    grad_norm: float
+    units: float
+    interrupts: float
+    terminations: float
+
+
+class Stepper:
+    """Takes steps on one model."""
+
+    def __init__(
+        self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, clip: float | None
+    ) -> None:
+        self.task, self.model, self.optimizer, self.ranks, self.clip = task, model, optimizer, ranks, clip
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.mixed = any(True for _ in moe_layers(model))  # a model without MoE layers is trained all the same
+
+    def take(self, step: int, batches: list[Batch], interrupt: bool, terminate: bool) -> StepResult:
+        """Step number ``step``, from 1, on this rank's micro-batches, which are on the device and prepared."""
+        self.optimizer.zero_grad(set_to_none=True)
+        totals = self._backward(batches)
+        signals = totals.new_tensor([float(interrupt), float(terminate)])
+        loss, aux, units, interrupts, terminations = self.ranks.sum(torch.cat([totals, signals])).tolist()
+        units = max(units, 1.0)
+        loss, aux = loss / units, aux / units
+        self._require_finite(step, "loss", loss, f"the auxiliary loss is {aux:g}")
+        self._require_finite(step, "auxiliary loss", aux, f"the loss is {loss:g}")
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        torch._foreach_div_(gradients, units)
+        if self.mixed:
+            before_step(self.model, self.optimizer, lambda: self._reevaluate(batches) / units)
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
+        grad_norm = float(norm)
+        self._require_finite(step, "gradient's norm", grad_norm, f"the loss is {loss:g}")
+        if self.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
+        self.optimizer.step()
+        if self.mixed:
+            after_step(self.model, self.optimizer)
+        return StepResult(loss, aux, grad_norm, units, interrupts, terminations)
+
+    def _backward(self, batches: list[Batch]) -> Tensor:
+        """Gradients of the step's sums; returns this rank's sums of loss, auxiliary loss and units."""
+        totals = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)
+        for number, batch in enumerate(batches, 1):
+            with self.ranks.accumulating(self.model, last=number == len(batches)):
+                with self.ranks.autocast():
+                    loss, units = self.task.loss(self.model, batch)
+                aux = aux_loss(self.model) if self.mixed else loss.new_zeros(())
+                # Ranks average their gradients: times their number that is the sum.
+                ((loss + units * aux) * self.ranks.world).backward()
+            parts = (loss, units * aux, torch.as_tensor(units))
+            totals += torch.stack([part.detach().to(totals.device, torch.float64) for part in parts])
+        return totals
+
+    @torch.no_grad()
+    def _reevaluate(self, batches: list[Batch]) -> Tensor:
+        """This rank's sum of the loss on the step's batch with the model as it is now."""
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        for batch in batches:
+            with self.ranks.autocast():
+                total += self.task.loss(bare(self.model), batch)[0].double()
+        return total
+
+    @staticmethod
+    def _require_finite(step: int, name: str, value: float, beside: str) -> None:
+        if not math.isfinite(value):
+            raise NonFiniteLossError(
+                f"step {step}: the {name} is {value} ({beside}). Training stopped before the weights were changed; "
+                f"the last checkpoint is whole. A lower train.lr, more train.warmup or train.clip usually helps."
+            )

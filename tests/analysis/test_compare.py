@@ -1,0 +1,254 @@
+"""Comparisons on a model that trains in a second; the runs of one comparison serve most of the tests."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from intbmoe.analysis.compare import (
+    CompareOptions,
+    active_experts,
+    choose_seeds,
+    confidence_interval,
+    make_plan,
+    summarise,
+)
+from intbmoe.analysis.compare_jobs import choose_jobs, cores, run_jobs
+from intbmoe.analysis.compare_report import cells, file_stem, format_metric, make_table, notes
+from intbmoe.recipes import load_recipe
+from intbmoe.recipes.sets import find_variants
+from intbmoe.tasks import make_task
+from intbmoe.train import load
+
+SMALL = [
+    *(
+        "--model.dim",
+        "16",
+        "--model.depth",
+        "2",
+        "--model.heads",
+        "2",
+        "--model.hidden",
+        "16",
+        "--model.patch-size",
+        "4",
+    ),
+    *("--model.moe-layers", "0", "--moe.experts", "2", "--train.epochs", "1", "--train.warmup", "0"),
+    *("--train.batch", "128"),
+]
+PNG = b"\x89PNG"
+
+
+def intbmoe(*args, cwd):
+    """The command line in a process of its own."""
+    command = [sys.executable, "-m", "intbmoe.cli", *args]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    recipe = load_recipe("digits")
+    model = replace(recipe.model, dim=16, depth=2, heads=2, hidden=16, patch_size=4, moe_layers=(0,))
+    train = replace(recipe.train, epochs=1.0, warmup=0.0, batch=128)
+    return replace(recipe, model=model, moe=replace(recipe.moe, experts=2), train=train)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """Two methods, two seeds, in a folder of their own."""
+    folder = tmp_path_factory.mktemp("compare")
+    done = intbmoe("compare", "digits", "--methods", "remoe,intbmoe", "--seeds", "2", *SMALL, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done.stdout
+
+
+def test_every_run_is_an_ordinary_run(compared):
+    folder, _ = compared
+    done = sorted(str(path.parent.relative_to(folder)) for path in folder.rglob("done.json"))
+    assert done == ["runs/digits/intbmoe/0", "runs/digits/intbmoe/1", "runs/digits/remoe/0", "runs/digits/remoe/1"]
+
+
+def test_without_a_terminal_progress_is_plain_lines_and_the_end_says_what_next(compared):
+    _, output = compared
+    assert "started  ReMoE, seed 0" in output
+    assert re.search(r"\[4/4\] .*seed [01]: test accuracy 0\.\d{4}", output)
+    assert "\x1b[" not in output
+    assert "95 % interval of the mean over 2 seeds" in output
+    next_command = re.search(r"^  (\S+) compare (.*) --methods remoe,intbmoe --seeds 3   #", output, flags=re.MULTILINE)
+    assert next_command is not None
+    assert next_command[2] == " ".join(["digits", *SMALL]), "with the same settings, so that it finds the runs"
+
+
+def test_the_files_agree_with_the_runs(compared):
+    folder, output = compared
+    results = folder / "runs/digits/compare"
+    records = json.loads((results / "remoe+intbmoe.json").read_text())
+    assert [record["label"] for record in records] == ["remoe", "intbmoe", "intbmoe"]
+    for record in records[:2]:
+        runs = [folder / f"runs/digits/{record['label']}/{seed}/done.json" for seed in (0, 1)]
+        values = [json.loads(run.read_text())["test"]["accuracy"] for run in runs]
+        assert record["values"] == values
+        assert record["mean"] == pytest.approx(sum(values) / 2)
+        # Two values: the half width is t(1) · |a − b| / 2.
+        assert record["interval_95"] == pytest.approx(12.706 * abs(values[0] - values[1]) / 2)
+        text = f"{record['mean'] * 100:.2f} ± {record['interval_95'] * 100:.2f} %"
+        assert text in output
+        assert text in (results / "remoe+intbmoe.md").read_text()
+    with open(results / "remoe+intbmoe.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["mean"]) for row in rows[:2]] == [record["mean"] for record in records[:2]]
+    assert (results / "remoe+intbmoe.png").read_bytes().startswith(PNG)
+
+
+def test_costs_are_those_of_the_trained_models(compared):
+    folder, output = compared
+    remoe, full, precomposed = json.loads((folder / "runs/digits/compare/remoe+intbmoe.json").read_text())
+    model = load(folder / "runs/digits/intbmoe/0")
+    assert full["params"] == sum(parameter.numel() for parameter in model.parameters())
+    assert precomposed["flops"] < full["flops"]
+    assert precomposed["values"] == []
+    task = make_task(load_run_recipe(folder, "remoe"))
+    active = active_experts(task, load(folder / "runs/digits/remoe/0"))
+    assert 0 < active <= 3
+    assert remoe["active_experts"] == active
+    assert f"ReMoE {active:.2f}" in output
+
+
+def load_run_recipe(folder, label):
+    return load_recipe(folder / f"runs/digits/compare/jobs/{label}-0.yaml")
+
+
+def test_finished_runs_are_not_trained_again_and_new_seeds_are(compared):
+    folder, _ = compared
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")}
+    done = intbmoe("compare", "digits", "--methods", "remoe,intbmoe", "--seeds", "2", *SMALL, cwd=folder)
+    assert done.returncode == 0
+    assert "4 of 4 runs already finished" in done.stdout
+    assert "started" not in done.stdout
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")} == before
+
+
+def test_a_finished_run_of_other_settings_does_not_enter_the_table(compared):
+    folder, _ = compared
+    done = intbmoe("compare", "digits", "--methods", "intbmoe", *SMALL, "--train.lr", "0.5", cwd=folder)
+    assert done.returncode != 0
+    assert "runs/digits/intbmoe/0 holds a run with other settings (train.lr" in done.stderr
+    assert "--name" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_failed_run_is_named_with_the_end_of_its_log_and_the_others_stand(recipe, tmp_path):
+    plan = make_plan(recipe, CompareOptions(methods="dense,switch", root=tmp_path / "runs"))
+    broken = tmp_path / "runs/digits/switch/0"
+    broken.mkdir(parents=True)
+    (broken / "checkpoints").write_text("in the way of a folder")
+    output = StringIO()
+    failures = run_jobs(plan, plan.jobs, 2, Console(file=output, width=200))
+    assert [failure.title for failure in failures] == ["Switch Transformer, seed 0"]
+    assert "exit status 1" in failures[0].tail
+    assert "Switch Transformer, seed 0: FAILED" in output.getvalue()
+    assert [summary.label for summary in summarise(plan.jobs)] == ["dense"]
+
+
+def test_an_interrupted_comparison_saves_and_goes_on(tmp_path):
+    args = [
+        "compare",
+        "digits",
+        "--methods",
+        "dense",
+        *SMALL,
+        "--train.epochs",
+        "400",
+        "--train.checkpoint-every",
+        "100000",
+    ]
+    command = [sys.executable, "-m", "intbmoe.cli", *args]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = tmp_path / "runs/digits/dense/0/metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "The same command goes on from there" in output
+    saved = list((tmp_path / "runs/digits/dense/0/checkpoints").glob("step-*"))
+    assert len(saved) == 1, "the run was asked to save, not killed"
+
+
+def test_what_the_task_refuses_is_left_out_with_the_reason(recipe, tmp_path):
+    options = CompareOptions(methods="dense,intbmoe", root=tmp_path)
+    plan = make_plan(replace(recipe, moe=replace(recipe.moe, name="dense", options={"expert": "gelu"})), options)
+    assert [job.variant.label for job in plan.jobs] == ["intbmoe"]
+    assert "must be empty for the dense model" in plan.refused["Dense"]
+
+
+def test_seeds_are_the_recipes_and_then_others():
+    assert choose_seeds((214797, 531770, 635451), 2) == [214797, 531770]
+    assert choose_seeds((5, 1), 5) == [5, 1, 0, 2, 3]
+
+
+def test_intervals_by_students_t():
+    assert confidence_interval([0.5]) is None
+    assert confidence_interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5)
+    assert confidence_interval([3.0] * 5) == 0
+    scipy = pytest.importorskip("scipy.stats")
+    for number in (2, 7, 31, 32, 60):
+        values = [float(index % 2) for index in range(number)]
+        expected = scipy.t.ppf(0.975, number - 1) * scipy.tstd(values) / number**0.5
+        assert confidence_interval(values) == pytest.approx(expected, rel=3e-4)
+
+
+def test_side_by_side_as_cores_and_memory_allow(recipe, tmp_path):
+    plan = make_plan(recipe, CompareOptions(methods="dense,switch,intbmoe", root=tmp_path))
+    assert choose_jobs(plan, 3, wanted=2) == 2
+    assert choose_jobs(plan, 1, wanted=8) == 1, "no more than there are runs"
+    assert 1 <= choose_jobs(plan, 3, wanted=None) <= max(1, cores())
+    assert choose_jobs(replace(plan, largest=10**15), 3, wanted=None) == 1, "a model too large for two"
+
+
+def test_the_table_fits_into_80_columns(compared):
+    folder, _ = compared
+    recipe = load_run_recipe(folder, "intbmoe")
+    summaries = summarise(make_plan(recipe, CompareOptions(methods="intbmoe", seeds=2, root=folder / "runs")).jobs)
+    longest = replace(summaries[0], title="Switch Transformer", values=(0.9, 0.99))
+    console = Console(file=StringIO(), width=80)
+    console.print(make_table([longest, *summaries], "a title"))
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    assert "94.50 ± 57.18 %" in shown
+
+
+def test_a_table_says_what_it_is(compared, recipe, tmp_path):
+    folder, _ = compared
+    plan = make_plan(load_run_recipe(folder, "intbmoe"), CompareOptions(methods="intbmoe", root=folder / "runs"))
+    summaries = summarise(plan.jobs)
+    header, rows = cells(summaries)
+    assert header[:2] == ("Method", "accuracy")
+    assert [row[0] for row in rows] == ["IntBMoE", "IntBMoE, precomposed"]
+    assert "±" not in rows[0][1]
+    assert any("One seed, so no interval" in note for note in notes(summaries))
+    assert format_metric("loss", 1.23456, None) == "1.2346"
+
+
+def test_files_of_different_sets_have_different_names_also_where_case_does_not_count():
+    names = [file_stem(name) for name in ("all", "ablations", "K", "k", "E", "L", "dense, switch")]
+    assert len({name.lower() for name in names}) == len(names)
+    assert len(file_stem(",".join(f"method{index}" for index in range(99)))) <= 60
+
+
+def test_variants_of_a_set_are_compared_like_methods(recipe, tmp_path):
+    plan = make_plan(recipe, CompareOptions(methods="ablations", seeds=2, root=tmp_path))
+    assert len(plan.jobs) == 14
+    folders = {job.run.path.relative_to(tmp_path).as_posix() for job in plan.jobs}
+    assert {"digits/intbmoe/0", "digits/intbmoe-one_layer/1"} <= folders
+    assert [job.variant for job in plan.jobs[::2]] == find_variants(recipe, "ablations")

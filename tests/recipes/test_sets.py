@@ -1,0 +1,109 @@
+from dataclasses import fields, replace
+
+import pytest
+
+from intbmoe.layer import moe_layers
+from intbmoe.recipes import SETS, load_recipe
+from intbmoe.recipes.convert import check_options
+from intbmoe.recipes.schema import MoESettings
+from intbmoe.recipes.sets import TABLE_1, find_variants
+from intbmoe.tasks import make_task
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    """ImageNet's proportions (blocks d → 4d → d) on a small model."""
+    recipe = load_recipe("digits")
+    return replace(recipe, model=replace(recipe.model, dim=24, hidden=96, heads=2), moe=MoESettings("intbmoe", 16))
+
+
+def config_of(recipe, variant):
+    """What the layer really is, after the budget."""
+    model = make_task(replace(recipe, moe=variant.moe)).make_model()
+    return next(layer.config for _, layer in moe_layers(model))
+
+
+def test_the_methods_are_the_papers_table(recipe):
+    variants = find_variants(recipe, "all")
+    assert [variant.moe.name for variant in variants] == list(TABLE_1)
+    assert len(TABLE_1) == 14
+    assert [variant.label for variant in variants] == list(TABLE_1)
+    assert find_variants(recipe, "methods") == variants
+
+
+def test_ablations_are_those_of_the_configuration(recipe):
+    full, *ablations = find_variants(recipe, "ablations")
+    config = config_of(recipe, full)
+    expected = config.ablations()
+    assert full.moe == recipe.moe
+    assert [variant.label for variant in ablations] == [f"intbmoe-{name}" for name in expected]
+    for variant in ablations:
+        assert config_of(recipe, variant) == expected[variant.label.removeprefix("intbmoe-")], variant
+
+
+def test_one_layer_has_the_enlarged_pool_and_the_shared_expert_it_had(recipe):
+    full, one_layer, *_ = find_variants(recipe, "ablations")
+    config, changed = config_of(recipe, full), config_of(recipe, one_layer)
+    assert changed.hidden == ()
+    assert changed.experts == 16 * 8, "8 d² weights in d → 4d → d, d² in a single layer"
+    assert changed.shared_width == config.shared_width == 64
+    pools = config.experts * config.expert_weights
+    assert changed.experts * changed.expert_weights == pools
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "values"),
+    [("K", "blocks", [1, 2, 4, 8, 16, 32]), ("k", "top_k", [1, 2, 4, 8]), ("E", "experts", [1, 2, 4, 8, 16, 32, 64])],
+)
+def test_the_grid_changes_one_thing_at_a_time(recipe, name, field, values):
+    variants = find_variants(recipe, name)
+    configs = [config_of(recipe, variant) for variant in variants]
+    assert [getattr(config, field) for config in configs] == values
+    default = config_of(recipe, find_variants(recipe, "intbmoe")[0])
+    for variant, config in zip(variants, configs, strict=True):
+        changed = {f.name for f in fields(config) if getattr(config, f.name) != getattr(default, f.name)}
+        allowed = {field, "top_k"} if config.blocks == 1 else {field}
+        assert changed <= allowed
+        assert (variant.label == "intbmoe") == (not changed), "the default is the plain run"
+        assert config.top_k == (min(2, config.blocks) if name != "k" else config.top_k)
+
+
+def test_depth_keeps_an_experts_weights(recipe):
+    configs = [config_of(recipe, variant) for variant in find_variants(recipe, "L")]
+    assert [len(config.hidden) + 1 for config in configs] == [1, 2, 3, 4]
+    assert configs[2].hidden == (48, 48), "d → 2d → 2d → d"
+    pools = [config.experts * config.expert_weights for config in configs]
+    assert pools[:3] == [pools[1]] * 3
+    d, w = 24, configs[3].hidden[0]
+    half_a_unit = 16 * (2 * d + 4 * w) / 2  # how far rounding the width moves 2·d·w + 2·w²
+    assert pools[3] == pytest.approx(pools[1], abs=half_a_unit)
+    assert {config.shared_width for config in configs} == {64}
+
+
+def test_the_choice_of_k_ends_at_the_number_of_blocks(recipe):
+    four = replace(recipe, moe=MoESettings("intbmoe", 16, {"blocks": 4}))
+    assert [config_of(four, variant).top_k for variant in find_variants(four, "k")] == [1, 2, 4]
+
+
+def test_labels_are_distinct_also_where_case_does_not_count(recipe):
+    variants = find_variants(recipe, ",".join(SETS))
+    labels = [variant.label.lower() for variant in variants]
+    assert len(set(labels)) == len(labels)
+    assert len({variant.title for variant in variants}) == len(variants)
+    for variant in variants:
+        assert check_options(variant.moe.name, variant.moe.options) == variant.moe.options
+
+
+def test_the_recipes_options_belong_to_its_own_method(recipe):
+    own = replace(recipe, moe=MoESettings("intbmoe", 4, {"blocks": 4}))
+    switch, intbmoe = find_variants(own, "switch, intbmoe")
+    assert switch.moe == MoESettings("switch", 4)
+    assert intbmoe.moe == MoESettings("intbmoe", 4, {"blocks": 4})
+    assert config_of(own, find_variants(own, "ablations")[1]).blocks == 4
+
+
+def test_a_misspelt_name_is_an_error_with_a_suggestion(recipe):
+    with pytest.raises(KeyError, match="no method and no set is called 'ablation': did you mean 'ablations'"):
+        find_variants(recipe, "dense,ablation")
+    with pytest.raises(KeyError, match="no method was named"):
+        find_variants(recipe, " , ")

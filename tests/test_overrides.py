@@ -1,0 +1,111 @@
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from intbmoe.overrides import parse_recipe, setting_texts
+from intbmoe.recipes import load_recipe
+from intbmoe.recipes.schema import MoESettings, TrainSettings
+from intbmoe.registry import list_methods
+
+
+@dataclass(frozen=True)
+class Own:
+    """A command's own options."""
+
+    root: Path = Path("runs")
+    """Where runs are kept."""
+
+
+def parse(*args):
+    return parse_recipe("train", Own(), args, "Train.")
+
+
+@pytest.mark.parametrize("name", ["digits", "imagenet", "tiny-imagenet"])
+def test_without_options_the_recipe_is_as_it_stands(name):
+    assert parse(name) == (load_recipe(name), Own())
+
+
+def test_every_kind_of_setting_can_be_overruled():
+    digits = load_recipe("digits")
+    recipe, own = parse(
+        *("digits", "--root", "elsewhere", "--name", "mine", "--train.epochs", "3", "--train.decay-all", "False"),
+        *("--train.betas", "0.8", "0.9", "--train.clip", "None", "--train.device-batch", "16", "--model.dim", "24"),
+        *("--model.moe-layers", "1", "--data.augmentation.label-smoothing", "0.2", "--moe.experts", "5"),
+    )
+    assert own == Own(Path("elsewhere"))
+    train = replace(digits.train, epochs=3.0, decay_all=False, betas=(0.8, 0.9), clip=None, device_batch=16)
+    augmentation = replace(digits.data.augmentation, label_smoothing=0.2)
+    assert recipe == replace(
+        digits,
+        name="mine",
+        train=train,
+        model=replace(digits.model, dim=24, moe_layers=(1,)),
+        data=replace(digits.data, augmentation=augmentation),
+        moe=replace(digits.moe, experts=5),
+    )
+
+
+def test_options_of_the_method_are_added_to_those_of_the_recipe():
+    recipe, _ = parse("imagenet", "--moe.options.gate", "False", "--moe.options.hidden", "64", "32")
+    assert recipe.moe.options == {**load_recipe("imagenet").moe.options, "gate": False, "hidden": [64, 32]}
+
+
+@pytest.mark.parametrize("form", [["--moe.name", "switch"], ["--moe.name=switch"]])
+def test_another_method_has_its_own_options_and_none_of_the_recipes(form):
+    recipe, _ = parse("imagenet", *form, "--moe.options.capacity-factor", "1.25", "--moe.label", "capacity")
+    assert recipe.moe == MoESettings("switch", 16, {"capacity_factor": 1.25}, "capacity")
+
+
+def test_only_options_that_are_given_are_set():
+    recipe, _ = parse("digits", "--moe.name", "switch", "--moe.options.experts", "16")
+    assert recipe.moe.options == {"experts": 16}, "also a value that happens to be the default"
+
+
+@pytest.mark.parametrize("method", list_methods())
+def test_the_options_of_every_method_can_be_parsed(method):
+    recipe, _ = parse("digits", "--moe.name", method)
+    assert recipe.moe.name == method
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--train.epoch", "3"], "--train.epochs"),
+        (["--moe.options.topk", "3"], "--moe.options.top-k"),
+        (["--train.epochs", "many"], "many"),
+        (["--train.epochs", "0"], "train.epochs"),
+    ],
+)
+def test_a_wrong_option_ends_with_a_suggestion_or_a_reason(args, message, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse("digits", *args)
+    assert exit_info.value.code != 0
+    assert message in capsys.readouterr().err
+
+
+def test_names_are_suggested_before_anything_is_parsed():
+    with pytest.raises(KeyError, match="did you mean 'digits'"):
+        parse("digit")
+    with pytest.raises(KeyError, match="did you mean 'switch'"):
+        parse("digits", "--moe.name", "swich")
+    with pytest.raises(KeyError, match="starts with a recipe: digits, imagenet"):
+        parse()
+    with pytest.raises(ValueError, match="top_k=9 is not allowed"):
+        parse("imagenet", "--moe.options.top-k", "9")
+
+
+def test_the_help_shows_every_setting_with_its_text(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse("imagenet", "--moe.name", "switch", "--help")
+    assert exit_info.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for option in ("--root", "--moe.options.jitter", "--train.lr", "--model.heads", "--data.augmentation.mixup"):
+        assert option in shown
+    assert "Peak learning rate. (default: 0.0005)" in shown
+    assert "coefficient of the load-balancing loss" in shown
+
+
+def test_texts_of_inherited_settings_are_found():
+    assert setting_texts(TrainSettings)["lr"] == "Peak learning rate."
+    assert setting_texts(type(load_recipe("digits")))["task"].startswith("A task of")

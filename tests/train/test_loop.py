@@ -1,0 +1,199 @@
+"""A training from its recipe to its result, and the ways in which it can end."""
+
+import errno
+import math
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_task import TinyTask, assert_close_metrics, still, tiny_recipe
+
+import intbmoe
+from intbmoe.train import checkpoint as checkpoint_module
+from intbmoe.train import evaluate, load, train
+from intbmoe.train.errors import (
+    DamagedFileError,
+    DiskFullError,
+    NonFiniteLossError,
+    RunConflictError,
+    TrainingError,
+    TrainingInterrupted,
+)
+from intbmoe.train.files import read_tensors
+from intbmoe.train.step import Stepper
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return train(tiny_recipe("intbmoe", epochs=8.0), tmp_path_factory.mktemp("runs"), quiet=True)
+
+
+def test_a_finished_run_has_everything(finished):
+    assert finished.finished
+    result = finished.result
+    assert (result["steps"], result["epochs"], result["examples"]) == (40, 8.0, 320)
+    assert result["params"] == sum(p.numel() for p in TinyTask(finished.recipe).make_model().parameters())
+    names = {entry.name.split(".")[0] for entry in finished.path.iterdir()}
+    assert names >= {"config", "environment", "metrics", "model", "done", "checkpoints", "events"}
+    assert not any(entry.suffix in (".pt", ".pkl", ".bin") for entry in finished.path.rglob("*"))
+
+
+def test_metrics_have_a_line_for_each_window_and_evaluation(finished):
+    rows = finished.metrics()
+    assert [row["step"] for row in rows if row["split"] == "train"] == list(range(2, 41, 2))
+    assert [row["epoch"] for row in rows if row["split"] == "valid"] == list(range(1, 9))
+    assert [row["step"] for row in rows if row["split"] == "test"] == [40]
+    first = rows[0]
+    assert first.keys() >= {"loss", "aux", "grad_norm", "lr", "utilisation", "worst_case", "entropy", "dropped"}
+    assert {k: v for k, v in rows[-1].items() if k not in ("step", "epoch", "split")} == finished.result["test"]
+
+
+def test_it_learns(finished):
+    losses = [row["loss"] for row in finished.metrics() if row["split"] == "train"]
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    assert finished.result["test"]["accuracy"] > 0.6
+
+
+def test_the_model_comes_back(finished):
+    before = torch.get_rng_state()
+    model = intbmoe.load(finished.path)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.training
+    assert evaluate(finished) == finished.result["test"]
+    assert evaluate(finished, "valid") == finished.result["valid"]
+    with pytest.raises(ValueError, match="split='train'"):
+        evaluate(finished, "train")
+
+
+def test_a_finished_run_is_not_trained_again(finished):
+    stamp = (finished.path / "done.json").stat().st_mtime_ns
+    again = train(finished.recipe, finished.path.parents[2], quiet=True)
+    assert again.path == finished.path
+    assert (finished.path / "done.json").stat().st_mtime_ns == stamp
+    with pytest.raises(RunConflictError, match=r"train\.lr"):
+        train(replace(finished.recipe, train=replace(finished.recipe.train, lr=1.0)), finished.path.parents[2])
+
+
+def test_an_altered_model_is_refused(tmp_path):
+    run = train(tiny_recipe(epochs=0.4), tmp_path, quiet=True)
+    content = bytearray(run.model_path.read_bytes())
+    content[-1] ^= 1
+    run.model_path.write_bytes(content)
+    with pytest.raises(DamagedFileError, match=r"model\.safetensors"):
+        load(run)
+
+
+def test_import_intbmoe_stays_light():
+    code = "import sys, intbmoe; sys.exit(any(n in sys.modules for n in ('accelerate', 'yaml', 'safetensors')))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert "load" in intbmoe.__all__
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        intbmoe.lode  # noqa: B018
+
+
+@pytest.mark.parametrize("method", ["switch", "intbmoe", "remoe", "mass"])
+def test_accumulation_changes_nothing_but_rounding(tmp_path, method):
+    """Float64, so that 1e-9 is a thousand roundings; auxiliary losses are nonlinear in the micro-batch: off here."""
+    recipe = still(tiny_recipe(method, log_every=1))
+    off = {"switch": {"balance": 0.0}, "remoe": {"sparsity_strength": 1e-30, "sparsity_rate": 1.0 + 1e-6}}
+    recipe = replace(recipe, moe=replace(recipe.moe, options=recipe.moe.options | off.get(method, {})))
+    whole = train(recipe, tmp_path / "whole", quiet=True)
+    parts = train(replace(recipe, train=replace(recipe.train, device_batch=2)), tmp_path / "parts", quiet=True)
+    assert_close_metrics(parts, whole)
+    weights = read_tensors(whole.model_path)
+    for name, value in read_tensors(parts.model_path).items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-7, atol=1e-9, msg=name)
+
+
+def test_workers_change_nothing(tmp_path):
+    runs = [train(tiny_recipe(workers=w, epochs=1.0), tmp_path / str(w), quiet=True) for w in (0, 2)]
+    assert runs[0].model_path.read_bytes() == runs[1].model_path.read_bytes()
+    assert runs[0].metrics_path.read_bytes() == runs[1].metrics_path.read_bytes()
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):
+    recipe = tiny_recipe(data={"poison": 17}, checkpoint_every=1)
+    with pytest.raises(NonFiniteLossError, match=r"step \d+: the loss is nan") as caught:
+        train(recipe, tmp_path, quiet=True)
+    step = int(str(caught.value).split()[1].rstrip(":"))
+    folders = sorted((tmp_path / "tiny/switch/0/checkpoints").iterdir())
+    assert [int(folder.name[5:]) for folder in folders][-1:] == ([step - 1] if step > 1 else [])
+    for folder in folders:
+        assert all(v.isfinite().all() for v in read_tensors(folder / "model.safetensors").values())
+
+
+def test_a_full_disk_ends_with_a_message_and_the_run_goes_on_later(tmp_path, monkeypatch):
+    straight = train(tiny_recipe(), tmp_path / "straight", quiet=True)
+    calls = iter(range(100))
+    write = checkpoint_module.write_bytes
+
+    def fail(path, content):
+        if next(calls) == 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "write_bytes", fail)
+        with pytest.raises(DiskFullError, match="free some space"):
+            train(tiny_recipe(), tmp_path / "full", quiet=True)
+    run = train(tiny_recipe(), tmp_path / "full", quiet=True)
+    assert run.model_path.read_bytes() == straight.model_path.read_bytes()
+    assert run.metrics_path.read_bytes() == straight.metrics_path.read_bytes()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, monkeypatch, capsys, signum, code):
+    straight = train(tiny_recipe(), tmp_path / "straight", quiet=True)
+    take = Stepper.take
+
+    def take_and_signal(self, step, *arguments):
+        if step == 4:
+            os.kill(os.getpid(), signum)
+        return take(self, step, *arguments)
+
+    handler = signal.getsignal(signum)
+    with monkeypatch.context() as patch:
+        patch.setattr(Stepper, "take", take_and_signal)
+        with pytest.raises(TrainingInterrupted) as caught:
+            train(tiny_recipe(), tmp_path / "stopped")
+    assert caught.value.code == code
+    assert signal.getsignal(signum) is handler
+    assert "the same command goes on" in capsys.readouterr().err
+    assert (tmp_path / "stopped/tiny/switch/0/checkpoints/step-00000005").is_dir()
+    run = train(tiny_recipe(), tmp_path / "stopped", quiet=True)
+    assert run.model_path.read_bytes() == straight.model_path.read_bytes()
+    assert run.metrics_path.read_bytes() == straight.metrics_path.read_bytes()
+
+
+def test_bfloat16_trains_and_keeps_its_weights_wide(tmp_path):
+    run = train(tiny_recipe("intbmoe", precision="bfloat16"), tmp_path, quiet=True)
+    assert all(v.dtype == torch.float32 for v in read_tensors(run.model_path).values() if v.is_floating_point())
+    assert all(math.isfinite(row["loss"]) for row in run.metrics())
+
+
+def test_torch_is_left_as_it_was_found(tmp_path):
+    assert not torch.are_deterministic_algorithms_enabled()
+    train(tiny_recipe(epochs=0.4), tmp_path, quiet=True)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_fsdp_needs_ranks_and_version_two(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(TrainingError, match="FSDP_VERSION=2"):
+        train(tiny_recipe(), tmp_path)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(TrainingError, match="torchrun"):
+        train(tiny_recipe(), tmp_path)
+
+
+@pytest.mark.slow
+def test_compiled(tmp_path):
+    runs = [train(still(tiny_recipe(compile=c)), tmp_path / str(c), quiet=True) for c in (False, True)]
+    eager, compiled = (read_tensors(run.model_path) for run in runs)
+    assert eager.keys() == compiled.keys()
+    for name, value in compiled.items():
+        torch.testing.assert_close(value, eager[name], rtol=1e-6, atol=1e-8, msg=name)
