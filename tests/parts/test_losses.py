@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from intbmoe.parts.losses import balance_loss, count_valid, global_sum, masked_sum, squared_variation
+from intbmoe.parts.losses import balance_loss, count_valid, global_sum, masked_sum, squared_variation, sum_over_ranks
 from ranks import run_ranks
 
 
@@ -47,9 +47,11 @@ def _sum_and_gradient(rank, world):
     x = torch.tensor([float(rank + 1)], requires_grad=True)
     total = global_sum(x)
     (total**2).sum().backward()
-    return total.item(), x.grad.item()
+    with torch.no_grad():
+        alone, always = global_sum(x), sum_over_ranks(x)
+    return total.item(), x.grad.item(), alone.item(), always.item()
 
 
 def test_the_global_sum_and_its_gradient_over_two_ranks():
-    """Sum 1 + 2 = 3; each rank's loss is 9, and the gradient sums both ranks' 2·3."""
-    assert run_ranks(2, _sum_and_gradient) == [(3.0, 12.0), (3.0, 12.0)]
+    """Sum 1 + 2 = 3; each rank's loss is 9, and the gradient sums both ranks' 2·3. Without gradients, a rank's own."""
+    assert run_ranks(2, _sum_and_gradient) == [(3.0, 12.0, 1.0, 3.0), (3.0, 12.0, 2.0, 3.0)]

@@ -209,9 +209,9 @@ shared = []
 
 def opens_files_of_its_own():
     images = shared[-1]
-    inherited = set(map(id, images._open.values()))
+    inherited = list(images._open.values())  # held, so that no new object can take the place of one in memory
     pixels_of(images)
-    return bool(images._open) and inherited.isdisjoint(map(id, images._open.values()))
+    return bool(images._open) and not any(new is old for new in images._open.values() for old in inherited)
 
 
 def test_a_forked_worker_does_not_share_open_parquet_files(tmp_path):

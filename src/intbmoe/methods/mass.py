@@ -51,7 +51,7 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require, require_bool, require_finite, require_positive_int
 from intbmoe.layer import Result, Routing
-from intbmoe.parts.losses import global_sum
+from intbmoe.parts.losses import sum_over_ranks
 from intbmoe.parts.router import mask_choices, top_k
 from intbmoe.parts.slots import PoolConfig, PoolLayer, require_whole, reset_moments, unit
 from intbmoe.precision import linear, wide
@@ -253,7 +253,7 @@ class MASS(PoolLayer):
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 losses.append(torch.as_tensor(reevaluate(), device=device).detach().double())
         self.active[slot] = True
-        return bool(global_sum(losses[1] - losses[0]) <= 0)
+        return bool(sum_over_ranks(losses[1] - losses[0]) <= 0)
 
     def _vacate(self, slot: int, optimizer: Any) -> None:
         """Close a slot and forget what was known of it."""

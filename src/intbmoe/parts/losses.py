@@ -22,14 +22,18 @@ class _GlobalSum(Function):
         return _GlobalSum.apply(grad)
 
 
-def global_sum(x: Tensor) -> Tensor:
-    """The sum of ``x`` over all ranks, differentiable; ``x`` itself in a single process.
-
-    Without gradients there is nothing to agree on, and one rank may look at its model alone: ``x`` itself too.
-    """
-    if torch.is_grad_enabled() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """The sum of ``x`` over all ranks, differentiable; ``x`` itself in a single process."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return _GlobalSum.apply(x)
     return x
+
+
+def global_sum(x: Tensor) -> Tensor:
+    """A loss's statistic over all ranks. Without gradients the loss teaches nothing, and one rank may look at its
+    model alone, which a collective would make wait for the others: then this rank's own.
+    """
+    return sum_over_ranks(x) if torch.is_grad_enabled() else x
 
 
 def count_valid(x: Tensor, mask: Tensor | None) -> Tensor:
