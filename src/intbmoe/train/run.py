@@ -22,7 +22,7 @@ from intbmoe.recipes.schema import Recipe
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
 from intbmoe.train.files import full_disk_is_explained, read_json, replace_file, to_json
 
-FREE_TO_CHANGE = ("train.workers", "train.checkpoint_every", "train.keep_checkpoints")
+FREE_TO_CHANGE = ("train.workers", "train.checkpoint_every", "train.keep_checkpoints", "seeds")
 """Settings that may differ when a run goes on: they change nothing that is computed."""
 
 

@@ -17,4 +17,4 @@ def dprg(vg: Tensor, gain: Tensor, scale: Tensor) -> Tensor:
     # Without gradients nothing need be kept: one buffer is written over and over.
     size = g.square().mean(-1, keepdim=True).add_(naive.RMS_EPS).rsqrt_()
     gate = F.silu((g * gain).mul_(size), inplace=True).mul_(scale)
-    return gate.mul_(v).add_(v)
+    return torch.addcmul(v, v, gate, out=gate)
