@@ -185,17 +185,16 @@ class BlockLayer(MoELayer):
             ids = mask_choices(ids, mask)
             weights = torch.where(ids < 0, 0, weights)
         tokens = cast(tokens, dtype)
-        y = self._run_blocks(tokens, ids, weights, complete=mask is None)
+        y, load = self._run_blocks(tokens, ids, weights, complete=mask is None)
         if self.shared is not None:
             y = y + self.shared(tokens)
-        sums = {"load": count_choices(ids, self.config.blocks)} if self.training else {}
-        return Result(y.view(x.shape), Routing(ids, weights), sums=sums)
+        return Result(y.view(x.shape), Routing(ids, weights), sums={"load": load})
 
-    def _run_blocks(self, x: Tensor, ids: Tensor, weights: Tensor, complete: bool) -> Tensor:
-        """(N, d) tokens through their blocks → the weighted sums (N, d), in the wide type."""
+    def _run_blocks(self, x: Tensor, ids: Tensor, weights: Tensor, complete: bool) -> tuple[Tensor, Tensor]:
+        """(N, d) tokens through their blocks → the weighted sums in the wide type, and each block's load."""
         blocks = self.blocks(x.dtype)
         if self.form == "naive":
-            return blocks_naive.run_blocks(x, ids, weights, blocks)
+            return blocks_naive.run_blocks(x, ids, weights, blocks), count_choices(ids, self.config.blocks)
         plan = dispatch(ids, self.config.blocks, complete)
         z = to_rows(x, plan)
         if blocks.token_filter is not None:
@@ -210,7 +209,7 @@ class BlockLayer(MoELayer):
                 z = dprg(z, blocks.gains[layer], blocks.scale)
             if layer < len(blocks.norms):
                 z = F.layer_norm(z, z.shape[-1:], *blocks.norms[layer], blocks_naive.LAYER_NORM_EPS)
-        return combine(z, weights, plan)
+        return combine(z, weights, plan), plan.counts
 
     def _row_parameters(self) -> dict[str, Any]:
         """The part of ``Blocks`` that all blocks share, in the wide type."""

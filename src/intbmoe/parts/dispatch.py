@@ -31,22 +31,14 @@ class Dispatch:
     """(N, k) the row of each assignment; one past the last row if it was left out."""
     group: Tensor
     """(M,) the group of each row; G for rows of no group."""
-    bounds: Tensor
-    """(G + 1,) int32, where each group's rows start, and where the last one's end."""
+    counts: Tensor
+    """(G,) rows of each group."""
+    offsets: Tensor
+    """(G,) int32, where each group's rows end."""
     complete: bool
     """True when every row is known to have a group, so that none follows the last one."""
     trimmed: bool
     """True when assignments of no group have no row."""
-
-    @property
-    def counts(self) -> Tensor:
-        """(G,) rows of each group."""
-        return self.bounds.diff().long()
-
-    @property
-    def offsets(self) -> Tensor:
-        """(G,) int32, where each group's rows end."""
-        return self.bounds[1:]
 
 
 def dispatch(ids: Tensor, groups: int, complete: bool = False) -> Dispatch:
@@ -66,7 +58,7 @@ def dispatch(ids: Tensor, groups: int, complete: bool = False) -> Dispatch:
         last = int(bounds[-1])
         group, choice, inverse = group[:last], choice[:last], inverse.clamp(max=last)
     token = torch.div(choice, k, rounding_mode="floor")
-    return Dispatch(token, choice, inverse, group, bounds, complete or trimmed, trimmed)
+    return Dispatch(token, choice, inverse, group, bounds.diff().long(), bounds[1:], complete or trimmed, trimmed)
 
 
 def _tracing() -> bool:
