@@ -15,7 +15,6 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces e
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # and warns that tensors existed before it: they should
 
 import json
-import platform
 import random
 import statistics
 import tempfile
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import torch
 import tyro
+from measure import machine, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -259,21 +259,6 @@ def bench_experts(seconds: float, rounds: int) -> list[dict]:
     return results
 
 
-def machine() -> dict[str, object]:
-    """What the figures depend on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "load_average_at_start": round(os.getloadavg()[0], 2),
-    }
-
-
 def main(quick: bool = False, json: Path | None = None, seconds: float = 30.0, threads: int | None = None) -> None:
     """Time the IntBMoE layer on the CPU.
 
@@ -303,12 +288,6 @@ def main(quick: bool = False, json: Path | None = None, seconds: float = 30.0, t
         date = datetime.now(UTC).date().isoformat()
         options = {"quick": quick, "seconds": seconds, "threads": threads}
         write(json, {"date": date, "options": options, "machine": facts, "shapes": shapes, "experts": sweep})
-
-
-def write(path: Path, figures: dict) -> None:
-    """Figures as indented JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

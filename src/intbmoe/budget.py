@@ -30,6 +30,24 @@ from intbmoe.registry import create, find_method
 
 Expert = Literal["gelu", "swiglu"]
 
+TABLE_1 = (
+    "dense",
+    "switch",
+    "deepseek",
+    "remoe",
+    "vmoe",
+    "expert_choice",
+    "dynmoe",
+    "mass",
+    "soft",
+    "smear",
+    "lory",
+    "mumoe_cp",
+    "mumoe_tr",
+    "intbmoe",
+)
+"""The methods of the paper's table on images, in its order."""
+
 
 def match_budget(
     name: str,

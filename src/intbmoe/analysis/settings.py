@@ -3,7 +3,7 @@
 import torch
 
 from intbmoe.analysis.cost import PRECOMPOSED, Figures, Setting
-from intbmoe.budget import match_budget
+from intbmoe.budget import TABLE_1, match_budget
 from intbmoe.checks import did_you_mean
 from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.models.recommender import Recommender, RecommenderConfig
@@ -38,23 +38,7 @@ IMAGENET = Setting(
     build=_build_vit,
     inputs=lambda: (torch.randn(1, 3, 224, 224),),
     experts=16,
-    methods=(
-        "dense",
-        "switch",
-        "deepseek",
-        "remoe",
-        "vmoe",
-        "expert_choice",
-        "dynmoe",
-        "mass",
-        "soft",
-        "smear",
-        "lory",
-        "mumoe_cp",
-        "mumoe_tr",
-        "intbmoe",
-        PRECOMPOSED,
-    ),
+    methods=(*TABLE_1, PRECOMPOSED),
     set_aside=class_token_ffns,
     paper={
         "dense": Figures(3.938, 3.938, 1.453),

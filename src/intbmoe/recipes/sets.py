@@ -15,29 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from intbmoe.budget import TABLE_1
 from intbmoe.checks import did_you_mean
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoEConfig
 from intbmoe.recipes.schema import MoESettings, Recipe
 from intbmoe.registry import find_method, list_methods
 
-TABLE_1 = (
-    "dense",
-    "switch",
-    "deepseek",
-    "remoe",
-    "vmoe",
-    "expert_choice",
-    "dynmoe",
-    "mass",
-    "soft",
-    "smear",
-    "lory",
-    "mumoe_cp",
-    "mumoe_tr",
-    "intbmoe",
-)
-"""The methods of the paper's table on images, in its order."""
 ABLATIONS = {
     "one_layer": "1-layer",
     "fixed_scale": "fixed λ",
