@@ -48,6 +48,22 @@ TABLE_1 = (
 )
 """The methods of the paper's table on images, in its order."""
 
+TABLE_2 = (
+    "dense",
+    "switch",
+    "deepseek",
+    "remoe",
+    "dynmoe",
+    "mass",
+    "soft_causal",
+    "smear_token",
+    "lory",
+    "mumoe_cp",
+    "mumoe_tr",
+    "intbmoe",
+)
+"""The methods of its table on language and travel: those that do not look ahead, two of them in a causal form."""
+
 
 def match_budget(
     name: str,

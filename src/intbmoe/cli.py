@@ -98,6 +98,41 @@ def compare(args: Unparsed) -> None:
     sys.exit(status)
 
 
+def prepare(
+    name: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="NAME")]],
+    source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="SOURCE")]],
+    target: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="TARGET")]],
+    skip_bad: bool = False,
+) -> None:
+    """Make large data ready for training, once: intbmoe prepare NAME SOURCE TARGET.
+
+    Can be interrupted: the same command goes on from what is finished. TARGET is then the recipe's --data.path.
+
+    Args:
+        name: minipile, wikipedia or inttravel.
+        source: The folder with the original files.
+        target: The folder to write.
+        skip_bad: Count malformed rows and leave them out; without it the first one stops the preparation.
+    """
+    with _explained(ModuleNotFoundError):
+        from intbmoe.tasks import DataError
+        from intbmoe.tasks.preparation import PREPARATIONS
+        from intbmoe.train.progress import PreparationProgress
+    if name not in PREPARATIONS:
+        sys.exit(f"intbmoe: no data to prepare is called {name!r}: {did_you_mean(name, PREPARATIONS)}")
+    try:
+        with _explained(DataError, OSError, ModuleNotFoundError), PreparationProgress() as progress:
+            counted = PREPARATIONS[name].run(source, target, skip_bad=skip_bad, progress=progress.show)
+    except KeyboardInterrupt:
+        sys.exit(f"stopped: intbmoe prepare {name} {source} {target} goes on from what is finished")
+    _say(
+        "\n".join(
+            f"{key}: {value:,}" if isinstance(value, int) else f"{key}: {value}" for key, value in counted.items()
+        )
+    )
+    _say(f"ready: {target}\ntrain on it: intbmoe train {name} --data.path {target}")
+
+
 def recipes() -> None:
     """List the recipes for train and compare, and the sets for compare --methods."""
     with _explained(ModuleNotFoundError):
@@ -215,6 +250,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "eval": evaluate,
     "compare": compare,
+    "prepare": prepare,
     "recipes": recipes,
     "methods": methods,
     "cost": cost,

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,8 +18,9 @@ from rich.table import Table
 from intbmoe.analysis.compare import CompareOptions, Job, Plan, Summary, make_plan, summarise
 from intbmoe.analysis.compare_jobs import Failure, choose_jobs, run_jobs
 from intbmoe.recipes.schema import Recipe
-from intbmoe.tasks import find_task
+from intbmoe.tasks import find_task, make_task
 
+Floors = Mapping[str, Mapping[str, float]]
 NOTHING = "–"
 STEMS = {"K": "blocks", "k": "top_k", "E": "experts", "L": "layers", "methods": "all"}
 """Names of files for sets whose own would differ in case alone."""
@@ -47,9 +48,12 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
     if summaries:
         title = f"{recipe.name}: {find_task(recipe.task).metric} on the test split"
         console.print(make_table(summaries, title))
+        floors = make_task(recipe).floors()
+        if floors:
+            console.print(floor_table(floors))
         for note in notes(summaries):
             console.print(f"  {note}", soft_wrap=True)
-        written = write_files(plan.folder, file_stem(options.methods), summaries, title)
+        written = write_files(plan.folder, file_stem(options.methods), summaries, title, floors)
         console.print(f"\nSaved: {', '.join(str(path) for path in written)}", soft_wrap=True)
     _tell_failures(console, plan, failures)
     console.print(f"Done in {_duration(time.monotonic() - started)}.")
@@ -91,6 +95,29 @@ def make_table(summaries: Sequence[Summary], title: str) -> Table:
     for index, row in enumerate(rows):
         table.add_row(*row, style="bold" if index == best else None)
     return table
+
+
+def floor_table(floors: Floors) -> Table:
+    """What needs no learning, a row each."""
+    table = Table(
+        title="What needs no learning", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+    )
+    header, rows = floor_cells(floors)
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def floor_cells(floors: Floors) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The header and the rows of the floors, as text."""
+    metrics = list(dict.fromkeys(metric for values in floors.values() for metric in values))
+    rows = [
+        (title, *(format_metric(metric, values[metric], None) if metric in values else NOTHING for metric in metrics))
+        for title, values in floors.items()
+    ]
+    return ("Floor", *metrics), rows
 
 
 def cells(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -154,7 +181,9 @@ def file_stem(methods: str) -> str:
     return "+".join(names)[:LONGEST_STEM]
 
 
-def write_files(folder: Path, stem: str, summaries: Sequence[Summary], title: str) -> list[Path]:
+def write_files(
+    folder: Path, stem: str, summaries: Sequence[Summary], title: str, floors: Floors | None = None
+) -> list[Path]:
     """CSV, JSON, Markdown and, with matplotlib, the picture; returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{stem}.{suffix}" for suffix in ("csv", "json", "md")]
@@ -167,7 +196,10 @@ def write_files(folder: Path, stem: str, summaries: Sequence[Summary], title: st
             single = (record[key] for key in ("label", "title", "method", "metric", "mean", "interval_95"))
             writer.writerow((*single, *several, *(record[column] for column in COLUMNS)))
     paths[1].write_text(json.dumps(records, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    paths[2].write_text(markdown(summaries, title), encoding="utf-8")
+    paths[2].write_text(markdown(summaries, title, floors), encoding="utf-8")
+    if floors:
+        paths.append(folder / f"{stem}.floors.json")
+        paths[-1].write_text(json.dumps(floors, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if find_spec("matplotlib") is not None:
         from intbmoe.analysis.compare_picture import draw
 
@@ -175,12 +207,15 @@ def write_files(folder: Path, stem: str, summaries: Sequence[Summary], title: st
     return paths
 
 
-def markdown(summaries: Sequence[Summary], title: str) -> str:
-    """The table and its notes as Markdown."""
+def markdown(summaries: Sequence[Summary], title: str, floors: Floors | None = None) -> str:
+    """The table, what needs no learning, and notes, as Markdown."""
     header, rows = cells(summaries)
     best = best_row(summaries)
     lines = [f"**{title}**", "", _line(header), _line([":--", *["--:"] * (len(header) - 1)])]
     lines += [_line([f"**{cell}**" for cell in row] if index == best else row) for index, row in enumerate(rows)]
+    if floors:
+        header, rows = floor_cells(floors)
+        lines += ["", _line(header), _line([":--", *["--:"] * (len(header) - 1)]), *map(_line, rows)]
     lines += [line for note in notes(summaries) for line in ("", note)]
     return "\n".join(lines) + "\n"
 

@@ -3,7 +3,7 @@
 import torch
 
 from intbmoe.analysis.cost import PRECOMPOSED, Figures, Setting
-from intbmoe.budget import TABLE_1, match_budget
+from intbmoe.budget import TABLE_1, TABLE_2, match_budget
 from intbmoe.checks import did_you_mean
 from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.models.recommender import Recommender, RecommenderConfig
@@ -92,21 +92,8 @@ IMAGENET = Setting(
     },
 )
 
-_CAUSAL_METHODS = (
-    "switch",
-    "deepseek",
-    "remoe",
-    "dynmoe",
-    "mass",
-    "soft_causal",
-    "smear_token",
-    "lory",
-    "mumoe_cp",
-    "mumoe_tr",
-    "intbmoe",
-    PRECOMPOSED,
-)
-"""The mixtures of the paper's table on language and travel, in its order."""
+_CAUSAL_METHODS = (*TABLE_2[1:], PRECOMPOSED)
+"""The mixtures of the paper's table on language and travel."""
 
 
 def _causal_notes(start: int, chosen: int, cp: int, tr: int) -> dict[str, tuple[str, ...]]:

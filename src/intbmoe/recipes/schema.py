@@ -39,6 +39,8 @@ class TrainSettings:
     _: KW_ONLY
     epochs: float = 1.0
     """Passes over the training data."""
+    steps: int | None = None
+    """Optimizer steps, in place of ``epochs``; None to count in epochs."""
     batch: int = 256
     """Examples in one optimizer step, over all devices and accumulation."""
     device_batch: int | None = None
@@ -81,12 +83,15 @@ class TrainSettings:
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
         for name in ("batch", "checkpoint_every", "keep_checkpoints", "log_every"):
             require_positive_int(f"train.{name}", getattr(self, name))
+        if self.steps is not None:
+            require_positive_int("train.steps", self.steps)
         if self.device_batch is not None:
             require_positive_int("train.device_batch", self.device_batch)
         if self.clip is not None:
             require_finite("train.clip", self.clip)
             require(self.clip > 0, "train.clip", self.clip, "None or positive")
-        require(self.warmup <= self.epochs, "train.warmup", self.warmup, f"at most train.epochs ({self.epochs})")
+        if self.steps is None:
+            require(self.warmup <= self.epochs, "train.warmup", self.warmup, f"at most train.epochs ({self.epochs})")
         require(self.schedule in ("cosine", "constant"), "train.schedule", self.schedule, "'cosine' or 'constant'")
         known = self.precision in ("float32", "bfloat16")
         require(known, "train.precision", self.precision, "'float32' or 'bfloat16'")

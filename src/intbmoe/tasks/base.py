@@ -33,6 +33,8 @@ class Task(Protocol):
     metric: ClassVar[str]
     """The metric that decides, such as "accuracy", one of those ``metrics`` gives."""
     higher_is_better: ClassVar[bool]
+    causal: ClassVar[bool]
+    """Whether the model predicts what comes next, so that no layer of it may look ahead."""
 
     def __init__(self, recipe: Recipe) -> None: ...
 
@@ -58,6 +60,13 @@ class Task(Protocol):
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Metrics from summed ``evaluate``: accuracy, loss, …"""
+        ...
+
+    def floors(self) -> Mapping[str, Mapping[str, float]]:
+        """Metrics of the test split that need no learning, by name: popularity, a counter. Empty where none is usual.
+
+        What does not beat them has learned nothing; ``compare`` prints them under its table.
+        """
         ...
 
     def example_inputs(self) -> tuple[Any, ...]:

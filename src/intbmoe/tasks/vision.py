@@ -12,17 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.budget import match_budget
 from intbmoe.checks import did_you_mean, require, require_finite
 from intbmoe.models.vit import ViT, ViTConfig
 from intbmoe.recipes.schema import Recipe
-from intbmoe.registry import create, find_method
 from intbmoe.tasks.base import Batch, Examples
 from intbmoe.tasks.images import digits, imagenet, tiny_imagenet
 from intbmoe.tasks.images.examples import ImageExamples
 from intbmoe.tasks.images.mixing import mix, smooth
 from intbmoe.tasks.images.settings import Augmentation
 from intbmoe.tasks.images.source import Source
+from intbmoe.tasks.mixture import ffn_maker
 
 SOURCES = {"digits": digits.read, "tiny-imagenet": tiny_imagenet.read, "imagenet": imagenet.read}
 SPLITS = ("train", "valid", "test")
@@ -70,6 +69,7 @@ class VisionTask:
     recipe_type: ClassVar[type[Recipe]] = VisionRecipe
     metric: ClassVar[str] = "accuracy"
     higher_is_better: ClassVar[bool] = True
+    causal: ClassVar[bool] = False
 
     def __init__(self, recipe: VisionRecipe) -> None:
         self.recipe = recipe
@@ -77,15 +77,9 @@ class VisionTask:
 
     def make_model(self) -> nn.Module:
         """The ViT with the recipe's method under the paper's budget; "dense" is the plain ViT."""
-        config, moe = self.recipe.model, self.recipe.moe
-        find_method(moe.name)
-        if moe.name == "dense":
-            # The paper's dense row is the backbone itself: there is no mixture to keep the class token out of.
-            require(not moe.options, "moe.options", moe.options, "empty for the dense model, which has no mixture")
-            return ViT(config)
-        budget = match_budget(moe.name, config.dim, config.hidden, experts=moe.experts, tokens=config.patches)
-        options = {**budget, **moe.options}
-        return ViT(config, lambda: create(moe.name, config.dim, **options))
+        config = self.recipe.model
+        # The paper's dense row is the backbone itself: there is no mixture to keep the class token out of.
+        return ViT(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, tokens=config.patches))
 
     def split(self, name: str) -> Examples:
         """``train`` (augmented), ``valid`` (held out of the training images) or ``test``."""
@@ -132,6 +126,10 @@ class VisionTask:
         require(count > 0, "count", count, "positive: no image was evaluated")
         names = {"accuracy": "correct", "accuracy5": "correct5", "loss": "loss"}
         return {metric: float(sums[total]) / float(count) for metric, total in names.items()}
+
+    def floors(self) -> Mapping[str, Mapping[str, float]]:
+        """None: chance is one in ``classes``."""
+        return {}
 
     def example_inputs(self) -> tuple[Tensor]:
         """One black image."""

@@ -64,7 +64,7 @@ def plan_batches(examples: int, settings: TrainSettings, world: int) -> BatchPla
             f"parts of at most train.device_batch={settings.device_batch}: {near} would do"
         )
     per_epoch = examples // batch
-    steps = max(1, round(settings.epochs * per_epoch))
+    steps = settings.steps or max(1, round(settings.epochs * per_epoch))
     return BatchPlan(examples, batch, share // accumulation, accumulation, world, per_epoch, steps)
 
 

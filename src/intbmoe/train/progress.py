@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Mapping
+from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-SHOWN = ("loss", "accuracy", "lr")
+SHOWN = ("loss", "accuracy", "perplexity", "HR@5", "HR@10", "lr")
 
 
 class TrainingProgress:
@@ -81,6 +82,40 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+class PreparationProgress:
+    """Shows the stages of ``intbmoe prepare``: a bar each on a terminal, else a line when a stage begins and ends."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True, soft_wrap=True, highlight=False)
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
+        self._bar = Progress(*columns, TimeElapsedColumn(), console=self.console)
+        self._stages: dict[str, int] = {}
+        self._ended: set[str] = set()
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, stage: str, done: int, total: int | None) -> None:
+        """So much of ``stage`` is done, of ``total`` (None: unknown)."""
+        figures = f"{done:,}" if total is None else f"{done:,} of {total:,}"
+        if stage not in self._stages:
+            self._stages[stage] = self._bar.add_task(stage, total=total, figures=figures)
+            self._line(f"{stage} …")
+        self._bar.update(self._stages[stage], completed=done, total=total, figures=figures)
+        if total is not None and done >= total and stage not in self._ended:
+            self._ended.add(stage)
+            self._line(f"{stage}: {figures}")
+
+    def _line(self, text: str) -> None:
+        if not self.console.is_terminal:
+            self.console.print(text, markup=False)
 
 
 def _duration(seconds: float) -> str:

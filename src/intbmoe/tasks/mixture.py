@@ -1,0 +1,24 @@
+"""From a recipe's ``moe`` settings to the layers that stand in place of a backbone's FFNs."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from intbmoe.budget import match_budget
+from intbmoe.checks import require
+from intbmoe.recipes.schema import MoESettings
+from intbmoe.registry import create, find_method
+
+
+def ffn_maker(moe: MoESettings, dim: int, hidden: int, **backbone: Any) -> Callable[[], nn.Module] | None:
+    """What makes one layer of the recipe's method under the paper's budget; None for "dense", the backbone itself.
+
+    ``backbone`` says more of the FFN that is replaced, as ``match_budget`` takes it: ``expert``, ``tokens``.
+    """
+    find_method(moe.name)
+    if moe.name == "dense":
+        require(not moe.options, "moe.options", moe.options, "empty for the dense model, which has no mixture")
+        return None
+    options = {**match_budget(moe.name, dim, hidden, experts=moe.experts, **backbone), **moe.options}
+    return lambda: create(moe.name, dim, **options)

@@ -1,0 +1,40 @@
+"""Data that must be made ready once before training: ``intbmoe prepare NAME SOURCE TARGET``.
+
+A preparation can be interrupted and repeated: it goes on from what is finished, writes nothing that looks whole before
+it is, and does nothing if all is there. What it leaves in ``target`` is what the recipe's ``data.path`` takes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+Progress = Callable[[str, int, int | None], None]
+"""(what is being done, how much of it is, of how much: None where that is not known)."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """One kind of data."""
+
+    summary: str
+    """What the source is, for ``--help``."""
+    function: str
+    """module:function, imported when it is used: (source, target, *, skip_bad, progress) → what was counted."""
+
+    def run(self, source: Path, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
+        """Make ``target`` from ``source``. A malformed row raises ``DataError``, or is counted with ``skip_bad``."""
+        module, name = self.function.split(":")
+        return getattr(import_module(module), name)(source, target, skip_bad=skip_bad, progress=progress)
+
+
+PREPARATIONS: dict[str, Preparation] = {
+    "minipile": Preparation(
+        "a folder of MiniPile's parquet files, as Hugging Face has them", "intbmoe.tasks.text.minipile:prepare"
+    ),
+    "wikipedia": Preparation(
+        "a folder with wiki_*.txt.xz and a tokenizer, see docs/data.md", "intbmoe.tasks.text.wikipedia:prepare"
+    ),
+    "inttravel": Preparation("a folder with IntTravel's four tables", "intbmoe.tasks.journeys.inttravel:prepare"),
+}
