@@ -27,14 +27,12 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require, require_bool, require_finite, require_positive_int
 from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing
-from intbmoe.ops import compose as compose_ops
 from intbmoe.ops.blocks import Blocks
-from intbmoe.ops.blocks import naive as blocks_naive
-from intbmoe.ops.dprg import dprg
-from intbmoe.ops.grouped_mm import FORMS, grouped_mm
-from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
+from intbmoe.ops.compose import Recipe, compose
+from intbmoe.ops.route import route
+from intbmoe.parts.blocks import FORMS, choose_form, run_blocks
 from intbmoe.parts.experts import StackedLinear, SwiGLU
-from intbmoe.parts.router import MLPRouter, count_choices, mask_choices, top_k
+from intbmoe.parts.router import MLPRouter, mask_choices
 from intbmoe.precision import autocast_off, cast, linear, wide
 from intbmoe.registry import register
 
@@ -125,16 +123,16 @@ class Hypernetwork(nn.Module):
         self.value = nn.Linear(config.hyper_dim, config.experts)
         self.gate = nn.Linear(config.hyper_dim, config.experts) if config.gate else None
 
-    def forward(self, codebook: Tensor) -> list[Tensor]:
-        """(K, code_dim) codes → (K, E) coefficients of each path, scaled, in the wide type."""
+    def forward(self, codebook: Tensor) -> Recipe:
+        """(K, code_dim) codes → the coefficients of each path in the wide type."""
         trunk = linear(wide(codebook), self.trunk.weight, self.trunk.bias)
         norm = wide(self.norm.weight), wide(self.norm.bias)
         q = F.relu(F.layer_norm(trunk, self.norm.normalized_shape, *norm, self.norm.eps))
-        heads = [self.value] if self.gate is None else [self.value, self.gate]
-        recipes = [linear(q, head.weight, head.bias) for head in heads]
+        value = linear(q, self.value.weight, self.value.bias)
+        gate = None if self.gate is None else linear(q, self.gate.weight, self.gate.bias)
         if self.config.coefficients == "softmax":
-            return [recipe.softmax(-1) for recipe in recipes]
-        return [recipe / math.sqrt(self.config.experts) for recipe in recipes]
+            return Recipe(value.softmax(-1), None if gate is None else gate.softmax(-1), 1.0)
+        return Recipe(value, gate, 1 / math.sqrt(self.config.experts))
 
 
 class BlockLayer(MoELayer):
@@ -160,7 +158,7 @@ class BlockLayer(MoELayer):
 
     @property
     def form(self) -> str | None:
-        """How blocks run: "grouped", "tiled", "naive" (the specification), or None to choose by device and type."""
+        """How blocks run: one of ``parts.blocks.FORMS``, "naive" being the specification; None chooses by the input."""
         return self._form
 
     @form.setter
@@ -172,44 +170,22 @@ class BlockLayer(MoELayer):
     def choices(self) -> int:
         return self.config.blocks
 
-    def blocks(self, dtype: torch.dtype) -> Blocks:
-        """The K blocks, large tensors in ``dtype``."""
+    def blocks(self, dtype: torch.dtype, form: str | None = None) -> Blocks:
+        """The K blocks, large tensors in ``dtype``, laid out for ``form``."""
         raise TypeError(f"{type(self).__name__} does not define blocks()")
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         tokens = x.reshape(-1, self.config.dim)
-        scores = self.router(tokens)
-        ids = top_k(scores, self.config.top_k)
-        weights = scores.softmax(-1).gather(-1, ids)
+        ids, weights = route(self.router(tokens), self.config.top_k)
         if mask is not None:
             ids = mask_choices(ids, mask)
             weights = torch.where(ids < 0, 0, weights)
         tokens = cast(tokens, dtype)
-        y, load = self._run_blocks(tokens, ids, weights, complete=mask is None)
-        if self.shared is not None:
-            y = y + self.shared(tokens)
+        form = self.form or choose_form(tokens)
+        shared = None if self.shared is None else self.shared(tokens)
+        blocks = self.blocks(dtype, form)
+        y, load = run_blocks(tokens, ids, weights, shared, blocks, form, complete=mask is None, dtype=x.dtype)
         return Result(y.view(x.shape), Routing(ids, weights), sums={"load": load})
-
-    def _run_blocks(self, x: Tensor, ids: Tensor, weights: Tensor, complete: bool) -> tuple[Tensor, Tensor]:
-        """(N, d) tokens through their blocks → the weighted sums in the wide type, and each block's load."""
-        blocks = self.blocks(x.dtype)
-        if self.form == "naive":
-            return blocks_naive.run_blocks(x, ids, weights, blocks), count_choices(ids, self.config.blocks)
-        plan = dispatch(ids, self.config.blocks, complete)
-        z = to_rows(x, plan)
-        if blocks.token_filter is not None:
-            token_term = to_rows(linear(x, blocks.token_filter), plan)
-            z = z * token_term.add_(spread(blocks.block_filter, plan)).sigmoid_()
-        for layer, (weight, bias) in enumerate(zip(blocks.weights, blocks.biases, strict=True)):
-            z = cast(z, x.dtype)
-            z = wide(grouped_mm(z, weight, plan.offsets, complete=plan.complete, form=self.form)).add_(
-                spread(bias, plan)
-            )
-            if blocks.scale is not None:
-                z = dprg(z, blocks.gains[layer], blocks.scale)
-            if layer < len(blocks.norms):
-                z = F.layer_norm(z, z.shape[-1:], *blocks.norms[layer], blocks_naive.LAYER_NORM_EPS)
-        return combine(z, weights, plan), plan.counts
 
     def _row_parameters(self) -> dict[str, Any]:
         """The part of ``Blocks`` that all blocks share, in the wide type."""
@@ -245,23 +221,26 @@ class IntBMoE(BlockLayer):
     def recipes(self) -> list[Tensor]:
         """The composition coefficients (K, E) of each path, as they multiply the bases."""
         with autocast_off(self.codebook):
-            return self.hypernetwork(self.codebook)
+            return self.hypernetwork(self.codebook).paths
 
-    def blocks(self, dtype: torch.dtype) -> Blocks:
+    def blocks(self, dtype: torch.dtype, form: str | None = None) -> Blocks:
         """Compose the K blocks in the wide type; the matrices are then cast once."""
-        compose = compose_ops.naive.compose if self.form == "naive" else compose_ops.compose
-        recipes = self.recipes()
+        recipe = self.hypernetwork(self.codebook)
         token_filter = block_filter = None
         if self.filter is not None:
             token_filter, code_filter = self.filter.weight.split([self.config.dim, self.config.code_dim], dim=1)
             block_filter = linear(wide(self.codebook), code_filter, self.filter.bias).to(dtype)
         return Blocks(
-            weights=tuple(compose(recipes, wide(pool.weight)).to(dtype) for pool in self.pools),
-            biases=tuple(compose(recipes, wide(pool.bias)) for pool in self.pools),
+            weights=tuple(compose(recipe, pool.weight, dtype, form) for pool in self.pools),
+            biases=tuple(self._compose_bias(recipe, pool.bias, form) for pool in self.pools),
             token_filter=token_filter,
             block_filter=block_filter,
             **self._row_parameters(),
         )
+
+    def _compose_bias(self, recipe: Recipe, pool: Tensor, form: str | None) -> Tensor:
+        """(E, o) → (K, P·o), in the wide type."""
+        return compose(recipe, pool.unsqueeze(1), wide(pool).dtype, form).squeeze(1).contiguous()
 
     def quantities(self) -> Quantities:
         return Quantities(self.config.experts, self.config.top_k, self.config.blocks)
@@ -373,7 +352,7 @@ class ComposedMoE(BlockLayer):
     def weight_dtype(self) -> torch.dtype:
         return self.block_weights[0].dtype
 
-    def blocks(self, dtype: torch.dtype) -> Blocks:
+    def blocks(self, dtype: torch.dtype, form: str | None = None) -> Blocks:
         return Blocks(
             weights=tuple(cast(weight, dtype) for weight in self.block_weights),
             biases=tuple(wide(bias) for bias in self.block_biases),

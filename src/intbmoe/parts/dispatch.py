@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from intbmoe.ops.permute import permute
+from intbmoe.ops.triton_support import usable
 from intbmoe.precision import cast
 
 
@@ -43,22 +45,14 @@ class Dispatch:
 
 def dispatch(ids: Tensor, groups: int, complete: bool = False) -> Dispatch:
     """Sort the assignments ``ids`` (N, k), −1 for none, by group. Pass ``complete`` if none is −1."""
-    tokens, k = ids.shape
-    keys = ids.reshape(-1)
-    if not complete:
-        keys = torch.where(keys < 0, groups, keys)
-    group, choice = keys.sort(stable=True)
-    rows = torch.arange(tokens * k, device=ids.device)
-    inverse = torch.empty_like(choice).scatter(0, choice, rows).view(tokens, k)
-    bounds = torch.searchsorted(group, torch.arange(groups + 1, device=ids.device), out_int32=True)
+    token, choice, inverse, group, offsets, counts = permute(ids, groups, complete)
     # A plain tensor: one that only stands for its shape and type (FakeTensorMode) has no number to ask for.
     known = ids.device.type == "cpu" and not _tracing() and type(ids) is Tensor
     trimmed = not complete and known
     if trimmed:
-        last = int(bounds[-1])
-        group, choice, inverse = group[:last], choice[:last], inverse.clamp(max=last)
-    token = torch.div(choice, k, rounding_mode="floor")
-    return Dispatch(token, choice, inverse, group, bounds.diff().long(), bounds[1:], complete or trimmed, trimmed)
+        last = int(offsets[-1])
+        token, choice, group, inverse = token[:last], choice[:last], group[:last], inverse.clamp(max=last)
+    return Dispatch(token, choice, inverse, group, counts, offsets, complete or trimmed, trimmed)
 
 
 def _tracing() -> bool:
@@ -83,6 +77,10 @@ def spread(table: Tensor, plan: Dispatch) -> Tensor:
 
 def combine(rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
     """(M, c) rows and (N, k) weights → (N, c) weighted sums, in the type of ``weights``."""
+    if usable(rows):
+        from intbmoe.ops.combine import fused
+
+        return fused.combine(rows, weights, plan.token, plan.choice, plan.inverse)
     if not _differentiates(rows, weights):
         return _weighted_sum(rows, weights, plan.inverse, plan.trimmed)
     return _Combine.apply(rows, weights, plan.token, plan.choice, plan.inverse, plan.trimmed)

@@ -4,7 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from intbmoe.ops.triton_support import usable
 from intbmoe.precision import linear, wide
+
+MOST_IN_ONE_KERNEL = 8
+"""Choices that Triton's kernel takes one after another; for more a sort is better."""
 
 
 class MLPRouter(nn.Module):
@@ -26,6 +30,10 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 
     ``torch.topk`` leaves the order of equal scores open, hence the stable sort (of a handful of columns).
     """
+    if k <= MOST_IN_ONE_KERNEL and scores.dim() == 2 and usable(scores):
+        from intbmoe.ops.route import fused
+
+        return fused.route(scores.detach(), k)[0]
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 

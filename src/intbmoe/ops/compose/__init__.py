@@ -1,18 +1,48 @@
 """Merging a pool of expert bases into blocks."""
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from intbmoe.ops.compose import naive
+from intbmoe.precision import cast, wide
 
-__all__ = ["compose", "naive"]
+__all__ = ["Recipe", "compose", "naive"]
 
 
-def compose(coefficients: Sequence[Tensor], pool: Tensor) -> Tensor:
+class Recipe(NamedTuple):
+    """How much of each base goes into each block."""
+
+    value: Tensor
+    """(K, E), the value path's coefficients."""
+    gate: Tensor | None
+    """(K, E), the gate path's; None without a gate."""
+    factor: float
+    """What both are multiplied by."""
+
+    @property
+    def paths(self) -> list[Tensor]:
+        """The coefficients of each path, as they multiply the bases."""
+        return [path * self.factor for path in (self.value, self.gate) if path is not None]
+
+
+def compose(recipe: Recipe, pool: Tensor, dtype: torch.dtype, form: str | None = None) -> Tensor:
+    """A pool (E, i, o) → composed (K, i, P·o) in ``dtype``, paths side by side; merged in the wide type.
+
+    ``form`` is "fused" (Triton), "naive" (the specification) or anything else for one matrix product.
+    """
+    if form == "fused":
+        from intbmoe.ops.compose import fused
+
+        return fused.compose(recipe.value, recipe.gate, pool, recipe.factor, dtype)
+    merge = naive.compose if form == "naive" else product
+    return cast(merge(recipe.paths, wide(pool)), dtype)
+
+
+def product(coefficients: list[Tensor], pool: Tensor) -> Tensor:
     """As ``naive.compose``, reading the pool once: all paths of all blocks are the rows of one matrix product."""
     paths, blocks, bases = len(coefficients), coefficients[0].shape[0], pool.shape[0]
-    merged = torch.cat(list(coefficients)) @ pool.reshape(bases, -1)
+    merged = torch.cat(coefficients) @ pool.reshape(bases, -1)
     merged = merged.view(paths, blocks, *pool.shape[1:])
     return merged.movedim(0, -2).reshape(blocks, *pool.shape[1:-1], paths * pool.shape[-1])

@@ -2,13 +2,15 @@
 
 ``F.grouped_mm`` in float32 on the CPU can be neither compiled nor exported, leaves the rows after the last group
 uninitialised, and wants row strides that are multiples of 16 bytes. This op hides the first, zeroes the second
-and pads for the third.
+and copies for the third what is not so laid out.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+from intbmoe.ops.triton_support import ALIGNMENT, empty_matrices, empty_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,33 +33,27 @@ def grouped_outer(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
 
 @torch.library.impl("intbmoe::grouped_mm", "default")
 def _run_mm(x, weight, offsets, complete):
-    width = weight.shape[2]
-    x, weight = _align(x, 1), _align(_align(weight, 1), 2)
-    if not _strides_align(weight):
-        weight = weight.contiguous()
-    out = F.grouped_mm(x.contiguous(), weight, offs=offsets)
+    out = F.grouped_mm(_aligned_rows(x), _aligned_weight(weight), offs=offsets)
     if not complete:
         tail = torch.arange(out.shape[0], device=out.device) >= offsets[-1]
-        out = out.masked_fill(tail.unsqueeze(1), 0)
-    return out if out.shape[1] == width else out[:, :width].contiguous()
+        out.masked_fill_(tail.unsqueeze(1), 0)
+    return out
 
 
 @torch.library.impl("intbmoe::grouped_outer", "default")
 def _run_outer(x, grad, offsets):
-    inputs, outputs = x.shape[1], grad.shape[1]
-    x, grad = _align(x, 1).contiguous(), _align(grad, 1).contiguous()
-    out = F.grouped_mm(x.t(), grad, offs=offsets)
-    return out[:, :inputs, :outputs].contiguous()
+    return F.grouped_mm(_aligned_rows(x).t(), _aligned_rows(grad), offs=offsets)
 
 
+# Like torch's, outputs have rows that start at multiples of 16 bytes.
 @torch.library.register_fake("intbmoe::grouped_mm")
 def _fake_mm(x, weight, offsets, complete):
-    return x.new_empty(x.shape[0], weight.shape[2])
+    return empty_rows(x, x.shape[0], weight.shape[2])
 
 
 @torch.library.register_fake("intbmoe::grouped_outer")
 def _fake_outer(x, grad, offsets):
-    return x.new_empty(offsets.shape[0], x.shape[1], grad.shape[1])
+    return empty_matrices(x, offsets.shape[0], x.shape[1], grad.shape[1])
 
 
 def _save_mm(ctx, inputs, output):
@@ -97,14 +93,21 @@ def _(x_shape, grad_shape, offsets_shape, *, out_shape=None, **_):
     return 2 * x_shape[0] * x_shape[1] * grad_shape[1]
 
 
-def _align(x: Tensor, dim: int) -> Tensor:
-    """Pad ``dim`` with zeros until it spans a multiple of 16 bytes."""
-    unit = 16 // x.element_size()
-    missing = -x.shape[dim] % unit
-    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
+def _aligned_rows(x: Tensor) -> Tensor:
+    """``x`` (M, i) with rows that start at multiples of 16 bytes; itself where they do."""
+    if x.stride(1) == 1 and _aligned(x, 0):
+        return x
+    return empty_rows(x, *x.shape).copy_(x)
 
 
-def _strides_align(weight: Tensor) -> bool:
-    """Whether a (G, i, o) weight is row- or column-major, so that it needs no copy."""
-    _, inputs, outputs = weight.shape
-    return weight.stride() in ((inputs * outputs, outputs, 1), (inputs * outputs, 1, inputs))
+def _aligned_weight(weight: Tensor) -> Tensor:
+    """``weight`` (G, i, o), row- or column-major, rows likewise."""
+    row_major = weight.stride(2) == 1 and _aligned(weight, 1)
+    column_major = weight.stride(1) == 1 and _aligned(weight, 2)
+    if _aligned(weight, 0) and (row_major or column_major):
+        return weight
+    return empty_matrices(weight, *weight.shape).copy_(weight)
+
+
+def _aligned(x: Tensor, dim: int) -> bool:
+    return x.stride(dim) * x.element_size() % ALIGNMENT == 0

@@ -1,0 +1,33 @@
+"""Blocks by Triton kernels between torch's matrix products: every tensor of rows is written once and read once.
+
+    x ──filter──▶ z⁰ ──grouped GEMM──▶ [v|g] ──gate, LayerNorm──▶ z¹ ──grouped GEMM──▶ [v|g] ──gate, combine──▶ y
+
+``naive.py`` is the specification. Rows after the last group (masked tokens) are neither computed nor read.
+"""
+
+import torch
+from torch import Tensor
+
+from intbmoe.ops.blocks import Blocks
+from intbmoe.ops.blocks.naive import LAYER_NORM_EPS
+from intbmoe.ops.combine.gated import gated_combine
+from intbmoe.ops.dprg.fused import gated_rows
+from intbmoe.ops.grouped_mm import grouped_mm
+from intbmoe.ops.permute import Permutation
+from intbmoe.ops.row_filter.fused import filter_rows
+from intbmoe.precision import linear
+
+
+def run_blocks(
+    x: Tensor, weights: Tensor, shared: Tensor | None, blocks: Blocks, plan: Permutation, dtype: torch.dtype
+) -> Tensor:
+    """(N, d) tokens, (N, k) weights of their choices, (N, d) the shared expert's output → (N, d) sums in ``dtype``."""
+    token_term = None if blocks.token_filter is None else linear(x, blocks.token_filter)
+    z = filter_rows(x, token_term, blocks.block_filter, plan)
+    last = len(blocks.norms)
+    gains = blocks.gains or (None,) * (last + 1)
+    for layer, norm in enumerate(blocks.norms):
+        rows = grouped_mm(z, blocks.weights[layer], plan.ends, complete=True)
+        z = gated_rows(rows, blocks.biases[layer], gains[layer], blocks.scale, norm, plan.ends, LAYER_NORM_EPS)
+    rows = grouped_mm(z, blocks.weights[last], plan.ends, complete=True)
+    return gated_combine(rows, blocks.biases[last], gains[last], blocks.scale, weights, shared, plan, dtype)

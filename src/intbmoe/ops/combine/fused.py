@@ -1,0 +1,122 @@
+"""The weighted gather-sum in one Triton kernel each way: no atomics, and the weights' gradient on the way.
+
+Forward, a program has some tokens and reads each one's k rows. Backward, it has some rows: each reads its token's
+gradient, writes its own, and leaves the product of the two, which is its weight's gradient.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from intbmoe.ops.dprg.fused import load_rows
+from intbmoe.ops.tiles import Tiling
+from intbmoe.ops.triton_support import empty_rows, on_device
+
+TILING = Tiling(elements=512, per_lane=8)
+
+torch.library.define("intbmoe::combine", "(Tensor rows, Tensor weights, Tensor inverse) -> Tensor")
+torch.library.define(
+    "intbmoe::combine_backward",
+    "(Tensor grad, Tensor rows, Tensor weights, Tensor token, Tensor choice) -> (Tensor, Tensor)",
+)
+
+
+def combine(rows: Tensor, weights: Tensor, token: Tensor, choice: Tensor, inverse: Tensor) -> Tensor:
+    """As ``naive.combine``; ``token`` and ``choice`` (M,) say whose each row is, for the gradient."""
+    return _Combine.apply(rows, weights, token, choice, inverse)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, weights, token, choice, inverse):
+        ctx.save_for_backward(rows, weights, token, choice)
+        return torch.ops.intbmoe.combine(rows, weights, inverse)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *torch.ops.intbmoe.combine_backward(grad, *ctx.saved_tensors), None, None, None
+
+
+@triton.jit
+def _combine_forward(
+    rows, weights, inverse, out, tokens, count,
+    ROW_STRIDE: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, BLOCK)
+    total = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+    for number in tl.static_range(CHOICES):
+        place = token * CHOICES + number
+        row = tl.load(inverse + place, mask=token < tokens, other=count)
+        weight = tl.load(weights + place, mask=token < tokens, other=0.0).to(tl.float32)
+        mask = (row < count)[:, None] & (column < WIDTH)[None, :]
+        total += weight[:, None] * load_rows(rows, row, column, ROW_STRIDE, mask)
+    mask = (token < tokens)[:, None] & (column < WIDTH)[None, :]
+    tl.store(out + token[:, None] * WIDTH + column[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _combine_backward(
+    grad, rows, weights, token, choice, row_grad, weight_grad, count,
+    GRAD_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, ROW_GRAD_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, BLOCK)
+    there = row < count
+    mask = there[:, None] & (column < WIDTH)[None, :]
+    own = tl.load(choice + row, mask=there, other=0)
+    weight = tl.load(weights + own, mask=there, other=0.0).to(tl.float32)
+    dy = load_rows(grad, tl.load(token + row, mask=there, other=0), column, GRAD_STRIDE, mask)
+    product = tl.sum(dy * load_rows(rows, row, column, ROW_STRIDE, mask), 1)
+    tl.store(weight_grad + own, product.to(weight_grad.dtype.element_ty), mask=there)
+    place = row[:, None] * ROW_GRAD_STRIDE + column[None, :]
+    tl.store(row_grad + place, (weight[:, None] * dy).to(row_grad.dtype.element_ty), mask=mask)
+
+
+@torch.library.impl("intbmoe::combine", "default")
+def _run(rows, weights, inverse):
+    out = _allocate(rows, weights, inverse)
+    tokens, choices = inverse.shape
+    width = rows.shape[1]
+    sizes = TILING.tile(width)
+    if tokens:
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        with on_device(rows):
+            _combine_forward[(triton.cdiv(tokens, sizes["TILE"]),)](
+                rows, weights.contiguous(), inverse.contiguous(), out, tokens, rows.shape[0],
+                ROW_STRIDE=rows.stride(0), WIDTH=width, CHOICES=choices, **sizes,
+            )  # fmt: skip
+    return out
+
+
+@torch.library.register_fake("intbmoe::combine")
+def _allocate(rows, weights, inverse):
+    return weights.new_empty(inverse.shape[0], rows.shape[1])
+
+
+@torch.library.impl("intbmoe::combine_backward", "default")
+def _run_backward(grad, rows, weights, token, choice):
+    row_grad, weight_grad = _allocate_backward(grad, rows, weights, token, choice)
+    if rows.shape[0] < weights.numel():
+        weight_grad.zero_()  # choices without a row
+    count, width = rows.shape
+    sizes = TILING.tile(width)
+    if count:
+        grad = grad if grad.stride(1) == 1 else grad.contiguous()
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        with on_device(rows):
+            _combine_backward[(triton.cdiv(count, sizes["TILE"]),)](
+                grad, rows, weights.contiguous(), token, choice, row_grad, weight_grad,
+                count, GRAD_STRIDE=grad.stride(0),
+                ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), WIDTH=width,
+                **sizes,
+            )  # fmt: skip
+    return row_grad, weight_grad
+
+
+@torch.library.register_fake("intbmoe::combine_backward")
+def _allocate_backward(grad, rows, weights, token, choice):
+    return empty_rows(rows, *rows.shape), weights.new_empty(weights.shape)

@@ -1,0 +1,52 @@
+"""The stable sort of assignments by group: which row each assignment gets, and where each group ends."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from intbmoe.ops.permute import naive
+from intbmoe.ops.triton_support import runs_on
+
+__all__ = ["Permutation", "naive", "permute", "sort"]
+
+
+class Permutation(NamedTuple):
+    """M = N·k assignments in the order of their groups, equal ones in their own; those of no group come last."""
+
+    token: Tensor
+    """(M,) int64, the token of each row."""
+    choice: Tensor
+    """(M,) int64, the assignment of each row: its index in the flattened (N, k) choices."""
+    inverse: Tensor
+    """(N, k) int64, the row of each assignment."""
+    group: Tensor
+    """(M,) int64, the group of each row; G for those of none."""
+    ends: Tensor
+    """(G,) int32, where each group's rows end."""
+    counts: Tensor
+    """(G,) int64, how many rows each group has."""
+
+
+def permute(ids: Tensor, groups: int, complete: bool = False) -> Permutation:
+    """As ``naive.permute``; on a GPU by counting (``histogram.py``), elsewhere by torch's sort.
+
+    ``complete`` says that no id is −1.
+    """
+    if runs_on(ids.device):
+        from intbmoe.ops.permute import histogram
+
+        return histogram.permute(ids, groups)
+    return sort(ids, groups, complete)
+
+
+def sort(ids: Tensor, groups: int, complete: bool = False) -> Permutation:
+    """As ``naive.permute``, by torch's stable sort."""
+    tokens, k = ids.shape
+    keys = ids.reshape(-1)
+    group, choice = (keys if complete else torch.where(keys < 0, groups, keys)).sort(stable=True)
+    rows = torch.arange(tokens * k, device=ids.device)
+    inverse = torch.empty_like(choice).scatter(0, choice, rows).view(tokens, k)
+    bounds = torch.searchsorted(group, torch.arange(groups + 1, device=ids.device), out_int32=True)
+    token = torch.div(choice, k, rounding_mode="floor")
+    return Permutation(token, choice, inverse, group, bounds[1:], bounds.diff().long())

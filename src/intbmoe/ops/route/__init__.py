@@ -1,0 +1,17 @@
+"""From scores to choices: the k highest, ties to the lower index, each with its entry of the softmax over all."""
+
+from torch import Tensor
+
+from intbmoe.ops.route import naive
+from intbmoe.ops.triton_support import usable
+
+__all__ = ["naive", "route"]
+
+
+def route(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As ``naive.route``; on a GPU in one kernel."""
+    if usable(scores):
+        from intbmoe.ops.route import fused
+
+        return fused.route(scores, k)
+    return naive.route(scores, k)

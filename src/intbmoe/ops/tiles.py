@@ -1,0 +1,110 @@
+"""What Triton kernels over rows sorted by group share: which rows a program has, and sums over a group's rows.
+
+A program takes up to ``ROWS`` rows of one group, so that it reads the group's bias once and leaves one partial sum.
+How many programs a group needs is known on the device alone: there are ⌈M / ROWS⌉ + G of them, enough for any routing,
+and each finds its group and rows from the groups' ends.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from intbmoe.ops.triton_support import on_device, power_of_2
+
+ENOUGH_PROGRAMS = 512
+"""To keep a large GPU busy."""
+
+
+class Tiling(NamedTuple):
+    """How a kernel over rows is cut up, whatever their width."""
+
+    elements: int
+    """Of a tile: rows at a time, times the width rounded up to a power of two."""
+    per_lane: int
+    """Elements that each lane holds; the number of warps follows."""
+    tiles: int = 1
+    """Tiles of a program: its bias is read, and its partial sums are written, once for all of them."""
+    stages: int = 1
+    """Tiles in flight: so many are being loaded while one is computed."""
+
+    def tile(self, width: int) -> dict[str, int]:
+        """Launch arguments of a program with one tile: rows, columns rounded up, and warps."""
+        block = power_of_2(width, 16)
+        rows = max(1, self.elements // block)
+        return {"TILE": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // (32 * self.per_lane)))}
+
+    def chunk(self, width: int, rows: int) -> dict[str, int]:
+        """Launch arguments of a program with several: their rows together, and how many are in flight, besides.
+
+        Few rows make small programs, so that all multiprocessors have some.
+        """
+        sizes = self.tile(width)
+        most = power_of_2(rows // (sizes["TILE"] * ENOUGH_PROGRAMS) + 1) // 2
+        tiles = max(1, min(self.tiles, most))
+        return {**sizes, "ROWS": sizes["TILE"] * tiles, "STAGES": min(self.stages, tiles)}
+
+
+def programs(rows: int, groups: int, size: int) -> int:
+    """Programs that cover ``rows`` rows in ``groups`` groups, ``size`` at a time."""
+    return -(-rows // size) + groups
+
+
+@triton.jit
+def tiles_of_groups(ends, GROUPS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """Index, first row, end, number of tiles and number of tiles up to its last, of every group."""
+    group = tl.arange(0, PADDED)
+    end = tl.load(ends + group, mask=group < GROUPS, other=0)
+    start = tl.load(ends + group - 1, mask=(group > 0) & (group < GROUPS), other=0)
+    tiles = tl.where(group < GROUPS, (end - start + ROWS - 1) // ROWS, 0)
+    return group, start, end, tiles, tl.cumsum(tiles, 0)
+
+
+@triton.jit
+def rows_of_program(program, ends, GROUPS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """(group, first row, end) of a program; no rows (first ≥ end) for those that are left over."""
+    index, start, end, tiles, last = tiles_of_groups(ends, GROUPS, PADDED, ROWS)
+    group = tl.sum((last <= program).to(tl.int32))
+    mine = index == group
+    first_tile = tl.sum(tl.where(mine, last - tiles, 0))
+    first = tl.sum(tl.where(mine, start, 0)) + (program - first_tile) * ROWS
+    return group, first, tl.minimum(first + ROWS, tl.sum(tl.where(mine, end, 0)))
+
+
+@triton.jit
+def _sum_partials(
+    partials, sums, ends, width,
+    GROUPS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    index, _, _, tiles, last = tiles_of_groups(ends, GROUPS, PADDED, ROWS)
+    stop = tl.sum(tl.where(index == group, last, 0))
+    first = stop - tl.sum(tl.where(index == group, tiles, 0))
+    total = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+    for tile in range(first, stop, TILE):
+        place = tile + tl.arange(0, TILE)
+        inside = (place < stop)[:, None] & (column < width)[None, :]
+        total += tl.load(partials + place[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0.0)
+    tl.store(sums + group.to(tl.int64) * width + column, tl.sum(total, 0), mask=column < width)
+
+
+def sum_partials(partials: Tensor, ends: Tensor, rows: int) -> Tensor:
+    """(programs, width) partial sums of programs of ``rows`` rows → (G, width) sums of the groups, in a fixed order."""
+    groups, width = ends.shape[0], partials.shape[1]
+    sums = partials.new_empty(groups, width)
+    block = min(power_of_2(width, 16), 128)
+    with on_device(partials):
+        _sum_partials[groups, triton.cdiv(width, block)](
+            partials, sums, ends, width,
+            GROUPS=groups, PADDED=power_of_2(groups), ROWS=rows, TILE=32, BLOCK=block,
+        )  # fmt: skip
+    return sums
+
+
+def check_ends(ends: Tensor) -> None:
+    """Raise unless ``ends`` are what the kernels read: int32, one after another."""
+    if ends.dtype != torch.int32 or not ends.is_contiguous():
+        raise TypeError(f"ends are {ends.dtype} with stride {ends.stride()}: expected contiguous torch.int32")

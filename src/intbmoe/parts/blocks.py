@@ -1,0 +1,74 @@
+"""How tokens run through composed blocks: one of four forms, all of the same outputs and gradients.
+
+fused      Triton kernels around torch's grouped GEMM: on a GPU
+grouped    torch's grouped GEMM and plain operations: on the CPU
+tiled      plain torch throughout: float64, export, other devices
+naive      a loop over blocks: the specification
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from intbmoe.ops.blocks import Blocks, naive
+from intbmoe.ops.dprg import dprg
+from intbmoe.ops.grouped_mm import choose_form as choose_product
+from intbmoe.ops.grouped_mm import grouped_mm
+from intbmoe.ops.permute import permute
+from intbmoe.ops.triton_support import usable
+from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
+from intbmoe.parts.router import count_choices
+from intbmoe.precision import cast, linear, wide
+
+FORMS = ("fused", "grouped", "tiled", "naive")
+
+
+def choose_form(x: Tensor) -> str:
+    """The fastest form for inputs like ``x``: by device and type, and whether Triton is there."""
+    return "fused" if usable(x) else choose_product(x)
+
+
+def run_blocks(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    shared: Tensor | None,
+    blocks: Blocks,
+    form: str,
+    *,
+    complete: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(N, d) tokens, (N, k) their blocks (−1: none) and weights → (N, d) weighted sums plus ``shared``, and loads (K,).
+
+    ``complete`` says that no id is −1; ``dtype`` is a type that the caller casts to, which a form may spare it.
+    """
+    count = blocks.weights[0].shape[0]
+    if form == "fused":
+        from intbmoe.ops.blocks import fused
+
+        plan = permute(ids, count)
+        return fused.run_blocks(x, weights, shared, blocks, plan, dtype), plan.counts
+    if form == "naive":
+        y, load = naive.run_blocks(x, ids, weights, blocks), count_choices(ids, count)
+    else:
+        plan = dispatch(ids, count, complete)
+        z = _run_rows(x, blocks, plan, form)
+        y, load = combine(z, weights, plan), plan.counts
+    return y if shared is None else y + shared, load
+
+
+def _run_rows(x, blocks, plan, form):
+    """(N, d) tokens → (M, d) their rows' outputs, sorted by block."""
+    z = to_rows(x, plan)
+    if blocks.token_filter is not None:
+        token_term = to_rows(linear(x, blocks.token_filter), plan)
+        z = z * token_term.add_(spread(blocks.block_filter, plan)).sigmoid_()
+    for layer, (weight, bias) in enumerate(zip(blocks.weights, blocks.biases, strict=True)):
+        z = grouped_mm(cast(z, x.dtype), weight, plan.offsets, complete=plan.complete, form=form)
+        z = wide(z).add_(spread(bias, plan))
+        if blocks.scale is not None:
+            z = dprg(z, blocks.gains[layer], blocks.scale)
+        if layer < len(blocks.norms):
+            z = F.layer_norm(z, z.shape[-1:], *blocks.norms[layer], naive.LAYER_NORM_EPS)
+    return z

@@ -1,0 +1,263 @@
+"""Triton's kernels against their specifications in float64, outputs and gradients (``tests/interpreter.py``)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from intbmoe.ops.triton_support import INSTALLED
+from interpreter import INTERPRETING, on_device, rerun
+
+if not INSTALLED:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from intbmoe.ops.combine import fused as combine_fused
+from intbmoe.ops.combine import naive as combine_naive
+from intbmoe.ops.combine.gated import gated_combine
+from intbmoe.ops.compose import fused as compose_fused
+from intbmoe.ops.compose import naive as compose_naive
+from intbmoe.ops.dprg import naive as dprg_naive
+from intbmoe.ops.dprg.fused import gated_rows
+from intbmoe.ops.permute import histogram, sort
+from intbmoe.ops.permute import naive as permute_naive
+from intbmoe.ops.route import fused as route_fused
+from intbmoe.ops.route import naive as route_naive
+from intbmoe.ops.row_filter import naive as filter_naive
+from intbmoe.ops.row_filter.fused import filter_rows
+from intbmoe.ops.swiglu.fused import swiglu
+
+GROUPS = 5
+# The interpreter takes a millisecond an operation: it gets the cases that differ most.
+ROUTINGS = ("zipf", "empty", "masked") if INTERPRETING else ("balanced", "zipf", "one", "empty", "masked", "nothing")
+TOKENS = (0, 1, 40) if INTERPRETING else (0, 1, 7, 8192)
+routings = pytest.mark.parametrize("routing", ROUTINGS)
+tokens_ = pytest.mark.parametrize("tokens", TOKENS)
+widths = pytest.mark.parametrize("width", [12, 37] if INTERPRETING else [37, 96, 2844])
+gates = pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
+
+
+if not INTERPRETING:
+
+    def test_in_the_interpreter():
+        rerun(__file__)
+
+
+def choices(routing, tokens, k, groups=GROUPS):
+    """(tokens, k) group of each assignment, −1 for none."""
+    weights = {"zipf": 1 / torch.arange(1.0, groups + 1) ** 1.5, "one": torch.eye(groups)[groups // 2]}
+    weights["empty"] = (torch.arange(groups) % 2).float()
+    probability = weights.get(routing, torch.ones(groups))
+    if tokens == 0:
+        return torch.zeros(0, k, dtype=torch.int64)
+    ids = torch.multinomial(probability, tokens * k, replacement=True).view(tokens, k)
+    if routing == "masked":
+        ids = torch.where(torch.rand(tokens, 1) < 0.3, -1, ids)
+    return torch.full_like(ids, -1) if routing == "nothing" else ids
+
+
+def pairs(device, *tensors):
+    """The tensors in float32 on the device and in float64 on the CPU, both to be differentiated."""
+    quick = [None if t is None else t.clone().to(device).requires_grad_() for t in tensors]
+    exact = [None if t is None else t.double().requires_grad_() for t in tensors]
+    return quick, exact
+
+
+def near(found, expected, terms=1):
+    """Within 1e-5 of the norm; a sum of ``terms`` numbers of size 1 may come out small, and is still as uncertain."""
+    assert found.shape == expected.shape
+    assert not found.isnan().any()
+    difference = (found.detach().cpu().double() - expected.detach()).norm()
+    allowed = 1e-5 * (expected.detach().norm() + 0.02 * terms**0.5)
+    assert difference <= allowed, f"{float(difference)} is more than {float(allowed)}"
+
+
+def gradients_near(quick, exact, rows=None):
+    """All gradients; the first tensor's only on its first ``rows`` rows, where there is a group."""
+    terms = max(tensor.numel() for tensor in exact if tensor is not None)
+    for index, (a, b) in enumerate(zip(quick, exact, strict=True)):
+        if a is not None:
+            expected = torch.zeros_like(b) if b.grad is None else b.grad
+            part = slice(rows if index == 0 else None)
+            near(a.grad[part], expected[part], terms)
+
+
+@on_device
+@routings
+@tokens_
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_counting_sorts_like_the_loop(device, routing, tokens, k):
+    ids = choices(routing, tokens, k)
+    found, expected = histogram.permute(ids.to(device), GROUPS), permute_naive.permute(ids, GROUPS)
+    for a, b, c in zip(found, expected, sort(ids, GROUPS), strict=True):
+        assert torch.equal(a.cpu(), b)
+        assert torch.equal(b, c)
+        assert a.dtype == c.dtype
+
+
+@on_device
+def test_counting_sorts_over_many_tiles_and_groups(device):
+    ids = torch.randint(-1, 64, (5000, 2))
+    for a, b in zip(histogram.permute(ids.to(device), 64), sort(ids, 64), strict=True):
+        assert torch.equal(a.cpu(), b)
+
+
+@on_device
+@tokens_
+@pytest.mark.parametrize(("choices_", "k"), [(8, 2), (1, 1), (5, 5), (33, 3)])
+def test_routing_is_softmax_of_the_best(device, tokens, choices_, k):
+    scores = torch.randn(tokens, choices_)
+    scores[: tokens // 2] = scores[: tokens // 2].round()  # ties
+    (quick,), (exact,) = pairs(device, scores)
+    ids, weights = route_fused.route(quick, k)
+    expected_ids, expected = route_naive.route(exact, k)
+    assert torch.equal(ids.cpu(), expected_ids)
+    near(weights, expected)
+    probe = torch.randn(tokens, k)
+    weights.backward(probe.to(device))
+    expected.backward(probe.double())
+    gradients_near([quick], [exact])
+
+
+@on_device
+def test_a_score_of_minus_infinity_is_chosen_last(device):
+    scores = torch.tensor([[-torch.inf, 1.0, -torch.inf, 0.0]])
+    ids, weights = route_fused.route(scores.to(device), 3)
+    assert ids.tolist() == [[1, 3, 0]]
+    assert weights[0, 2] == 0
+
+
+@on_device
+@routings
+@tokens_
+@widths
+@pytest.mark.parametrize("filtered", [True, False], ids=["filter", "gather"])
+def test_filtered_rows(device, routing, tokens, width, filtered):
+    ids = choices(routing, tokens, 2)
+    plan = sort(ids, GROUPS)
+    count = int(plan.ends[-1])
+    terms = (torch.randn(tokens, width), torch.randn(GROUPS, width)) if filtered else (None, None)
+    quick, exact = pairs(device, torch.randn(tokens, width), *terms)
+    rows = filter_rows(*quick, histogram.permute(ids.to(device), GROUPS))
+    token, group = plan.token[:count], plan.group[:count]
+    expected = filter_naive.filter_rows(*exact, token, group) if filtered else exact[0][token]
+    near(rows[:count], expected)
+    probe = torch.full((tokens * 2, width), torch.nan)  # rows of no group are not read
+    probe[:count] = torch.randn(count, width)
+    rows.backward(probe.to(device))
+    expected.backward(probe[:count].double())
+    gradients_near(quick, exact)
+
+
+def block_tensors(rows, width, gate, device):
+    """Rows of a grouped product, biases, gain and λ."""
+    paths = 2 if gate else 1
+    gain, scale = (torch.rand(width), torch.tensor([0.7])) if gate else (None, None)
+    return torch.randn(rows, paths * width), torch.randn(GROUPS, paths * width), gain, scale
+
+
+def exact_gate(rows, bias, gain, scale, group):
+    rows = rows[: len(group)] + bias[group]
+    return rows if gain is None else dprg_naive.dprg(*rows.chunk(2, -1), gain, scale)
+
+
+@on_device
+@routings
+@tokens_
+@widths
+@gates
+def test_gated_rows(device, routing, tokens, width, gate):
+    plan = sort(choices(routing, tokens, 2), GROUPS)
+    count = int(plan.ends[-1])
+    norm = torch.rand(width), torch.randn(width)
+    quick, exact = pairs(device, *block_tensors(2 * tokens, width, gate, device), *norm)
+    z = gated_rows(*quick[:4], quick[4:], plan.ends.to(device), 1e-5)
+    expected = exact_gate(*exact[:4], plan.group[:count])
+    expected = F.layer_norm(expected, (width,), *exact[4:], 1e-5)
+    near(z[:count], expected)
+    probe = torch.full((2 * tokens, width), torch.nan)
+    probe[:count] = torch.randn(count, width)
+    z.backward(probe.to(device))
+    expected.backward(probe[:count].double())
+    gradients_near(quick, exact, count)
+
+
+@on_device
+@routings
+@tokens_
+@widths
+@gates
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "alone"])
+def test_gated_combine(device, routing, tokens, width, gate, shared):
+    ids = choices(routing, tokens, 2)
+    plan = sort(ids, GROUPS)
+    count = int(plan.ends[-1])
+    beside = torch.randn(tokens, width) if shared else None
+    tensors = (*block_tensors(2 * tokens, width, gate, device), torch.rand(tokens, 2), beside)
+    quick, exact = pairs(device, *tensors)
+    y = gated_combine(*quick, histogram.permute(ids.to(device), GROUPS), torch.float32)
+    z = exact_gate(*exact[:4], plan.group[:count])
+    expected = combine_naive.combine(z, exact[4], plan.inverse) if tokens < 100 else _gather_sum(z, exact[4], plan)
+    expected = expected + exact[5] if shared else expected
+    near(y, expected)
+    probe = torch.randn(tokens, width)
+    y.backward(probe.to(device))
+    if expected.requires_grad:
+        expected.backward(probe.double())
+    gradients_near(quick, exact, count)
+
+
+def _gather_sum(rows, weights, plan):
+    """What ``combine_naive`` says, for many tokens."""
+    rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return (rows[plan.inverse.clamp(max=len(rows) - 1)] * weights.unsqueeze(-1)).sum(1)
+
+
+@on_device
+@routings
+@tokens_
+@widths
+def test_combine(device, routing, tokens, width):
+    plan = sort(choices(routing, tokens, 2), GROUPS)
+    quick, exact = pairs(device, torch.randn(2 * tokens, width), torch.rand(tokens, 2))
+    rest = (tensor.to(device) for tensor in (plan.token, plan.choice, plan.inverse))
+    y = combine_fused.combine(*quick, *rest)
+    expected = _gather_sum(*exact, plan)
+    if tokens < 100:
+        torch.testing.assert_close(expected, combine_naive.combine(*exact, plan.inverse))
+    near(y, expected)
+    probe = torch.randn(tokens, width)
+    y.backward(probe.to(device))
+    expected.backward(probe.double())
+    gradients_near(quick, exact)
+
+
+@on_device
+@gates
+@pytest.mark.parametrize(
+    ("blocks", "bases", "inputs", "outputs"), [(8, 16, 12, 20), (8, 5, 7, 11), (1, 40, 3, 300), (32, 33, 1, 9)]
+)
+def test_composition(device, gate, blocks, bases, inputs, outputs):
+    second = torch.randn(blocks, bases) if gate else None
+    quick, exact = pairs(device, torch.randn(blocks, bases), second, torch.randn(bases, inputs, outputs))
+    composed = compose_fused.compose(*quick, 0.3, torch.float32)
+    expected = compose_naive.compose([path * 0.3 for path in exact[:2] if path is not None], exact[2])
+    near(composed, expected)
+    assert composed.stride(1) * 4 % 16 == 0
+    probe = torch.randn(expected.shape)
+    composed.backward(probe.to(device))
+    expected.backward(probe.double())
+    gradients_near(quick, exact)
+
+
+@on_device
+@tokens_
+@widths
+def test_swiglu(device, tokens, width):
+    (quick,), (exact,) = pairs(device, torch.randn(tokens, 2 * width))
+    y = swiglu(quick)
+    gate, up = exact.chunk(2, -1)
+    expected = F.silu(gate) * up
+    near(y, expected)
+    probe = torch.randn(tokens, width)
+    y.backward(probe.to(device))
+    expected.backward(probe.double())
+    gradients_near([quick], [exact])
