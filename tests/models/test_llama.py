@@ -1,6 +1,7 @@
-"""The decoder: its size, its forward by hand, what it refuses, padding, and Hugging Face's weights."""
+"""The decoder: its size, its forward by hand, what it refuses, padding, and weights under Hugging Face's names."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ from torch import nn
 import intbmoe
 from intbmoe.budget import match_budget
 from intbmoe.models.llama import Llama, LlamaConfig
+from intbmoe.registry import find_method
 
 SMALL = LlamaConfig(vocabulary=11, dim=12, depth=2, heads=3, hidden=20)
-CAUSAL = ["switch", "deepseek", "remoe", "dynmoe", "mass", "soft_causal", "smear_token", "lory"]
-CAUSAL += ["mumoe_cp", "mumoe_tr", "intbmoe"]
+CAUSAL = [name for name in intbmoe.list_methods() if find_method(name).noncausal_reason() is None]
 DENSE = 152_006_400
 
 
@@ -20,10 +21,10 @@ def count(model):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def small(method=None, **options):
+def small(method=None, depth=2, **options):
     torch.manual_seed(1)
     make_ffn = None if method is None else lambda: intbmoe.create(method, 12, 8, **options)
-    return Llama(SMALL, make_ffn).double().eval()
+    return Llama(replace(SMALL, depth=depth), make_ffn).double().eval()
 
 
 def ids(batch=2, tokens=9, seed=2):
@@ -108,25 +109,6 @@ def test_the_forward_is_the_published_one():
     torch.testing.assert_close(model(sequences), expected.float(), rtol=1e-4, atol=1e-4)
 
 
-def test_it_is_hugging_faces_model():
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = transformers.LlamaConfig(
-        vocab_size=11,
-        hidden_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=20,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        tie_word_embeddings=True,
-    )
-    theirs = transformers.LlamaForCausalLM(config).double().eval()
-    model = small()
-    model.load_huggingface_state_dict(theirs.state_dict())
-    # Their rotation is computed in float32.
-    torch.testing.assert_close(model(ids()), theirs(ids()).logits, rtol=0, atol=1e-6)
-
-
 def test_it_starts_as_said():
     torch.manual_seed(0)
     model = Llama(LlamaConfig(vocabulary=500, dim=128, depth=1, heads=2, hidden=256))
@@ -206,6 +188,31 @@ def test_bfloat16_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(ids())
     torch.testing.assert_close(logits.float(), model(ids()), rtol=0.1, atol=0.02)
+
+
+# tests/methods compiles every layer; here it is the model around them.
+@pytest.mark.parametrize(
+    ("method", "backend"),
+    [
+        (None, "aot_eager"),
+        pytest.param("intbmoe", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("lory", "aot_eager", marks=pytest.mark.slow),
+        pytest.param(None, "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_whole_it_is_the_same(method, backend):
+    torch._dynamo.reset()
+    model = small(method, depth=1)
+    run = torch.compile(model, fullgraph=True, backend=backend)
+    mask = torch.tensor([[True] * 9, [True] * 6 + [False] * 3])
+    for valid in (None, mask):
+        gradients = []
+        for call in (model, run):
+            model.zero_grad()
+            logits = call(ids(), valid)
+            logits[mask].square().sum().backward()
+            gradients.append((logits[mask], [parameter.grad for parameter in model.parameters()]))
+        torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-11)
 
 
 def test_state_that_does_not_fit_is_refused_whole():

@@ -1,5 +1,7 @@
 """What causal backbones share: which FFN may stand in them, and which tokens a token sees."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -34,19 +36,36 @@ def _method_of(layer: MoELayer) -> str:
     return f"{method.title} ({method.name!r})"
 
 
-def apply_ffn(ffn: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
-    """(B, T, d) → (B, T, d); a plain module works token by token and has no use for the mask."""
-    return ffn(x, mask) if isinstance(ffn, MoELayer) else ffn(x)
+def apply_ffn(ffn: nn.Module, x: Tensor, mask: Tensor | None, state: Any = None) -> Tensor:
+    """(B, T, d) → (B, T, d); a plain module works token by token and has no use for the mask or a state."""
+    return ffn(x, mask, state) if isinstance(ffn, MoELayer) else ffn(x)
 
 
-def visible_tokens(mask: Tensor) -> Tensor:
-    """(B, T) validity → (B, 1, T, T) bool: a token sees the valid ones up to itself, and always itself.
+def new_ffn_state(ffn: nn.Module, batch: int) -> Any:
+    """The decoding state of ``ffn`` for ``batch`` sequences; None where tokens need no earlier ones.
+
+    Raises for a plain module around a mixture that needs a state: nothing would hand it on.
+    """
+    if isinstance(ffn, MoELayer):
+        return ffn.new_state(batch)
+    for name, layer in moe_layers(ffn):
+        if layer.new_state(batch) is not None:
+            raise ValueError(
+                f"{type(ffn).__name__} holds {_method_of(layer)} as {name!r}, which needs earlier tokens to decode: "
+                f"only a mixture that is itself the FFN is handed its decoding state"
+            )
+    return None
+
+
+def visible_tokens(mask: Tensor, queries: int | None = None) -> Tensor:
+    """(B, S) validity → (B, 1, S, S) bool: a token sees the valid ones up to itself, and always itself.
 
     Itself even if it is padding: a softmax over nothing would be NaN, which no later mask removes from a gradient.
+    With ``queries``, only the rows of the last so many tokens.
     """
-    tokens = mask.shape[1]
-    earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
-    itself = torch.eye(tokens, dtype=torch.bool, device=mask.device)
+    places = torch.arange(mask.shape[1], device=mask.device)
+    own = places if queries is None else places[mask.shape[1] - queries :]
+    earlier, itself = places <= own.unsqueeze(1), places == own.unsqueeze(1)
     return ((earlier & mask.unsqueeze(1)) | itself).unsqueeze(1)
 
 

@@ -16,18 +16,29 @@ The FFN of every layer is what ``make_ffn`` makes, and a SwiGLU when it is left 
 Parameters carry the names of Hugging Face's ``LlamaForCausalLM`` without the leading ``model.``, so that its weights
 load into the dense form; the mixture of layer i is ``layers.i.mlp``. Matrices have no bias and start as N(0, 0.02²); a
 mixture starts as it does anywhere.
+
+Decoding keeps what later tokens need of earlier ones in a ``Cache``: turned keys and values of every layer, and the
+state of mixtures that have one. The model itself holds nothing between calls.
+
+    cache = model.new_cache(batch=1, length=100)
+    logits = model(prompt, cache=cache)                # any number of tokens at a time
+    logits = model(next_id, cache=cache)               # those of the new tokens alone
+
+    ids = model.generate(prompts, mask, max_new_tokens=50, temperature=0.8, top_p=0.95)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from intbmoe.checks import require, require_finite, require_positive_int
-from intbmoe.models.causal import apply_ffn, check_mask, require_causal, visible_tokens
-from intbmoe.precision import wide
+from intbmoe.models.causal import apply_ffn, check_mask, new_ffn_state, require_causal, visible_tokens
+from intbmoe.models.generation import Sampling, stream
+from intbmoe.precision import autocast_dtype, cast, wide
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, (T, w/2) each."""
@@ -70,11 +81,70 @@ def _linear(config: LlamaConfig, inputs: int, outputs: int) -> nn.Linear:
     return layer
 
 
-def rotation(config: LlamaConfig, x: Tensor) -> Rotation:
-    """The turn of every position of ``x`` (B, T, d), in the wide type."""
+@dataclass
+class LayerCache:
+    """What one layer keeps of the tokens it has read, with room for ``length`` of them."""
+
+    keys: Tensor
+    """(B, heads, length, w), turned by their positions."""
+    values: Tensor
+    """(B, heads, length, w)."""
+    state: Any
+    """The decoding state of the layer's mixture; None if it has none."""
+    held: int = 0
+    """Tokens read."""
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, heads, T, w) of new tokens → those of all tokens so far."""
+        start, self.held = self.held, self.held + k.shape[2]
+        self.keys[:, :, start : self.held] = k
+        self.values[:, :, start : self.held] = v
+        return cast(self.keys[:, :, : self.held], k.dtype), cast(self.values[:, :, : self.held], v.dtype)
+
+
+@dataclass
+class Cache:
+    """What a model keeps of the tokens of a batch; ``Llama.new_cache`` makes an empty one."""
+
+    layers: list[LayerCache]
+    valid: Tensor
+    """(B, length) bool, which of the tokens read are not padding."""
+    padded: bool = False
+    """Whether a mask came with any of them."""
+
+    @property
+    def held(self) -> int:
+        """Tokens read, padding included."""
+        return self.layers[0].held
+
+    def admit(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Note the validity of new tokens (B, T) before the layers read them; return what they see.
+
+        (B or 1, 1, T, tokens so far), or None where attention needs no mask: at the start, and for a single token.
+        """
+        batch, length = self.valid.shape
+        if ids.shape[0] != batch:
+            raise ValueError(f"the cache is for {batch} sequences, but ids hold {ids.shape[0]}: new_cache(batch, …)")
+        tokens, end = ids.shape[1], self.held + ids.shape[1]
+        if end > length:
+            raise ValueError(
+                f"the cache holds {self.held} tokens and has room for {length}: {tokens} more do not fit; make it "
+                f"with new_cache(batch, length={end}) or more"
+            )
+        self.valid[:, self.held : end] = True if mask is None else mask
+        self.padded = self.padded or mask is not None
+        if self.padded:
+            return visible_tokens(self.valid[:, :end], tokens)
+        if self.held == 0 or tokens == 1:
+            return None
+        return visible_tokens(self.valid.new_ones(1, end), tokens)
+
+
+def rotation(config: LlamaConfig, x: Tensor, start: int = 0) -> Rotation:
+    """The turn of every position of ``x`` (B, T, d), the first of which is ``start``, in the wide type."""
     like = {"dtype": torch.promote_types(x.dtype, torch.float32), "device": x.device}
     pairs = torch.arange(0, config.head_dim, 2, **like) / config.head_dim
-    angles = torch.outer(torch.arange(x.shape[1], **like), config.rope_theta**-pairs)
+    angles = torch.outer(torch.arange(start, start + x.shape[1], **like), config.rope_theta**-pairs)
     return angles.cos(), angles.sin()
 
 
@@ -96,12 +166,16 @@ class Attention(nn.Module):
         self.v_proj = _linear(config, config.dim, config.dim)
         self.o_proj = _linear(config, config.dim, config.dim)
 
-    def forward(self, x: Tensor, turn: Rotation, visible: Tensor | None) -> Tensor:
-        """(B, T, d) → (B, T, d); ``visible`` (B, 1, T, T) where there is padding, else all up to one's own."""
+    def forward(self, x: Tensor, turn: Rotation, visible: Tensor | None, cache: LayerCache | None) -> Tensor:
+        """(B, T, d) → (B, T, d); ``visible`` (B, 1, T, tokens so far), None for all up to one's own."""
         maps = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in maps)
         q, k = rotate(q, turn), rotate(k, turn)
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None)
+        # A single token after others sees them all.
+        causal = visible is None and (cache is None or cache.held == 0)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=causal)
         return self.o_proj(seen.transpose(1, 2).flatten(2))
 
 
@@ -129,10 +203,13 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, turn: Rotation, mask: Tensor | None, visible: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, turn: Rotation, mask: Tensor | None, visible: Tensor | None, cache: LayerCache | None
+    ) -> Tensor:
         """(B, T, d) → (B, T, d)."""
-        x = x + self.self_attn(self.input_layernorm(x), turn, visible)
-        return x + apply_ffn(self.mlp, self.post_attention_layernorm(x), mask)
+        x = x + self.self_attn(self.input_layernorm(x), turn, visible, cache)
+        state = None if cache is None else cache.state
+        return x + apply_ffn(self.mlp, self.post_attention_layernorm(x), mask, state)
 
 
 class Llama(nn.Module):
@@ -150,20 +227,86 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, require_causal(make())) for _ in range(config.depth))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """(B, T) ids, (B, T) bool validity (True: valid; None: all) → (B, T, V) logits, without meaning at padding.
 
-        Padding may stand anywhere and hold any id: no valid token sees it, and no mixture counts it.
+        Padding may stand anywhere and hold any id: no valid token sees it, and no mixture counts it. With a cache the
+        tokens follow those it holds, and it takes them in; there is no gradient then.
         """
+        if cache is None:
+            return self._logits(self._features(ids, mask, None))
+        with torch.no_grad():
+            return self._logits(self._features(ids, mask, cache))
+
+    def next_logits(self, ids: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
+        """As ``forward``, but (B, V) for the last token alone: over a long prompt, all logits are much memory."""
+        with torch.no_grad():
+            return self._logits(self._features(ids, mask, cache)[:, -1])
+
+    def _logits(self, features: Tensor) -> Tensor:
+        return F.linear(features, self.embed_tokens.weight)
+
+    def _features(self, ids: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
+        """(B, T) → (B, T, d)."""
         if ids.dim() != 2:
             raise ValueError(f"ids have shape {tuple(ids.shape)}: expected (batch, tokens)")
         check_mask(mask, ids.shape)
+        if cache is None:
+            start, memories = 0, [None] * len(self.layers)
+            visible = None if mask is None else visible_tokens(mask)
+        else:
+            if self.training:
+                raise RuntimeError("the model is in training mode, which is not for decoding: call model.eval() first")
+            start, memories = cache.held, cache.layers
+            visible = cache.admit(ids, mask)
         x = self.embed_tokens(ids)
-        turn = rotation(self.config, x)
-        visible = None if mask is None else visible_tokens(mask)
-        for layer in self.layers:
-            x = layer(x, turn, mask, visible)
-        return F.linear(self.norm(x), self.embed_tokens.weight)
+        turn = rotation(self.config, x, start)
+        for layer, memory in zip(self.layers, memories, strict=True):
+            x = layer(x, turn, mask, visible, memory)
+        return self.norm(x)
+
+    def new_cache(self, batch: int, length: int) -> Cache:
+        """Room for ``length`` tokens of ``batch`` sequences, on the model's device.
+
+        In the model's type, and in autocast's where it is on.
+        """
+        require_positive_int("batch", batch)
+        require_positive_int("length", length)
+        weight = self.embed_tokens.weight.detach()
+        dtype = autocast_dtype(weight) or weight.dtype
+        shape = (batch, self.config.heads, length, self.config.head_dim)
+        layers = [
+            LayerCache(
+                weight.new_empty(shape, dtype=dtype),
+                weight.new_empty(shape, dtype=dtype),
+                new_ffn_state(layer.mlp, batch),
+            )
+            for layer in self.layers
+        ]
+        return Cache(layers, weight.new_zeros(batch, length, dtype=torch.bool))
+
+    def stream(
+        self,
+        ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        max_new_tokens: int,
+        stop: int | None = None,
+        generator: torch.Generator | None = None,
+        **sampling: Any,
+    ) -> Iterator[Tensor]:
+        """Continue prompts (B, T): yields (B,), the next id of each, once a step.
+
+        Prompts of unequal length stand padded on the left, with a ``mask`` that says so; each is continued as if it
+        were alone. Greedy unless ``temperature`` (with ``top_k``, ``top_p``; see ``Sampling``) says otherwise, then
+        with draws from ``generator``. A sequence ends with the id ``stop`` and is filled with it; the iterator ends
+        when all have ended, or after ``max_new_tokens``.
+        """
+        return stream(self, ids, mask, max_new_tokens, stop, Sampling(**sampling), generator)
+
+    def generate(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+        """What ``stream`` yields with the same arguments, as one (B, n): the new ids, without the prompts."""
+        return torch.stack(list(self.stream(ids, mask, **options)), 1)
 
     def load_huggingface_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the weights of a ``LlamaForCausalLM`` with tied embeddings into the dense form.
