@@ -1,0 +1,152 @@
+"""Plain item sequences with the recommender's backbone: which item comes next, out of all of them.
+
+Letters: ``B`` sequences, ``T`` items, ``d`` width, ``V`` items there are.
+
+    input    x_t = dropout(√d · W[i_t])                                    W (V, d): one vector an item
+    output   y = dropout(Recommender(x))                                   mixtures in every FFN and the head
+    scores   P(i | i_1 … i_t) = softmax_i(W[i]·y_t + b_i)                  the same vectors W
+
+People return: half of all check-ins and more are at a place the person has been to. With ``copy`` the model can also
+point at an item of the history, as pointer and copy networks do (Vinyals et al., 2015; Gu et al., 2016):
+
+    a_ts     = softmax_{s ≤ t}([W[i_s] ‖ y_{s−1}]·Q y_t / √d + β_{t−s})    y_0 = 0
+    P(i | …) = (1 − g_t) · softmax_i(W[i]·y_t + b_i) + g_t · Σ_{s: i_s = i} a_ts,      g_t = σ(w·y_t + c)
+
+It looks at the item, at whether things stood as they stand now when the item was next, and at how long ago that was. Q
+and β start at 0, where the second term is the share of each item in the history: the visit counter.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from intbmoe.checks import require, require_bool, require_finite, require_positive_int
+from intbmoe.models.causal import visible_tokens
+from intbmoe.models.recommender import Recommender, RecommenderConfig
+from intbmoe.precision import autocast_off, wide
+
+PADDING = -1
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceConfig:
+    """Sizes of the model."""
+
+    items: int
+    """V: the items of the data, which are numbered from 0."""
+    length: int = 50
+    """Most items of a history that are looked at."""
+    dim: int = 96
+    depth: int = 2
+    heads: int = 1
+    hidden: int = 384
+    """Inner width of the dense FFNs, the head's included."""
+    dropout: float = 0.0
+    """Of the backbone's inputs and outputs."""
+    copy: bool = False
+    """Whether the model can point at an item of the history."""
+
+    def __post_init__(self) -> None:
+        for name in ("items", "length"):
+            require_positive_int(f"model.{name}", getattr(self, name))
+        require_finite("model.dropout", self.dropout)
+        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "in [0, 1)")
+        require_bool("model.copy", self.copy)
+        self.backbone()  # checks the other sizes
+
+    def backbone(self) -> RecommenderConfig:
+        """The sizes of the backbone."""
+        sizes = {name: getattr(self, name) for name in ("dim", "depth", "heads", "hidden")}
+        return RecommenderConfig(**sizes, max_length=self.length)
+
+
+class SequenceModel(nn.Module):
+    """Items to the next item. ``make_ffn`` makes each FFN and the head; without it all are dense."""
+
+    def __init__(self, config: SequenceConfig, make_ffn: Callable[[], nn.Module] | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.items = nn.Embedding(config.items, config.dim)
+        nn.init.normal_(self.items.weight, std=INIT_STD)
+        self.item_bias = nn.Parameter(torch.zeros(config.items))
+        self.dropout = nn.Dropout(config.dropout)
+        self.backbone = Recommender(config.backbone(), make_ffn)
+        self.pointer = Pointer(config) if config.copy else None
+
+    def forward(self, items: Tensor, targets: Tensor | None = None) -> Tensor:
+        """(B, T) items from old to new, ``PADDING`` after the last → (B, V): log P(next item) of each sequence.
+
+        With ``targets`` (B, T), ``PADDING`` where there is none: log P(target | items up to its place), one number for
+        each target, in the order of rows and then places. Only that is computed in training.
+        """
+        mask = items != PADDING
+        ids = items.clamp(min=0)
+        x = self.dropout(self.items(ids) * self.config.dim**0.5)
+        y = self.dropout(self.backbone(x, mask))
+        with autocast_off(y):  # a coarser type would make ties of different scores
+            if targets is None:
+                return self._next(wide(y), ids, mask)
+            return self._targets(wide(y), ids, mask, targets)
+
+    def _targets(self, y: Tensor, ids: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
+        wanted = targets != PADDING
+        generated = self._generated(y[wanted])
+        found = generated.gather(1, targets[wanted].unsqueeze(1)).squeeze(1)
+        if self.pointer is None:
+            return found
+        attention, gate = self.pointer(y, self._keys(y, ids), visible_tokens(mask).squeeze(1))
+        copied = torch.where(ids.unsqueeze(1) == targets.unsqueeze(2), attention, 0).sum(2)
+        return _mix(found, copied[wanted], gate[wanted])
+
+    def _next(self, y: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        last = mask.sum(1, keepdim=True) - 1
+        now = y.gather(1, last.unsqueeze(2).expand(-1, -1, y.shape[2]))
+        generated = self._generated(now.squeeze(1))
+        if self.pointer is None:
+            return generated
+        attention, gate = self.pointer(now, self._keys(y, ids), mask.unsqueeze(1), last)
+        copied = torch.zeros_like(generated).scatter_add(1, ids, attention.squeeze(1))
+        return _mix(generated, copied, gate)
+
+    def _keys(self, y: Tensor, ids: Tensor) -> Tensor:
+        """(B, T, 2d): each item's vector, and the output of the place before it, from which it was to be predicted."""
+        return torch.cat([wide(self.items(ids)), F.pad(y, (0, 0, 1, 0))[:, :-1]], -1)
+
+    def _generated(self, y: Tensor) -> Tensor:
+        """(N, d) → (N, V), log-probabilities without the pointer."""
+        return F.log_softmax(F.linear(y, wide(self.items.weight), wide(self.item_bias)), -1)
+
+
+class Pointer(nn.Module):
+    """Where in the history to copy from, and whether to."""
+
+    def __init__(self, config: SequenceConfig) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.zeros(config.dim, 2 * config.dim))
+        self.distance = nn.Parameter(torch.zeros(config.length))
+        self.gate = nn.Linear(config.dim, 1)
+
+    def forward(self, y: Tensor, keys: Tensor, visible: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(B, Q, d) outputs, (B, T, 2d) keys, (B, Q, T) who sees whom → (B, Q, T) attention, (B, Q) gate logits.
+
+        ``places`` (B, Q) says where the outputs stand; left out, they are those of all T places.
+        """
+        steps = torch.arange(keys.shape[1], device=keys.device)
+        ago = (steps.unsqueeze(1) if places is None else places.unsqueeze(2)) - steps
+        match = torch.einsum("bqd,de,bte->bqt", y, wide(self.query), keys) / y.shape[2] ** 0.5
+        scores = match + wide(self.distance)[ago.clamp(min=0)]
+        attention = torch.where(visible, scores, -torch.inf).softmax(-1)
+        return attention, F.linear(y, wide(self.gate.weight), wide(self.gate.bias)).squeeze(-1)
+
+
+def _mix(generated: Tensor, copied: Tensor, gate: Tensor) -> Tensor:
+    """log((1 − g)·exp(generated) + g·copied) with g = σ(gate); nothing of it overflows or is NaN at copied = 0."""
+    gate = gate.view(gate.shape[0], *[1] * (generated.dim() - 1))
+    some = copied > 0
+    log_copied = torch.where(some, copied, 1).log()
+    mixed = torch.logaddexp(F.logsigmoid(-gate) + generated, F.logsigmoid(gate) + log_copied)
+    return torch.where(some, mixed, F.logsigmoid(-gate) + generated)
