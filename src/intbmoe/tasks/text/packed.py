@@ -1,0 +1,139 @@
+"""Tokens of a whole data set in one folder, and examples cut from them.
+
+tokens-train.bin, tokens-valid.bin, tokens-test.bin   one id after another, little-endian uint16 (uint32 where the
+                                                      vocabulary needs it), each document ended by the end-of-text id
+tokenizer.json                                        what made the ids of the text
+meta.json                                             what the rest is; written last, so that a folder with it is whole
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from intbmoe.tasks.base import Batch
+from intbmoe.tasks.errors import DataError
+
+VERSION = 1
+SPLITS = ("train", "valid", "test")
+META = "meta.json"
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """The three splits of a text, as ids."""
+
+    where: str
+    """What to call it in a message."""
+    vocabulary: int
+    """How many different ids there can be."""
+    splits: dict[str, np.ndarray]
+    """Name → (tokens,) ids, in memory or mapped from a file."""
+
+
+class TokenExamples:
+    """Consecutive pieces of ``length`` tokens: document after document, cut wherever a piece is full.
+
+    A piece is read with the token after it, so that each of its tokens has the next one as its target; the next piece
+    begins with that token. What is left at the end and fills no piece is not used. Nothing is random here.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int) -> None:
+        self.tokens = tokens
+        self.length = length
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.length)
+
+    def batch(self, indices: Sequence[int], epoch: int, seed: int) -> Batch:
+        """``ids`` and ``targets``, (B, length) int64 each: the same in every epoch and for every seed."""
+        count, length = len(self), self.length
+        if not all(0 <= index < count for index in indices):
+            raise IndexError(f"no example {next(i for i in indices if not 0 <= i < count)}: there are {count}")
+        pieces = np.empty((len(indices), length + 1), dtype=np.int64)
+        for row, index in enumerate(indices):
+            pieces[row] = self.tokens[index * length : (index + 1) * length + 1]
+        both = torch.from_numpy(pieces)
+        return {"ids": both[:, :-1].contiguous(), "targets": both[:, 1:].contiguous()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A mapped file would travel to another process as its content.
+        state = dict(self.__dict__)
+        if isinstance(self.tokens, np.memmap):
+            state["tokens"] = (str(self.tokens.filename), self.tokens.dtype.str)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(self.tokens, tuple):
+            self.tokens = np.memmap(self.tokens[0], dtype=self.tokens[1], mode="r")
+
+
+def token_type(vocabulary: int) -> np.dtype:
+    """The smallest of the two types that holds every id."""
+    return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
+
+
+def tokens_name(split: str) -> str:
+    """The file of a split."""
+    return f"tokens-{split}.bin"
+
+
+def read_meta(folder: Path, name: str) -> dict[str, Any]:
+    """What a finished folder says of itself; raises unless it is whole and of the data called ``name``."""
+    path = folder / META
+    again = f"intbmoe prepare {name} SOURCE {folder}"
+    if not path.is_file():
+        raise DataError(
+            f"{folder} has no {META}: it was never prepared, or its preparation was interrupted; "
+            f"{again} makes it, or goes on where it stopped (see docs/data.md)"
+        )
+    try:
+        meta = json.loads(path.read_bytes())
+        version, found = meta["version"], meta["name"]
+        sizes = {tokens_name(split): meta["splits"][split]["bytes"] for split in SPLITS}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is not what a preparation writes ({error!r}): remove {folder}, then {again}"
+        ) from error
+    if version != VERSION:
+        raise DataError(
+            f"{path} has version {version}, this program reads version {VERSION}: remove {folder}, then {again}"
+        )
+    if found != name:
+        raise DataError(f"{folder} holds {found}, not {name}: set data.source={found}, or give another data.path")
+    for file, size in sizes.items():
+        there = (folder / file).stat().st_size if (folder / file).is_file() else None
+        if there != size:
+            state = "is missing" if there is None else f"has {there} bytes"
+            raise DataError(f"{folder / file} {state}, {META} says {size} bytes: remove {folder}, then {again}")
+    return meta
+
+
+def read(path: str | None, name: str) -> TokenSource:
+    """The three splits of the prepared folder ``path``, mapped into memory; ``name`` is what it was prepared as."""
+    if path is None:
+        raise DataError(
+            f"{name} needs the folder that intbmoe prepare {name} SOURCE FOLDER makes: set data.path "
+            f"(--data.path FOLDER); docs/data.md says how to get the data"
+        )
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder} is not a folder: data.path must be what intbmoe prepare {name} made (see docs/data.md)"
+        )
+    meta = read_meta(folder, name)
+    dtype = token_type(meta["vocabulary"])
+    splits = {split: _map(folder / tokens_name(split), dtype) for split in SPLITS}
+    return TokenSource(str(folder), meta["vocabulary"], splits)
+
+
+def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
