@@ -4,9 +4,17 @@ from intbmoe.checks import did_you_mean
 from intbmoe.recipes.schema import Recipe
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.language import LanguageTask
+from intbmoe.tasks.sequences import SequencesTask
+from intbmoe.tasks.travel import TravelTask
 from intbmoe.tasks.vision import VisionTask
 
-TASKS: dict[str, type[Task]] = {"vision": VisionTask}
+TASKS: dict[str, type[Task]] = {
+    "vision": VisionTask,
+    "sequences": SequencesTask,
+    "language": LanguageTask,
+    "travel": TravelTask,
+}
 
 
 def find_task(name: str) -> type[Task]:

@@ -1,0 +1,84 @@
+"""Preparing IntTravel's tables: rows a second, and memory against the number of rows.
+
+    python benchmarks/preparation.py                             # a minute or two
+    python benchmarks/preparation.py --rows 200000 400000        # any sizes
+    python benchmarks/preparation.py --json figures.json
+
+For each size the seeded generator writes raw tables, and a fresh process prepares them. Memory is the highest resident
+set beyond what the process held before, libraries included; ``measure.py`` says how. The budget is small, so that even
+the smallest tables are many chunks and several shards: memory must then stay where it is as rows grow.
+"""
+
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import tyro
+from measure import MIB, console, in_fresh_process, machine, peak_growth, write
+from rich.table import Table
+
+from intbmoe.tasks.journeys.generator import make_journeys
+from intbmoe.tasks.journeys.inttravel import Budget, prepare
+from intbmoe.tasks.journeys.write import write_tables
+
+SESSIONS = (40, 80)
+BUDGET = Budget(block_bytes=1 << 20, chunk_bytes=4 << 20, shard_rows=50_000)
+
+
+def make_tables(folder: Path, rows: int) -> None:
+    """Raw tables with about so many actions, of a city that is always the same."""
+    write_tables(make_journeys(users=max(1, rows // (sum(SESSIONS) // 2)), sessions=SESSIONS), folder)
+
+
+def measure_preparation(source: Path, target: Path) -> dict[str, float | int]:
+    """Seconds, memory and what was counted."""
+    counted: dict = {}
+
+    def run() -> None:
+        counted.update(prepare(source, target, skip_bad=False, progress=lambda *_: None, budget=BUDGET))
+
+    began = time.perf_counter()
+    (grown,) = peak_growth(run)
+    return {**counted, "seconds": time.perf_counter() - began, "peak_mib": grown / MIB}
+
+
+def main(rows: tuple[int, ...] = (200_000, 500_000, 1_000_000, 2_000_000, 4_000_000), json: Path | None = None) -> None:
+    """Prepare tables of growing size, each in a process of its own.
+
+    Args:
+        rows: How many actions, about.
+        json: Write the raw figures there.
+    """
+    facts = machine()
+    console.print(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items()))
+    table = Table(title=f"blocks {BUDGET.block_bytes >> 20} MiB, chunks {BUDGET.chunk_bytes >> 20} MiB of text, "
+                  f"shards of {BUDGET.shard_rows:,} rows")  # fmt: skip
+    for column in ("rows", "raw MiB", "shards", "seconds", "rows/s", "peak memory, MiB"):
+        table.add_column(column, justify="right")
+    figures = []
+    for number in rows:
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "raw"
+            in_fresh_process(make_tables, source, number)
+            raw = sum(file.stat().st_size for file in source.iterdir()) / MIB
+            measured = in_fresh_process(measure_preparation, source, Path(folder) / "prepared") | {"raw_mib": raw}
+        figures.append(measured)
+        table.add_row(
+            f"{measured['rows']:,}",
+            f"{raw:.0f}",
+            str(measured["shards"]),
+            f"{measured['seconds']:.1f}",
+            f"{measured['rows'] / measured['seconds']:,.0f}",
+            f"{measured['peak_mib']:.0f}",
+        )
+    console.print(table)
+    least, most = (end(figure["peak_mib"] for figure in figures) for end in (min, max))
+    more = figures[-1]["rows"] / figures[0]["rows"]
+    console.print(f"{more:.0f} × the rows; the highest peak is {most / least:.2f} × the lowest")
+    if json is not None:
+        write(json, {"date": datetime.now(UTC).date().isoformat(), "machine": facts, "sizes": figures})
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,65 @@
+"""Vectors for ids out of far fewer rows than there are ids.
+
+    row_j(i)  = ((a_j·i + b_j) mod p) mod R        j = 1…h hash functions, p = 2³¹ − 1, a_1 = 1, b_1 = 0
+    vector(i) = Σ_j T_j[row_j(i)],  vector(0) = 0  each T_j a table of R rows
+
+An id shares each of its rows with about ids/R others, but all h of them with hardly any (about ids/R^h): sums of
+rows tell ids apart that no single table of R rows could. Rows are added and not laid end to end, so that each has the
+full width. The first function is i mod R, which makes one rule do for all sizes: where ids are at most R − 1, every id
+has a row of its own in T_1, as in a plain embedding, and no number of ids need be known to build a table.
+
+The a_j and b_j are constants from SHA-256, and the arithmetic stays below 2⁶³: an id has the same rows in every
+process and on every device.
+"""
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from intbmoe.checks import require, require_finite, require_positive_int
+
+PRIME = 2**31 - 1
+"""p; ids lie below it."""
+
+
+class MultiHashEmbedding(nn.Module):
+    """(…) ids from 0 to 2³¹ − 2 → (…, dim); 0 means missing and gives zero."""
+
+    def __init__(self, rows: int, dim: int, hashes: int = 2, std: float = 1.0) -> None:
+        super().__init__()
+        for name, value in (("rows", rows), ("dim", dim), ("hashes", hashes)):
+            require_positive_int(name, value)
+        require(rows < PRIME, "rows", rows, f"below {PRIME}")
+        require_finite("std", std)
+        self.rows = rows
+        self.constants = [_constants(number) for number in range(hashes)]
+        # ``std`` is that of a vector's entries: a sum of h rows spreads √h times as much as each.
+        tables = torch.empty(hashes * rows + 1, dim).normal_(std=std / hashes**0.5)
+        tables[-1] = 0
+        self.tables = nn.Parameter(tables)
+        """T_1 to T_h, and a row of zeros for what is missing, which has no gradient and stays."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(…) → (…, dim)."""
+        return F.embedding(self.places(ids), self.tables, padding_idx=len(self.constants) * self.rows).sum(-2)
+
+    def places(self, ids: Tensor) -> Tensor:
+        """(…) ids → (…, h), where their rows stand in ``tables``."""
+        ids = ids.long()
+        hashed = [(ids * a + b) % PRIME % self.rows + j * self.rows for j, (a, b) in enumerate(self.constants)]
+        return torch.where(ids.unsqueeze(-1) != 0, torch.stack(hashed, -1), len(self.constants) * self.rows)
+
+    def extra_repr(self) -> str:
+        """For ``print(model)``."""
+        return f"rows={self.rows}, dim={self.tables.shape[1]}, hashes={len(self.constants)}"
+
+
+def _constants(number: int) -> tuple[int, int]:
+    """a and b of a hash function: (1, 0) for the first, then numbers below p without pattern."""
+    if number == 0:
+        return 1, 0
+    digest = hashlib.sha256(f"multi-hash embedding {number}".encode()).digest()
+    a, b = (int.from_bytes(digest[start : start + 8], "little") for start in (0, 8))
+    return 1 + a % (PRIME - 1), b % PRIME

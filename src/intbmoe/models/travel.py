@@ -1,0 +1,151 @@
+"""The paper's travel model: from the sessions of a user to the place that she goes to next.
+
+Letters: ``B`` users, ``S`` sessions of each, from old to new, ``C`` candidates of a session, ``d`` width.
+
+    place p      e(p) = W LN(id + cell + category + region + score) + b, each an embedding; zero where there is none
+    profile      one token for each of six features
+    session s    scenario_s    cell + region + weather + hour + weekday + gap (time since the session before)
+                 intention_s   e(place)
+                 feedback_s    mode + action + e(via)
+    sequence     profile_1 … profile_6, scenario_1, intention_1, feedback_1, scenario_2, …    plus the kind of token
+    prediction   y_s = ``Recommender`` at scenario_s: it has seen the profile, all sessions before s, and of session s
+                 what was known before the user chose
+    score        ⟨y_s, e(c)⟩ / √d for a candidate c, with the same e that intention tokens have
+
+Everything comes as codes, small integers with 0 for missing; a place is five of them. Cells and regions are the same
+whether a user is there or a place. Embeddings are multi-hash (``hashing.py``), so the sizes of tables are settings and
+do not follow from the data: a run's model can be built without it. All fields but ids and cells share one table, in
+which each code of each field is an id of its own.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from intbmoe.checks import require_positive_int
+from intbmoe.models.hashing import MultiHashEmbedding
+from intbmoe.models.recommender import Recommender, RecommenderConfig
+from intbmoe.precision import autocast_off, wide
+
+PROFILE_TOKENS = 6
+SESSION_TOKENS = 3
+PLACE = ("place", "cell", "category", "region", "score")
+"""The codes of a place, in the order of a batch's last dimension."""
+SCENARIO = ("cell", "region", "weather", "hour", "weekday", "gap")
+FEEDBACK = ("mode", "action")
+PROFILE = tuple(f"profile{number}" for number in range(1, PROFILE_TOKENS + 1))
+FIELDS = ("category", "region", "score", "weather", "hour", "weekday", "gap", *FEEDBACK, *PROFILE)
+"""The fields that share one table."""
+KINDS = (*PROFILE, "scenario", "intention", "feedback")
+EMBEDDING_STD = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TravelConfig:
+    """Sizes of the travel model; those of the backbone are the paper's by default, those of the tables are ours."""
+
+    dim: int = 96
+    depth: int = 8
+    heads: int = 1
+    hidden: int = 384
+    """Inner width of the dense FFNs, the head's included."""
+    sessions: int = 40
+    """Most sessions of a sequence, three tokens each; six profile tokens come before them."""
+    place_rows: int = 262_144
+    """Rows of each table for ids of places."""
+    cell_rows: int = 65_536
+    """Rows of each table for cells."""
+    code_rows: int = 65_536
+    """Rows of each table for all other codes; 15 times the largest code leaves none without a row of its own."""
+    hashes: int = 2
+    """Tables of each kind."""
+
+    def __post_init__(self) -> None:
+        for name in ("sessions", "place_rows", "cell_rows", "code_rows", "hashes"):
+            require_positive_int(name, getattr(self, name))
+        self.backbone()
+
+    def backbone(self) -> RecommenderConfig:
+        """The Transformer's sizes."""
+        length = PROFILE_TOKENS + SESSION_TOKENS * self.sessions
+        return RecommenderConfig(
+            dim=self.dim, depth=self.depth, heads=self.heads, hidden=self.hidden, max_length=length
+        )
+
+
+class TravelModel(nn.Module):
+    """Sessions to predictions and scores. ``make_ffn`` makes each FFN and the head; without it all are dense."""
+
+    def __init__(self, config: TravelConfig, make_ffn: Callable[[], nn.Module] | None = None) -> None:
+        super().__init__()
+        self.config = config
+        sizes = {"dim": config.dim, "hashes": config.hashes, "std": EMBEDDING_STD}
+        self.places = MultiHashEmbedding(config.place_rows, **sizes)
+        self.cells = MultiHashEmbedding(config.cell_rows, **sizes)
+        self.codes = MultiHashEmbedding(config.code_rows, **sizes)
+        self.kinds = nn.Parameter(torch.randn(len(KINDS), config.dim) * EMBEDDING_STD)
+        self.place_norm = nn.LayerNorm(config.dim)
+        self.place_map = nn.Linear(config.dim, config.dim)
+        self.backbone = Recommender(config.backbone(), make_ffn)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Scores (N, C) of the candidates of N target sessions, or, in a batch without, predictions (B, S, d).
+
+        profile (B, 6), scenario (B, S, 6), place (B, S, 5), feedback (B, S, 2), via (B, S, 5), candidates (B, S, C, 5)
+        are codes; mask (B, S) is True where there is a session, targets (B, S) where its candidates are to be scored.
+        What stands at padding has no influence.
+        """
+        predictions = self.predict(batch)
+        if "candidates" not in batch:
+            return predictions
+        targets = batch["targets"]
+        return self.score(predictions[targets], batch["candidates"][targets])
+
+    def predict(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """(B, S, d): the output at each session's scenario token."""
+        tokens, mask = self.tokens(batch)
+        return self.backbone(tokens, mask)[:, PROFILE_TOKENS::SESSION_TOKENS]
+
+    def tokens(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The sequence (B, 6 + 3S, d), and which of its tokens are valid."""
+        mask = batch["mask"]
+        sessions = mask.shape[1]
+        if sessions > self.config.sessions:
+            raise ValueError(f"{sessions} sessions: this model takes at most {self.config.sessions} (model.sessions)")
+        scenario, feedback = batch["scenario"], batch["feedback"]
+        session = [
+            self.cells(scenario[..., 0]) + self.embed(scenario[..., 1:], SCENARIO[1:]).sum(-2),
+            self.encode_places(batch["place"]),
+            self.embed(feedback, FEEDBACK).sum(-2) + self.encode_places(batch["via"]),
+        ]
+        profile = self.embed(batch["profile"], PROFILE) + self.kinds[:PROFILE_TOKENS]
+        session = torch.stack(session, 2) + self.kinds[PROFILE_TOKENS:]
+        valid = torch.cat([mask.new_ones(len(mask), PROFILE_TOKENS), mask.repeat_interleave(SESSION_TOKENS, 1)], 1)
+        return torch.cat([profile, session.flatten(1, 2)], 1), valid
+
+    def embed(self, codes: Tensor, fields: tuple[str, ...]) -> Tensor:
+        """(…, F) codes of F fields → (…, F, d)."""
+        numbers = torch.tensor([FIELDS.index(field) for field in fields], device=codes.device)
+        ids = (codes.long() - 1) * len(FIELDS) + numbers + 1
+        return self.codes(torch.where(codes > 0, ids, 0))
+
+    def encode_places(self, places: Tensor) -> Tensor:
+        """(…, 5) codes of places → (…, d), e(p); zero where there is no place."""
+        features = self.places(places[..., 0]) + self.cells(places[..., 1])
+        features = features + self.embed(places[..., 2:], PLACE[2:]).sum(-2)
+        encoded = self.place_map(self.place_norm(features))
+        return torch.where(places[..., :1] != 0, encoded, 0)
+
+    def score(self, predictions: Tensor, candidates: Tensor) -> Tensor:
+        """(N, d), (N, C, 5) → (N, C), at least in float32: with fewer digits, candidates would tie."""
+        # A place is a candidate of many sessions of a batch: each is encoded once.
+        ids, where = candidates[..., 0].unique(return_inverse=True)
+        distinct = candidates.new_zeros(len(ids), len(PLACE))
+        distinct[where.flatten()] = candidates.flatten(0, 1)
+        vectors = wide(self.encode_places(distinct))
+        with autocast_off(predictions):
+            y = wide(predictions) * self.config.dim**-0.5
+            return (F.embedding(where, vectors) @ y.unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,89 @@
+"""The city of the embedded journeys: cells on a grid, each with places that suit its neighbourhood."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+HOME, OFFICE, SCHOOL, CAFE, RESTAURANT, BAR, SHOP, MALL, GYM, PARK, SIGHT, CINEMA = range(12)
+CATEGORIES = 12
+
+# How many places of each category a cell of each kind has:
+#                 home office school café rest. bar shop mall gym park sight cinema
+NEIGHBOURHOODS = np.array(
+    [
+        [16, 1, 2, 3, 4, 1, 5, 1, 3, 4, 1, 1],  # residential
+        [3, 14, 1, 5, 6, 3, 3, 2, 3, 2, 1, 1],  # business
+        [4, 3, 3, 5, 6, 5, 3, 3, 2, 3, 5, 3],  # centre
+        [10, 4, 5, 3, 4, 2, 4, 2, 3, 4, 2, 1],  # mixed
+    ]
+)
+SHARES = (0.4, 0.2, 0.15, 0.25)
+"""Of the neighbourhoods, among the cells."""
+NEARNESS = 1.1
+"""How far a trip goes: the attraction of a cell falls by e for each 1.1 cells of distance."""
+REGION_SIDE = 4
+"""A region is a square of so many cells."""
+TASTES = (7.0, 2.0, -7.0)
+"""What one point of score is worth to somebody who follows the crowd, who hardly cares, and who avoids it."""
+
+
+@dataclass(frozen=True)
+class City:
+    """Places are numbered by (category, cell), so that those of one category in one cell are a run of numbers."""
+
+    category: np.ndarray
+    """(P,)."""
+    cell: np.ndarray
+    """(P,)."""
+    score: np.ndarray
+    """(P,) float32 in 0…1."""
+    region: np.ndarray
+    """(C,): the region of each cell."""
+    distance: np.ndarray
+    """(C, C), in cells."""
+    starts: np.ndarray
+    """(categories, C + 1): the first place of the category in each cell."""
+    reach: np.ndarray
+    """(categories, C, C): how likely a trip for that category, from the first cell, ends in the second or before it."""
+    appeal: np.ndarray
+    """(tastes, P + 1): appeal to a taste, summed over all places before each."""
+
+    def choose(self, category: np.ndarray, origin: np.ndarray, taste: np.ndarray, chance: np.ndarray) -> np.ndarray:
+        """A place of that category near ``origin`` (a cell), by two ``chance`` (…, 2) in 0…1."""
+        reach = self.reach[category, origin]
+        cell = (reach < chance[:, :1] * reach[:, -1:]).sum(1)
+        first, last = self.starts[category, cell], self.starts[category, cell + 1]
+        place = np.empty_like(first)
+        for number, appeal in enumerate(self.appeal):
+            mine = taste == number
+            low, high = appeal[first[mine]], appeal[last[mine]]
+            wanted = np.searchsorted(appeal, low + chance[mine, 1] * (high - low), side="right") - 1
+            place[mine] = np.clip(wanted, first[mine], last[mine] - 1)
+        return place
+
+
+def make_city(random: np.random.Generator, side: int) -> City:
+    """A city of ``side`` × ``side`` cells."""
+    cells = side * side
+    kind = random.choice(len(SHARES), size=cells, p=SHARES)
+    numbers = np.maximum(random.poisson(NEIGHBOURHOODS[kind]), 1).T  # (categories, C)
+    category = np.repeat(np.repeat(np.arange(CATEGORIES), cells), numbers.ravel())
+    cell = np.repeat(np.tile(np.arange(cells), CATEGORIES), numbers.ravel())
+    score = np.round(random.beta(2, 2.5, size=len(cell)), 6).astype(np.float32)
+
+    row, column = np.divmod(np.arange(cells), side)
+    distance = np.hypot(row[:, None] - row, column[:, None] - column)
+    across = -(-side // REGION_SIDE)
+    ends = numbers.ravel().cumsum().reshape(CATEGORIES, cells)
+    starts = np.concatenate([ends[:, :1] - numbers[:, :1], ends], axis=1)
+    appeal = np.exp(np.array(TASTES)[:, None] * (score - 0.5))
+    return City(
+        category,
+        cell,
+        score,
+        (row // REGION_SIDE) * across + column // REGION_SIDE,
+        distance,
+        starts,
+        np.cumsum(np.exp(-distance / NEARNESS) * numbers[:, None, :], axis=2),
+        np.concatenate([np.zeros((len(TASTES), 1)), appeal.cumsum(1)], axis=1),
+    )
