@@ -137,10 +137,12 @@ def recipes() -> None:
     """List the recipes for train and compare, and the sets for compare --methods."""
     with _explained(ModuleNotFoundError):
         from intbmoe.recipes import SETS, describe_recipe, list_recipes, load_recipe
-    table = Table("recipe", "task", "epochs", "batch", "about")
+    table = Table("recipe", "task", "length", "batch", "about")
     for name in list_recipes():
         recipe = load_recipe(name)
-        table.add_row(name, recipe.task, f"{recipe.train.epochs:g}", str(recipe.train.batch), describe_recipe(name))
+        train = recipe.train
+        length = f"{train.epochs:g} epochs" if train.steps is None else f"{train.steps:,} steps"
+        table.add_row(name, recipe.task, length, str(train.batch), describe_recipe(name))
     _print(table)
     table = Table("set", "for compare --methods")
     for name, found in SETS.items():
@@ -209,6 +211,19 @@ def cost(
             cost_report.print_sweep(setting, output or Path("cost_experts.png"), form=form, attention=attention)
 
 
+def doctor() -> None:
+    """Say what this machine has, how a layer runs on it, and whether it runs right."""
+    from intbmoe.doctor import examine
+
+    table = Table("what", "found", show_header=False)
+    findings = examine()
+    for finding in findings:
+        table.add_row(finding.name, finding.value, style="bold red" if finding.good is False else None)
+    _print(table)
+    if any(finding.good is False for finding in findings):
+        sys.exit("intbmoe: something above does not work as it should")
+
+
 def _print(table: Table) -> None:
     # Away from a terminal there is no width to fit into, and a cell broken over lines cannot be searched.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
@@ -254,6 +269,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "recipes": recipes,
     "methods": methods,
     "cost": cost,
+    "doctor": doctor,
 }
 TAKE_A_RECIPE = ("train", "compare")
 

@@ -27,11 +27,11 @@ from intbmoe.ops.swiglu.fused import swiglu
 
 GROUPS = 5
 # The interpreter takes a millisecond an operation: it gets the cases that differ most.
-ROUTINGS = ("zipf", "empty", "masked") if INTERPRETING else ("balanced", "zipf", "one", "empty", "masked", "nothing")
+ROUTINGS = ("zipf", "empty", "masked") if INTERPRETING else ("balanced", "zipf", "one", "masked", "nothing")
 TOKENS = (0, 1, 40) if INTERPRETING else (0, 1, 7, 8192)
 routings = pytest.mark.parametrize("routing", ROUTINGS)
 tokens_ = pytest.mark.parametrize("tokens", TOKENS)
-widths = pytest.mark.parametrize("width", [12, 37] if INTERPRETING else [37, 96, 2844])
+widths = pytest.mark.parametrize("width", [12, 37] if INTERPRETING else [37, 2844])
 gates = pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
 
 

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from intbmoe.analysis.compare import Job, Plan
 from intbmoe.recipes import recipe_to_dict
+from intbmoe.recipes.schema import TrainSettings
 
 POLL_SECONDS = 0.3
 GRACE_SECONDS = 120
@@ -99,7 +100,7 @@ def run_jobs(plan: Plan, waiting: Sequence[Job], jobs: int, console: Console) ->
     """
     queue, running, failures = deque(waiting), [], []
     free = deque(range(jobs))
-    report = _Report(console, total=len(plan.jobs), done=len(plan.jobs) - len(waiting), epochs=plan.recipe.train.epochs)
+    report = _Report(console, total=len(plan.jobs), done=len(plan.jobs) - len(waiting), train=plan.recipe.train)
     with _SigtermInterrupts(), report:
         try:
             while queue or running:
@@ -188,8 +189,8 @@ class _SigtermInterrupts:
 class _Report:
     """On a terminal a bar over all runs and a line for each running one; elsewhere a plain line a run."""
 
-    def __init__(self, console: Console, total: int, done: int, epochs: float) -> None:
-        self.console, self.total, self.done, self.epochs = console, total, done, epochs
+    def __init__(self, console: Console, total: int, done: int, train: TrainSettings) -> None:
+        self.console, self.total, self.done, self.train = console, total, done, train
         columns = (BarColumn(bar_width=24), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
         title = TextColumn("{task.description}")
         self.bars = Progress(title, *columns, console=console, disable=not console.is_terminal)
@@ -215,10 +216,15 @@ class _Report:
         row = process.metrics.row()
         if "epoch" not in row or process.bar is None:
             return
-        state = f"epoch {row['epoch']:.1f}/{self.epochs:g}"
+        steps = self.train.steps
+        state = f"epoch {row['epoch']:.1f}/{self.train.epochs:g}" if steps is None else f"step {row['step']}/{steps}"
         if isinstance(row.get("loss"), float):
             state += f"  loss {row['loss']:.3f}"
-        self.bars.update(process.bar, completed=row["epoch"] / self.epochs, state=state)
+        self.bars.update(
+            process.bar,
+            completed=row["epoch"] / self.train.epochs if steps is None else row["step"] / steps,
+            state=state,
+        )
 
     def _close(self, process: _Process) -> None:
         self.done += 1

@@ -29,6 +29,7 @@ from intbmoe.checks import require, require_bool, require_finite, require_positi
 from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing
 from intbmoe.ops.blocks import Blocks
 from intbmoe.ops.compose import Recipe, compose
+from intbmoe.ops.composed_mm import Pooled
 from intbmoe.ops.route import route
 from intbmoe.parts.blocks import FORMS, choose_form, run_blocks
 from intbmoe.parts.experts import StackedLinear, SwiGLU
@@ -213,6 +214,8 @@ class IntBMoE(BlockLayer):
         pairs = zip(c.widths, c.widths[1:], strict=False)
         self.pools = nn.ModuleList(StackedLinear(c.experts, a, b, bias=True) for a, b in pairs)
         self.filter = nn.Linear(c.dim + c.code_dim, c.dim) if c.filter else None
+        self.recompute = False
+        """Whether training composes again in backward, instead of keeping the composed weights until then."""
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -231,12 +234,17 @@ class IntBMoE(BlockLayer):
             token_filter, code_filter = self.filter.weight.split([self.config.dim, self.config.code_dim], dim=1)
             block_filter = linear(wide(self.codebook), code_filter, self.filter.bias).to(dtype)
         return Blocks(
-            weights=tuple(compose(recipe, pool.weight, dtype, form) for pool in self.pools),
+            weights=tuple(self._weight(recipe, pool.weight, dtype, form) for pool in self.pools),
             biases=tuple(self._compose_bias(recipe, pool.bias, form) for pool in self.pools),
             token_filter=token_filter,
             block_filter=block_filter,
             **self._row_parameters(),
         )
+
+    def _weight(self, recipe: Recipe, pool: Tensor, dtype: torch.dtype, form: str | None) -> Tensor | Pooled:
+        if self.recompute and torch.is_grad_enabled() and form not in (None, "naive"):
+            return Pooled(recipe, pool)
+        return compose(recipe, pool, dtype, form)
 
     def _compose_bias(self, recipe: Recipe, pool: Tensor, form: str | None) -> Tensor:
         """(E, o) → (K, P·o), in the wide type."""

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from intbmoe.ops.blocks import Blocks, naive
+from intbmoe.ops.composed_mm import multiply
 from intbmoe.ops.dprg import dprg
 from intbmoe.ops.grouped_mm import choose_form as choose_product
-from intbmoe.ops.grouped_mm import grouped_mm
 from intbmoe.ops.permute import permute
 from intbmoe.ops.triton_support import usable
 from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
@@ -65,7 +65,7 @@ def _run_rows(x, blocks, plan, form):
         token_term = to_rows(linear(x, blocks.token_filter), plan)
         z = z * token_term.add_(spread(blocks.block_filter, plan)).sigmoid_()
     for layer, (weight, bias) in enumerate(zip(blocks.weights, blocks.biases, strict=True)):
-        z = grouped_mm(cast(z, x.dtype), weight, plan.offsets, complete=plan.complete, form=form)
+        z = multiply(cast(z, x.dtype), weight, plan.offsets, complete=plan.complete, form=form)
         z = wide(z).add_(spread(bias, plan))
         if blocks.scale is not None:
             z = dprg(z, blocks.gains[layer], blocks.scale)

@@ -41,7 +41,7 @@ class SwiGLU(nn.Module):
         if usable(x):
             # One product and one kernel: reading x twice costs more than joining the two matrices.
             rows = linear(x.reshape(-1, x.shape[-1]), torch.cat([self.gate.weight, self.up.weight]))
-            inner = swiglu(rows).view(*x.shape[:-1], -1)
+            inner = swiglu(rows).view(*x.shape[:-1], self.down.in_features)
         else:
             inner = F.silu(linear(x, self.gate.weight)) * linear(x, self.up.weight)
         return linear(inner, self.down.weight)

@@ -1,6 +1,7 @@
 """K composed blocks: everything a token meets between the router and the combine."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -9,8 +10,8 @@ from torch import Tensor
 class Blocks:
     """The tensors of K blocks of L internal layers; tuples hold one entry an internal layer."""
 
-    weights: tuple[Tensor, ...]
-    """(K, d_{l−1}, P·d_l), the value path and, when P = 2, the gate path beside it."""
+    weights: tuple[Any, ...]
+    """(K, d_{l−1}, P·d_l), the value path and, when P = 2, the gate path beside it: tensors, or ``Pooled``."""
     biases: tuple[Tensor, ...]
     """(K, P·d_l)."""
     gains: tuple[Tensor, ...]

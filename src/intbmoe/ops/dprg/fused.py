@@ -21,10 +21,13 @@ from intbmoe.ops.triton_support import empty_rows, on_device, power_of_2
 STATISTICS = 3
 # Measured on an H200 at the paper's three widths (benchmarks/gpu.py).
 FORWARD = Tiling(elements=1024, per_lane=32, tiles=16, stages=3)
-BACKWARD = Tiling(elements=1024, per_lane=8, tiles=32, stages=3)
-BACKWARD_WIDE = Tiling(elements=1024, per_lane=16, tiles=32, stages=2)
-WIDE = 1024
-"""Beyond it a row needs so many warps that waiting for each other costs more than holding more in each."""
+BACKWARD = {
+    512: Tiling(elements=512, per_lane=16, tiles=16, stages=3),
+    1024: Tiling(elements=1024, per_lane=8, tiles=32, stages=3),
+    None: Tiling(elements=1024, per_lane=16, tiles=32, stages=2),
+}
+"""By the widest rows that each is for: a narrow row fits into one warp, which need not wait for others; of a very wide
+one each lane holds more, lest too many warps wait for each other."""
 
 torch.library.define(
     "intbmoe::gated_rows",
@@ -223,7 +226,8 @@ def _allocate(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
 def _run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends):
     count, width, groups = rows.shape[0], norm_gain.shape[0], ends.shape[0]
     row_grad, sums = _allocate_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends)
-    sizes = (BACKWARD if width <= WIDE else BACKWARD_WIDE).chunk(width, count)
+    tiling = next(tiling for widest, tiling in BACKWARD.items() if widest is None or width <= widest)
+    sizes = tiling.chunk(width, count)
     number = programs(count, groups, sizes["ROWS"])
     if count == 0:
         return row_grad, sums.zero_()

@@ -4,20 +4,24 @@ import torch
 from torch import Tensor
 
 from intbmoe.checks import require
-from intbmoe.ops.grouped_mm import grouped, naive, tiled
+from intbmoe.ops.grouped_mm import fused, grouped, naive, tiled
+from intbmoe.ops.triton_support import runs_on
 
-FORMS = ("grouped", "tiled", "naive")
+FORMS = ("fused", "grouped", "tiled", "naive")
 
 
 def choose_form(x: Tensor) -> str:
     """The form that runs ``x`` fastest without a data-dependent shape or a wait for the device.
 
-    On CUDA torch's grouped GEMM is one kernel only in bfloat16 from compute capability 9.0 on; elsewhere it copies
-    the offsets to the host and loops, so the tiles are used.
+    On CUDA that is the Triton kernel in half precision. Without Triton, torch's grouped GEMM is one kernel only in
+    bfloat16 from compute capability 9.0 on; elsewhere it copies the offsets to the host and loops, so the tiles are
+    used, and for float32 too, which tensor cores do not multiply.
     """
     if torch.compiler.is_exporting() or x.dtype not in grouped.DTYPES:
         return "tiled"
     if x.device.type == "cuda":
+        if x.dtype != torch.float32 and runs_on(x.device):
+            return "fused"
         one_kernel = x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
         return "grouped" if one_kernel else "tiled"
     return "grouped" if x.device.type == "cpu" else "tiled"
@@ -29,6 +33,8 @@ def grouped_mm(
     """(M, i) rows sorted by group, (G, i, o) weights, (G,) end offsets → (M, o); zero after the last group."""
     form = form or choose_form(x)
     require(form in FORMS, "form", form, f"one of {', '.join(FORMS)}")
+    if form == "fused":
+        return fused.gathered_mm(x, weight, offsets, complete=complete)
     if form == "grouped":
         return grouped.grouped_mm(x, weight, offsets, complete)
     return (tiled if form == "tiled" else naive).grouped_mm(x, weight, offsets)

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intbmoe.ops.triton_support import on_device
+from intbmoe.ops.triton_support import on_device, power_of_2
 
-BLOCK = 1024
+ELEMENTS = 1024
 
 torch.library.define("intbmoe::swiglu", "(Tensor rows) -> Tensor")
 torch.library.define("intbmoe::swiglu_backward", "(Tensor grad, Tensor rows) -> Tensor")
@@ -19,36 +19,50 @@ def swiglu(rows: Tensor) -> Tensor:
 
 
 @triton.jit
-def _swiglu_forward(rows, out, total, width, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < total
-    source = place // width * 2 * width + place % width
+def _places(count, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a program's entries stand in the output and among the rows, and which are there."""
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (row < count)[:, None] & (column < WIDTH)[None, :]
+    return row[:, None] * WIDTH + column[None, :], row[:, None] * 2 * WIDTH + column[None, :], mask
+
+
+@triton.jit
+def _swiglu_forward(rows, out, count, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    place, source, mask = _places(count, WIDTH, TILE, BLOCK)
     gate = tl.load(rows + source, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(rows + source + width, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(rows + source + WIDTH, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + place, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _swiglu_backward(grad, rows, out, total, width, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < total
-    source = place // width * 2 * width + place % width
+def _swiglu_backward(grad, rows, out, count, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    place, source, mask = _places(count, WIDTH, TILE, BLOCK)
     dy = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(rows + source, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(rows + source + width, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(rows + source + WIDTH, mask=mask, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     dgate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
     tl.store(out + source, dgate.to(out.dtype.element_ty), mask=mask)
-    tl.store(out + source + width, (dy * gate * sigmoid).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + source + WIDTH, (dy * gate * sigmoid).to(out.dtype.element_ty), mask=mask)
+
+
+def _launch(kernel, *tensors: Tensor) -> None:
+    """Run ``kernel``, whose last tensor but one are the rows."""
+    count, width = tensors[-2].shape[0], tensors[-2].shape[1] // 2
+    if count and width:
+        block = min(power_of_2(width), ELEMENTS)
+        tile = ELEMENTS // block
+        grid = (triton.cdiv(count, tile), triton.cdiv(width, block))
+        with on_device(tensors[0]):
+            kernel[grid](*tensors, count, WIDTH=width, TILE=tile, BLOCK=block)
 
 
 @torch.library.impl("intbmoe::swiglu", "default")
 def _run(rows):
     rows = rows.contiguous()
     out = _allocate(rows)
-    if out.numel():
-        with on_device(rows):
-            _swiglu_forward[(triton.cdiv(out.numel(), BLOCK),)](rows, out, out.numel(), out.shape[1], BLOCK=BLOCK)
+    _launch(_swiglu_forward, rows, out)
     return out
 
 
@@ -59,18 +73,13 @@ def _allocate(rows):
 
 @torch.library.impl("intbmoe::swiglu_backward", "default")
 def _run_backward(grad, rows):
-    rows, grad = rows.contiguous(), grad.contiguous()
-    out = torch.empty_like(rows)
-    if grad.numel():
-        with on_device(rows):
-            _swiglu_backward[(triton.cdiv(grad.numel(), BLOCK),)](
-                grad, rows, out, grad.numel(), grad.shape[1], BLOCK=BLOCK
-            )
+    rows, out = rows.contiguous(), _allocate_backward(grad, rows)
+    _launch(_swiglu_backward, grad.contiguous(), rows, out)
     return out
 
 
 @torch.library.register_fake("intbmoe::swiglu_backward")
-def _(grad, rows):
+def _allocate_backward(grad, rows):
     return torch.empty_like(rows, memory_format=torch.contiguous_format)
 
 

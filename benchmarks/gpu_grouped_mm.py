@@ -1,0 +1,352 @@
+"""The grouped products of one layer on a GPU: tile by tile against torch's grouped GEMM and a dense one.
+
+    python benchmarks/gpu_grouped_mm.py                  # about a minute
+    python benchmarks/gpu_grouped_mm.py --json out.json  # also every figure
+
+First every product is checked against float64 on fresh random inputs; a wrong one ends the run with status 1. Then each
+is timed in bfloat16 by replays of a CUDA graph that holds many calls, over several sets of inputs where one set would
+stay in the L2 cache: microseconds a call, medians over replays, balanced and then Zipf routing. "dense" is one cuBLAS
+product of as many operations, "torch" is F.grouped_mm with the gather as an index_select before it, "table" what
+``fused.mm_tile`` and ``fused.outer_tile`` choose. The remaining columns are tiles: 256 is 128 × 256, d reads
+through tensor descriptors, P is persistent. TFLOP/s are those of the fastest tile, balanced.
+
+Processes compile in parallel before anything is timed.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from intbmoe.ops.grouped_mm import fused, naive
+from intbmoe.ops.grouped_mm.fused import Tile
+from intbmoe.ops.triton_support import aligned
+
+DEVICE = "cuda"
+L2_BYTES = 60e6
+CALLS, REPLAYS = 20, 9
+ROUTINGS = ("balanced", "zipf")
+MM_TILES = {
+    "256": Tile(128, 256, 64, 8, 3),
+    "256d": Tile(128, 256, 64, 8, 4, descriptors=True),
+    "256dP": Tile(128, 256, 64, 8, 4, descriptors=True, persistent=1),
+    "128": Tile(128, 128, 64, 4, 3),
+    "128d": Tile(128, 128, 64, 4, 3, descriptors=True),
+    "128dP": Tile(128, 128, 64, 4, 3, descriptors=True, persistent=2),
+}
+OUTER_TILES = {name: MM_TILES[name] for name in ("256", "256d", "128", "128d")}
+FEW_ROWS_TILES = {
+    "16": Tile(16, 128, 64, 4, 4),
+    "16d": Tile(16, 128, 64, 4, 4, descriptors=True),
+    "16n": Tile(16, 64, 128, 4, 4),
+    "64": Tile(64, 128, 64, 4, 4),
+    "64d": Tile(64, 128, 64, 4, 4, descriptors=True),
+}
+
+
+class Product(NamedTuple):
+    """One product of a layer; ``kind`` is fwd, dx (by the transposed weights) or dw (the weights' gradient)."""
+
+    name: str
+    kind: str
+    tokens: int
+    k: int
+    groups: int
+    inputs: int
+    outputs: int
+    gathered: bool
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.k
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.inputs * self.outputs
+
+    @property
+    def tiles(self) -> dict[str, Tile]:
+        if self.kind == "dw":
+            return OUTER_TILES
+        return FEW_ROWS_TILES if self.rows <= 64 * self.groups else MM_TILES
+
+
+def products() -> list[Product]:
+    """Both internal layers of the three shapes, and the first of MiniPile for one token and one short sequence."""
+    layers = [
+        ("MiniPile", 8192, 768, 2844),
+        ("ImageNet", 50176, 192, 768),
+        ("IntTravel", 8064, 96, 384),
+    ]
+    found = []
+    for name, tokens, dim, hidden in layers:
+        for kind in ("fwd", "dx", "dw"):
+            found.append(Product(f"{name} 1", kind, tokens, 2, 8, dim, 2 * hidden, gathered=kind != "dx"))
+            found.append(Product(f"{name} 2", kind, tokens, 2, 8, hidden, 2 * dim, gathered=False))
+    found += [Product(f"{tokens} tokens", "fwd", tokens, 2, 8, 768, 5688, gathered=True) for tokens in (1, 126)]
+    return found
+
+
+class Inputs(NamedTuple):
+    """What a product needs; ``probe`` is the gradient of its output."""
+
+    x: Tensor
+    weight: Tensor
+    offsets: Tensor
+    token: Tensor | None
+    inverse: Tensor | None
+    probe: Tensor
+
+
+def route(routing: str, tokens: int, k: int, groups: int) -> Tensor:
+    """(tokens, k) group of each assignment, −1 for none."""
+    probability = torch.ones(groups)
+    if routing == "zipf":
+        probability = 1 / torch.arange(1.0, groups + 1)
+    elif routing == "one":
+        probability = torch.eye(groups)[groups // 2]
+    elif routing == "empty":
+        probability = (torch.arange(groups) % 2).float()
+    if tokens == 0:
+        return torch.zeros(0, k, dtype=torch.long)
+    ids = torch.multinomial(probability, tokens * k, replacement=True).view(tokens, k)
+    return torch.where(torch.rand(tokens, k) < 0.2, -1, ids) if routing == "masked" else ids
+
+
+def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Random numbers in rows that start at multiples of 16 bytes, as the layer lays them out, and NaN behind them."""
+    rows = torch.full((*shape[:-1], aligned(shape[-1], dtype)), math.nan, device=DEVICE, dtype=dtype)
+    return rows[..., : shape[-1]].copy_(torch.randn(shape, device=DEVICE, dtype=dtype))
+
+
+def draw(product: Product, routing: str, dtype: torch.dtype) -> Inputs:
+    """Fresh random inputs."""
+    ids = route(routing, product.tokens, product.k, product.groups).to(DEVICE)
+    keys, order = torch.where(ids < 0, product.groups, ids).reshape(-1).sort(stable=True)
+    offsets = torch.searchsorted(keys, torch.arange(product.groups, device=DEVICE), right=True, out_int32=True)
+    rows, i, o = product.rows, product.inputs, product.outputs
+    return Inputs(
+        normal(product.tokens if product.gathered else rows, i, dtype=dtype),
+        normal(product.groups, i, o, dtype=dtype),
+        offsets,
+        order // product.k if product.gathered else None,
+        order.argsort().view_as(ids) if product.gathered else None,
+        normal(rows, o, dtype=dtype),
+    )
+
+
+def run(product: Product, given: Inputs, tile: Tile | None) -> Tensor:
+    """The fused product; the table's tile if none is given."""
+    if product.kind == "dw":
+        return fused.run_outer(given.x, given.probe, given.offsets, given.token, tile=tile)
+    if product.kind == "dx":
+        return fused.run_mm(given.probe, given.weight.mT, given.offsets, None, complete=True, tile=tile)
+    return fused.run_mm(given.x, given.weight, given.offsets, given.token, complete=True, tile=tile)
+
+
+def run_torch(product: Product, given: Inputs) -> Tensor:
+    """torch's grouped GEMM on gathered rows."""
+    if product.kind == "dx":
+        return F.grouped_mm(given.probe, given.weight.mT, offs=given.offsets)
+    rows = given.x if given.token is None else given.x.index_select(0, given.token)
+    if product.kind == "dw":
+        return F.grouped_mm(rows.t(), given.probe, offs=given.offsets)
+    return F.grouped_mm(rows, given.weight, offs=given.offsets)
+
+
+def run_dense(product: Product, given: Inputs, rows: Tensor) -> Tensor:
+    """One product of as many operations."""
+    if product.kind == "dx":
+        return given.probe @ given.weight[0].t()
+    return rows.t() @ given.probe if product.kind == "dw" else rows @ given.weight[0]
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖; infinite for NaN and wherever one is zero and the other is not."""
+    if found.numel() == 0:
+        return 0.0 if found.shape == expected.shape else math.inf
+    size = expected.norm().item()
+    error = (found.double() - expected).norm().item()
+    if not math.isfinite(error):
+        return math.inf
+    return error / size if size else (math.inf if error else 0.0)
+
+
+def expected_of(product: Product, given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and gradients in float64."""
+    x, weight = given.x.detach().double().requires_grad_(), given.weight.detach().double().requires_grad_()
+    out = naive.grouped_mm(x if given.token is None else x[given.token], weight, given.offsets)
+    return out.detach(), *torch.autograd.grad(out, (x, weight), given.probe.double())
+
+
+def check(task: tuple[Product, str, torch.dtype]) -> tuple[str, float]:
+    """The worst relative error of output and gradients through the op, in units of what its type allows."""
+    product, routing, dtype = task
+    name = f"{product.rows} rows, {product.inputs}→{product.outputs}, {routing}, {str(dtype)[6:]}"
+    try:
+        torch.manual_seed(zlib.crc32(name.encode()))
+        given = draw(product, routing, dtype)
+        expected = expected_of(product, given)
+        x, weight = given.x.requires_grad_(), given.weight.requires_grad_()
+        for shape in (expected[0].shape, x.shape, weight.shape):  # so that what is not written is NaN
+            normal(*shape, dtype=dtype).fill_(math.nan)
+        out = fused.gathered_mm(x, weight, given.offsets, given.token, given.inverse, complete=routing != "masked")
+        found = (out, *torch.autograd.grad(out, (x, weight), given.probe))
+        allowed = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+        return name, max(relative_error(a.detach(), b) for a, b in zip(found, expected, strict=True)) / allowed
+    except Exception:
+        return f"{name}\n{traceback.format_exc()}", math.inf
+
+
+def check_tile(task: tuple[Product, str]) -> tuple[str, float]:
+    """The error of one tile at the shape it is timed at; also compiles it."""
+    product, tile_name = task
+    name = f"{product.name} {product.kind}, tile {tile_name}"
+    try:
+        torch.manual_seed(zlib.crc32(name.encode()))
+        given = draw(product, "zipf", torch.bfloat16)
+        tile = product.tiles.get(tile_name)
+        found = run(product, given, tile)
+        order = {"fwd": 0, "dx": 1, "dw": 2}[product.kind]
+        expected = expected_of(product, given)[order]
+        return name, relative_error(found, expected) / torch.finfo(torch.bfloat16).eps
+    except Exception:
+        return f"{name}\n{traceback.format_exc()}", math.inf
+
+
+def checks() -> list[tuple[Product, str, torch.dtype]]:
+    """Routings, types, numbers of rows and widths; rows of no group are in "masked"."""
+    widths = ((192, 384, True), (187, 61, True), (284, 572, False))
+    found = []
+    for dtype in fused.DTYPES:
+        for inputs, outputs, gathered in widths:
+            for tokens, k in ((0, 2), (1, 1), (7, 1), (8192, 2)):
+                product = Product("check", "fwd", tokens, k, 8, inputs, outputs, gathered)
+                routings = ("balanced", "zipf", "one", "empty", "masked") if tokens > 7 else ("balanced", "masked")
+                found += [(product, routing, dtype) for routing in routings]
+    return found
+
+
+def work(tasks: list) -> list[tuple[str, float]]:
+    """A process's share of the checks."""
+    return [check(task) if len(task) == 3 else check_tile(task) for task in tasks]
+
+
+def check_everything(workers: int) -> bool:
+    """All checks in parallel; whether all passed."""
+    # Checks that share their kernels go to one process, so that none is compiled twice.
+    by_kernel: dict[object, list] = {}
+    for task in checks():
+        product = task[0]
+        by_kernel.setdefault((product.inputs, product.gathered, task[2], product.tokens > 7), []).append(task)
+    bundles = list(by_kernel.values())
+    bundles += [[(product, name)] for product in products() for name in ("table", *product.tiles)]
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        results = [result for bundle in pool.map(work, bundles) for result in bundle]
+    failed = [(name, error) for name, error in results if not error <= 1]
+    for name, error in failed:
+        print(f"WRONG by {error:.3g} × what is allowed: {name}")
+    worst = max(results, key=lambda result: result[1])
+    print(f"{len(results) - len(failed)} of {len(results)} products right; the worst at {worst[1]:.2f} of its bound")
+    return not failed
+
+
+def microseconds(calls: list[Callable[[], object]]) -> float:
+    """One call's time: ``CALLS`` of them in a graph, round and round over ``calls``, the median of replays."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(CALLS):
+            calls[number % len(calls)]()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / CALLS)
+    return statistics.median(times)
+
+
+def measure(product: Product, routing: str) -> dict[str, float | None]:
+    """Microseconds of every candidate; None for one that failed."""
+    first = draw(product, routing, torch.bfloat16)
+    size = sum(t.numel() * t.element_size() for t in first if t is not None)
+    sets = [first, *(draw(product, routing, torch.bfloat16) for _ in range(min(7, int(3 * L2_BYTES // size))))]
+    gathered = [given.x if given.token is None else given.x.index_select(0, given.token) for given in sets]
+
+    def each(function: Callable[..., Tensor], *arguments: object) -> list[Callable[[], object]]:
+        return [lambda given=given: function(product, given, *arguments) for given in sets]
+
+    candidates = {
+        "dense": [lambda g=given, r=rows: run_dense(product, g, r) for given, rows in zip(sets, gathered, strict=True)],
+        "torch": each(run_torch),
+        "table": each(run, None),
+        **{name: each(run, tile) for name, tile in product.tiles.items()},
+    }
+    times: dict[str, float | None] = {}
+    for name, calls in candidates.items():
+        try:
+            times[name] = microseconds(calls)
+        except Exception as error:
+            print(f"{product.name} {product.kind} {name}: {type(error).__name__}: {str(error)[:150]}")
+            times[name] = None
+    return times
+
+
+def report(product: Product, figures: dict[str, dict[str, float | None]]) -> str:
+    """One line: balanced/Zipf microseconds of each candidate, and the rate of the fastest tile."""
+    balanced, zipf = (figures[routing] for routing in ROUTINGS)
+    show = lambda time: "–" if time is None else f"{time:.0f}" if time >= 99.5 else f"{time:.1f}"  # noqa: E731
+    cells = [f"{name} {show(balanced[name])}/{show(zipf[name])}" for name in balanced if name != "dense"]
+    tiles = {name: balanced[name] for name in product.tiles if balanced[name] is not None}
+    best = min(tiles, key=tiles.get) if tiles else "none"
+    rate = f"{best} {product.flops / tiles[best] / 1e6:.0f} TFLOP/s" if tiles else "no tile ran"
+    return f"{product.name:>12} {product.kind:<3} | dense {show(balanced['dense'])} {' '.join(cells)} | {rate}"
+
+
+def main() -> int:
+    """Check, time, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write every figure here")
+    parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("needs a CUDA device")
+        return 2
+    begin = time.perf_counter()
+    right = check_everything(arguments.workers)
+    print(f"checked and compiled in {time.perf_counter() - begin:.0f} s")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, µs a call, balanced/Zipf", flush=True)
+    everything = {}
+    for product in products():
+        figures = {routing: measure(product, routing) for routing in ROUTINGS}
+        everything[f"{product.name} {product.kind}"] = figures
+        print(report(product, figures), flush=True)
+        torch.cuda.empty_cache()
+    print(f"{time.perf_counter() - begin:.0f} s in all")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(everything, indent=1) + "\n")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,371 @@
+"""The grouped product in Triton, with the gather of tokens fused into its load: rows are never copied.
+
+    gathered_mm     y[r] = x[token[r]] @ weight[g(r)]                        rows sorted by group g
+    gathered_outer  dW[g] = Σ_{r in g} x[token[r]] ⊗ dy[r]                   its weight gradient
+
+Both are custom ops: opaque to the compiler, counted by the flop counter, differentiable twice. No launch waits for the
+device or depends on where the rows fall, sums are taken in a fixed order, accumulation is in float32.
+
+Tiles come from ``mm_tile`` and ``outer_tile``, fixed tables keyed on shapes, so a run takes the same path every time;
+``run_mm`` and ``run_outer`` take another tile where one is given, for benchmarks and tests.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from intbmoe.checks import require
+from intbmoe.ops.triton_support import (
+    ALIGNMENT,
+    DTYPES,
+    empty_matrices,
+    empty_rows,
+    on_device,
+    power_of_2,
+    runs_on,
+)
+
+PROCESSORS = 132
+"""Programs that run at once, for which the tables are made. A constant: sums must not depend on the device."""
+
+LONG = 768
+"""From here on a wider tile pays. Measured on an H200 (benchmarks/gpu_grouped_mm.py), as are all bfloat16 entries."""
+
+
+class Tile(NamedTuple):
+    """How one program works: on ``m`` × ``n`` results, ``k`` terms of their sums at a time."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    """Tiles of factors in flight."""
+    swizzle: int = 8
+    """Tiles of m before the next of n."""
+    descriptors: bool = False
+    """Read through tensor descriptors what they can read: whatever is aligned to 16 bytes and not gathered."""
+    persistent: int = 0
+    """So many programs a processor, each going from tile to tile; 0: a program a tile."""
+
+
+def mm_tile(rows: int, groups: int, inputs: int, outputs: int, dtype: torch.dtype) -> Tile:
+    """The tile of ``gathered_mm``."""
+    share = rows // max(groups, 1)
+    if dtype == torch.float32:
+        tile = Tile(16, 64, 32, 4, 3) if share <= 16 else Tile(64, 64, 32, 4, 3)
+    elif share <= 16:
+        tile = Tile(16, 128, 64, 4, 4, descriptors=True)
+    elif share <= 64:
+        tile = Tile(64, 128, 64, 4, 4, descriptors=True)
+    elif inputs >= LONG and _covered(outputs, 256) <= 1.1 * _covered(outputs, 128):
+        tile = Tile(128, 256, 64, 8, 4, descriptors=True)
+    else:  # with few steps, two programs a processor hide each other's start and end
+        tile = Tile(128, 128, 64, 4, 3, descriptors=True)
+    return tile._replace(n=_fit(tile.n, outputs), k=_fit(tile.k, inputs))
+
+
+def outer_tile(groups: int, inputs: int, outputs: int, dtype: torch.dtype) -> Tile:
+    """The tile of ``gathered_outer``: m of the inputs, n of the outputs, k rows."""
+    if dtype == torch.float32:
+        tile = Tile(64, 64, 32, 4, 3)
+    elif outputs >= LONG:
+        tile = Tile(128, 256, 64, 8, 4, descriptors=True)
+    else:
+        tile = Tile(128, 128, 64, 4, 3, descriptors=True)
+    return tile._replace(m=_fit(tile.m, inputs), n=_fit(tile.n, outputs))
+
+
+def outer_parts(rows: int, groups: int, inputs: int, outputs: int, tile: Tile) -> int:
+    """Into how many parts ``gathered_outer`` cuts each group's rows.
+
+    A part costs a write and a read of the whole result: as many as fill the device twice, none shorter than 8 steps.
+    """
+    programs = groups * math.ceil(inputs / tile.m) * math.ceil(outputs / tile.n)
+    wanted = math.ceil(2 * PROCESSORS / programs)
+    useful = rows // (groups * 8 * tile.k)
+    return max(1, min(wanted, useful, 16))
+
+
+def _covered(width: int, block: int) -> int:
+    """Columns that blocks of that size compute for ``width`` of them."""
+    return math.ceil(width / block) * block
+
+
+def _fit(block: int, width: int) -> int:
+    """``block``, or the least power of two from 16 on that holds ``width``."""
+    return min(block, power_of_2(width, 16))
+
+
+torch.library.define(
+    "intbmoe::gathered_mm",
+    "(Tensor x, Tensor weight, Tensor offsets, Tensor? token, Tensor? inverse, bool complete) -> Tensor",
+)
+torch.library.define(
+    "intbmoe::gathered_outer",
+    "(Tensor x, Tensor grad, Tensor offsets, Tensor? token, Tensor? inverse, ScalarType? dtype) -> Tensor",
+)
+
+
+def gathered_mm(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    token: Tensor | None = None,
+    inverse: Tensor | None = None,
+    complete: bool = False,
+) -> Tensor:
+    """(N, i) tokens, (G, i, o) weights, (G,) end offsets, (M,) the token of each row → (M, o).
+
+    Without ``token``, ``x`` holds the M rows themselves. Rows after the last group are zero; ``complete`` says that
+    there are none. ``inverse`` (N, k), the row of each assignment (M for one without a row), is needed for the gradient
+    of gathered tokens. ``weight`` may be row- or column-major; its transposed view costs nothing. Rows of the result
+    start at multiples of 16 bytes, as those of torch's grouped GEMM do.
+    """
+    return torch.ops.intbmoe.gathered_mm(x, weight, offsets, token, inverse, complete)
+
+
+def gathered_outer(
+    x: Tensor,
+    grad: Tensor,
+    offsets: Tensor,
+    token: Tensor | None = None,
+    inverse: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """(N, i) tokens, (M, o) rows → (G, i, o) sums over each group's rows, in ``dtype`` (default: that of ``x``)."""
+    return torch.ops.intbmoe.gathered_outer(x, grad, offsets, token, inverse, dtype)
+
+
+@torch.library.impl("intbmoe::gathered_mm", "default")
+def _launch_mm(x, weight, offsets, token, inverse, complete):
+    return run_mm(x, weight, offsets, token, complete)
+
+
+@torch.library.impl("intbmoe::gathered_outer", "default")
+def _launch_outer(x, grad, offsets, token, inverse, dtype):
+    return run_outer(x, grad, offsets, token, dtype)
+
+
+def run_mm(
+    x: Tensor, weight: Tensor, offsets: Tensor, token: Tensor | None, complete: bool, tile: Tile | None = None
+) -> Tensor:
+    """``gathered_mm`` without autograd, by the given tile."""
+    _check(x, weight, "weight", offsets)
+    rows = x.shape[0] if token is None else token.shape[0]
+    groups, inputs, outputs = weight.shape
+    out = empty_rows(x, rows, outputs)
+    if out.numel() == 0:
+        return out
+    from intbmoe.ops.grouped_mm import fused_kernels
+
+    tile = tile or mm_tile(rows, groups, inputs, outputs, x.dtype)
+    x = _rows_contiguous(x)
+    transposed = weight.stride(2) != 1 and weight.stride(1) == 1
+    matrices = weight.mT if transposed else weight
+    x_described = tile.descriptors and token is None and _describable(x)
+    weight_described = tile.descriptors and _describable(matrices)
+    slots = rows // tile.m + groups + (not complete)
+    tiles = slots * math.ceil(outputs / tile.n)
+    programs = min(tiles, tile.persistent * PROCESSORS) if tile.persistent else tiles
+    with on_device(x):
+        fused_kernels.mm[(programs,)](
+            _described(x, (tile.m, tile.k)) if x_described else x,
+            _described(matrices, (1, tile.n, tile.k) if transposed else (1, tile.k, tile.n))
+            if weight_described
+            else weight,
+            out,
+            offsets,
+            token,
+            rows,
+            groups,
+            inputs,
+            outputs,
+            x.stride(0),
+            *weight.stride(),
+            out.stride(0),
+            slots,
+            UNIT=_unit(inputs, outputs, x.stride(0), *matrices.stride()[:2], out.stride(0)),
+            GROUPS=power_of_2(groups),
+            GATHER=token is not None,
+            X_TMA=x_described,
+            W_TMA=weight_described,
+            W_TRANSPOSED=transposed,
+            EVEN_I=inputs % tile.k == 0,
+            EVEN_O=outputs % tile.n == 0,
+            BLOCK_M=tile.m,
+            BLOCK_N=tile.n,
+            BLOCK_K=tile.k,
+            SWIZZLE=tile.swizzle,
+            FLATTEN=tile.persistent > 0,
+            PRECISION=_precision(),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    return out
+
+
+def run_outer(
+    x: Tensor,
+    grad: Tensor,
+    offsets: Tensor,
+    token: Tensor | None,
+    dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """``gathered_outer`` without autograd, by the given tile and parts of each group's rows."""
+    _check(x, grad, "grad", offsets)
+    groups, inputs, outputs = offsets.shape[0], x.shape[1], grad.shape[1]
+    out = empty_matrices(x, groups, inputs, outputs, dtype)
+    if grad.shape[0] == 0 or out.numel() == 0:
+        return out.zero_()
+    from intbmoe.ops.grouped_mm import fused_kernels
+
+    shape = grad.shape[0], groups, inputs, outputs
+    tile = tile or outer_tile(*shape[1:], x.dtype)
+    splits = splits or outer_parts(*shape, tile)
+    x, grad = _rows_contiguous(x), _rows_contiguous(grad)
+    x_described = tile.descriptors and token is None and _describable(x)
+    grad_described = tile.descriptors and _describable(grad)
+    # Parts have the strides of the result: they are added up over its memory as it lies.
+    size = groups * out.stride(0)
+    target = out if splits == 1 else x.new_empty(splits * size, dtype=torch.float32)
+    tiles = math.ceil(inputs / tile.m) * math.ceil(outputs / tile.n)
+    with on_device(x):
+        fused_kernels.outer[(tiles, splits, groups)](
+            _described(x, (tile.k, tile.m)) if x_described else x,
+            _described(grad, (tile.k, tile.n)) if grad_described else grad,
+            target,
+            offsets,
+            token,
+            inputs,
+            outputs,
+            x.stride(0),
+            grad.stride(0),
+            out.stride(1),
+            UNIT=_unit(inputs, outputs, x.stride(0), grad.stride(0), out.stride(1)),
+            GATHER=token is not None,
+            X_TMA=x_described,
+            GRAD_TMA=grad_described,
+            EVEN_I=inputs % tile.m == 0,
+            EVEN_O=outputs % tile.n == 0,
+            SPLITS=splits,
+            BLOCK_M=tile.m,
+            BLOCK_N=tile.n,
+            BLOCK_K=tile.k,
+            SWIZZLE=tile.swizzle,
+            PRECISION=_precision(),
+            num_warps=tile.warps,
+            num_stages=tile.stages + (2 if token is not None else 0),  # two more to load the tokens' numbers first
+        )
+        if splits > 1:
+            block = 1024
+            used = size - out.stride(1) + outputs  # the last row has nothing behind it
+            fused_kernels.sum_parts[math.ceil(used / block),](target, out, size, used, SPLITS=splits, BLOCK=block)
+    return out
+
+
+def _check(x: Tensor, other: Tensor, name: str, offsets: Tensor) -> None:
+    require(x.dtype in DTYPES, "x.dtype", x.dtype, "float32, bfloat16 or float16")
+    require(other.dtype == x.dtype, f"{name}.dtype", other.dtype, f"that of x, {x.dtype}")
+    require(offsets.dtype == torch.int32, "offsets.dtype", offsets.dtype, "torch.int32")
+    where = "a CUDA device (or the CPU in Triton's interpreter, TRITON_INTERPRET=1)"
+    require(runs_on(x.device), "x.device", str(x.device), where)
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    """``x``, copied only if a row's entries do not follow each other (an expanded gradient)."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _unit(*sizes: int) -> int:
+    """The largest power of two up to 16 that divides all ``sizes``."""
+    return math.gcd(16, *sizes)
+
+
+def _describable(x: Tensor) -> bool:
+    """Whether a tensor descriptor can read ``x``: entries in a row, every row aligned to 16 bytes."""
+    aligned = all(stride > 0 and stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:-1])
+    able = x.device.type == "cpu" or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return able and x.stride(-1) == 1 and aligned and x.data_ptr() % ALIGNMENT == 0
+
+
+def _described(x: Tensor, block: tuple[int, ...]) -> object:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+
+
+def _precision() -> str:
+    """How float32 factors are multiplied: as torch's own products are.
+
+    Not by ``allow_tf32``, which raises once anyone has set ``fp32_precision``; this one knows of both.
+    """
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+@torch.library.register_fake("intbmoe::gathered_mm")
+def _fake_mm(x, weight, offsets, token, inverse, complete):
+    return empty_rows(x, (x if token is None else token).shape[0], weight.shape[2])
+
+
+@torch.library.register_fake("intbmoe::gathered_outer")
+def _fake_outer(x, grad, offsets, token, inverse, dtype):
+    return empty_matrices(x, offsets.shape[0], x.shape[1], grad.shape[1], dtype)
+
+
+def _save_mm(ctx, inputs, output):
+    *tensors, ctx.complete = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _grad_mm(ctx, grad):
+    x, weight, offsets, token, inverse = ctx.saved_tensors
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    x_grad = weight_grad = None
+    if needs_x:
+        row_grad = gathered_mm(grad, weight.mT, offsets, complete=ctx.complete)
+        x_grad = row_grad if token is None else _sum_rows(row_grad, inverse)
+    if needs_weight:
+        weight_grad = gathered_outer(x, grad, offsets, token, inverse)
+    return x_grad, weight_grad, None, None, None, None
+
+
+def _save_outer(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:5])
+
+
+def _grad_outer(ctx, outer_grad):
+    x, grad, offsets, token, inverse = ctx.saved_tensors
+    outer_grad = outer_grad.to(x.dtype)
+    row_grad = gathered_mm(grad, outer_grad.mT, offsets)
+    x_grad = row_grad if token is None else _sum_rows(row_grad, inverse)
+    return x_grad, gathered_mm(x, outer_grad, offsets, token, inverse), None, None, None, None
+
+
+def _sum_rows(rows: Tensor, inverse: Tensor | None) -> Tensor:
+    """(M, c) rows → (N, c), the sum of each token's: a gather, where autograd would scatter with atomics."""
+    if inverse is None:
+        raise ValueError("the gradient of gathered tokens needs `inverse`, the row of each assignment: pass it")
+    if rows.shape[0] != inverse.numel():  # some assignments have no row and point one past the last
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return rows.index_select(0, inverse.reshape(-1)).view(*inverse.shape, rows.shape[1]).sum(1)
+
+
+torch.library.register_autograd("intbmoe::gathered_mm", _grad_mm, setup_context=_save_mm)
+torch.library.register_autograd("intbmoe::gathered_outer", _grad_outer, setup_context=_save_outer)
+
+
+@register_flop_formula(torch.ops.intbmoe.gathered_mm)
+def _(x_shape, weight_shape, offsets_shape, token_shape, *_, out_shape=None, **__):
+    rows = (token_shape or x_shape)[0]
+    return 2 * rows * weight_shape[1] * weight_shape[2]
+
+
+@register_flop_formula(torch.ops.intbmoe.gathered_outer)
+def _(x_shape, grad_shape, offsets_shape, *_, out_shape=None, **__):
+    return 2 * grad_shape[0] * x_shape[1] * grad_shape[1]

@@ -1,0 +1,245 @@
+"""The Triton kernels behind ``fused.py``, which alone imports this file, and only to launch one: Triton is optional.
+
+Letters: ``M`` rows sorted by group, ``G`` groups, ``i`` inputs, ``o`` outputs; a tile is ``BLOCK_M`` rows of one group.
+
+**Slots.** Group g, whose rows are [start, end), owns the tile slots ⌊start/B⌋ + g … ⌊end/B⌋ + g, B = BLOCK_M. Those
+intervals do not overlap and each is long enough, as ⌈(end − start)/B⌉ ≤ ⌊end/B⌋ − ⌊start/B⌋ + 1. So ⌊M/B⌋ + G slots
+hold any routing, one more interval the rows of no group, and a program finds its group by counting the intervals
+before its slot: no scan over the groups, no copy to the host. At most G + 1 slots stay empty; their loops run no step.
+
+**Alignment.** Triton learns from an integer argument only whether 16 divides it, and loads element by element when it
+does not: a width of 2844 would be slow. ``UNIT``, a power of two that divides every width and stride, tells it more.
+A tensor descriptor needs no such help: it takes any width of aligned rows.
+
+**Descriptors.** With ``X_TMA`` or ``W_TMA`` that argument is a tensor descriptor instead of a pointer, read by the copy
+engine of compute capability 9.0 in whole tiles, zeros outside the tensor.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rows_of_slot(offsets, slot, rows, groups, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Slot → its group (``groups`` for rows of none), its first row, and the end of the group's rows."""
+    index = tl.arange(0, GROUPS)
+    exists = index < groups
+    ends = tl.load(offsets + index, mask=exists, other=0)
+    before = exists & (ends // BLOCK_M + index < slot)
+    group = tl.sum(before.to(tl.int32), axis=0)
+    start = tl.max(tl.where(before, ends, 0), axis=0)
+    end = tl.min(tl.where(exists & (index >= group), ends, rows), axis=0)
+    first = start + (slot - start // BLOCK_M - group) * BLOCK_M
+    return group, first, end
+
+
+@triton.jit
+def _swizzle(tile, tiles_m, tiles_n, SWIZZLE: tl.constexpr):
+    """Tile number → (m, n), ``SWIZZLE`` tiles down before the next column: neighbours in time share L2 lines."""
+    band = SWIZZLE * tiles_n
+    first = tile // band * SWIZZLE
+    height = tl.minimum(tiles_m - first, SWIZZLE)
+    return first + tile % band % height, tile % band // height
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "slots"])  # their values change nothing in the code
+def mm(
+    x,  # (N or M, i), rows contiguous
+    weight,  # (G, i, o), any strides; as a descriptor (G, i, o), or (G, o, i) if W_TRANSPOSED
+    out,  # (M, o), rows contiguous
+    offsets,  # (G,) int32 ends
+    token,  # (M,) or None
+    rows,
+    groups,
+    inputs,
+    outputs,
+    x_stride,
+    w_stride_g,
+    w_stride_i,
+    w_stride_o,
+    out_stride,
+    slots,
+    UNIT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GATHER: tl.constexpr,
+    X_TMA: tl.constexpr,
+    W_TMA: tl.constexpr,
+    W_TRANSPOSED: tl.constexpr,
+    EVEN_I: tl.constexpr,
+    EVEN_O: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWIZZLE: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out[r] = x[token[r]] @ weight[g(r)]; zero for rows of no group where the slots reach them."""
+    inputs = inputs // UNIT * UNIT
+    outputs = outputs // UNIT * UNIT
+    x_stride = x_stride // UNIT * UNIT
+    w_stride_g = w_stride_g // UNIT * UNIT
+    out_stride = out_stride // UNIT * UNIT
+    if W_TRANSPOSED:
+        w_stride_o = w_stride_o // UNIT * UNIT
+    else:
+        w_stride_i = w_stride_i // UNIT * UNIT
+    tiles_n = tl.cdiv(outputs, BLOCK_N)
+    steps = tl.cdiv(inputs, BLOCK_K)
+    step_k = tl.arange(0, BLOCK_K)
+
+    # One round when there is a program for every tile; else each takes every so many-th tile, and FLATTEN lets
+    # Triton start the loads of the next tile before this one is finished.
+    for tile in tl.range(tl.program_id(0), slots * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+        slot, tile_n = _swizzle(tile, slots, tiles_n, SWIZZLE)
+        group, first, end = _rows_of_slot(offsets, slot, rows, groups, GROUPS, BLOCK_M)
+        row = first + tl.arange(0, BLOCK_M)
+        column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        # Rows past the group's end are computed from whatever row is at hand, and not stored.
+        if GATHER:
+            source = tl.load(token + row, mask=row < end, other=0).to(tl.int64)
+        else:
+            source = tl.minimum(row, rows - 1).to(tl.int64)
+        known = tl.minimum(group, groups - 1)
+        if not X_TMA:
+            x_row = x + source[:, None] * x_stride
+        if not W_TMA:
+            w_column = weight + known.to(tl.int64) * w_stride_g + column[None, :] * w_stride_o
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in range(tl.where((first < end) & (group < groups), steps, 0)):
+            k = step * BLOCK_K + step_k
+            if X_TMA:
+                a = x.load([first, step * BLOCK_K])
+            elif EVEN_I:
+                a = tl.load(x_row + k[None, :])
+            else:
+                a = tl.load(x_row + k[None, :], mask=k[None, :] < inputs, other=0)
+            if W_TMA:
+                if W_TRANSPOSED:
+                    b = weight.load([known, tile_n * BLOCK_N, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T
+                else:
+                    b = weight.load([known, step * BLOCK_K, tile_n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+            else:
+                b_at = w_column + k[:, None] * w_stride_i
+                if EVEN_I and EVEN_O:
+                    b = tl.load(b_at)
+                elif EVEN_I:
+                    b = tl.load(b_at, mask=column[None, :] < outputs, other=0)
+                elif EVEN_O:
+                    b = tl.load(b_at, mask=k[:, None] < inputs, other=0)
+                else:
+                    b = tl.load(b_at, mask=(k[:, None] < inputs) & (column[None, :] < outputs), other=0)
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+        at = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+        if EVEN_O:
+            tl.store(at, total.to(out.dtype.element_ty), mask=row[:, None] < end)
+        else:
+            inside = (row[:, None] < end) & (column[None, :] < outputs)
+            tl.store(at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tile(
+    source,
+    row,
+    column,
+    first_row,
+    first_column,
+    end_row,
+    width,
+    stride,
+    TMA: tl.constexpr,
+    EVEN: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """A tile of (·, width) ``source``; with EDGE it holds the last rows and what lies past ``end_row`` is zero."""
+    if TMA:
+        value = source.load([first_row, first_column])
+        if EDGE:  # what follows belongs to others and may be anything, so it is replaced, not multiplied by zero
+            inside = (first_row + tl.arange(0, value.shape[0]) < end_row)[:, None]
+            value = tl.where(inside, value, tl.zeros_like(value))
+    else:
+        at = source + row.to(tl.int64)[:, None] * stride + column[None, :]
+        if EDGE:
+            inside = (first_row + tl.arange(0, row.shape[0]) < end_row)[:, None]
+            value = tl.load(at, mask=inside & (column[None, :] < width), other=0)
+        elif EVEN:
+            value = tl.load(at)
+        else:
+            value = tl.load(at, mask=column[None, :] < width, other=0)
+    return value
+
+
+@triton.jit
+def outer(
+    x,  # (N or M, i), rows contiguous
+    grad,  # (M, o), rows contiguous
+    out,  # (SPLITS, G, i, o), rows contiguous, the other dimensions without gaps
+    offsets,  # (G,) int32 ends
+    token,  # (M,) or None
+    inputs,
+    outputs,
+    x_stride,
+    grad_stride,
+    out_stride,
+    UNIT: tl.constexpr,
+    GATHER: tl.constexpr,
+    X_TMA: tl.constexpr,
+    GRAD_TMA: tl.constexpr,
+    EVEN_I: tl.constexpr,
+    EVEN_O: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # of the inputs
+    BLOCK_N: tl.constexpr,  # of the outputs
+    BLOCK_K: tl.constexpr,  # of the rows
+    SWIZZLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out[s, g] = Σ over the s-th part of group g's rows of x[token[r]] ⊗ grad[r]; zero for a part without rows."""
+    inputs = inputs // UNIT * UNIT
+    outputs = outputs // UNIT * UNIT
+    x_stride = x_stride // UNIT * UNIT
+    grad_stride = grad_stride // UNIT * UNIT
+    out_stride = out_stride // UNIT * UNIT
+    tile_i, tile_o = _swizzle(tl.program_id(0), tl.cdiv(inputs, BLOCK_M), tl.cdiv(outputs, BLOCK_N), SWIZZLE)
+    split, group = tl.program_id(1), tl.program_id(2)
+    start = tl.load(offsets + group - 1, mask=group > 0, other=0)
+    end = tl.load(offsets + group)
+    part = tl.cdiv(tl.cdiv(end - start, BLOCK_K), SPLITS) * BLOCK_K
+    start = tl.minimum(start + split * part, end)
+    end = tl.minimum(start + part, end)
+    first_i, first_o = tile_i * BLOCK_M, tile_o * BLOCK_N
+    i, o = first_i + tl.arange(0, BLOCK_M), first_o + tl.arange(0, BLOCK_N)
+    whole = start + (end - start) // BLOCK_K * BLOCK_K
+
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first in range(start, whole, BLOCK_K):
+        row = first + tl.arange(0, BLOCK_K)
+        source = row
+        if GATHER:
+            source = tl.load(token + row)
+        a = _tile(x, source, i, first, first_i, end, inputs, x_stride, X_TMA, EVEN_I, False)
+        b = _tile(grad, row, o, first, first_o, end, outputs, grad_stride, GRAD_TMA, EVEN_O, False)
+        total = tl.dot(a.T, b, total, input_precision=PRECISION)
+    if whole < end:
+        row = whole + tl.arange(0, BLOCK_K)
+        source = row
+        if GATHER:
+            source = tl.load(token + row, mask=row < end, other=0)
+        a = _tile(x, source, i, whole, first_i, end, inputs, x_stride, X_TMA, EVEN_I, True)
+        b = _tile(grad, row, o, whole, first_o, end, outputs, grad_stride, GRAD_TMA, EVEN_O, True)
+        total = tl.dot(a.T, b, total, input_precision=PRECISION)
+    matrix = (split * tl.num_programs(2) + group).to(tl.int64) * inputs
+    at = out + (matrix + i)[:, None] * out_stride + o[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(i[:, None] < inputs) & (o[None, :] < outputs))
+
+
+@triton.jit
+def sum_parts(parts, out, size, used, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """(SPLITS, size) → (size,), of which the first ``used``, added in the same order every time."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for _ in tl.static_range(SPLITS):
+        total += tl.load(parts + at, mask=at < used, other=0)
+        parts += size
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < used)

@@ -1,0 +1,127 @@
+"""Layers by Triton's kernels against the specification in float64 (``tests/interpreter.py``)."""
+
+import copy
+
+import pytest
+import torch
+
+import intbmoe
+from intbmoe.ops.triton_support import INSTALLED
+from interpreter import INTERPRETING, on_device, rerun
+
+if not INSTALLED:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+DIM, HIDDEN = 12, 22
+SWITCHES = {
+    "plain": {},
+    "no gate": {"gate": False},
+    "no filter": {"filter": False},
+    "no shared": {"shared": False},
+    "softmax": {"coefficients": "softmax"},
+    "fixed scale": {"learn_scale": False},
+    "one layer": {"hidden": ()},
+    "three layers": {"hidden": (20, 13)},
+    "one block": {"blocks": 1, "top_k": 1},
+    "all blocks": {"blocks": 3, "top_k": 3},
+}
+
+
+if not INTERPRETING:
+
+    def test_in_the_interpreter():
+        rerun(__file__)
+
+
+def outputs_and_gradients(layer, x, mask, probe):
+    x = x.clone().requires_grad_()
+    y = layer(x, mask)
+    (y * probe).sum().backward()
+    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+TERMS = 2 * 17 * 2 * (20 + 13 + DIM)
+"""Of the longest sum: λ's gradient, over all rows and columns. It may come out small, and is still as uncertain."""
+
+
+def agree(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert (a.cpu().double() - b).norm() <= 1e-5 * (b.norm() + 0.02 * TERMS**0.5)
+
+
+def make(name="intbmoe", **options):
+    torch.manual_seed(0)
+    if name == "intbmoe":
+        options = {"hidden": HIDDEN, "experts": 5, "blocks": 4, **options}
+    layer = intbmoe.create(name, DIM, **{"hidden": HIDDEN, **options})
+    for parameter in layer.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return layer.eval()
+
+
+def inputs(tokens=17):
+    torch.manual_seed(1)
+    return torch.randn(2, tokens, DIM), torch.rand(2, tokens) > 0.2, torch.randn(2, tokens, DIM)
+
+
+@on_device
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_every_switch(device, switch, recompute):
+    layer = make(**SWITCHES[switch])
+    exact = copy.deepcopy(layer).double()
+    exact.form = "naive"
+    x, mask, probe = inputs()
+    expected = outputs_and_gradients(exact, x.double(), mask, probe.double())
+    layer = layer.to(device)
+    layer.recompute = recompute
+    found = outputs_and_gradients(layer, x.to(device), mask.to(device), probe.to(device))
+    agree(found, expected)
+    composed = layer.precompose()
+    assert (composed(x.to(device), mask.to(device)) - found[0]).norm() <= 1e-5 * found[0].norm()
+
+
+@on_device
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_no_token_and_one(device, tokens):
+    layer = make().to(device)
+    x, mask, probe = (tensor.to(device) for tensor in inputs(tokens))
+    found = outputs_and_gradients(layer, x, torch.ones_like(mask), probe)
+    assert all(tensor.isfinite().all() for tensor in found)
+
+
+@on_device
+@pytest.mark.parametrize("name", ["switch", "vmoe", "deepseek", "remoe", "dynmoe"])
+def test_sparse_baselines_share_the_kernels(device, name):
+    layer = make(name)
+    x, mask, probe = inputs()
+    expected = outputs_and_gradients(copy.deepcopy(layer).double(), x.double(), mask, probe.double())
+    found = outputs_and_gradients(layer.to(device), x.to(device), mask.to(device), probe.to(device))
+    agree(found, expected)
+
+
+@on_device
+def test_compiles_into_one_graph(device):
+    layer = make().to(device)
+    x, mask, probe = (tensor.to(device) for tensor in inputs())
+    expected = outputs_and_gradients(layer, x, mask, probe)
+    layer.zero_grad()
+    backend = "aot_eager" if INTERPRETING else "inductor"
+    found = outputs_and_gradients(torch.compile(layer, fullgraph=True, backend=backend), x, mask, probe)
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= 1e-5 * (b.norm() + 1e-2)
+
+
+@on_device
+def test_flops_are_those_of_the_plain_form(device):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counts = {}
+    for form in ("fused", "grouped"):
+        layer = make().to(device)
+        layer.form = form
+        x = inputs()[0].to(device)
+        with FlopCounterMode(display=False) as counter:
+            layer(x)
+        counts[form] = counter.get_total_flops()
+    assert counts["fused"] == counts["grouped"]

@@ -1,0 +1,35 @@
+import pytest
+
+from intbmoe import doctor
+from intbmoe.cli import main
+
+
+def test_every_form_of_this_machine_is_right(capsys):
+    main(["doctor"])
+    printed = capsys.readouterr().out
+    assert "IntBMoE on cpu in float64" in printed
+    assert "right" in printed
+    assert "WRONG" not in printed
+
+
+def test_a_wrong_form_is_told_and_ends_with_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_distance", lambda *_: 0.5)
+    with pytest.raises(SystemExit, match="does not work"):
+        main(["doctor"])
+    assert "WRONG, 5.0e-01 from float64" in capsys.readouterr().out
+
+
+def test_a_form_that_fails_is_told_with_its_error(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(doctor, "_distance", fail)
+    findings = [finding for finding in doctor.examine() if finding.good is False]
+    assert len(findings) >= 3
+    assert "RuntimeError: no kernel image" in findings[0].value
+
+
+def test_missing_extras_are_named_with_the_command(monkeypatch):
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "tokenizers" else object())
+    text = next(finding for finding in doctor.examine() if finding.name == "extra text")
+    assert text.value == "tokenizers missing: pip install 'intbmoe[text]'"
