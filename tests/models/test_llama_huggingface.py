@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from intbmoe.models.llama import Llama, LlamaConfig
-from intbmoe.tasks.images.timm_data import _import_torchvision
+from intbmoe.tasks.images.timm_data import import_torchvision
 
 CONFIG = LlamaConfig(vocabulary=29, dim=24, depth=3, heads=3, hidden=40)
 PAD = 0
@@ -47,7 +47,7 @@ def exact(theirs):
 def models():
     """Ours and theirs, with the same random weights, in float64."""
     with contextlib.suppress(ModuleNotFoundError):
-        _import_torchvision()  # transformers imports it where it is installed, and fails where that fails
+        import_torchvision()  # transformers imports it where it is installed, and fails where that fails
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.LlamaConfig(
         vocab_size=CONFIG.vocabulary,

@@ -13,13 +13,13 @@ _schemas: list[torch.library.Library] = []  # a schema lives as long as the libr
 def timm_data() -> ModuleType:
     """The module ``timm.data``."""
     try:
-        _import_torchvision()
+        import_torchvision()
         return importlib.import_module("timm.data")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{_INSTALL} ({error})", name=error.name) from error
 
 
-def _import_torchvision() -> None:
+def import_torchvision() -> None:
     """Import torchvision; beside a CPU torch the usual wheel needs help.
 
     That wheel's compiled half is for CUDA and does not load there, so the operators ``nms`` and ``qnms`` are missing,

@@ -1,0 +1,161 @@
+"""Layers for ``gpu.py``: with a forced load, precomposed, checked against each other, and Hugging Face's block."""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+
+import torch
+from gpu_stages import Shape, Stage, backward_calls, forward_calls, stages
+from gpu_timing import both_call, forward_call, reason, synchronize
+from torch import Tensor, nn
+
+from intbmoe import ComposedMoE, IntBMoE
+from intbmoe.parts.router import MLPRouter, count_choices, top_k
+
+ROUTINGS = ("balanced", "Zipf")
+ALLOWED = 2e-2
+"""Relative difference between forms in bfloat16, by norm: products of rounded factors, in other orders."""
+MIXTRAL_EXPERTS, MIXTRAL_TOP, MIXTRAL_HIDDEN = 9, 2, 2048
+
+
+def shares(routing: str, choices: int) -> Tensor:
+    """The load that each block is to get."""
+    load = torch.ones(choices) if routing == "balanced" else 1 / torch.arange(1.0, choices + 1)
+    return load / load.sum()
+
+
+def draw_ids(tokens: int, choices: int, k: int, device: torch.device) -> Tensor:
+    """(tokens, k) different choices for each token, uniformly."""
+    return torch.rand(tokens, choices, device=device).topk(k).indices
+
+
+def build(shape: Shape, device: torch.device) -> IntBMoE:
+    """A layer with random biases: they start at zero, and zeros would hide a bias that is left out."""
+    torch.manual_seed(0)
+    with device:
+        layer = IntBMoE(shape.config)
+    with torch.no_grad():
+        for pool in layer.pools:
+            pool.bias.normal_(std=0.1)
+    return layer
+
+
+def precomposed(shape: Shape, experts: int, device: torch.device, router: MLPRouter | None = None) -> ComposedMoE:
+    """A bfloat16 layer composed of ``experts`` bases, with a copy of ``router`` where one is given."""
+    layer = build(replace(shape, config=replace(shape.config, experts=experts)), device).eval()
+    if router is not None:
+        layer.router.load_state_dict(router.state_dict())
+    return layer.precompose(torch.bfloat16)
+
+
+@torch.no_grad()
+def force_load(router: MLPRouter, x: Tensor, k: int, wanted: Tensor) -> list[float]:
+    """Move the biases of the scores until blocks get the ``wanted`` shares of ``x``; returns what they do get."""
+    x, wanted = x.reshape(-1, x.shape[-1]), wanted.to(x.device)
+    router.scores.bias.zero_()
+    scores = router(x)
+    bias, step = torch.zeros_like(wanted), scores.std(0).mean()
+    for _ in range(200):
+        load = count_choices(top_k(scores + bias, k), len(wanted)) / (k * len(x))
+        bias += step * (wanted.log() - load.clamp(min=1e-4).log())
+        step = step * 0.97
+    router.scores.bias.copy_(bias)
+    return (count_choices(top_k(router(x), k), len(wanted)) / (k * len(x))).tolist()
+
+
+def largest_difference(layer: IntBMoE, x: Tensor, forms: Sequence[str]) -> float:
+    """Of output, input gradient and parameter gradients of ``forms`` to the naive form's, relative to their norms."""
+    both = both_call(layer, x, autocast=True)
+
+    def results(form: str) -> tuple[Tensor, ...]:
+        layer.form = form
+        x_grad, *gradients = both()
+        return forward_call(layer, x, autocast=True)(), x_grad, torch.cat([g.reshape(-1) for g in gradients])
+
+    expected, worst = results("naive"), 0.0
+    for form in forms:
+        for found, right in zip(results(form), expected, strict=True):
+            difference = ((found - right).norm() / right.norm()).item()
+            worst = max(worst, difference if math.isfinite(difference) else math.inf)
+    return worst
+
+
+def mixtral_block(dim: int, device: torch.device) -> nn.Module:
+    """Hugging Face's sparse block over torch's grouped GEMM, in bfloat16."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(
+        hidden_size=dim,
+        intermediate_size=MIXTRAL_HIDDEN,
+        num_local_experts=MIXTRAL_EXPERTS,
+        num_experts_per_tok=MIXTRAL_TOP,
+        experts_implementation="grouped_mm",
+    )
+    with device:
+        block = MixtralSparseMoeBlock(config)
+    for parameter in block.parameters():  # left uninitialised outside a whole model
+        nn.init.normal_(parameter, std=0.02)
+    return block.bfloat16()
+
+
+def compile_ahead(
+    shapes: Sequence[Shape], small: Sequence[tuple[Shape, int]], workers: int, device: torch.device
+) -> list[str]:
+    """Have processes compile every kernel that will be timed, so that all are in Triton's cache; what failed, and why.
+
+    One after another would take minutes. Stages come first: whole layers then find most kernels there.
+    """
+    first = [(_compile_stage, shape, i, device) for shape in shapes for i in range(len(_stages(shape, device)))]
+    second = [(_compile_layer, shape, None, device) for shape in shapes]
+    second += [(_compile_layer, shape, tokens, device) for shape, tokens in small]
+    with ProcessPoolExecutor(min(workers, len(first)), mp_context=get_context("spawn")) as pool:
+        failures = [*pool.map(_attempt, first), *pool.map(_attempt, second)]
+    return [failure for failure in failures if failure]
+
+
+def default_workers() -> int:
+    """As many processes as have a core, within reason: each takes some GPU memory."""
+    return min(12, os.cpu_count() or 1)
+
+
+def _stages(shape: Shape, device: torch.device) -> list[Stage]:
+    return stages(shape, device, lambda n, choices, k: draw_ids(n, choices, k, device))
+
+
+def _attempt(task: tuple[Callable[..., None], Shape, int | None, torch.device]) -> str:
+    function, shape, argument, device = task
+    try:
+        function(shape, argument, device)
+        synchronize(device)
+    except Exception as error:
+        return f"{shape.name}, {function.__name__.strip('_')} {argument}: {reason(error)}"
+    finally:
+        torch.cuda.empty_cache()  # for the other processes
+    return ""
+
+
+def _compile_stage(shape: Shape, index: int, device: torch.device) -> None:
+    stage = _stages(shape, device)[index]
+    forward_calls(stage, device, sets=1)[0]()
+    for name in stage.gradients:
+        backward_calls(stage, name, device, sets=1)[0]()
+
+
+def _compile_layer(shape: Shape, tokens: int | None, device: torch.device) -> None:
+    """The layer at its full size, both ways and precomposed; or, with ``tokens``, precomposed alone."""
+    x = torch.randn(1, tokens or shape.tokens, shape.config.dim, device=device)
+    forms = ("fused", "grouped", "tiled")
+    if tokens is None:
+        layer = build(shape, device)
+        for form in forms:
+            layer.form = form
+            forward_call(layer, x, autocast=True)()
+            both_call(layer, x, autocast=True)()
+    layer = precomposed(shape, 2, device)
+    for form in forms:
+        layer.form = form
+        forward_call(layer, x.bfloat16(), autocast=False)()

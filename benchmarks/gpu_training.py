@@ -1,0 +1,256 @@
+"""Training steps on a GPU: the paper's ViT and its 18-layer decoder, dense, with IntBMoE, and with its naive form.
+
+    python benchmarks/gpu_training.py                      # about two minutes
+    python benchmarks/gpu_training.py --json figures.json  # also every figure
+    python benchmarks/gpu_training.py --models llama --whole
+
+A step is what README's training loop does: forward in bf16 autocast with float32 parameters, loss, ``aux_loss``,
+backward, ``before_step``, fused AdamW, ``after_step``, on random data that is already on the device. Times are medians
+of device events over at least ten steps after warm-up (three for the naive form); memory is the peak of all tensors,
+parameters and optimizer included. The ViT is compiled as one; the decoder's layers are compiled one by one and share
+a graph, ``--whole`` compiles it as one.
+
+A dry run without a GPU: python benchmarks/gpu_training.py --device cpu --tiny
+"""
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpu_layers import compile_ahead, default_workers
+from gpu_stages import SHAPES
+from gpu_timing import describe, interleaved, number, print_table, reason, say, synchronize
+from measure import write
+from torch import Tensor, nn
+
+import intbmoe
+from intbmoe.layer import moe_layers
+from intbmoe.models.llama import Llama, LlamaConfig
+from intbmoe.models.vit import ViT, ViTConfig
+
+DENSE, INTBMOE, NAIVE = "dense", "IntBMoE", "IntBMoE naive"
+FFNS = (DENSE, INTBMOE, NAIVE)
+STEPS, NAIVE_STEPS, WARM_UP = 10, 3, 3
+SECONDS = 1.0
+"""Of steps, where ten take less."""
+UNROLLING = 60.0
+"""Seconds that must be left to compile the naive form: its loop over blocks becomes one large graph."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A backbone with its batch."""
+
+    name: str
+    sizes: str
+    unit: str
+    """What throughput counts."""
+    items: int
+    """Of them in a batch."""
+    build: Callable[[bool], nn.Module]
+    """The backbone, with IntBMoE or dense."""
+    batch: Callable[[torch.device], tuple[Tensor, Tensor]]
+    """Inputs and targets."""
+    layers: Callable[[nn.Module], list[nn.Module]]
+    """Parts equal enough to share one compiled graph; the model itself where there are none."""
+
+
+def experiments(tiny: bool) -> dict[str, Experiment]:
+    """The paper's two, by name."""
+    images, side = (2, 32) if tiny else (256, 224)
+    sizes = {"image_size": 32, "dim": 24, "depth": 2, "hidden": 48, "moe_layers": (0,), "classes": 10} if tiny else {}
+    vit = ViTConfig(**sizes)
+    vit_options = intbmoe.match_budget("intbmoe", vit.dim, vit.hidden, experts=4 if tiny else 16)
+    sequences, length = (2, 8) if tiny else (8, 1024)
+    sizes = {"vocabulary": 50, "dim": 24, "depth": 3, "heads": 2, "hidden": 32} if tiny else {}
+    llama = LlamaConfig(**sizes)
+    width = None if tiny else 2844
+    budget = {"experts": 4 if tiny else 8, "expert": "swiglu", "intbmoe_hidden": width}
+    llama_options = intbmoe.match_budget("intbmoe", llama.dim, llama.hidden, **budget)
+    return {
+        "vit": Experiment(
+            "ViT",
+            f"{vit.depth} layers, {len(vit.moe_layers)} of them mixtures, batch {images}",
+            "images",
+            images,
+            lambda moe: ViT(vit, (lambda: intbmoe.IntBMoE(vit.dim, **vit_options)) if moe else None),
+            lambda device: (
+                torch.randn(images, 3, side, side, device=device),
+                torch.randint(vit.classes, (images,), device=device),
+            ),
+            lambda model: [model],
+        ),
+        "llama": Experiment(
+            "Llama",
+            f"{llama.depth} layers, all of them mixtures, batch {sequences} × {length}",
+            "tokens",
+            sequences * length,
+            lambda moe: Llama(llama, (lambda: intbmoe.IntBMoE(llama.dim, **llama_options)) if moe else None),
+            lambda device: tuple(torch.randint(llama.vocabulary, (2, sequences, length), device=device)),
+            lambda model: list(model.layers),
+        ),
+    }
+
+
+def make_step(model: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Tensor]:
+    """One step of README's loop."""
+    device = inputs.device
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    mixture = any(True for _ in moe_layers(model))
+
+    def step() -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            scores = model(inputs)
+            loss = F.cross_entropy(scores.flatten(0, -2), targets.flatten())
+        if mixture:
+            loss = loss + intbmoe.aux_loss(model)
+        optimizer.zero_grad()
+        loss.backward()
+        intbmoe.before_step(model, optimizer)
+        optimizer.step()
+        intbmoe.after_step(model, optimizer)
+        return loss.detach()
+
+    return step
+
+
+def compile_model(experiment: Experiment, model: nn.Module, whole: bool, fullgraph: bool) -> None:
+    """Mark the model, or its layers, to be compiled when they first run."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for part in [model] if whole else experiment.layers(model):
+        part.compile(fullgraph=fullgraph)
+
+
+@dataclass
+class Bench:
+    """What all measurements share, and what they found."""
+
+    device: torch.device
+    whole: bool
+    deadline: float
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
+
+    def measure(self, experiment: Experiment, ffn: str, compiled: bool) -> None:
+        """One row: a model trained for some steps. What fails or is left out becomes a note."""
+        name = f"{experiment.name}, {ffn}{', compiled' if compiled else ''}"
+        left = self.deadline - time.perf_counter()
+        if left < (UNROLLING if compiled and ffn == NAIVE else 0):
+            self.notes.append(f"{name}: left out, {max(left, 0):.0f} of --seconds are left")
+            return
+        # A form that breaks the graph at every block would run eagerly between the pieces: only a whole graph counts.
+        attempts = [False] if not compiled else [True] if ffn == NAIVE else [True, False]
+        for fullgraph in attempts:
+            try:
+                self.add(experiment, ffn, compiled, self.train(experiment, ffn, compiled, fullgraph), fullgraph)
+                return
+            except Exception as error:
+                how = f" with fullgraph={fullgraph}" if compiled else ""
+                self.notes.append(f"{name}{how} failed: {reason(error)}")
+            finally:
+                gc.collect()
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def train(self, experiment: Experiment, ffn: str, compiled: bool, fullgraph: bool) -> dict[str, Any]:
+        """Milliseconds of a step, peak memory, seconds until the first step was done, and the last loss."""
+        torch.manual_seed(0)
+        with self.device:
+            model = experiment.build(ffn != DENSE).train()
+        for _, layer in moe_layers(model):
+            layer.form = "naive" if ffn == NAIVE else None
+        if compiled:
+            compile_model(experiment, model, self.whole, fullgraph)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        step = make_step(model, *experiment.batch(self.device))
+        begin = time.perf_counter()
+        step()
+        synchronize(self.device)
+        first = time.perf_counter() - begin
+        for _ in range(WARM_UP):
+            loss = step()
+        least = NAIVE_STEPS if ffn == NAIVE else STEPS
+        ms = interleaved([step], self.device, seconds=0 if ffn == NAIVE else SECONDS, least=least)[0]
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+        if not loss.isfinite():
+            raise ArithmeticError(f"the loss is {loss.item()}")
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if compiled else 0
+        return {"ms": ms, "peak_bytes": peak, "first_step_s": first, "loss": loss.item(), "graphs": graphs}
+
+    def add(self, experiment: Experiment, ffn: str, compiled: bool, found: dict[str, Any], fullgraph: bool) -> None:
+        """Keep what was found, and its ratios to the dense model run the same way."""
+        entry = {"model": experiment.name, "ffn": ffn, "compiled": compiled, "fullgraph": compiled and fullgraph}
+        entry |= {**found, f"{experiment.unit}_per_s": experiment.items / found["ms"] * 1e3}
+        self.results.append(entry)
+        same = [e for e in self.results if e["model"] == experiment.name and e["ffn"] == DENSE]
+        base = next((e for e in same if e["compiled"] == compiled), None)
+        peak = entry["peak_bytes"]
+        memory = None if peak is None or base is None else peak / base["peak_bytes"]
+        how = "" if not compiled else f"{found['graphs']}" if fullgraph else f"{found['graphs']}, broken"
+        self.rows.append(
+            (
+                f"{experiment.name}, {ffn}{', compiled' if compiled else ''}",
+                how,
+                number(entry["ms"], 2),
+                f"{number(entry[f'{experiment.unit}_per_s'], 0)} {experiment.unit}",
+                number(None if base is None else entry["ms"] / base["ms"], 2),
+                number(None if peak is None else peak / 2**30, 2),
+                number(memory, 2),
+                number(entry["first_step_s"], 1),
+            )
+        )
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write every figure here")
+    parser.add_argument("--models", nargs="+", choices=("vit", "llama"), default=("vit", "llama"))
+    parser.add_argument("--whole", action="store_true", help="compile the decoder as one, not layer by layer: minutes")
+    parser.add_argument("--seconds", type=float, default=140, help="start no further measurement after so many")
+    parser.add_argument("--workers", type=int, help="processes that compile kernels ahead; 0: none")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu for a dry run")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, whose figures mean nothing")
+    arguments = parser.parse_args()
+    begin, device = time.perf_counter(), torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here: --device cpu --tiny makes a dry run")
+        return 2
+    facts = describe(device)
+    say(", ".join(f"{key} {value}" for key, value in facts.items()))
+    workers = (default_workers() if device.type == "cuda" else 0) if arguments.workers is None else arguments.workers
+    if workers:
+        names = {"vit": "ImageNet", "llama": "MiniPile"}
+        shapes = [shape for shape in SHAPES if shape.name in [names[model] for model in arguments.models]]
+        shapes = [shape.tiny() for shape in shapes] if arguments.tiny else shapes
+        for failure in compile_ahead(shapes, [], workers, device):
+            say(f"not compiled ahead: {failure}")
+        say(f"[kernels compiled: {time.perf_counter() - begin:.0f} s since the start]")
+    bench = Bench(device, arguments.whole, begin + arguments.seconds)
+    chosen = [experiment for name, experiment in experiments(arguments.tiny).items() if name in arguments.models]
+    for ffns, compiled in ((FFNS, False), ((DENSE, INTBMOE), True), ((NAIVE,), True)):
+        for experiment in chosen:
+            for ffn in ffns:
+                bench.measure(experiment, ffn, compiled)
+    header = ("model, FFN", "graphs", "ms", "a second", "× dense", "GiB", "× dense", "first step s")
+    sizes = "; ".join(f"{experiment.name}: {experiment.sizes}" for experiment in chosen)
+    title = f"Training step, bf16 autocast, float32 parameters, fused AdamW. {sizes}"
+    print_table(title, header, bench.rows, "\n".join(bench.notes))
+    say(f"[{time.perf_counter() - begin:.0f} s in all]")
+    if arguments.json:
+        write(arguments.json, {"machine": facts, "steps": bench.results, "notes": bench.notes})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
