@@ -76,6 +76,10 @@ def test_train_eval_and_load(tmp_path, capsys, monkeypatch):
         (["compare", "digits", "--methods", "ablation"], "did you mean 'ablations'?"),
         (["compare", "digits", "--moe.label", "x"], "--name"),
         (["eval", "runs/nothing"], "runs/nothing is not a run directory"),
+        (["prepare", "minipil", "from", "to"], "did you mean 'minipile'?"),
+        (["prepare", "minipile", "nowhere", "to"], "nowhere"),
+        (["prepare", "wikipedia", "nowhere", "to"], "nowhere"),
+        (["prepare", "inttravel", "nowhere", "to"], "nowhere"),
     ],
 )
 def test_mistakes_end_with_a_message_and_no_traceback(args, message, tmp_path, monkeypatch):
@@ -83,6 +87,21 @@ def test_mistakes_end_with_a_message_and_no_traceback(args, message, tmp_path, m
     with pytest.raises(SystemExit) as exit_info:
         main(args)
     assert message in str(exit_info.value.code)
+
+
+def test_what_is_prepared_can_be_trained_on(tmp_path, monkeypatch, capsys):
+    from intbmoe.tasks.journeys.generator import make_journeys
+    from intbmoe.tasks.journeys.write import write_tables
+
+    monkeypatch.chdir(tmp_path)
+    write_tables(make_journeys(users=30), tmp_path / "raw")
+    main(["prepare", "inttravel", "raw", "ready"])
+    printed = capsys.readouterr().out
+    assert "ready: ready" in printed
+    assert "intbmoe train inttravel --data.path ready" in printed
+    small = ["--data.source", "inttravel", "--data.path", "ready", "--moe.name", "dense", "--train.steps", "2"]
+    main(["train", "journeys", *small, "--quiet", "True"])
+    assert "HR@5" in capsys.readouterr().out
 
 
 def test_no_command_shows_the_help(capsys):

@@ -23,7 +23,7 @@ from intbmoe.analysis.compare import (
     summarise,
 )
 from intbmoe.analysis.compare_jobs import choose_jobs, cores, run_jobs
-from intbmoe.analysis.compare_report import cells, file_stem, format_metric, make_table, notes
+from intbmoe.analysis.compare_report import cells, file_stem, floor_cells, format_metric, make_table, notes, write_files
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import find_variants
 from intbmoe.tasks import make_task
@@ -252,3 +252,16 @@ def test_variants_of_a_set_are_compared_like_methods(recipe, tmp_path):
     folders = {job.run.path.relative_to(tmp_path).as_posix() for job in plan.jobs}
     assert {"digits/intbmoe/0", "digits/intbmoe-one_layer/1"} <= folders
     assert [job.variant for job in plan.jobs[::2]] == find_variants(recipe, "ablations")
+
+
+def test_floors_stand_under_the_table_and_in_the_files(compared, recipe, tmp_path):
+    floors = {"popularity": {"HR@5": 0.25, "loss": 2.0}, "chance": {"HR@5": 0.05}}
+    options = CompareOptions(methods="intbmoe", root=compared[0] / "runs")
+    summaries = summarise(make_plan(recipe, options).jobs)
+    header, rows = floor_cells(floors)
+    assert header == ("Floor", "HR@5", "loss")
+    assert rows == [("popularity", "0.2500", "2.0000"), ("chance", "0.0500", "–")]
+    paths = write_files(tmp_path, "all", summaries, "digits", floors)
+    assert json.loads((tmp_path / "all.floors.json").read_text()) == floors
+    assert "| popularity | 0.2500 | 2.0000 |" in (tmp_path / "all.md").read_text()
+    assert tmp_path / "all.floors.json" in paths

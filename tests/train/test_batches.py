@@ -75,3 +75,10 @@ def test_workers_change_neither_order_nor_content():
     for (read, batch), (expected_read, expected) in zip(reads[2], reads[0], strict=True):
         assert read == expected_read
         assert all(torch.equal(batch[name], expected[name]) for name in expected)
+
+
+def test_steps_stand_in_place_of_epochs():
+    plan = plan_batches(50, TrainSettings(batch=12, epochs=2.5, steps=7, warmup=9.0), 1)
+    assert (plan.steps, plan.steps_per_epoch) == (7, 4)
+    with pytest.raises(ValueError, match=r"train\.steps=0"):
+        TrainSettings(steps=0)
