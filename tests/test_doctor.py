@@ -29,7 +29,9 @@ def test_a_form_that_fails_is_told_with_its_error(monkeypatch):
     assert "RuntimeError: no kernel image" in findings[0].value
 
 
-def test_missing_extras_are_named_with_the_command(monkeypatch):
+def test_missing_extras_are_named_with_the_command(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "tokenizers" else object())
     text = next(finding for finding in doctor.examine() if finding.name == "extra text")
     assert text.value == "tokenizers missing: pip install 'intbmoe[text]'"
+    main(["doctor"])
+    assert "pip install 'intbmoe[text]'" in capsys.readouterr().out

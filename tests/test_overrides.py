@@ -109,3 +109,11 @@ def test_the_help_shows_every_setting_with_its_text(capsys):
 def test_texts_of_inherited_settings_are_found():
     assert setting_texts(TrainSettings)["lr"] == "Peak learning rate."
     assert setting_texts(type(load_recipe("digits")))["task"].startswith("A task of")
+
+
+def test_epochs_asked_for_stand_in_place_of_the_recipes_steps():
+    assert parse("stdlib")[0].train.steps is not None
+    asked = parse("stdlib", "--train.epochs", "0.5")[0].train
+    assert (asked.steps, asked.epochs) == (None, 0.5)
+    both = parse("stdlib", "--train.epochs=0.5", "--train.steps", "3")[0].train
+    assert both.steps == 3

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from intbmoe.checks import did_you_mean
@@ -96,6 +97,35 @@ def compare(args: Unparsed) -> None:
     with _explained(TrainingError, DataError, ValueError, KeyError):
         status = run_comparison(recipe, options, _without(args, "--methods", "--seeds", "--jobs", "--root"))
     sys.exit(status)
+
+
+def analyse(
+    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
+    split: Literal["valid", "test"] = "valid",
+    examples: int = 1000,
+    redraw: bool = False,
+) -> None:
+    """Look inside a finished run's model: what its experts do, where its tokens go; data and pictures in RUN/analysis.
+
+    Args:
+        run: A run directory: runs/<recipe>/<method>/<seed>.
+        split: Which examples.
+        examples: At most so many of them, evenly spread; more make small differences surer.
+        redraw: Compute nothing, draw the pictures again from the data of an earlier analysis.
+    """
+    with _explained(ModuleNotFoundError):
+        from intbmoe.analysis import analyse as analysis
+        from intbmoe.tasks import DataError
+        from intbmoe.train import TrainingError
+    with _explained(TrainingError, DataError, ValueError, ModuleNotFoundError):
+        if redraw:
+            _say("\n".join(str(path) for path in analysis.redraw(run / analysis.FOLDER)))
+            return
+        with Console(stderr=True).status("") as status:
+            folder = analysis.analyse(run, analysis.AnalyseOptions(split, examples), status.update)
+    for part, reason in analysis.read_summary(folder)["left_out"].items():
+        _say(f"left out: {part}: {reason}")
+    _say(f"analysed: {folder}")
 
 
 def prepare(
@@ -218,7 +248,7 @@ def doctor() -> None:
     table = Table("what", "found", show_header=False)
     findings = examine()
     for finding in findings:
-        table.add_row(finding.name, finding.value, style="bold red" if finding.good is False else None)
+        table.add_row(finding.name, escape(finding.value), style="bold red" if finding.good is False else None)
     _print(table)
     if any(finding.good is False for finding in findings):
         sys.exit("intbmoe: something above does not work as it should")
@@ -265,6 +295,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "eval": evaluate,
     "compare": compare,
+    "analyse": analyse,
     "prepare": prepare,
     "recipes": recipes,
     "methods": methods,

@@ -49,8 +49,14 @@ def parse_recipe(command: str, options: Options, args: Sequence[str], descriptio
     )
     changed = {f.name: getattr(parsed, f.name) for f in fields(recipe) if f.name not in (*NOT_OPTIONS, "moe")}
     moe = MoESettings(method, parsed.moe.experts, check_options(method, parsed.moe.options), parsed.moe.label)
+    if _given(rest, "--train.epochs") and not _given(rest, "--train.steps"):
+        changed["train"] = replace(changed["train"], steps=None)  # asked for in epochs, where the recipe counts steps
     own = {f.name: getattr(parsed, f.name) for f in fields(options)}
     return replace(recipe, moe=moe, **changed), replace(options, **own)
+
+
+def _given(args: Sequence[str], option: str) -> bool:
+    return any(argument.partition("=")[0] == option for argument in args)
 
 
 def _chosen_method(recipe: Recipe, args: Sequence[str]) -> str:

@@ -124,3 +124,15 @@ def test_flops_are_those_of_the_plain_form(device):
             layer(x)
         counts[form] = counter.get_total_flops()
     assert counts["fused"] == counts["grouped"]
+
+
+@on_device
+def test_tokens_may_lie_in_memory_as_they_like(device):
+    layer = make().to(device)
+    x = torch.randn(1, DIM, 9, device=device).transpose(1, 2)
+    probe = torch.randn(1, DIM, 9, device=device).transpose(1, 2)
+    expected = outputs_and_gradients(layer, x.contiguous(), None, probe.contiguous())
+    layer.zero_grad()
+    found = outputs_and_gradients(layer, x, None, probe)
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= 1e-6 * (b.norm() + 1)

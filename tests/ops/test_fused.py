@@ -261,3 +261,30 @@ def test_swiglu(device, tokens, width):
     y.backward(probe.to(device))
     expected.backward(probe.double())
     gradients_near([quick], [exact])
+
+
+@on_device
+@pytest.mark.parametrize("choices_", [6, 8])
+def test_a_nan_spoils_its_own_token_alone(device, choices_):
+    scores = torch.randn(4, choices_)
+    scores[1] = torch.nan
+    scores[2, 3] = torch.nan
+    ids, weights = route_fused.route(scores.to(device), 2)
+    expected, _ = route_naive.route(scores, 2)
+    assert torch.equal(ids.cpu(), expected)
+    assert weights.isnan().any(1).tolist() == [False, True, True, False]
+
+
+@on_device
+def test_an_id_out_of_range_takes_no_other_ones_row(device):
+    plan = histogram.permute(torch.tensor([[0], [8], [2], [3]], device=device), 6)
+    assert sorted(plan.inverse.flatten().tolist()) == [0, 1, 2, 3]
+    assert plan.counts.tolist() == [1, 0, 1, 1, 0, 0]
+
+
+@on_device
+def test_second_derivatives_are_refused(device):
+    rows = torch.randn(3, 8, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(swiglu(rows).square().sum(), rows, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"second derivatives.*INTBMOE_TRITON=0"):
+        grad.sum().backward()

@@ -48,12 +48,14 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
     if summaries:
         title = f"{recipe.name}: {find_task(recipe.task).metric} on the test split"
         console.print(make_table(summaries, title))
-        floors = make_task(recipe).floors()
-        if floors:
-            console.print(floor_table(floors))
         for note in notes(summaries):
             console.print(f"  {note}", soft_wrap=True)
-        written = write_files(plan.folder, file_stem(options.methods), summaries, title, floors)
+        stem = file_stem(options.methods)
+        written = write_files(plan.folder, stem, summaries, title)
+        floors = make_task(recipe).floors()  # after the table is safe: on large data they take their time
+        if floors:
+            console.print(floor_table(floors))
+            written = write_files(plan.folder, stem, summaries, title, floors)
         console.print(f"\nSaved: {', '.join(str(path) for path in written)}", soft_wrap=True)
     _tell_failures(console, plan, failures)
     console.print(f"Done in {_duration(time.monotonic() - started)}.")

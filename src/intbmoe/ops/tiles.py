@@ -7,7 +7,6 @@ and each finds its group and rows from the groups' ends.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -102,9 +101,3 @@ def sum_partials(partials: Tensor, ends: Tensor, rows: int) -> Tensor:
             GROUPS=groups, PADDED=power_of_2(groups), ROWS=rows, TILE=32, BLOCK=block,
         )  # fmt: skip
     return sums
-
-
-def check_ends(ends: Tensor) -> None:
-    """Raise unless ``ends`` are what the kernels read: int32, one after another."""
-    if ends.dtype != torch.int32 or not ends.is_contiguous():
-        raise TypeError(f"ends are {ends.dtype} with stride {ends.stride()}: expected contiguous torch.int32")

@@ -11,7 +11,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-INSTALLED = find_spec("triton") is not None
+INSTALLED = find_spec("triton") is not None and os.environ.get("INTBMOE_TRITON") != "0"
+"""Whether Triton is there. ``INTBMOE_TRITON=0`` does without it: for a GPU or a driver that it does not compile for."""
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 """Read once, as Triton itself does when it meets a kernel."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,6 +30,23 @@ def runs_on(device: torch.device) -> bool:
 def usable(x: Tensor) -> bool:
     """Whether Triton's kernels run on numbers like those of ``x``."""
     return x.dtype in DTYPES and runs_on(x.device)
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """``x`` (M, c) with the entries of a row one after another; itself where they are."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def differentiable_once(name: str) -> None:
+    """Make the operation ``name``, a backward pass, refuse to be differentiated, instead of giving no gradient."""
+
+    def refuse(ctx, *grads):
+        raise RuntimeError(
+            f"{name} has no derivative of its own: for second derivatives use plain torch, "
+            f"layer.form = 'grouped' or the environment variable INTBMOE_TRITON=0"
+        )
+
+    torch.library.register_autograd(name, refuse, setup_context=lambda ctx, inputs, output: None)
 
 
 def on_device(x: Tensor) -> AbstractContextManager:

@@ -4,11 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from intbmoe.ops.route import MOST_IN_ONE_KERNEL
 from intbmoe.ops.triton_support import usable
 from intbmoe.precision import linear, wide
-
-MOST_IN_ONE_KERNEL = 8
-"""Choices that Triton's kernel takes one after another; for more a sort is better."""
 
 
 class MLPRouter(nn.Module):

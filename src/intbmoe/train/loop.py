@@ -74,6 +74,12 @@ class Training:
         self.checkpoints = CheckpointFolder(run.path / "checkpoints", self.settings.keep_checkpoints)
         title = "/".join(run.path.parts[-3:])
         self.progress = TrainingProgress(title, self.plan.steps, quiet or not ranks.main)
+        warmup = self.plan.epochs_to_steps(self.settings.warmup) if self.settings.warmup else 0
+        if warmup > self.plan.steps and ranks.main:
+            self.progress.warn(
+                f"train.warmup={self.settings.warmup:g} epochs are {warmup} steps, more than the {self.plan.steps} of "
+                f"this run: its learning rate never reaches train.lr={self.settings.lr:g}"
+            )
         self.window, self.step, self.saved_step, self.seconds = Window(), 0, -1, 0.0
         self.valid: dict[str, float] | None = None
         self._resume()

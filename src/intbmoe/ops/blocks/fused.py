@@ -1,4 +1,4 @@
-"""Blocks by Triton kernels between torch's matrix products: every tensor of rows is written once and read once.
+"""Blocks by Triton kernels around the grouped products: every tensor of rows is written once and read once.
 
     x ──filter──▶ z⁰ ──grouped GEMM──▶ [v|g] ──gate, LayerNorm──▶ z¹ ──grouped GEMM──▶ [v|g] ──gate, combine──▶ y
 

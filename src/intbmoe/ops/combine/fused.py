@@ -11,7 +11,7 @@ from torch import Tensor
 
 from intbmoe.ops.dprg.fused import load_rows
 from intbmoe.ops.tiles import Tiling
-from intbmoe.ops.triton_support import empty_rows, on_device
+from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device
 
 TILING = Tiling(elements=512, per_lane=8)
 
@@ -83,7 +83,7 @@ def _run(rows, weights, inverse):
     width = rows.shape[1]
     sizes = TILING.tile(width)
     if tokens:
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        rows = in_rows(rows)
         with on_device(rows):
             _combine_forward[(triton.cdiv(tokens, sizes["TILE"]),)](
                 rows, weights.contiguous(), inverse.contiguous(), out, tokens, rows.shape[0],
@@ -105,8 +105,8 @@ def _run_backward(grad, rows, weights, token, choice):
     count, width = rows.shape
     sizes = TILING.tile(width)
     if count:
-        grad = grad if grad.stride(1) == 1 else grad.contiguous()
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        grad = in_rows(grad)
+        rows = in_rows(rows)
         with on_device(rows):
             _combine_backward[(triton.cdiv(count, sizes["TILE"]),)](
                 grad, rows, weights.contiguous(), token, choice, row_grad, weight_grad,
@@ -120,3 +120,6 @@ def _run_backward(grad, rows, weights, token, choice):
 @torch.library.register_fake("intbmoe::combine_backward")
 def _allocate_backward(grad, rows, weights, token, choice):
     return empty_rows(rows, *rows.shape), weights.new_empty(weights.shape)
+
+
+differentiable_once("intbmoe::combine_backward")

@@ -16,7 +16,7 @@ from intbmoe.ops.dprg.fused import gate_gradients, inverse_rms, load_rows, rms_g
 from intbmoe.ops.dprg.naive import RMS_EPS
 from intbmoe.ops.permute import Permutation
 from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sum_partials
-from intbmoe.ops.triton_support import empty_rows, on_device, power_of_2
+from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device, power_of_2
 
 FORWARD = Tiling(elements=512, per_lane=8)
 BACKWARD = Tiling(elements=512, per_lane=16, tiles=32, stages=3)
@@ -158,6 +158,7 @@ def _run(rows, bias, gain, scale, weights, shared, token, choice, inverse, group
     tokens, choices = inverse.shape
     out, statistics = _allocate(rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, dtype)
     width = out.shape[1]
+    rows, weights, shared = in_rows(rows), weights.contiguous(), None if shared is None else shared.contiguous()
     sizes = FORWARD.tile(width)
     if tokens:
         with on_device(rows):
@@ -189,7 +190,7 @@ def _run_backward(grad, rows, statistics, bias, gain, scale, weights, token, cho
     width = grad.shape[1]
     sizes = BACKWARD.chunk(width, count)
     number = programs(count, groups, sizes["ROWS"])
-    grad = grad if grad.stride(1) == 1 else grad.contiguous()
+    grad, rows, weights = in_rows(grad), in_rows(rows), weights.contiguous()
     partials = sums.new_empty(number, sums.shape[1])
     with on_device(rows):
         _gated_combine_backward[(number,)](
@@ -227,3 +228,4 @@ def _differentiate(ctx, grad, _):
 
 
 torch.library.register_autograd("intbmoe::gated_combine", _differentiate, setup_context=_save)
+differentiable_once("intbmoe::gated_combine_backward")

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from intbmoe.ops.triton_support import empty_matrices, on_device, power_of_2
+from intbmoe.ops.triton_support import differentiable_once, empty_matrices, on_device, power_of_2
 
 BLOCK = 128
 """Columns of a row of the pool's matrices that a program has."""
@@ -168,7 +168,9 @@ def _run_backward(grad, value, gate, pool, factor):
 @torch.library.register_fake("intbmoe::compose_backward")
 def _allocate_backward(grad, value, gate, pool, factor):
     rows = value.shape[0] * (1 if gate is None else 2)
-    return value.new_empty(rows, value.shape[1], dtype=torch.float32), torch.empty_like(pool)
+    return value.new_empty(rows, value.shape[1], dtype=torch.float32), torch.empty_like(
+        pool, memory_format=torch.contiguous_format
+    )
 
 
 def _save(ctx, inputs, output):
@@ -185,6 +187,7 @@ def _differentiate(ctx, grad):
 
 
 torch.library.register_autograd("intbmoe::compose", _differentiate, setup_context=_save)
+differentiable_once("intbmoe::compose_backward")
 
 
 @register_flop_formula(torch.ops.intbmoe.compose)

@@ -14,7 +14,7 @@ from intbmoe.ops.compose import Recipe, compose
 from intbmoe.ops.grouped_mm import grouped_mm
 from intbmoe.ops.grouped_mm.fused import gathered_outer
 from intbmoe.ops.grouped_mm.grouped import grouped_outer
-from intbmoe.ops.triton_support import runs_on
+from intbmoe.ops.triton_support import differentiable_once, runs_on
 from intbmoe.precision import wide
 
 torch.library.define(
@@ -85,7 +85,8 @@ def _run_backward(grad, z, value, gate, pool, ends, factor, complete, form):
         part = wide(part).flatten(1)
         rows.append(factor * (part @ bases.t()))
         pool_grad.addmm_(path.t().to(part.dtype), part, alpha=factor)
-    return z_grad, rows[0], rows[1] if gate is not None else rows[0][:0], pool_grad.view_as(pool).to(pool.dtype)
+    gate_grad = value.new_empty(0, value.shape[1]) if gate is None else rows[1]
+    return z_grad, rows[0], gate_grad, pool_grad.view_as(pool).to(pool.dtype)
 
 
 @torch.library.register_fake("intbmoe::composed_mm_backward")
@@ -93,7 +94,8 @@ def _fake_backward(grad, z, value, gate, pool, ends, factor, complete, form):
     weight = z.new_empty(Pooled(Recipe(value, gate, factor), pool).shape).transpose(1, 2)
     z_grad = multiply(grad, weight, ends, complete=complete, form=form or None)
     gate_grad = value.new_empty(0 if gate is None else value.shape[0], value.shape[1])
-    return z_grad, torch.empty_like(value), gate_grad, torch.empty_like(pool)
+    pool_grad = torch.empty_like(pool, memory_format=torch.contiguous_format)
+    return z_grad, torch.empty_like(value), gate_grad, pool_grad
 
 
 def _save(ctx, inputs, output):
@@ -110,6 +112,7 @@ def _differentiate(ctx, grad):
 
 
 torch.library.register_autograd("intbmoe::composed_mm", _differentiate, setup_context=_save)
+differentiable_once("intbmoe::composed_mm_backward")
 
 
 def _products(value_shape: tuple, gate_shape: tuple | None, pool_shape: tuple, rows: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from intbmoe.ops.dprg.naive import RMS_EPS
 from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sum_partials
-from intbmoe.ops.triton_support import empty_rows, on_device, power_of_2
+from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device, power_of_2
 
 STATISTICS = 3
 # Measured on an H200 at the paper's three widths (benchmarks/gpu.py).
@@ -204,6 +204,7 @@ def _gated_rows_backward(
 def _run(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
     count, width, groups = rows.shape[0], norm_gain.shape[0], ends.shape[0]
     out, statistics = _allocate(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps)
+    rows = in_rows(rows)
     sizes = FORWARD.chunk(width, count)
     if count:
         with on_device(rows):
@@ -231,7 +232,7 @@ def _run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends):
     number = programs(count, groups, sizes["ROWS"])
     if count == 0:
         return row_grad, sums.zero_()
-    grad = grad if grad.stride(1) == 1 else grad.contiguous()
+    grad, rows = in_rows(grad), in_rows(rows)
     partials = sums.new_empty(number, sums.shape[1])
     with on_device(rows):
         _gated_rows_backward[(number,)](
@@ -266,3 +267,4 @@ def _differentiate(ctx, grad, _):
 
 
 torch.library.register_autograd("intbmoe::gated_rows", _differentiate, setup_context=_save)
+differentiable_once("intbmoe::gated_rows_backward")

@@ -29,7 +29,7 @@ def _members(ids, total, TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.co
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
     there = place < total
     group = tl.load(ids + place, mask=there, other=-1).to(tl.int32)
-    group = tl.where(group < 0, GROUPS, group)
+    group = tl.where((group < 0) | (group > GROUPS), GROUPS, group)
     member = (group[:, None] == tl.arange(0, PADDED)[None, :]) & there[:, None]
     return place, group, there, member.to(tl.int32)
 

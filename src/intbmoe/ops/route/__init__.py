@@ -5,12 +5,15 @@ from torch import Tensor
 from intbmoe.ops.route import naive
 from intbmoe.ops.triton_support import usable
 
-__all__ = ["naive", "route"]
+__all__ = ["MOST_IN_ONE_KERNEL", "naive", "route"]
+
+MOST_IN_ONE_KERNEL = 8
+"""Choices that Triton's kernel takes one after another; for more a sort is better."""
 
 
 def route(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """As ``naive.route``; on a GPU in one kernel."""
-    if usable(scores):
+    if k <= MOST_IN_ONE_KERNEL and usable(scores):
         from intbmoe.ops.route import fused
 
         return fused.route(scores, k)

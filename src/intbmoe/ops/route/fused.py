@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intbmoe.ops.triton_support import on_device, power_of_2
+from intbmoe.ops.triton_support import differentiable_once, on_device, power_of_2
 
 ELEMENTS = 1024
 
@@ -34,11 +34,13 @@ def _route_forward(
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, PADDED)
     score, probability = _softmax(scores, token, tokens, column, CHOICES)
+    # As torch sorts: a NaN is larger than anything. Its token's weights are NaN, and no other token's.
+    key = tl.where(score != score, float("inf"), score)
     # A choice is taken out by its index, not by its score: a score of −∞ may be chosen too, once the others are.
     free = tl.broadcast_to((column < CHOICES)[None, :], [TILE, PADDED])
     for number in tl.static_range(K):
-        best = tl.max(tl.where(free, score, float("-inf")), 1)
-        index = tl.min(tl.where(free & (score == best[:, None]), column[None, :], PADDED), 1)
+        best = tl.max(tl.where(free, key, float("-inf")), 1)
+        index = tl.min(tl.where(free & (key == best[:, None]), column[None, :], PADDED), 1)
         taken = column[None, :] == index[:, None]
         weight = tl.sum(tl.where(taken, probability, 0.0), 1)
         free = free & (column[None, :] != index[:, None])
@@ -114,3 +116,4 @@ def _differentiate(ctx, _, grad):
 
 
 torch.library.register_autograd("intbmoe::route", _differentiate, setup_context=_save)
+differentiable_once("intbmoe::route_backward")

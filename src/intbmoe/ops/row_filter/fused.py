@@ -11,7 +11,7 @@ from torch import Tensor
 from intbmoe.ops.dprg.fused import load_rows
 from intbmoe.ops.permute import Permutation
 from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sum_partials
-from intbmoe.ops.triton_support import empty_rows, on_device, power_of_2
+from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device, power_of_2
 
 TOKENS = Tiling(elements=512, per_lane=8)
 BLOCKS = Tiling(elements=512, per_lane=16, tiles=32, stages=3)
@@ -119,9 +119,17 @@ def _filter_blocks_backward(
         tl.store(partial, tl.sum(total, 0), mask=inside)
 
 
+def _laid_out(x, token_term, block_term):
+    """The three as the kernels read them."""
+    if token_term is None:
+        return in_rows(x), None, None
+    return in_rows(x), in_rows(token_term), block_term.contiguous()
+
+
 @torch.library.impl("intbmoe::filter_rows", "default")
 def _run(x, token_term, block_term, token, inverse, group, ends):
     out = _allocate(x, token_term, block_term, token, inverse, group, ends)
+    x, token_term, block_term = _laid_out(x, token_term, block_term)
     tokens, choices = inverse.shape
     sizes = TOKENS.tile(x.shape[1])
     if tokens:
@@ -145,10 +153,11 @@ def _run_backward(grad, x, token_term, block_term, token, inverse, group, ends):
     x_grad, term_grad, block_grad = _allocate_backward(grad, x, token_term, block_term, token, inverse, group, ends)
     (tokens, width), choices, groups = x.shape, inverse.shape[1], ends.shape[0]
     filtered = token_term is not None
+    x, token_term, block_term = _laid_out(x, token_term, block_term)
     if tokens == 0:
         return x_grad, term_grad, block_grad.zero_()
     sizes, block_sizes = TOKENS.tile(width), BLOCKS.chunk(width, token.shape[0])
-    grad = grad if grad.stride(1) == 1 else grad.contiguous()
+    grad = in_rows(grad)
     strides = {
         "GRAD_STRIDE": grad.stride(0),
         "X_STRIDE": x.stride(0),
@@ -198,3 +207,4 @@ def _differentiate(ctx, grad):
 
 
 torch.library.register_autograd("intbmoe::filter_rows", _differentiate, setup_context=_save)
+differentiable_once("intbmoe::filter_rows_backward")

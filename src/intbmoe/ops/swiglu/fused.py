@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intbmoe.ops.triton_support import on_device, power_of_2
+from intbmoe.ops.triton_support import differentiable_once, on_device, power_of_2
 
 ELEMENTS = 1024
 
@@ -88,3 +88,4 @@ torch.library.register_autograd(
     lambda ctx, grad: torch.ops.intbmoe.swiglu_backward(grad, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
+differentiable_once("intbmoe::swiglu_backward")

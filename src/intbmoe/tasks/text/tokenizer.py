@@ -1,15 +1,11 @@
 """Byte-level BPE by Hugging Face's ``tokenizers``: read from a file, trained, and applied to documents."""
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.text.packed import token_type
-
-if TYPE_CHECKING:
-    pass
 
 END_OF_TEXT = "<|endoftext|>"
 BATCH_DOCUMENTS = 256

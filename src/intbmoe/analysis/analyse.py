@@ -1,0 +1,229 @@
+"""``intbmoe analyse RUN``: look inside a trained model, and leave data and pictures in RUN/analysis.
+
+data/analysis.json      what was analysed, on what, and which parts were left out, with the reason
+data/PART.json, .csv    participation, routing, recipes, load, training: raw numbers
+pictures/*.png, *.svg   drawn from the JSON files alone; ``redraw`` does it again
+pictures/*.json         captions: title, what to see, how it was computed
+
+Methods get the parts that apply: participation and recipes need expert bases, routing and load need tokens that choose.
+"""
+
+import csv
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from intbmoe.analysis.loads import choosing_layers, evaluated_load, training_curves
+from intbmoe.analysis.participation import measure_participation
+from intbmoe.analysis.recipes_view import collect_recipes
+from intbmoe.analysis.routing_share import VIEWS, routing_shares
+from intbmoe.analysis.sample import Sample
+from intbmoe.layer import moe_layers
+from intbmoe.methods.intbmoe import IntBMoE
+from intbmoe.recipes.schema import Recipe
+from intbmoe.registry import find_method
+from intbmoe.tasks import Task, make_task
+from intbmoe.train.distribution import Ranks
+from intbmoe.train.errors import DamagedFileError, TrainingError
+from intbmoe.train.files import read_json, remove_folder, to_json
+from intbmoe.train.loading import BATCH, load
+from intbmoe.train.run import RunDirectory
+
+FOLDER = "analysis"
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class AnalyseOptions:
+    """On what a run is analysed."""
+
+    split: str = "valid"
+    examples: int = 1000
+    """At most so many, evenly spread over the split."""
+
+
+class LeftOut(Exception):  # noqa: N818 — not an error: a part that does not apply
+    """A part of the analysis does not apply; the message says why."""
+
+
+def analyse(
+    run: RunDirectory | str | Path, options: AnalyseOptions | None = None, tell: Tell = lambda line: None
+) -> Path:
+    """Analyse a finished run; returns the folder, in which an earlier analysis is replaced as a whole."""
+    require_matplotlib()
+    options = options or AnalyseOptions()
+    run = RunDirectory.existing(run)
+    recipe, task, model = _open(run)
+    ranks = Ranks(recipe.train.precision)
+    model = model.to(ranks.device)
+    size = min(recipe.train.device_batch or recipe.train.batch, BATCH)
+    sample = Sample(task, options.split, options.examples, ranks, size)
+    parts: dict[str, Callable[[], Any]] = {
+        "training": lambda: _training(run, task),
+        "load": lambda: _load(model, sample),
+        "routing": lambda: _routing(model, sample, recipe),
+        "recipes": lambda: _recipes(model),
+        "participation": lambda: _participation(model, sample, tell),
+    }
+    found, left_out = {}, {}
+    for name, compute in parts.items():
+        tell(name)
+        try:
+            found[name] = compute()
+        except LeftOut as reason:
+            left_out[name] = str(reason)
+    summary = {**_describe(run, recipe, sample), "parts": list(found), "left_out": left_out}
+    folder = run.path / FOLDER
+    with _replacing(folder) as beside:
+        data = beside / "data"
+        data.mkdir()
+        (data / "analysis.json").write_bytes(to_json(summary))
+        for name, part in found.items():
+            (data / f"{name}.json").write_bytes(to_json(asdict(part)))
+            (data / f"{name}.csv").write_text(to_csv(part.rows()), encoding="utf-8", newline="")
+        _draw(data, beside / "pictures")
+    return folder
+
+
+def redraw(folder: str | Path) -> list[Path]:
+    """Draw the pictures of an analysis again, from its data alone; returns their paths."""
+    require_matplotlib()
+    folder = Path(folder)
+    if not (folder / "data" / "analysis.json").is_file():
+        raise TrainingError(f"{folder} holds no analysis: it has no data/analysis.json; intbmoe analyse RUN makes one")
+    with _replacing(folder / "pictures") as beside:
+        _draw(folder / "data", beside)
+    return sorted((folder / "pictures").iterdir())
+
+
+def require_matplotlib() -> None:
+    """Raise, saying what to install, where the package is missing."""
+    if find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("analyses are drawn with matplotlib: pip install 'intbmoe[plots]'")
+
+
+def _open(run: RunDirectory) -> tuple[Recipe, Task, nn.Module]:
+    """What a run was and what came of it; anything wrong with its files is said in one sentence."""
+    try:
+        recipe = run.recipe
+        return recipe, make_task(recipe), load(run)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        raise DamagedFileError(f"{run.path} cannot be read back: {message}") from error
+
+
+def _describe(run: RunDirectory, recipe: Recipe, sample: Sample) -> dict[str, Any]:
+    result = run.result
+    return {
+        "recipe": recipe.name,
+        "task": recipe.task,
+        "method": recipe.moe.name,
+        "title": find_method(recipe.moe.name).title,
+        "label": recipe.moe.label or recipe.moe.name,
+        "seed": recipe.train.seed,
+        "metric": sample.task.metric,
+        "higher_is_better": sample.task.higher_is_better,
+        "test": result["test"],
+        "model_sha256": result["sha256"]["model.safetensors"],
+        "split": sample.split,
+        "examples": sample.examples,
+        "examples_of_split": sample.total,
+    }
+
+
+def _training(run: RunDirectory, task: Task) -> Any:
+    lines = run.metrics()
+    if not lines:
+        raise LeftOut("metrics.jsonl is missing or empty")
+    return training_curves(lines, task.metric, task.higher_is_better)
+
+
+def _require_choices(model: nn.Module) -> None:
+    if not choosing_layers(model):
+        none = "the model has no MoE layer" if not list(moe_layers(model)) else "its tokens do not choose experts"
+        raise LeftOut(f"{none}, so there is nothing to count")
+
+
+def _require_bases(model: nn.Module) -> None:
+    if not any(isinstance(layer, IntBMoE) for _, layer in moe_layers(model)):
+        raise LeftOut("only IntBMoE composes blocks from expert bases")
+
+
+def _load(model: nn.Module, sample: Sample) -> Any:
+    _require_choices(model)
+    return evaluated_load(model, sample)
+
+
+def _routing(model: nn.Module, sample: Sample, recipe: Recipe) -> Any:
+    _require_choices(model)
+    if recipe.task not in VIEWS:
+        raise LeftOut(f"the task {recipe.task!r} has no views in routing_share.py, which tell its tokens apart")
+    return routing_shares(model, sample, VIEWS[recipe.task](sample.task))
+
+
+def _recipes(model: nn.Module) -> Any:
+    _require_bases(model)
+    return collect_recipes(model)
+
+
+def _participation(model: nn.Module, sample: Sample, tell: Tell) -> Any:
+    _require_bases(model)
+    if any(isinstance(layer, IntBMoE) and layer.config.experts == 1 for _, layer in moe_layers(model)):
+        raise LeftOut("a layer has a single expert base, without which nothing is left")
+    return measure_participation(model, sample, tell)
+
+
+def to_csv(rows: list[Mapping[str, Any]]) -> str:
+    """Rows with the same keys, under a header; nothing without rows."""
+    buffer = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return buffer.getvalue()
+
+
+def _draw(data: Path, pictures: Path) -> None:
+    """Everything in ``data`` that can be drawn."""
+    from intbmoe.analysis.drawing import DRAWERS, FORMATS
+
+    pictures.mkdir(exist_ok=True)
+    for part in read_summary(data.parent)["parts"]:
+        for picture in DRAWERS[part](read_json(data / f"{part}.json")):
+            for form in FORMATS:
+                (pictures / f"{picture.name}.{form}").write_bytes(picture.content(form))
+            (pictures / f"{picture.name}.json").write_bytes(to_json(picture.caption()))
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """An empty folder beside ``folder`` that takes its place once it is filled; if that fails, the old one stays."""
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield beside
+        beside.chmod(0o777 & ~_umask())  # a temporary folder is its maker's alone
+        if folder.exists():
+            remove_folder(folder)
+        os.rename(beside, folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What an analysis says of itself: run, method, metric, split, parts, left_out."""
+    return read_json(folder / "data" / "analysis.json")

@@ -1,0 +1,148 @@
+"""Loads and losses: how training went, and how evenly the trained model uses its experts or blocks.
+
+Over training everything comes from ``metrics.jsonl``, whose loads are means over the layers that choose. Loads of
+single experts, and how many of them a token has, are counted on examples of a split.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from intbmoe.analysis.sample import Sample
+from intbmoe.layer import MoELayer, moe_layers
+from intbmoe.methods.intbmoe import BlockLayer
+from intbmoe.parts.load import load_statistics_of
+from intbmoe.train.metrics import LOAD_RATIOS
+
+PLACE = ("step", "epoch", "split")
+"""What a line of metrics begins with; the rest are names with values."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One value over training."""
+
+    split: str
+    name: str
+    steps: list[int]
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class TrainingCurves:
+    """Everything that ``metrics.jsonl`` tells."""
+
+    metric: str
+    higher_is_better: bool
+    curves: list[Curve]
+    lines: list[dict[str, Any]]
+    """The lines themselves, for CSV."""
+
+    @property
+    def has_load(self) -> bool:
+        """Whether the method's load was recorded."""
+        return any(curve.name in LOAD_RATIOS for curve in self.curves)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each line of metrics, all with the same columns; None where a line has no such value."""
+        columns = dict.fromkeys(name for line in self.lines for name in line)
+        return [{name: line.get(name) for name in columns} for line in self.lines]
+
+
+def training_curves(lines: Sequence[dict[str, Any]], metric: str, higher_is_better: bool) -> TrainingCurves:
+    """Lines of metrics, in the order of their steps, as curves."""
+    found: dict[tuple[str, str], Curve] = {}
+    for line in lines:
+        for name in (name for name in line if name not in PLACE):
+            key = (line["split"], name)
+            curve = found.setdefault(key, Curve(*key, [], []))
+            curve.steps.append(line["step"])
+            curve.values.append(line[name])
+    return TrainingCurves(metric, higher_is_better, list(found.values()), list(lines))
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """One layer's load on the evaluated examples."""
+
+    layer: str
+    counts: list[int]
+    """Assignments of each expert or block."""
+    present: list[int]
+    """Which of them there are: a growing pool has others in reserve."""
+    tokens: int
+    """Valid tokens; padding is not counted."""
+    active: float
+    """Experts or blocks that a token has, on average."""
+    utilisation: float | None
+    worst_case: float | None
+    entropy: float | None
+    dead: list[int]
+
+
+@dataclass(frozen=True)
+class EvaluatedLoad:
+    """All choosing layers of a model."""
+
+    unit: str
+    """What tokens are sent to: "block" or "expert"."""
+    split: str
+    examples: int
+    layers: list[LayerLoad]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each expert or block, for CSV."""
+        return [
+            {"layer": load.layer, self.unit: index, "assignments": load.counts[index], "tokens": load.tokens}
+            for load in self.layers
+            for index in load.present
+        ]
+
+
+def choosing_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """The MoE layers whose tokens choose, by name."""
+    return {name: layer for name, layer in moe_layers(model) if layer.choices is not None}
+
+
+def unit_of(model: nn.Module) -> str:
+    """What the tokens of the model's layers are sent to."""
+    blocks = any(isinstance(layer, BlockLayer) for layer in choosing_layers(model).values())
+    return "block" if blocks else "expert"
+
+
+def present_choices(layer: MoELayer, counts: Sequence[int]) -> list[int]:
+    """The experts or blocks that a layer has open, or that got a token."""
+    opened = layer.open_choices
+    return [index for index, count in enumerate(counts) if opened is None or bool(opened[index]) or count]
+
+
+def evaluated_load(model: nn.Module, sample: Sample) -> EvaluatedLoad:
+    """Count the assignments of the sample's tokens in every choosing layer."""
+    layers = choosing_layers(model)
+    counts = {name: torch.zeros(layer.choices, dtype=torch.int64) for name, layer in layers.items()}
+    tokens = dict.fromkeys(layers, 0)
+    for _, log in sample.routed(model):
+        for name in layers:
+            statistics = log[name].load_statistics()
+            counts[name] += torch.tensor(statistics.counts)
+            tokens[name] += statistics.tokens
+    found = [_layer_load(name, layer, counts[name], tokens[name]) for name, layer in layers.items()]
+    return EvaluatedLoad(unit_of(model), sample.split, sample.examples, found)
+
+
+def _layer_load(name: str, layer: MoELayer, counts: torch.Tensor, tokens: int) -> LayerLoad:
+    statistics = load_statistics_of(counts, tokens, opened=layer.open_choices)
+    ratios = {ratio: getattr(statistics, ratio) for ratio in ("utilisation", "worst_case", "entropy")}
+    return LayerLoad(
+        layer=name,
+        counts=list(statistics.counts),
+        present=present_choices(layer, statistics.counts),
+        tokens=tokens,
+        active=sum(statistics.counts) / max(1, tokens),
+        dead=list(statistics.dead),
+        **{ratio: None if math.isnan(value) else value for ratio, value in ratios.items()},
+    )

@@ -1,0 +1,143 @@
+"""Participation: what a trained model loses without one of its expert bases.
+
+A base is taken out of all block compositions of one MoE layer at a time, without retraining, and the task's deciding
+metric is taken again:
+
+    linear coefficients     α_e = 0, and 1/√E becomes 1/√(E−1), as in the paper: fewer terms, same magnitude
+    softmax coefficients    α_e = 0, and the others are divided by their sum: the softmax over the bases that are left
+
+Both are what a layer with the E−1 other bases would compute. The change of the factor has an effect of its own, which a
+base with zero coefficients shows alone; ``factor_alone`` says how large it is, so that it is not taken for a base's.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.analysis.sample import Sample
+from intbmoe.checks import require
+from intbmoe.layer import moe_layers
+from intbmoe.methods.intbmoe import ComposedMoE, Hypernetwork, IntBMoE
+from intbmoe.ops.compose import Recipe
+from intbmoe.precomposition import precompose
+
+
+@dataclass(frozen=True)
+class LayerParticipation:
+    """One MoE layer."""
+
+    layer: str
+    drops: list[float]
+    """How much worse the metric is without each base; below 0 it is better."""
+    mean: float
+    smallest: float
+    factor_alone: float
+    """How much worse it is with 1/√(E−1) and all bases; 0 with softmax coefficients, which take no factor."""
+
+
+@dataclass(frozen=True)
+class Participation:
+    """All MoE layers of a model."""
+
+    metric: str
+    higher_is_better: bool
+    split: str
+    examples: int
+    full: float
+    """The metric of the whole model on these examples."""
+    coefficients: str
+    layers: list[LayerParticipation]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each removal, for CSV."""
+        return [
+            {"layer": layer.layer, "base": base, "metric": self.metric, "drop": drop}
+            for layer in self.layers
+            for base, drop in enumerate(layer.drops)
+        ]
+
+
+class _ChangedRecipes(nn.Module):
+    """A hypernetwork whose recipes leave out one base (None: none) and follow the factor of one base fewer."""
+
+    def __init__(self, hypernetwork: Hypernetwork, base: int | None) -> None:
+        super().__init__()
+        self.hypernetwork = hypernetwork
+        self.base = base
+
+    def forward(self, codebook: Tensor) -> Recipe:
+        recipe = self.hypernetwork(codebook)
+        value, gate = self._without_base(recipe.value), recipe.gate
+        gate = None if gate is None else self._without_base(gate)
+        if self.hypernetwork.config.coefficients == "softmax":
+            return Recipe(_share_out(value), None if gate is None else _share_out(gate), 1.0)
+        return Recipe(value, gate, (self.hypernetwork.config.experts - 1) ** -0.5)
+
+    def _without_base(self, coefficients: Tensor) -> Tensor:
+        if self.base is None:
+            return coefficients
+        bases = torch.arange(coefficients.shape[1], device=coefficients.device)
+        return torch.where(bases == self.base, 0, coefficients)
+
+
+def _share_out(coefficients: Tensor) -> Tensor:
+    """Rows that sum to 1; where the base that is gone had everything, nothing is left to share."""
+    return coefficients / coefficients.sum(1, keepdim=True).clamp(min=torch.finfo(coefficients.dtype).tiny)
+
+
+def without_base(layer: IntBMoE, base: int | None) -> ComposedMoE:
+    """The layer composed without ``base``, or, for None, with all bases and the factor of one fewer."""
+    experts = layer.config.experts
+    require(experts > 1, "experts", experts, "at least 2: without its only base a layer has none")
+    require(base is None or 0 <= base < experts, "base", base, f"None or one of 0…{experts - 1}")
+    with _swapped(layer, _ChangedRecipes(layer.hypernetwork, base)):
+        return layer.precompose()
+
+
+@contextmanager
+def _swapped(layer: IntBMoE, hypernetwork: nn.Module) -> Iterator[None]:
+    own = layer.hypernetwork
+    layer.hypernetwork = hypernetwork
+    try:
+        yield
+    finally:
+        layer.hypernetwork = own
+
+
+def measure_participation(
+    model: nn.Module, sample: Sample, tell: Callable[[str], None] = lambda line: None
+) -> Participation:
+    """Take out each base of each IntBMoE layer in turn; ``model`` is left as it was.
+
+    All runs are of one precomposed copy in which a single layer is exchanged: a removal is composed once, not once a
+    batch, and differs from the whole model in nothing else.
+    """
+    task = sample.task
+    layers = {name: layer for name, layer in moe_layers(model) if isinstance(layer, IntBMoE)}
+    require(len(layers) > 0, "model", type(model).__name__, "a model with IntBMoE layers: only those have bases")
+    served = precompose(model)
+    full = sample.metrics(served)[task.metric]
+    sign = 1 if task.higher_is_better else -1
+
+    def drop(name: str, composed: ComposedMoE) -> float:
+        whole = served.get_submodule(name)
+        served.set_submodule(name, composed)
+        try:
+            return sign * (full - sample.metrics(served)[task.metric])
+        finally:
+            served.set_submodule(name, whole)
+
+    found = []
+    for name, layer in layers.items():
+        tell(f"participation: {name}, {layer.config.experts} bases")
+        drops = [drop(name, without_base(layer, base)) for base in range(layer.config.experts)]
+        linear = layer.config.coefficients == "linear"
+        alone = drop(name, without_base(layer, None)) if linear else 0.0
+        found.append(LayerParticipation(name, drops, fmean(drops), min(drops), alone))
+    coefficients = next(iter(layers.values())).config.coefficients
+    return Participation(task.metric, task.higher_is_better, sample.split, sample.examples, full, coefficients, found)

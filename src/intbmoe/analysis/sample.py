@@ -1,0 +1,62 @@
+"""The examples on which a trained model is looked at, and how it is run on them."""
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from intbmoe.checks import require_positive_int
+from intbmoe.routing import RecordedRouting, record_routing
+from intbmoe.tasks.base import Batch, Task
+from intbmoe.train.distribution import Ranks
+from intbmoe.train.errors import TrainingError
+
+
+class Sample:
+    """At most ``examples`` of a split, evenly spread over it, read once and run as often as needed."""
+
+    def __init__(self, task: Task, split: str, examples: int, ranks: Ranks, batch_size: int = 256) -> None:
+        require_positive_int("examples", examples)
+        self.task = task
+        self.split = split
+        self.ranks = ranks
+        self.batch_size = batch_size
+        self._source = task.split(split)
+        self.total = len(self._source)
+        """Examples of the whole split."""
+        if self.total == 0:
+            raise TrainingError(f"the {split} split is empty")
+        self.examples = min(examples, self.total)
+
+    @cached_property
+    def _read(self) -> list[Batch]:
+        # Spread, not the first ones: a split may be sorted by class or by time.
+        indices = [place * self.total // self.examples for place in range(self.examples)]
+        starts = range(0, self.examples, self.batch_size)
+        return [self._source.batch(indices[start : start + self.batch_size], epoch=0, seed=0) for start in starts]
+
+    def batches(self) -> Iterator[Batch]:
+        """The examples as the model sees them in evaluation, on its device."""
+        for batch in self._read:
+            yield self.task.prepare(self.ranks.to_device(batch), None)
+
+    def metrics(self, model: nn.Module) -> dict[str, float]:
+        """The task's metrics of a model in evaluation mode."""
+        totals: dict[str, float] = {}
+        for batch in self.batches():
+            for name, value in self._run(model, batch).items():
+                totals[name] = totals.get(name, 0.0) + float(value.double())
+        return {name: float(value) for name, value in self.task.metrics(totals).items()}
+
+    def routed(self, model: nn.Module) -> Iterator[tuple[Batch, Mapping[str, RecordedRouting]]]:
+        """Each batch with what every layer's router decided on it."""
+        for batch in self.batches():
+            with record_routing(model) as log:
+                self._run(model, batch)
+            yield batch, log
+
+    @torch.no_grad()
+    def _run(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        with self.ranks.autocast():
+            return self.task.evaluate(model, batch)

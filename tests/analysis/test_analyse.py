@@ -1,0 +1,201 @@
+"""Whole runs of the embedded recipes, trained for a few steps, analysed and drawn."""
+
+import csv
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from intbmoe.analysis.analyse import AnalyseOptions, analyse, read_summary, redraw
+from intbmoe.analysis.drawing import DRAWERS, draw_participation, draw_recipes, layer_title
+from intbmoe.cli import main
+from intbmoe.recipes import load_recipe
+from intbmoe.train import DamagedFileError, TrainingError, train
+
+FEW = AnalyseOptions(examples=24)
+ALL = ["training", "load", "routing", "recipes", "participation"]
+VIEWS = {
+    "digits": {"routing-class"},
+    "stdlib": {"routing-kind-of-token", "routing-position"},
+    "journeys": {"routing-token-type", "routing-hour-of-day", "routing-category"},
+}
+
+
+def small(name, method="intbmoe"):
+    recipe = load_recipe(name)
+    data = {"stdlib": {"max_bytes": 60_000}, "journeys": {"users": 60}}.get(name, {})
+    options = recipe.moe.options if method == "intbmoe" else {}
+    return replace(
+        recipe,
+        data=replace(recipe.data, **data),
+        model=replace(recipe.model, dim=24, hidden=24),
+        moe=replace(recipe.moe, name=method, experts=3, options=options),
+        train=replace(recipe.train, steps=4, batch=8, warmup=0.0, log_every=2, eval_every=100.0),
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Every embedded recipe, and on digits a method without bases and one without choice."""
+    root = tmp_path_factory.mktemp("runs")
+    wanted = [("digits", "intbmoe"), ("stdlib", "intbmoe"), ("journeys", "intbmoe"), ("digits", "switch")]
+    wanted += [("digits", "soft"), ("digits", "dense")]
+    return {f"{name}/{method}": train(small(name, method), root=root, quiet=True).path for name, method in wanted}
+
+
+@pytest.fixture(scope="module")
+def analysed(runs):
+    """The analyses of the embedded recipes with IntBMoE."""
+    return {name: analyse(runs[f"{name}/intbmoe"], FEW) for name in VIEWS}
+
+
+@pytest.fixture
+def run(runs, tmp_path):
+    """A copy to change, not analysed yet."""
+    ignored = shutil.ignore_patterns("analysis")
+    return Path(shutil.copytree(runs["digits/intbmoe"], tmp_path / "run", ignore=ignored))
+
+
+def files(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_embedded_recipe(name, runs, analysed):
+    folder = analysed[name]
+    assert folder == runs[f"{name}/intbmoe"] / "analysis"
+    summary = read_summary(folder)
+    assert (summary["parts"], summary["left_out"]) == (ALL, {})
+    assert summary["recipe"] == name
+    assert summary["examples"] <= 24
+    for part in ALL:
+        assert json.loads((folder / "data" / f"{part}.json").read_bytes())
+        with open(folder / "data" / f"{part}.csv", newline="", encoding="utf-8") as file:
+            assert list(csv.DictReader(file))
+    names = {"training", "load-training", "load", "recipes", "participation", *VIEWS[name]}
+    found = files(folder / "pictures")
+    assert set(found) == {f"{picture}.{form}" for picture in names for form in ("png", "svg", "json")}
+    for picture in names:
+        assert found[f"{picture}.png"].startswith(b"\x89PNG")
+        assert b"</svg>" in found[f"{picture}.svg"]
+        caption = json.loads(found[f"{picture}.json"])
+        assert set(caption) == {"title", "see", "how"}
+        assert all(caption.values())
+
+
+def test_participation_is_on_the_evaluated_metric(run):
+    from intbmoe.train import evaluate
+
+    folder = analyse(run, AnalyseOptions("test", 10_000))
+    found = json.loads((folder / "data" / "participation.json").read_bytes())
+    assert found["full"] == pytest.approx(evaluate(run, "test")["accuracy"], abs=1e-9)
+    assert [layer["layer"] for layer in found["layers"]] == ["blocks.0.moe", "blocks.2.moe"]
+    assert [len(layer["drops"]) for layer in found["layers"]] == [3, 3]
+
+
+def test_counts_of_load_and_routing_agree(analysed):
+    folder = analysed["journeys"]
+    load = json.loads((folder / "data" / "load.json").read_bytes())
+    routing = json.loads((folder / "data" / "routing.json").read_bytes())
+    types = next(view for view in routing["views"] if view["name"] == "token type")
+    for layer, shares in zip(load["layers"], types["layers"], strict=True):
+        assert layer["counts"] == [sum(column) for column in zip(*shares["counts"], strict=True)], "every valid token"
+        assert sum(layer["counts"]) == 2 * layer["tokens"]
+
+
+def test_pictures_are_redrawn_identically_from_the_data_alone(run, analysed, tmp_path):
+    folder = analysed["digits"]
+    before = files(folder)
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(folder / "data", moved / "data")
+    redraw(moved)
+    assert files(moved) == before
+    assert files(analyse(run, FEW)) == before, "and a second analysis finds the same"
+    assert not list(run.glob(".analysis*"))
+
+
+@pytest.mark.parametrize(
+    ("method", "parts", "reason"),
+    [
+        ("switch", ["training", "load", "routing"], "only IntBMoE composes blocks"),
+        ("soft", ["training"], "do not choose"),
+        ("dense", ["training"], "no MoE layer"),
+    ],
+)
+def test_methods_get_the_parts_that_apply(method, parts, reason, runs, capsys):
+    main(["analyse", str(runs[f"digits/{method}"]), "--examples", "16"])
+    said = capsys.readouterr().out
+    assert reason in said
+    assert f"analysed: {runs[f'digits/{method}'] / 'analysis'}" in said
+    summary = read_summary(runs[f"digits/{method}"] / "analysis")
+    assert summary["parts"] == parts
+    assert sorted([*parts, *summary["left_out"]]) == sorted(ALL)
+
+
+def test_a_failed_analysis_leaves_the_earlier_one(run, analysed, monkeypatch):
+    shutil.copytree(analysed["digits"], run / "analysis")
+    before = files(run / "analysis")
+    monkeypatch.setitem(DRAWERS, "recipes", lambda data: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        analyse(run, FEW)
+    assert files(run / "analysis") == before
+    assert not list(run.glob(".analysis*"))
+
+
+def test_unfinished_and_damaged_runs_are_errors_with_a_message(run, tmp_path):
+    with pytest.raises(TrainingError, match="is not a run directory"):
+        analyse(tmp_path)
+    with pytest.raises(TrainingError, match="holds no analysis"):
+        redraw(run / "analysis")
+    done = (run / "done.json").read_bytes()
+    (run / "done.json").write_text("{}")
+    with pytest.raises(DamagedFileError, match="cannot be read back"):
+        analyse(run)
+    (run / "done.json").unlink()
+    with pytest.raises(TrainingError, match="is not finished"):
+        analyse(run)
+    (run / "done.json").write_bytes(done)
+    (run / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(DamagedFileError, match="truncated or altered"):
+        analyse(run)
+    (run / "config.yaml").write_text("name: digits\n")
+    with pytest.raises(DamagedFileError, match="cannot be read back"):
+        analyse(run)
+    with pytest.raises(SystemExit, match=r"intbmoe: .* cannot be read back"):
+        main(["analyse", str(run)])
+    assert not (run / "analysis").exists()
+
+
+def test_metrics_that_are_gone_are_left_out(run):
+    (run / "metrics.jsonl").unlink()
+    assert read_summary(analyse(run, FEW))["left_out"] == {"training": "metrics.jsonl is missing or empty"}
+
+
+def participation(drops):
+    layer = {"layer": "blocks.4.moe", "drops": drops, "mean": sum(drops) / len(drops), "smallest": min(drops)}
+    about = {"metric": "accuracy", "split": "valid", "examples": 8, "full": 0.5, "coefficients": "linear"}
+    return {**about, "layers": [{**layer, "factor_alone": 0.0}]}
+
+
+@pytest.mark.parametrize("drops", [[0.0, 0.0], [0.25, -0.125, 0.0], [-0.5], [1e-6, 0.5]])
+def test_negative_drops_are_drawn_below_zero(drops):
+    (picture,) = draw_participation(participation(drops))
+    (axes,) = picture.figure.axes
+    assert [bar.get_height() for bar in axes.patches] == [100 * drop for drop in drops]
+    low, high = axes.get_ylim()
+    assert low <= 100 * min(drops)
+    assert high >= 100 * max(drops)
+    assert axes.get_yscale() == "symlog"
+    assert f"worse in {sum(drop > 0 for drop in drops)} of {len(drops)} cases" in picture.see
+    assert "layer 4" in picture.see
+
+
+def test_one_block_is_drawn_without_a_cosine():
+    layer = {"layer": "moe", "path": "value", "coefficients": [[1.0]], "normalised": [[1.0]], "mean_cosine": None}
+    assert "one block only" in draw_recipes({"layers": [layer]})[0].see
+
+
+def test_titles_of_layers():
+    assert [layer_title(name) for name in ("blocks.2.moe", "backbone.head")] == ["layer 2", "head"]

@@ -1,0 +1,148 @@
+import pytest
+import torch
+from layer_task import LayerTask, OneLayer, force, sample_of
+
+from intbmoe.analysis.routing_share import (
+    NO_LABEL,
+    TOKEN_KINDS,
+    TRAVEL_TYPES,
+    View,
+    byte_texts,
+    count_pairs,
+    kind_of,
+    language_views,
+    routing_shares,
+    sequence_views,
+    tokenizer_texts,
+    travel_types,
+    travel_views,
+    vision_views,
+    visits,
+)
+from intbmoe.recipes import load_recipe
+from intbmoe.tasks import make_task
+from small_intbmoe import make, tokens
+
+
+def test_a_router_forced_to_one_block_fills_its_column():
+    task = LayerTask(tokens(6, 4), classes=3)
+    model = OneLayer(force(make(top_k=1), 2))
+    found = routing_shares(model, sample_of(task), vision_views(task))
+    (view,) = found.views
+    (layer,) = view.layers
+    assert (found.unit, view.name, view.labels, layer.choices) == ("block", "class", ["0", "1", "2"], [0, 1, 2, 3])
+    assert layer.counts == [[0, 0, 8, 0]] * 3, "two examples of a class, four tokens each"
+    assert layer.minus_uniform == [[-0.25, -0.25, 0.75, -0.25]] * 3
+    assert len(found.rows()) == 12
+
+
+def test_with_two_choices_each_counts():
+    task = LayerTask(tokens(6, 4), classes=3)
+    found = routing_shares(OneLayer(force(make(top_k=2), 2, 0)), sample_of(task), vision_views(task))
+    assert found.views[0].layers[0].minus_uniform == [[0.25, -0.25, 0.25, -0.25]] * 3
+
+
+def test_a_label_without_tokens_has_no_share():
+    task = LayerTask(tokens(2, 4), classes=3)
+    found = routing_shares(OneLayer(make()), sample_of(task), vision_views(task))
+    assert found.views[0].layers[0].minus_uniform[2] is None
+    assert {row["label"] for row in found.rows()} == {"0", "1"}
+
+
+def test_padding_is_never_counted():
+    mask = torch.rand(6, 4, generator=torch.Generator().manual_seed(1)) < 0.5
+    task = LayerTask(tokens(6, 4), mask)
+    every = View("every", ("token",), lambda batch: torch.zeros_like(batch["mask"], dtype=torch.int64))
+    padding = View("padding", ("token",), lambda batch: torch.where(batch["mask"], NO_LABEL, 0))
+    found = routing_shares(OneLayer(make(top_k=2)), sample_of(task), [every, padding])
+    assert sum(found.views[0].layers[0].counts[0]) == 2 * int(mask.sum())
+    assert found.views[1].layers[0].minus_uniform == [None]
+
+
+def test_pairs_by_hand():
+    ids = torch.tensor([[0, 1], [1, -1], [2, 0], [-1, -1]])
+    labels = torch.tensor([1, 0, NO_LABEL, 1])
+    assert count_pairs(labels, ids, (2, 3)).tolist() == [[0, 1, 0], [1, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("a", "letters"),
+        (" the", "letters"),
+        ("é", "letters"),
+        ("7", "digits"),
+        (" 2024", "digits"),
+        (".", "punctuation"),
+        ("'", "punctuation"),
+        ("(", "code symbols"),
+        (" ==", "code symbols"),
+        ("_", "code symbols"),
+        (" ", "white space"),
+        ("\n\n", "white space"),
+        ("a1", "other"),
+        ("", "other"),
+        ("\ufffd", "other"),
+    ],
+)
+def test_kinds_of_tokens(text, kind):
+    assert kind_of(text) == kind
+
+
+def test_bytes_have_the_kind_of_their_character():
+    task = make_task(load_recipe("stdlib"))
+    kind, position = language_views(task)
+    assert len(byte_texts()) == task.recipe.model.vocabulary
+    ids = torch.tensor([[ord("x"), ord("3"), ord(":"), ord("["), ord(" "), 200, 256]])
+    names = [TOKEN_KINDS[label] for label in kind.find({"ids": ids})[0]]
+    assert names == ["letters", "digits", "punctuation", "code symbols", "white space", "other", "other"]
+    assert position.labels[0] == "0–15"
+    assert position.labels[-1] == "112–127"
+    found = position.find({"ids": torch.zeros(2, 128, dtype=torch.int64)})
+    assert found[1].tolist() == [place // 16 for place in range(128)]
+
+
+def test_ids_of_a_prepared_folder_are_read_with_its_tokenizer(tmp_path):
+    pytest.importorskip("tokenizers")
+    from intbmoe.tasks.text.tokenizer import train_bpe
+
+    (tmp_path / "tokenizer.json").write_text(train_bpe(["the cat = 12 ", "the cat"] * 20, 300), encoding="utf-8")
+    texts = tokenizer_texts(tmp_path)
+    assert kind_of(texts[0]) == "other", "the end of a text is none of it"
+    kinds = {text: kind_of(text) for text in texts}
+    assert (kinds[" cat"], kinds["="], kinds["1"], kinds[" "]) == ("letters", "code symbols", "digits", "white space")
+
+
+def travel_batch():
+    """Two users of two sessions; the second has one, and no known hour."""
+    scenario = torch.zeros(2, 2, 6, dtype=torch.int32)
+    place = torch.zeros(2, 2, 5, dtype=torch.int32)
+    scenario[0, :, 3] = torch.tensor([1, 24])
+    place[0, :, 2] = torch.tensor([3, 1])
+    scenario[1, 1, 3] = 5  # padding may hold anything
+    place[1, 1, 2] = 5
+    return {"mask": torch.tensor([[True, True], [True, False]]), "scenario": scenario, "place": place}
+
+
+def test_travel_tokens_by_hand():
+    types = [[TRAVEL_TYPES[label] if label >= 0 else None for label in row] for row in travel_types(travel_batch())]
+    session = ["scenario", "intention", "feedback"]
+    assert types == [["profile"] * 6 + session * 2, ["profile"] * 6 + session + [None] * 3]
+
+
+def test_travel_hours_and_categories_by_hand():
+    _, hour, category = travel_views(make_task(load_recipe("journeys")))
+    assert hour.labels[0] == "00"
+    assert len(category.labels) == 12
+    nothing = [NO_LABEL] * 12
+    assert hour.find(travel_batch()).tolist() == [[-1] * 6 + [0, -1, -1, 23, -1, -1], nothing]
+    assert category.find(travel_batch()).tolist() == [[-1] * 7 + [2, -1, -1, 0, -1], nothing]
+
+
+def test_items_seen_before_by_hand():
+    items = torch.tensor([[4, 5, 4, 4, -1, -1], [1, 2, 3, 1, 2, 9]])
+    assert visits({"items": items}).tolist() == [[0, 0, 1, 1, -1, -1], [0, 0, 0, 1, 1, 0]]
+    position = sequence_views(make_task(load_recipe("beauty")))[1]
+    assert position.labels[0] == "0–6"
+    assert position.labels[-1] == "49–49"
+    assert position.find({"items": items}).tolist() == [[0, 0, 0, 0, -1, -1], [0] * 6]
