@@ -215,7 +215,7 @@ class IntBMoE(BlockLayer):
         self.pools = nn.ModuleList(StackedLinear(c.experts, a, b, bias=True) for a, b in pairs)
         self.filter = nn.Linear(c.dim + c.code_dim, c.dim) if c.filter else None
         self.recompute = False
-        """Whether training composes again in backward, instead of keeping the composed weights until then."""
+        """Whether the forms fused and grouped compose again in backward, instead of keeping what they composed."""
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -242,7 +242,7 @@ class IntBMoE(BlockLayer):
         )
 
     def _weight(self, recipe: Recipe, pool: Tensor, dtype: torch.dtype, form: str | None) -> Tensor | Pooled:
-        if self.recompute and torch.is_grad_enabled() and form not in (None, "naive"):
+        if self.recompute and torch.is_grad_enabled() and form in ("fused", "grouped"):
             return Pooled(recipe, pool)
         return compose(recipe, pool, dtype, form)
 
