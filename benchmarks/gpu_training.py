@@ -8,7 +8,8 @@ A step is what README's training loop does: forward in bf16 autocast with float3
 backward, ``before_step``, fused AdamW, ``after_step``, on random data that is already on the device. Times are medians
 of device events over at least ten steps after warm-up (three for the naive form); memory is the peak of all tensors,
 parameters and optimizer included. The ViT is compiled as one; the decoder's layers are compiled one by one and share
-a graph, ``--whole`` compiles it as one.
+a graph, ``--whole`` compiles it as one. "captured": forward and backward are replayed from a CUDA graph, as
+``train.capture`` does; the optimizer's step is not part of it.
 
 A dry run without a GPU: python benchmarks/gpu_training.py --device cpu --tiny
 """
@@ -34,9 +35,11 @@ import intbmoe
 from intbmoe.layer import moe_layers
 from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.models.vit import ViT, ViTConfig
+from intbmoe.train.capture import CapturedBackward
 
 DENSE, INTBMOE, NAIVE = "dense", "IntBMoE", "IntBMoE naive"
 FFNS = (DENSE, INTBMOE, NAIVE)
+EAGER, COMPILED, CAPTURED = "", "compiled", "captured"
 STEPS, NAIVE_STEPS, WARM_UP = 10, 3, 3
 SECONDS = 1.0
 """Of steps, where ten take less."""
@@ -99,24 +102,31 @@ def experiments(tiny: bool) -> dict[str, Experiment]:
     }
 
 
-def make_step(model: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Tensor]:
+def make_step(model: nn.Module, inputs: Tensor, targets: Tensor, captured: bool = False) -> Callable[[], Tensor]:
     """One step of README's loop."""
     device = inputs.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     mixture = any(True for _ in moe_layers(model))
+    batch = {"inputs": inputs, "targets": targets}
 
-    def step() -> Tensor:
+    def backward(batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            scores = model(inputs)
-            loss = F.cross_entropy(scores.flatten(0, -2), targets.flatten())
+            scores = model(batch["inputs"])
+            loss = F.cross_entropy(scores.flatten(0, -2), batch["targets"].flatten())
         if mixture:
             loss = loss + intbmoe.aux_loss(model)
-        optimizer.zero_grad()
         loss.backward()
+        return loss.detach()
+
+    forward_and_backward = CapturedBackward(backward, model) if captured else backward
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = forward_and_backward(batch)
         intbmoe.before_step(model, optimizer)
         optimizer.step()
         intbmoe.after_step(model, optimizer)
-        return loss.detach()
+        return loss
 
     return step
 
@@ -127,6 +137,11 @@ def compile_model(experiment: Experiment, model: nn.Module, whole: bool, fullgra
     torch._dynamo.utils.counters.clear()
     for part in [model] if whole else experiment.layers(model):
         part.compile(fullgraph=fullgraph)
+
+
+def title(experiment: Experiment, ffn: str, how: str) -> str:
+    """A row's first cell."""
+    return ", ".join(part for part in (experiment.name, ffn, how) if part)
 
 
 @dataclass
@@ -140,9 +155,10 @@ class Bench:
     notes: list[str] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
 
-    def measure(self, experiment: Experiment, ffn: str, compiled: bool) -> None:
+    def measure(self, experiment: Experiment, ffn: str, how: str) -> None:
         """One row: a model trained for some steps. What fails or is left out becomes a note."""
-        name = f"{experiment.name}, {ffn}{', compiled' if compiled else ''}"
+        compiled = how == COMPILED
+        name = title(experiment, ffn, how)
         left = self.deadline - time.perf_counter()
         if left < (UNROLLING if compiled and ffn == NAIVE else 0):
             self.notes.append(f"{name}: left out, {max(left, 0):.0f} of --seconds are left")
@@ -151,28 +167,28 @@ class Bench:
         attempts = [False] if not compiled else [True] if ffn == NAIVE else [True, False]
         for fullgraph in attempts:
             try:
-                self.add(experiment, ffn, compiled, self.train(experiment, ffn, compiled, fullgraph), fullgraph)
+                self.add(experiment, ffn, how, self.train(experiment, ffn, how, fullgraph), fullgraph)
                 return
             except Exception as error:
-                how = f" with fullgraph={fullgraph}" if compiled else ""
-                self.notes.append(f"{name}{how} failed: {reason(error)}")
+                attempt = f" with fullgraph={fullgraph}" if compiled else ""
+                self.notes.append(f"{name}{attempt} failed: {reason(error)}")
             finally:
                 gc.collect()
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()
 
-    def train(self, experiment: Experiment, ffn: str, compiled: bool, fullgraph: bool) -> dict[str, Any]:
+    def train(self, experiment: Experiment, ffn: str, how: str, fullgraph: bool) -> dict[str, Any]:
         """Milliseconds of a step, peak memory, seconds until the first step was done, and the last loss."""
         torch.manual_seed(0)
         with self.device:
             model = experiment.build(ffn != DENSE).train()
         for _, layer in moe_layers(model):
             layer.form = "naive" if ffn == NAIVE else None
-        if compiled:
+        if how == COMPILED:
             compile_model(experiment, model, self.whole, fullgraph)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        step = make_step(model, *experiment.batch(self.device))
+        step = make_step(model, *experiment.batch(self.device), captured=how == CAPTURED)
         begin = time.perf_counter()
         step()
         synchronize(self.device)
@@ -184,23 +200,24 @@ class Bench:
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
         if not loss.isfinite():
             raise ArithmeticError(f"the loss is {loss.item()}")
-        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if compiled else 0
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if how == COMPILED else 0
         return {"ms": ms, "peak_bytes": peak, "first_step_s": first, "loss": loss.item(), "graphs": graphs}
 
-    def add(self, experiment: Experiment, ffn: str, compiled: bool, found: dict[str, Any], fullgraph: bool) -> None:
+    def add(self, experiment: Experiment, ffn: str, how: str, found: dict[str, Any], fullgraph: bool) -> None:
         """Keep what was found, and its ratios to the dense model run the same way."""
-        entry = {"model": experiment.name, "ffn": ffn, "compiled": compiled, "fullgraph": compiled and fullgraph}
+        compiled = how == COMPILED
+        entry = {"model": experiment.name, "ffn": ffn, "how": how or "eager", "fullgraph": compiled and fullgraph}
         entry |= {**found, f"{experiment.unit}_per_s": experiment.items / found["ms"] * 1e3}
         self.results.append(entry)
         same = [e for e in self.results if e["model"] == experiment.name and e["ffn"] == DENSE]
-        base = next((e for e in same if e["compiled"] == compiled), None)
+        base = next((e for e in same if e["how"] == entry["how"]), None)
         peak = entry["peak_bytes"]
         memory = None if peak is None or base is None else peak / base["peak_bytes"]
-        how = "" if not compiled else f"{found['graphs']}" if fullgraph else f"{found['graphs']}, broken"
+        graphs = "" if not compiled else f"{found['graphs']}" if fullgraph else f"{found['graphs']}, broken"
         self.rows.append(
             (
-                f"{experiment.name}, {ffn}{', compiled' if compiled else ''}",
-                how,
+                title(experiment, ffn, how),
+                graphs,
                 number(entry["ms"], 2),
                 f"{number(entry[f'{experiment.unit}_per_s'], 0)} {experiment.unit}",
                 number(None if base is None else entry["ms"] / base["ms"], 2),
@@ -238,14 +255,16 @@ def main() -> int:
         say(f"[kernels compiled: {time.perf_counter() - begin:.0f} s since the start]")
     bench = Bench(device, arguments.whole, begin + arguments.seconds)
     chosen = [experiment for name, experiment in experiments(arguments.tiny).items() if name in arguments.models]
-    for ffns, compiled in ((FFNS, False), ((DENSE, INTBMOE), True), ((NAIVE,), True)):
+    ours, naive = (DENSE, INTBMOE), (NAIVE,)
+    plan = [(FFNS, EAGER), *([(ours, CAPTURED)] if device.type == "cuda" else []), (ours, COMPILED), (naive, COMPILED)]
+    for ffns, how in plan:
         for experiment in chosen:
             for ffn in ffns:
-                bench.measure(experiment, ffn, compiled)
+                bench.measure(experiment, ffn, how)
     header = ("model, FFN", "graphs", "ms", "a second", "× dense", "GiB", "× dense", "first step s")
     sizes = "; ".join(f"{experiment.name}: {experiment.sizes}" for experiment in chosen)
-    title = f"Training step, bf16 autocast, float32 parameters, fused AdamW. {sizes}"
-    print_table(title, header, bench.rows, "\n".join(bench.notes))
+    about = f"Training step, bf16 autocast, float32 parameters, fused AdamW. {sizes}"
+    print_table(about, header, bench.rows, "\n".join(bench.notes))
     say(f"[{time.perf_counter() - begin:.0f} s in all]")
     if arguments.json:
         write(arguments.json, {"machine": facts, "steps": bench.results, "notes": bench.notes})

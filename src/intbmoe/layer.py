@@ -87,6 +87,8 @@ class RoutedForward(NamedTuple):
     """(…, T)."""
     count: Tensor
     """Valid tokens."""
+    sums: dict[str, Tensor]
+    """The forward's statistics: ``load``, and ``dropped`` or ``untaken`` of methods that leave tokens out."""
 
 
 class MoELayer(nn.Module):
@@ -206,7 +208,8 @@ class MoELayer(nn.Module):
         if self._routing_log is not None:
             ids, weights = result.routing or Routing(None, None)
             routing = Routing(ids, weights if weights is None else weights.detach())
-            self._routing_log.append(RoutedForward(routing, shape, count))
+            sums = {key: value.detach() for key, value in result.sums.items()}
+            self._routing_log.append(RoutedForward(routing, shape, count, sums))
 
     @property
     def weight_dtype(self) -> torch.dtype:

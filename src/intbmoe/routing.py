@@ -48,7 +48,17 @@ class RecordedRouting:
             raise ValueError("this method does not choose experts, so it has no load")
         chosen = self.ids[self.ids >= 0]
         tokens = sum(int(call.count) for call in self._calls)
-        return load_statistics_of(torch.bincount(chosen, minlength=self.choices), tokens, opened=self._opened)
+        counts = torch.bincount(chosen, minlength=self.choices)
+        return load_statistics_of(counts, tokens, self.dropped or 0, self._opened, self._summed("untaken"))
+
+    @property
+    def dropped(self) -> int | None:
+        """Assignments that found their expert full; None for a method that never drops any."""
+        return self._summed("dropped")
+
+    def _summed(self, name: str) -> int | None:
+        found = [int(call.sums[name]) for call in self._calls if name in call.sums]
+        return sum(found) if found else None
 
     def _joined(self, name: str, fill: int) -> Tensor | None:
         parts = [getattr(call.routing, name) for call in self._calls]
@@ -92,7 +102,8 @@ def load_statistics(model: nn.Module, *, reset: bool = True) -> dict[str, LoadSt
             continue
         window = layer._window
         dropped = int(window.get("dropped", 0))
-        found = load_statistics_of(window["load"], int(window["tokens"]), dropped, layer.open_choices)
+        untaken = int(window["untaken"]) if "untaken" in window else None
+        found = load_statistics_of(window["load"], int(window["tokens"]), dropped, layer.open_choices, untaken)
         statistics[name] = found
         new = set(found.dead) - layer._warned_dead
         if new and found.tokens:

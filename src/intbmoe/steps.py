@@ -46,10 +46,15 @@ def aux_loss(model: nn.Module) -> Tensor:
             )
         for loss in record.losses.values():
             total = total + loss.to(total.device)
-        for key, value in record.sums.items():
-            value = value.detach()
-            layer._pending[key] = layer._pending[key] + value if key in layer._pending else value
+        add_sums(layer, record.sums)
     return total
+
+
+def add_sums(layer: MoELayer, sums: dict[str, Tensor]) -> None:
+    """Add a micro-batch's statistics to those that ``after_step`` hands on."""
+    for key, value in sums.items():
+        value = value.detach()
+        layer._pending[key] = layer._pending[key] + value if key in layer._pending else value
 
 
 def before_step(model: nn.Module, optimizer: Any, reevaluate: Callable[[], Tensor] | None = None) -> None:

@@ -10,7 +10,7 @@ from fake_images import picture, vit, write_folder
 from PIL import Image
 
 from intbmoe.tasks.images import digits, imagenet, timm_data
-from intbmoe.tasks.images.augment import DeiT, example_generator, seeded, shift_and_flip
+from intbmoe.tasks.images.augment import DeiT, example_draws, seeded, shift_and_flip
 from intbmoe.tasks.images.examples import ImageExamples
 from intbmoe.tasks.images.settings import Augmentation
 from intbmoe.tasks.images.source import IMAGENET_NORMALISATION, ArrayImages
@@ -89,14 +89,13 @@ def test_light_shifts_within_the_padding_and_flips_half():
     count = 400
     pixels = np.zeros((count, 9, 9, 1), dtype=np.uint8)
     pixels[:, 4, 3] = 255  # left of the middle: a flip shows
-    generators = [example_generator((0, 0, index)) for index in range(count)]
-    still = shift_and_flip(pixels, generators, pad=2, flip=0.0)
+    draws = example_draws(0, 0, range(count))
+    still = shift_and_flip(pixels, draws, pad=2, flip=0.0)
     found = np.argwhere(still[..., 0])
     rows, columns = found[:, 1] - 4, found[:, 2] - 3
     assert len(found) == count
     assert set(rows.tolist()) == set(columns.tolist()) == {-2, -1, 0, 1, 2}
-    generators = [example_generator((0, 0, index)) for index in range(count)]
-    flipped = np.argwhere(shift_and_flip(pixels, generators, pad=2, flip=0.5)[..., 0])[:, 2]
+    flipped = np.argwhere(shift_and_flip(pixels, draws, pad=2, flip=0.5)[..., 0])[:, 2]
     assert 0.4 < (flipped != columns + 3).mean() < 0.6
 
 

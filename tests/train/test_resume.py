@@ -52,7 +52,7 @@ def last_checkpoint(run):
 
 
 def assert_same(run, straight):
-    for name in ("model.safetensors", "metrics.jsonl"):
+    for name in ("model.safetensors", "metrics.jsonl", "loads.jsonl"):
         assert (run.path / name).read_bytes() == (straight.path / name).read_bytes(), name
     ours, theirs = last_checkpoint(run), last_checkpoint(straight)
     assert ours.name == theirs.name

@@ -1,7 +1,8 @@
 """Loads and losses: how training went, and how evenly the trained model uses its experts or blocks.
 
-Over training everything comes from ``metrics.jsonl``, whose loads are means over the layers that choose. Loads of
-single experts, and how many of them a token has, are counted on examples of a split.
+Over training everything comes from ``metrics.jsonl``, whose loads are means over the layers that choose
+(``load_history.py`` has each layer by itself). Here loads of single experts, how many of them a token has, and what
+was left out are counted on examples of a split.
 """
 
 import math
@@ -16,6 +17,7 @@ from intbmoe.analysis.sample import Sample
 from intbmoe.layer import MoELayer, moe_layers
 from intbmoe.methods.intbmoe import BlockLayer
 from intbmoe.parts.load import load_statistics_of
+from intbmoe.routing import RecordedRouting
 from intbmoe.train.metrics import LOAD_RATIOS
 
 PLACE = ("step", "epoch", "split")
@@ -82,6 +84,12 @@ class LayerLoad:
     worst_case: float | None
     entropy: float | None
     dead: list[int]
+    dropped: float | None
+    """Share of the wanted assignments that found their expert full; None for a method that never drops any."""
+    untaken: float
+    """Share of the tokens that ended up without any expert or block."""
+    tokens_by_choices: list[int]
+    """How many tokens have 0, 1, 2, … experts or blocks."""
 
 
 @dataclass(frozen=True)
@@ -123,19 +131,44 @@ def present_choices(layer: MoELayer, counts: Sequence[int]) -> list[int]:
 def evaluated_load(model: nn.Module, sample: Sample) -> EvaluatedLoad:
     """Count the assignments of the sample's tokens in every choosing layer."""
     layers = choosing_layers(model)
-    counts = {name: torch.zeros(layer.choices, dtype=torch.int64) for name, layer in layers.items()}
-    tokens = dict.fromkeys(layers, 0)
+    counted = {name: _Counted(layer.choices) for name, layer in layers.items()}
     for _, log in sample.routed(model):
         for name in layers:
-            statistics = log[name].load_statistics()
-            counts[name] += torch.tensor(statistics.counts)
-            tokens[name] += statistics.tokens
-    found = [_layer_load(name, layer, counts[name], tokens[name]) for name, layer in layers.items()]
+            counted[name].add(log[name])
+    found = [_layer_load(name, layer, counted[name]) for name, layer in layers.items()]
     return EvaluatedLoad(unit_of(model), sample.split, sample.examples, found)
 
 
-def _layer_load(name: str, layer: MoELayer, counts: torch.Tensor, tokens: int) -> LayerLoad:
-    statistics = load_statistics_of(counts, tokens, opened=layer.open_choices)
+class _Counted:
+    """What adds up over batches, for one layer."""
+
+    def __init__(self, choices: int) -> None:
+        self.counts = torch.zeros(choices, dtype=torch.int64)
+        self.by_choices = torch.zeros(choices + 1, dtype=torch.int64)
+        self.tokens = 0
+        self.dropped: int | None = None
+
+    def add(self, record: RecordedRouting) -> None:
+        """A batch more."""
+        statistics = record.load_statistics()
+        self.counts += torch.tensor(statistics.counts)
+        self.tokens += statistics.tokens
+        having = (record.ids >= 0).sum(1).cpu()
+        self.by_choices += torch.bincount(having, minlength=len(self.by_choices))
+        if record.dropped is not None:
+            self.dropped = (self.dropped or 0) + record.dropped
+
+    def tokens_by_choices(self) -> list[int]:
+        """Valid tokens by their number of choices. Padding has none, like tokens that were left out."""
+        counts = self.by_choices.tolist()
+        counts[0] = self.tokens - sum(counts[1:])
+        most = max((number for number, count in enumerate(counts) if count), default=0)
+        return counts[: most + 1]
+
+
+def _layer_load(name: str, layer: MoELayer, counted: _Counted) -> LayerLoad:
+    tokens, by_choices = counted.tokens, counted.tokens_by_choices()
+    statistics = load_statistics_of(counted.counts, tokens, counted.dropped or 0, layer.open_choices)
     ratios = {ratio: getattr(statistics, ratio) for ratio in ("utilisation", "worst_case", "entropy")}
     return LayerLoad(
         layer=name,
@@ -144,5 +177,8 @@ def _layer_load(name: str, layer: MoELayer, counts: torch.Tensor, tokens: int) -
         tokens=tokens,
         active=sum(statistics.counts) / max(1, tokens),
         dead=list(statistics.dead),
+        dropped=None if counted.dropped is None else statistics.dropped,
+        untaken=by_choices[0] / max(1, tokens),
+        tokens_by_choices=by_choices,
         **{ratio: None if math.isnan(value) else value for ratio, value in ratios.items()},
     )

@@ -24,9 +24,13 @@ class LoadStatistics:
     """Experts without a single assignment."""
     dropped: float = 0.0
     """Share of the wanted assignments that found their expert full."""
+    untaken: float | None = None
+    """Share of the tokens that no expert took; None for a method that does not count them."""
 
 
-def load_statistics_of(counts: Tensor, tokens: int, dropped: int = 0, opened: Tensor | None = None) -> LoadStatistics:
+def load_statistics_of(
+    counts: Tensor, tokens: int, dropped: int = 0, opened: Tensor | None = None, untaken: int | None = None
+) -> LoadStatistics:
     """Statistics of (E,) assignment counts and ``dropped`` ones; without any assignment every ratio is NaN.
 
     ``opened`` (E,) says which experts a pool has open: others without load are neither idle nor dead, but not there.
@@ -47,4 +51,5 @@ def load_statistics_of(counts: Tensor, tokens: int, dropped: int = 0, opened: Te
         entropy=entropy / math.log(len(present)) if len(present) > 1 else 1.0,
         dead=dead,
         dropped=dropped / (total + dropped),
+        untaken=None if untaken is None else untaken / tokens,
     )

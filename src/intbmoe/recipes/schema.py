@@ -61,6 +61,8 @@ class TrainSettings:
     """Largest norm of the gradient."""
     precision: Literal["float32", "bfloat16"] = "float32"
     compile: bool = False
+    capture: bool = False
+    """Record forward and backward as a CUDA graph and replay it: several times faster for small models on one GPU."""
     seed: int = 0
     eval_every: float = 1.0
     """Epochs between evaluations on the validation split; the end is always evaluated."""
@@ -97,7 +99,7 @@ class TrainSettings:
         require(known, "train.precision", self.precision, "'float32' or 'bfloat16'")
         integral = isinstance(self.workers, int) and self.workers >= 0
         require(integral, "train.workers", self.workers, "an integer of at least 0")
-        for name in ("decay_all", "compile", "deterministic"):
+        for name in ("decay_all", "compile", "capture", "deterministic"):
             require_bool(f"train.{name}", getattr(self, name))
         object.__setattr__(self, "betas", tuple(self.betas))
 

@@ -1,4 +1,5 @@
-"""Named sets of variants for ``intbmoe compare``: the paper's methods, its ablations, its sensitivity grid.
+"""Named sets of variants for ``intbmoe compare``: the paper's methods, its ablations, its sensitivity grid, and models
+of IntBMoE's compute (``compute.py``).
 
 Each set makes variants of a recipe: what stands in place of the FFN changes, and nothing else. A variant is a title for
 the table and ``MoESettings`` whose label names its runs; a variant that changes nothing is the plain IntBMoE run, which
@@ -19,6 +20,7 @@ from intbmoe.budget import TABLE_1, TABLE_2
 from intbmoe.checks import did_you_mean
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoEConfig
+from intbmoe.recipes.compute import equal_compute
 from intbmoe.recipes.schema import MoESettings, Recipe
 from intbmoe.registry import find_method, list_methods
 
@@ -139,6 +141,11 @@ def _layers(recipe: Recipe) -> list[Variant]:
     return variants
 
 
+def _compute(recipe: Recipe) -> list[Variant]:
+    full = _method(recipe, "intbmoe")
+    return [full, *(Variant(title, moe) for title, moe in equal_compute(recipe, full.moe))]
+
+
 def _equal_widths(config: IntBMoEConfig, count: int) -> tuple[int, ...]:
     """``count`` equal inner widths w with the weights of ``config``'s expert: 2·d·w + (count − 1)·w² = W."""
     d, weights = config.dim, config.expert_weights
@@ -171,6 +178,7 @@ def _changed(full: Variant, config: IntBMoEConfig, changed: IntBMoEConfig, label
 SETS: dict[str, VariantSet] = {
     "all": VariantSet("the methods of the paper's table for the task", _methods),
     "ablations": VariantSet("IntBMoE and its six ablations", _ablations),
+    "compute": VariantSet("IntBMoE, and dense and sparse models with as many FLOPs in a training step", _compute),
     "K": VariantSet(f"IntBMoE with K = {', '.join(map(str, BLOCKS))} blocks", _blocks),
     "k": VariantSet(f"IntBMoE with k = {', '.join(map(str, TOP_K))} blocks a token", _top_k),
     "E": VariantSet(f"IntBMoE with E = {', '.join(map(str, EXPERTS))} experts", _experts),

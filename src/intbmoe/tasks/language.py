@@ -120,7 +120,7 @@ class LanguageTask:
         """Sum of the cross-entropy over the tokens, and their number."""
         targets = batch["targets"]
         total = cross_entropy_sum(model(batch["ids"]), targets)
-        return total, torch.tensor(targets.numel(), device=targets.device)
+        return total, targets.new_full((), targets.numel(), dtype=torch.int64)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Sums over the tokens: count, loss."""

@@ -14,11 +14,14 @@ from intbmoe.registry import create, find_method
 def ffn_maker(moe: MoESettings, dim: int, hidden: int, **backbone: Any) -> Callable[[], nn.Module] | None:
     """What makes one layer of the recipe's method under the paper's budget; None for "dense", the backbone itself.
 
-    ``backbone`` says more of the FFN that is replaced, as ``match_budget`` takes it: ``expert``, ``tokens``.
+    With ``moe.options.hidden`` "dense" is a GELU FFN of that width where the others have their mixture. ``backbone`` says
+    more of the FFN that is replaced, as ``match_budget`` takes it: ``expert``, ``tokens``.
     """
     find_method(moe.name)
     if moe.name == "dense":
-        require(not moe.options, "moe.options", moe.options, "empty for the dense model, which has no mixture")
-        return None
+        allowed = "empty for the dense model, which has no mixture, or a hidden width alone"
+        require(set(moe.options) <= {"hidden"}, "moe.options", moe.options, allowed)
+        if not moe.options:
+            return None
     options = {**match_budget(moe.name, dim, hidden, experts=moe.experts, **backbone), **moe.options}
     return lambda: create(moe.name, dim, **options)

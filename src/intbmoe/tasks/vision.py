@@ -85,11 +85,19 @@ class VisionTask:
         """``train`` (augmented), ``valid`` (held out of the training images) or ``test``."""
         if name not in SPLITS:
             raise KeyError(f"no split is called {name!r}: {did_you_mean(name, SPLITS)}")
-        data, model = self.recipe.data, self.recipe.model
+        source = self._read()
+        augmentation = self.recipe.data.augmentation if name == "train" else Augmentation()
+        return ImageExamples(getattr(source, name), source.normalisation, self.recipe.model.image_size, augmentation)
+
+    def class_names(self) -> tuple[str, ...]:
+        """What the source calls the classes; their numbers where it does not say."""
+        return self._read().class_names or tuple(str(label) for label in range(self.recipe.model.classes))
+
+    def _read(self) -> Source:
         if self._source is None:
-            self._source = SOURCES[data.source](data.path, model, data.valid_fraction)
-        augmentation = data.augmentation if name == "train" else Augmentation()
-        return ImageExamples(getattr(self._source, name), self._source.normalisation, model.image_size, augmentation)
+            data = self.recipe.data
+            self._source = SOURCES[data.source](data.path, self.recipe.model, data.valid_fraction)
+        return self._source
 
     def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:
         """In training, mix the batch and smooth its labels; in evaluation (no generator) nothing."""
@@ -138,4 +146,5 @@ class VisionTask:
 
 
 def _count(batch: Batch) -> Tensor:
-    return torch.tensor(len(batch["labels"]), device=batch["labels"].device)
+    labels = batch["labels"]
+    return labels.new_full((), len(labels))  # filled on the device: a copy could not be part of a CUDA graph

@@ -19,6 +19,10 @@ class NonFiniteLossError(TrainingError):
     """The loss or its gradient is not a finite number."""
 
 
+class CaptureError(TrainingError):
+    """A step that cannot be recorded as a CUDA graph."""
+
+
 class DiskFullError(TrainingError):
     """Nothing more can be written."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from intbmoe.layer import moe_layers
 from intbmoe.recipes.schema import Recipe
 from intbmoe.tasks import make_task
 from intbmoe.tasks.base import Batch
@@ -24,7 +25,7 @@ from intbmoe.train.errors import TrainingInterrupted
 from intbmoe.train.evaluation import evaluate_split
 from intbmoe.train.files import digest, pack_tensors, to_json
 from intbmoe.train.lock import RunLock
-from intbmoe.train.metrics import MetricsLog, Window, mean_load
+from intbmoe.train.metrics import MetricsLog, Window, mean_load, take_loads
 from intbmoe.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from intbmoe.train.progress import TrainingProgress
 from intbmoe.train.run import MetricsFile, RunDirectory
@@ -70,7 +71,7 @@ class Training:
         torch.manual_seed(derive_seed(self.settings.seed, "model"))
         self.model = ranks.place(self.task.make_model().train(), self.settings)
         self.optimizer = make_optimizer(bare(self.model), self.settings)
-        self.stepper = Stepper(self.task, self.model, self.optimizer, ranks, self.settings.clip)
+        self.stepper = Stepper(self.task, self.model, self.optimizer, ranks, self.settings)
         self.checkpoints = CheckpointFolder(run.path / "checkpoints", self.settings.keep_checkpoints)
         title = "/".join(run.path.parts[-3:])
         self.progress = TrainingProgress(title, self.plan.steps, quiet or not ranks.main)
@@ -85,7 +86,10 @@ class Training:
         self._resume()
         self.log: MetricsLog | None = None
         if ranks.main:
-            self.log = MetricsLog(run.path, MetricsFile(run.metrics_path, self._metrics_length), self.step)
+            file = MetricsFile(run.metrics_path, self._metrics_length)
+            chooses = any(layer.choices is not None for _, layer in moe_layers(self.model))
+            loads = MetricsFile(run.loads_path, self._loads_length) if chooses else None
+            self.log = MetricsLog(run.path, file, self.step, loads)
             world, seed = ranks.world, self.settings.seed
             run.add_environment(describe_environment(device=ranks.device, world=world, seed=seed, step=self.step))
 
@@ -93,7 +97,7 @@ class Training:
 
     def _resume(self) -> None:
         """Go back to the newest whole checkpoint, the same on all ranks; to the beginning if there is none."""
-        self._metrics_length = 0
+        self._metrics_length = self._loads_length = 0
         found = self.checkpoints.load_newest(self.progress.warn) if self.ranks.main else None
         step = self.ranks.from_main(-1 if found is None else found.step)
         if step < 0:
@@ -104,6 +108,7 @@ class Training:
         self.step = self.saved_step = step
         self.window = Window(state["window"])
         self.seconds, self.valid, self._metrics_length = state["seconds"], state["valid"], state["metrics_length"]
+        self._loads_length = state.get("loads_length", 0)  # runs begun before there were loads have none
 
     def save(self) -> None:
         """Write a checkpoint of the last step, unless there is one."""
@@ -118,7 +123,7 @@ class Training:
                 "window": self.window.sums,
                 "valid": self.valid,
                 "warned": warned_layers(model),
-                "metrics_length": self.log.sync(),
+                **self.log.sync(),
                 "optimizer": describe_optimizer(self.optimizer, model),
             }
             self.checkpoints.save(Checkpoint(self.step, tensors, state))
@@ -166,10 +171,13 @@ class Training:
                 batches = []
 
     def _log_training(self, rate: float) -> None:
-        values = {**self.window.means(), "lr": rate, **mean_load(self.model, self.progress.say)}
+        loads = take_loads(self.model, self.progress.say)
+        values = {**self.window.means(), "lr": rate, **mean_load(loads)}
         self.window = Window()
         speed = self.progress.measure(self.step, self.plan.batch)
         self._write("train", values, speed)
+        if self.log is not None:
+            self.log.write_loads(self.step, loads)
 
     def _evaluate(self, split: str) -> dict[str, float]:
         size = self.plan.micro

@@ -1,4 +1,4 @@
-"""Lines of metrics: what is averaged between two of them, and where they go."""
+"""Lines of metrics and of loads: what is summed up between two of them, and where they go."""
 
 import math
 import warnings
@@ -9,11 +9,15 @@ from typing import Any
 
 from torch import nn
 
+from intbmoe.parts.load import LoadStatistics
 from intbmoe.routing import load_statistics
 from intbmoe.train.run import MetricsFile
 from intbmoe.train.step import StepResult
 
-LOAD_RATIOS = ("utilisation", "worst_case", "entropy", "dropped")
+LOAD_RATIOS = ("utilisation", "worst_case", "entropy", "dropped", "untaken")
+
+
+SHARE_DIGITS = 6
 
 
 class Window:
@@ -40,28 +44,53 @@ class Window:
         }
 
 
-def mean_load(model: nn.Module, tell: Callable[[str], None]) -> dict[str, float]:
-    """Load statistics since the last call, each averaged over the layers that choose; ``tell`` gets the warnings."""
+def take_loads(model: nn.Module, tell: Callable[[str], None]) -> dict[str, LoadStatistics]:
+    """Each choosing layer's load since the last call; ``tell`` gets the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        statistics = list(load_statistics(model).values())
+        loads = load_statistics(model)
     for warning in caught:
         tell(f"note: {warning.message}")
+    return loads
+
+
+def mean_load(loads: Mapping[str, LoadStatistics]) -> dict[str, float]:
+    """Each ratio averaged over the layers that have it."""
     means = {}
     for name in LOAD_RATIOS:
-        values = [value for found in statistics if not math.isnan(value := getattr(found, name))]
+        found = [getattr(load, name) for load in loads.values()]
+        values = [value for value in found if value is not None and not math.isnan(value)]
         if values:
             means[name] = fmean(values)
     return means
 
 
-class MetricsLog:
-    """``metrics.jsonl`` and TensorBoard. Throughput differs between repetitions, so only TensorBoard gets it."""
+def load_line(load: LoadStatistics) -> dict[str, Any]:
+    """One layer in a line of ``loads.jsonl``: counts, from which every ratio follows.
 
-    def __init__(self, folder: Path, file: MetricsFile, step: int) -> None:
+    An expert that is not there, because a growing pool has it closed, has None for a count. What was dropped stands
+    there as a share, if anything was; ``untaken`` where the method counts it.
+    """
+    gone = {index for index, count in enumerate(load.counts) if count == 0} - set(load.dead)
+    counts = [None if index in gone else count for index, count in enumerate(load.counts)]
+    line: dict[str, Any] = {"tokens": load.tokens, "counts": counts}
+    if load.dropped:
+        line["dropped"] = round(load.dropped, SHARE_DIGITS)
+    if load.untaken is not None:
+        line["untaken"] = round(load.untaken, SHARE_DIGITS)
+    return line
+
+
+class MetricsLog:
+    """``metrics.jsonl``, ``loads.jsonl`` and TensorBoard.
+
+    Throughput differs between repetitions, so only TensorBoard gets it. Without ``loads`` no loads are kept.
+    """
+
+    def __init__(self, folder: Path, file: MetricsFile, step: int, loads: MetricsFile | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.file = file
+        self.file, self.loads = file, loads
         self.board = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, step: int, epoch: float, split: str, values: Mapping[str, Any], speed: float | None = None) -> None:
@@ -73,12 +102,20 @@ class MetricsLog:
         if speed is not None:
             self.board.add_scalar(f"{split}/examples_per_second", speed, step)
 
-    def sync(self) -> int:
-        """Everything is on the disk; returns the length of ``metrics.jsonl``."""
+    def write_loads(self, step: int, loads: Mapping[str, LoadStatistics]) -> None:
+        """One line with every layer's load."""
+        if self.loads is not None and loads:
+            self.loads.append({"step": step, "layers": {name: load_line(load) for name, load in loads.items()}})
+
+    def sync(self) -> dict[str, int]:
+        """Everything is on the disk; returns the lengths of the files, as a checkpoint keeps them."""
         self.board.flush()
-        return self.file.sync()
+        loads = 0 if self.loads is None else self.loads.sync()
+        return {"metrics_length": self.file.sync(), "loads_length": loads}
 
     def close(self) -> None:
         """No more lines."""
         self.board.close()
         self.file.close()
+        if self.loads is not None:
+            self.loads.close()

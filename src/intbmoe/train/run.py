@@ -3,6 +3,7 @@
 config.yaml          the recipe, resolved
 environment.json     versions, device, source and command of every start
 metrics.jsonl        one object a line: step, epoch, split, name → value
+loads.jsonl          of methods whose tokens choose, each expert's assignments between two lines of metrics, by layer
 events.…             the same for TensorBoard, and throughput
 checkpoints/         see checkpoint.py
 model.safetensors    the trained model
@@ -59,6 +60,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def loads_path(self) -> Path:
+        """Lines of loads."""
+        return self.path / "loads.jsonl"
+
+    @property
     def model_path(self) -> Path:
         """The trained weights."""
         return self.path / "model.safetensors"
@@ -82,18 +88,11 @@ class RunDirectory:
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of metrics. A last line that a kill cut short is left out."""
-        if not self.metrics_path.is_file():
-            return []
-        rows = []
-        lines = self.metrics_path.read_text(encoding="utf-8").splitlines(keepends=True)
-        for number, line in enumerate(lines, 1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                if number == len(lines) and not line.endswith("\n"):
-                    break
-                raise DamagedFileError(f"{self.metrics_path} line {number} is not JSON: {error}") from error
-        return rows
+        return _read_lines(self.metrics_path)
+
+    def loads(self) -> list[dict[str, Any]]:
+        """All lines of loads, like ``metrics``; none of a method that does not choose, and of runs of old."""
+        return _read_lines(self.loads_path)
 
     def _config(self) -> dict[str, Any]:
         try:
@@ -132,8 +131,23 @@ class RunDirectory:
             replace_file(self.path / name, content)
 
 
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise DamagedFileError(f"{path} line {number} is not JSON: {error}") from error
+    return rows
+
+
 class MetricsFile:
-    """Appends lines to ``metrics.jsonl``, after cutting off what a checkpoint does not know of."""
+    """Appends lines to ``metrics.jsonl`` or ``loads.jsonl``, after cutting off what a checkpoint does not know of."""
 
     def __init__(self, path: Path, length: int) -> None:
         self.path = path

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.layer import moe_layers
+from intbmoe.recipes.schema import TrainSettings
 from intbmoe.steps import after_step, aux_loss, before_step
 from intbmoe.tasks.base import Batch, Task
+from intbmoe.train.capture import CapturedBackward
 from intbmoe.train.distribution import Ranks, bare, whole
-from intbmoe.train.errors import NonFiniteLossError
+from intbmoe.train.errors import NonFiniteLossError, TrainingError
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,19 @@ class Stepper:
     """Takes steps on one model."""
 
     def __init__(
-        self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, clip: float | None
+        self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, settings: TrainSettings
     ) -> None:
-        self.task, self.model, self.optimizer, self.ranks, self.clip = task, model, optimizer, ranks, clip
+        self.task, self.model, self.optimizer, self.ranks, self.clip = task, model, optimizer, ranks, settings.clip
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.mixed = any(True for _ in moe_layers(model))  # a model without MoE layers is trained all the same
+        self.captured: CapturedBackward | None = None
+        if settings.capture:
+            if ranks.world > 1 or ranks.device.type != "cuda":
+                found = f"{ranks.world} ranks" if ranks.world > 1 else f"the device {str(ranks.device)!r}"
+                raise TrainingError(
+                    f"train.capture records the step of one CUDA device, but there is {found}: turn it off"
+                )
+            self.captured = CapturedBackward(self._micro_batch, model)
 
     def take(self, step: int, batches: list[Batch], interrupt: bool, terminate: bool) -> StepResult:
         """Step number ``step``, from 1, on this rank's micro-batches, which are on the device and prepared."""
@@ -69,15 +79,24 @@ class Stepper:
         """Gradients of the step's sums; returns this rank's sums of loss, auxiliary loss and units."""
         totals = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)
         for number, batch in enumerate(batches, 1):
-            with self.ranks.accumulating(self.model, last=number == len(batches)):
-                with self.ranks.autocast():
-                    loss, units = self.task.loss(self.model, batch)
-                aux = aux_loss(self.model) if self.mixed else loss.new_zeros(())
-                # Ranks average their gradients: times their number that is the sum.
-                ((loss + units * aux) * self.ranks.world).backward()
-            parts = (loss, units * aux, torch.as_tensor(units))
-            totals += torch.stack([part.detach().to(totals.device, torch.float64) for part in parts])
+            if self.captured is None:
+                with self.ranks.accumulating(self.model, last=number == len(batches)):
+                    totals += self._micro_batch(batch)
+            else:
+                if number == 2:
+                    self.captured.own_gradients()
+                totals += self.captured(batch)
         return totals
+
+    def _micro_batch(self, batch: Batch) -> Tensor:
+        """Gradients of one micro-batch's sums; returns its sums of loss, auxiliary loss and units."""
+        with self.ranks.autocast():
+            loss, units = self.task.loss(self.model, batch)
+        aux = aux_loss(self.model) if self.mixed else loss.new_zeros(())
+        # Ranks average their gradients: times their number that is the sum.
+        ((loss + units * aux) * self.ranks.world).backward()
+        parts = (loss, units * aux, torch.as_tensor(units))
+        return torch.stack([part.detach().to(self.ranks.device, torch.float64) for part in parts])
 
     @torch.no_grad()
     def _reevaluate(self, batches: list[Batch]) -> Tensor:

@@ -16,20 +16,33 @@ from intbmoe.tasks.images.timm_data import timm_data
 Key = tuple[int, int, int]
 
 
-def example_generator(key: Key) -> np.random.Generator:
-    """The random numbers of one example in one epoch of one run."""
-    return np.random.default_rng(key)
+DRAWS = 3
+"""Random numbers of an image for ``shift_and_flip``."""
+_STEP, _FIRST, _SECOND = (np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def shift_and_flip(pixels: np.ndarray, generators: Sequence[np.random.Generator], pad: int, flip: float) -> np.ndarray:
+def example_draws(seed: int, epoch: int, indices: Sequence[int]) -> np.ndarray:
+    """(B, DRAWS) random 64-bit numbers, those of each index a function of (seed, epoch, index).
+
+    The numbers of SplitMix64 (Steele et al., 2014) from a start that follows from (seed, epoch), at places that follow
+    from the index: a generator for each of the batch's images would take longer than all that is done with them.
+    """
+    start = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
+    places = np.asarray(indices, dtype=np.uint64)[:, None] * np.uint64(DRAWS) + np.arange(1, DRAWS + 1, dtype=np.uint64)
+    numbers = start + places * _STEP
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * _FIRST
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * _SECOND
+    return numbers ^ (numbers >> np.uint64(31))
+
+
+def shift_and_flip(pixels: np.ndarray, draws: np.ndarray, pad: int, flip: float) -> np.ndarray:
     """(B, H, W, channels) → the same, each image shifted by up to ``pad`` pixels and mirrored by chance."""
-    height, width = pixels.shape[1:3]
     padded = np.pad(pixels, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
-    varied = np.empty_like(pixels)
-    for index, generator in enumerate(generators):
-        top, left = generator.integers(2 * pad + 1, size=2)
-        image = padded[index, top : top + height, left : left + width]
-        varied[index] = image[:, ::-1] if generator.random() < flip else image
+    windows = np.lib.stride_tricks.sliding_window_view(padded, pixels.shape[1:3], axis=(1, 2))
+    top, left = ((draws[:, :2] >> np.uint64(32)) * np.uint64(2 * pad + 1) >> np.uint64(32)).astype(np.int64).T
+    varied = np.moveaxis(windows, 3, -1)[np.arange(len(pixels)), top, left]
+    mirrored = (draws[:, 2] >> np.uint64(11)) * 2.0**-53 < flip
+    varied[mirrored] = varied[mirrored, :, ::-1]
     return varied
 
 

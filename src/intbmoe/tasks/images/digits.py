@@ -30,4 +30,5 @@ def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
     images = ArrayImages(array, labels)
     known, test = hold_out(labels, TEST_FRACTION, "digits")
     train, valid = hold_out(labels[known], valid_fraction, "digits")
-    return Source(images.subset(known[train]), images.subset(known[valid]), images.subset(test), NORMALISATION)
+    splits = (images.subset(known[train]), images.subset(known[valid]), images.subset(test))
+    return Source(*splits, NORMALISATION, tuple(str(name) for name in digits.target_names))

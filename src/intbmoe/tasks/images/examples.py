@@ -8,7 +8,7 @@ from PIL import Image
 from torch import Tensor
 
 from intbmoe.tasks.base import Batch
-from intbmoe.tasks.images.augment import DeiT, example_generator, shift_and_flip
+from intbmoe.tasks.images.augment import DeiT, example_draws, shift_and_flip
 from intbmoe.tasks.images.settings import Augmentation
 from intbmoe.tasks.images.source import Images, Normalisation
 
@@ -37,12 +37,12 @@ class ImageExamples:
             return {"images": torch.stack(varied), "labels": labels}
         pixels = self.images.pixels(indices, self.size)
         if self.augmentation.kind == "light":
-            generators = [example_generator((seed, epoch, index)) for index in indices]
-            pixels = shift_and_flip(pixels, generators, self.augmentation.pad, self.augmentation.flip)
+            draws = example_draws(seed, epoch, indices)
+            pixels = shift_and_flip(pixels, draws, self.augmentation.pad, self.augmentation.flip)
         return {"images": self._normalise(pixels), "labels": labels}
 
     def _normalise(self, pixels: np.ndarray) -> Tensor:
         """(B, H, W, channels) uint8 → (B, channels, H, W) float32."""
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in self.normalisation)
         images = torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))
-        return (images.float() / 255 - mean) / std
+        return images.float().div_(255).sub_(mean).div_(std)  # in place: half the time of a batch of small images

@@ -29,15 +29,16 @@ def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
         raise DataError(f"imagenet images have 3 channels: set model.channels=3 (it is {model.channels})")
     root = require_path(path, "imagenet", WHAT)
     if sorted(root.glob("data/train-*.parquet")):
+        classes = None
         train, test = (ParquetImages.find(root, split) for split in ("train", "validation"))
         names = [f"{root}/data/{split}-*.parquet" for split in ("train", "validation")]
     else:
-        train, test = _folders(root)
+        classes, train, test = _folders(root)
         names = [str(root / "train"), str(root / "val")]
     for images, name in zip((train, test), names, strict=True):
         check_labels(images.labels, model.classes, name)
     kept, held = hold_out(train.labels, valid_fraction, names[0])
-    return Source(train.subset(kept), train.subset(held), test, IMAGENET_NORMALISATION)
+    return Source(train.subset(kept), train.subset(held), test, IMAGENET_NORMALISATION, classes)
 
 
 class FolderImages:
@@ -60,7 +61,8 @@ class FolderImages:
         return FolderImages(self.folder, self.files[indices], self.labels[indices])
 
 
-def _folders(root: Path) -> tuple[Images, Images]:
+def _folders(root: Path) -> tuple[tuple[str, ...], Images, Images]:
+    """The wnids, the training and the validation images."""
     for split in ("train", "val"):
         if not (root / split).is_dir():
             raise DataError(f"{root / split} is missing: data.path must be {WHAT} (see docs/data.md)")
@@ -71,7 +73,7 @@ def _folders(root: Path) -> tuple[Images, Images]:
             f"{root}: train/ and val/ must have the same class folders, but {len(differing)} are in one only, "
             f"such as {differing[0]!r} (see docs/data.md)"
         )
-    return _folder_images(root / "train", classes), _folder_images(root / "val", classes)
+    return tuple(classes), _folder_images(root / "train", classes), _folder_images(root / "val", classes)
 
 
 def _class_folders(folder: Path) -> list[str]:

@@ -50,6 +50,8 @@ class Source:
     valid: Images
     test: Images
     normalisation: Normalisation
+    class_names: tuple[str, ...] | None = None
+    """What the classes are called, in the order of their labels; None where the source does not say."""
 
 
 class ArrayImages:

@@ -6,6 +6,10 @@ import numpy as np
 
 HOME, OFFICE, SCHOOL, CAFE, RESTAURANT, BAR, SHOP, MALL, GYM, PARK, SIGHT, CINEMA = range(12)
 CATEGORIES = 12
+CATEGORY_NAMES = (
+    *("home", "office", "school", "café", "restaurant", "bar"),
+    *("shop", "mall", "gym", "park", "sight", "cinema"),
+)
 
 # How many places of each category a cell of each kind has:
 #                 home office school café rest. bar shop mall gym park sight cinema

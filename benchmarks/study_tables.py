@@ -1,0 +1,209 @@
+"""The tables of docs/results.md, from the summaries of the study.
+
+    python benchmarks/study_tables.py                       # into docs/results.md, between its markers
+    python benchmarks/study_tables.py --print               # on the screen
+
+For each study: equal parameters, equal compute, ablations, and the commands of all rows. A table holds runs whose
+settings agree in everything but the method and the seed; if there are several such groups the one with most runs is
+shown, and a line says what was left out.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from study import RESULTS, read_summaries
+from study_clock import TIMING
+from study_plan import REAL, STUDIES, TUNING
+
+from intbmoe.analysis.compare import confidence_interval
+from intbmoe.analysis.compare_report import format_metric
+from intbmoe.budget import TABLE_1, TABLE_2
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "results.md"
+NOTHING = "–"
+SECOND = {"accuracy": "accuracy5", "loss": "perplexity", "HR@10": "HR@10 new"}
+"""What is shown beside the metric that decides."""
+ORDER = {label: place for place, label in enumerate(dict.fromkeys((*TABLE_1, *TABLE_2)))}
+Rows = dict[str, list[dict[str, Any]]]
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Make the study's tables from its summaries.")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--document", type=Path, default=DOCUMENT)
+    parser.add_argument("--studies", nargs="+", choices=list(STUDIES), default=list(REAL))
+    parser.add_argument("--print", action="store_true", help="on the screen, and change no file")
+    options = parser.parse_args()
+    summaries = read_summaries(options.results)
+    parts = {study: study_text(study, summaries, read_timing(options.results, study)) for study in options.studies}
+    parts["tuning"] = tuning_text(summaries)
+    if options.print:
+        print("\n\n".join(f"## {name}\n\n{text}" for name, text in parts.items()))
+        return 0
+    text = options.document.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        text = put(text, name, part, options.document)
+    options.document.write_text(text, encoding="utf-8")
+    return 0
+
+
+def put(text: str, name: str, part: str, where: Path) -> str:
+    """``text`` with what lies between the markers of ``name`` replaced."""
+    begin, end = f"<!-- study:{name} -->", f"<!-- /study:{name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{where} must hold {begin} and {end} once each")
+    return re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: f"{begin}\n{part}\n{end}", text, flags=re.DOTALL)
+
+
+def read_timing(results: Path, study: str) -> dict[str, Any]:
+    """What ``study_timing.py`` measured; empty if it has not."""
+    path = results / TIMING.format(study)
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": {}}
+
+
+def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> str:
+    """All tables of one study."""
+    own = [summary for summary in summaries if summary["study"] == study and summary["stage"] != TUNING]
+    if not own:
+        return "No run yet."
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for summary in own:
+        groups.setdefault(summary["shared_digest"], []).append(summary)
+    chosen = max(groups.values(), key=len)
+    rows: Rows = {}
+    for summary in sorted(chosen, key=lambda summary: (_place(summary), summary["seed"])):
+        rows.setdefault(summary["label"], []).append(summary)
+    parts = [_about(chosen, timing)]
+    if len(groups) > 1:
+        parts.append(f"{len(own) - len(chosen)} runs of other settings are left out.")
+    compute = {
+        label for label, found in rows.items() if found[0]["stage"] == "compute" or label.endswith(("-wide", "-more"))
+    }
+    ablations = {label for label in rows if label.startswith("intbmoe-")}
+    tables = {
+        "Equal parameters": set(rows) - compute - ablations,
+        "Equal compute": compute | {"intbmoe"} if compute else set(),
+        "Ablations": ablations | {"intbmoe"} if ablations else set(),
+    }
+    for title, labels in tables.items():
+        shown = {label: found for label, found in rows.items() if label in labels}
+        if shown:
+            parts.append(f"**{title}**\n\n{table(shown, timing['rows'])}")
+    parts += _floors(rows)
+    commands = "\n".join(_command(found) for found in rows.values())
+    parts.append(f"<details><summary>Commands</summary>\n\n```\n{commands}\n```\n\n</details>")
+    return "\n\n".join(parts)
+
+
+def _place(summary: Mapping[str, Any]) -> tuple[bool, int, str]:
+    """The paper's order; variants after their methods' table."""
+    return summary["label"] not in ORDER, ORDER.get(summary["method"], len(ORDER)), summary["label"]
+
+
+def table(rows: Rows, timing: Mapping[str, Any]) -> str:
+    """One row a variant, the best by its mean in bold."""
+    first = next(iter(rows.values()))[0]
+    metric, second = first["metric"], SECOND.get(first["metric"])
+    unit, letter = (1e9, "G") if max(found[0]["flops_training"] for found in rows.values()) >= 1e9 else (1e6, "M")
+    header = [
+        "Method",
+        f"{metric}, test",
+        "valid",
+        *([f"{second}, test"] if second else []),
+        "Params (M)",
+        "Activated (M)",
+    ]
+    header += [f"FLOPs, one example ({letter})", f"in a batch ({letter})", "ms a step", "GiB", "Seeds"]
+    sign = 1 if first["higher_is_better"] else -1
+    best = max(rows, key=lambda label: sign * _mean(rows[label], "test", metric))
+    lines = [_line(header), _line([":--", *["--:"] * (len(header) - 1)])]
+    for label, found in rows.items():
+        one, measured = found[0], timing.get(label, {})
+        about = "~" if one["active_experts"] is not None else ""
+        cells = [one["title"], *(_value(found, split, metric) for split in ("test", "valid"))]
+        cells += [_value(found, "test", second)] if second else []
+        cells += [f"{one['params'] / 1e6:.3f}", f"{about}{one['activated'] / 1e6:.3f}"]
+        cells += [f"{about}{fmean(row[name] for row in found) / unit:.3f}" for name in ("flops", "flops_training")]
+        cells.append(f"{measured['step_ms']:.1f}" if "step_ms" in measured else NOTHING)
+        cells.append(f"{measured['peak_gpu_bytes'] / 2**30:.1f}" if measured.get("peak_gpu_bytes") else NOTHING)
+        cells.append(" ".join(str(row["seed"]) for row in found))
+        lines.append(_line([f"**{cell}**" for cell in cells] if label == best else cells))
+    return "\n".join(lines)
+
+
+def _mean(found: Sequence[Mapping[str, Any]], split: str, metric: str) -> float:
+    return fmean(row[split][metric] for row in found)
+
+
+def _value(found: Sequence[Mapping[str, Any]], split: str, metric: str) -> str:
+    values = [row[split][metric] for row in found]
+    return format_metric(metric, fmean(values), confidence_interval(values))
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _about(runs: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> str:
+    """What a reader of the numbers must know, as far as the summaries say it."""
+    first = runs[0]
+    machines = sorted({run["environment"]["device"] for run in runs})
+    torches = sorted({run["environment"]["packages"]["torch"] for run in runs})
+    commits = sorted({_commit(run["environment"]["git"] or {}) for run in runs})
+    seconds = [run["seconds"] for run in runs]
+    beside = sorted({run["side_by_side"] for run in runs})
+    text = (
+        f"{len(runs)} runs of {first['steps']:,} steps ({first['epochs']:g} epochs) on {', '.join(machines)}, torch "
+        f"{', '.join(torches)}, source {', '.join(commits)}; "
+        f"{' or '.join(map(str, beside))} side by side, {min(seconds):.0f} to {max(seconds):.0f} s each."
+    )
+    if timing["rows"]:
+        text += f" Milliseconds and memory: a training step alone on {timing['device']}."
+    return text
+
+
+def _commit(git: Mapping[str, Any]) -> str:
+    name = (git.get("commit") or "unknown")[:10]
+    return f"{name} with changes" if git.get("changed") else name
+
+
+def _floors(rows: Rows) -> list[str]:
+    found = next((run["floors"] for runs in rows.values() for run in runs if run.get("floors")), None)
+    if not found:
+        return []
+    metric = next(iter(rows.values()))[0]["metric"]
+    told = ", ".join(f"{name} {format_metric(metric, values[metric], None)}" for name, values in found.items())
+    return [f"What needs no learning, {metric} on the test split: {told}."]
+
+
+def _command(found: Sequence[Mapping[str, Any]]) -> str:
+    seeds = [str(run["seed"]) for run in found]
+    several = seeds[0] if len(seeds) == 1 else "{" + ",".join(seeds) + "}"
+    return re.sub(r"--train\.seed \d+", f"--train.seed {several}", found[0]["command"])
+
+
+def tuning_text(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """What the learning rates were chosen by."""
+    runs = [summary for summary in summaries if summary["stage"] == TUNING]
+    if not runs:
+        return "No run yet."
+    lines = [
+        _line(["Study", "lr", "Method", "Steps", "Metric", "valid"]),
+        _line([":--", "--:", ":--", "--:", ":--", "--:"]),
+    ]
+    for run in sorted(runs, key=lambda run: (run["study"], run["recipe"]["train"]["lr"], run["label"])):
+        value = format_metric(run["metric"], run["valid"][run["metric"]], None)
+        rate = f"{run['recipe']['train']['lr']:g}"
+        lines.append(_line([run["study"], rate, run["title"], f"{run['steps']:,}", run["metric"], value]))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

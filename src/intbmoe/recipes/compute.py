@@ -1,0 +1,111 @@
+"""Models with IntBMoE's compute: dense layers made wider, sparse ones given more experts a token.
+
+At equal parameters IntBMoE runs more FLOPs than most of what it is compared with. These variants have its FLOPs
+instead, whatever their parameters:
+
+dense, swiglu     an inner width, in the layers that IntBMoE's mixtures take, that comes within ``TOLERANCE``
+vmoe, deepseek    the k that comes nearest; one more or less is a whole expert, so they can be some per cent off
+expert_choice     its capacity factor, the mean number of experts of a token (images only: it looks ahead)
+
+Switch has k = 1 by definition and becomes V-MoE with more; in ReMoE, DynMoE and MASS the trained router decides.
+
+What is matched is the forward of one training example. IntBMoE composes its blocks once a forward, for all examples in
+it: at the batch size 1 of the paper's cost tables that is a large share, at a training batch next to nothing. So the
+count here is the cost of one more example and, of what a forward costs besides, its share in the recipe's batch.
+Everything is counted by running models, not by formulas.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.checks import require
+from intbmoe.recipes.schema import MoESettings, Recipe
+from intbmoe.registry import find_method
+
+TOLERANCE = 0.02
+WIDTH_STEP = 16
+"""Widths are multiples of it, which GPUs multiply fastest, unless the model is too small for steps like that."""
+FIRST_WIDTHS = (256, 512)
+
+
+def equal_compute(recipe: Recipe, intbmoe: MoESettings) -> list[tuple[str, MoESettings]]:
+    """Titles and settings of the variants with the compute of ``intbmoe`` in the recipe's model."""
+    from intbmoe.tasks import find_task  # tasks import the schema beside this file
+
+    target = _flops(recipe, intbmoe)
+    variants = [_widened(recipe, name, target) for name in ("dense", "swiglu")]
+    options = {"vmoe": "top_k", "deepseek": "top_k"}
+    if not find_task(recipe.task).causal:
+        options["expert_choice"] = "capacity_factor"
+    return variants + [_with_more_experts(recipe, name, option, target) for name, option in options.items()]
+
+
+def training_flops(model: nn.Module, inputs: tuple[Any, ...], batch: int, active: float | None = None) -> float:
+    """FLOPs of the forward of one example in a batch of ``batch``, attention's score and value products left out.
+
+    ``inputs`` are those of a batch of one. A forward's FLOPs are those of its examples and what it does once (IntBMoE
+    composes blocks), so batches of one and two say them all. ``active`` as in ``count_flops``.
+    """
+    one, two = (_forward_flops(model, _repeat(inputs, size), active) for size in (1, 2))
+    example = two - one
+    return example + (one - example) / batch
+
+
+def _forward_flops(model: nn.Module, inputs: tuple[Any, ...], active: float | None) -> int:
+    from intbmoe.analysis.counting import count_flops  # the analysis imports recipes
+
+    counted = count_flops(model, *inputs, active=active)
+    return counted.executed + counted.formulation
+
+
+def _repeat(inputs: tuple[Any, ...], size: int) -> tuple[Any, ...]:
+    return tuple(
+        value.repeat(size, *[1] * (value.dim() - 1)) if isinstance(value, Tensor) else value for value in inputs
+    )
+
+
+def _flops(recipe: Recipe, moe: MoESettings) -> float:
+    from intbmoe.tasks import make_task
+
+    task = make_task(replace(recipe, moe=moe))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = task.make_model().eval()
+    return training_flops(model, task.example_inputs(), recipe.train.device_batch or recipe.train.batch)
+
+
+def _solve(recipe: Recipe, moe: MoESettings, option: str, first: tuple[int, int], target: float) -> float:
+    """The value of ``option`` whose FLOPs are ``target``; they grow in a line with it."""
+    low, high = (_flops(recipe, replace(moe, options={option: value})) for value in first)
+    require(high > low, option, first, "of some effect on the model's FLOPs")
+    return first[0] + (target - low) * (first[1] - first[0]) / (high - low)
+
+
+def _widened(recipe: Recipe, name: str, target: float) -> tuple[str, MoESettings]:
+    moe = MoESettings(name, recipe.moe.experts, label=f"{name}-wide")
+    solved = _solve(recipe, moe, "hidden", FIRST_WIDTHS, target)
+    for step in (WIDTH_STEP, 1):
+        width = max(1, round(solved / step) * step)
+        widened = replace(moe, options={"hidden": width})
+        difference = _flops(recipe, widened) / target - 1
+        if abs(difference) <= TOLERANCE:
+            return f"{find_method(name).title}, width {width}", widened
+    raise ValueError(
+        f"no width of {name} comes within {TOLERANCE:.0%} of IntBMoE's FLOPs: {width} is {difference:+.1%}"
+    )
+
+
+def _with_more_experts(recipe: Recipe, name: str, option: str, target: float) -> tuple[str, MoESettings]:
+    most = recipe.moe.experts + (0 if name == "deepseek" else 1)  # match_budget's numbers of routed experts
+    kind = int if option == "top_k" else float
+    moe = MoESettings(name, recipe.moe.experts, label=f"{name}-more")
+    solved = math.floor(_solve(recipe, moe, option, (1, most), target)) if most > 1 else 1
+    candidates = {kind(min(most, max(1, k))) for k in (solved, solved + 1)}
+    variants = [replace(moe, options={option: value}) for value in sorted(candidates)]
+    nearest = min(variants, key=lambda variant: abs(_flops(recipe, variant) - target))
+    symbol = "k" if option == "top_k" else "capacity"
+    return f"{find_method(name).title}, {symbol} = {nearest.options[option]:g}", nearest

@@ -1,0 +1,130 @@
+"""Forward and backward of a micro-batch as a CUDA graph: recorded once, replayed at every step.
+
+A step of a small model is hundreds of short kernels, and Python hands them out more slowly than a large GPU works them
+off. A replayed graph is one launch. The kernels and their random numbers are those of the ordinary step, so a captured
+run ends with the same weights; only what lies between the micro-batches (clipping, the optimizer, the methods' state,
+which lives in buffers and moves in place) still runs from Python.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.layer import moe_layers
+from intbmoe.steps import add_sums
+from intbmoe.tasks.base import Batch
+from intbmoe.train.errors import CaptureError
+
+WARM_UPS = 2
+"""Forwards and backwards before the recording: libraries choose their algorithms, kernels are compiled."""
+MOST_GRAPHS = 16
+"""Different shapes of batches; each holds its own memory."""
+
+Signature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+
+@dataclass(frozen=True)
+class _Recording:
+    graph: torch.cuda.CUDAGraph
+    batch: Batch
+    """Where the graph reads."""
+    totals: Tensor
+    gradients: list[Tensor | None]
+    sums: list[dict[str, Tensor]]
+    """What each MoE layer counted."""
+    addresses: list[int]
+    """Where parameters and buffers were: a graph goes on reading there, whatever the module says."""
+
+
+class CapturedBackward:
+    """``backward(batch)``, which returns a tensor and leaves gradients, replayed from a recording."""
+
+    def __init__(self, backward: Callable[[Batch], Tensor], model: nn.Module) -> None:
+        self.backward, self.model = backward, model
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.layers = [layer for _, layer in moe_layers(model)]
+        self.recordings: dict[Signature, _Recording] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Gradients are added to those there are; the tensor is valid until the next call."""
+        signature = tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(batch.items()))
+        recording = self.recordings.get(signature)
+        if recording is None or recording.addresses != self._addresses():
+            recording = self.recordings[signature] = self._record(batch)
+        for name, value in batch.items():
+            recording.batch[name].copy_(value)
+        recording.graph.replay()
+        self._hand_on(recording)
+        return recording.totals
+
+    def _record(self, batch: Batch) -> _Recording:
+        if len(self.recordings) >= MOST_GRAPHS:
+            raise CaptureError(
+                f"train.capture records a graph for each shape of batch, and these had {MOST_GRAPHS} already: "
+                f"use --train.capture False for data of many lengths"
+            )
+        kept = [parameter.grad for parameter in self.parameters]
+        pending = [layer._pending for layer in self.layers]
+        random_state = torch.cuda.get_rng_state()
+        fixed = {name: value.clone() for name, value in batch.items()}
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                self._forget()
+                self.backward(fixed)
+        torch.cuda.current_stream().wait_stream(side)
+        self._forget()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                totals = self.backward(fixed)
+        except RuntimeError as error:
+            raise CaptureError(f"the step cannot be recorded, use --train.capture False: {error}") from error
+        gradients = [parameter.grad for parameter in self.parameters]
+        sums = [layer._pending for layer in self.layers]
+        for parameter, gradient in zip(self.parameters, kept, strict=True):
+            parameter.grad = gradient
+        for layer, counted in zip(self.layers, pending, strict=True):
+            layer._pending = counted
+        torch.cuda.set_rng_state(random_state)
+        return _Recording(graph, fixed, totals, gradients, sums, self._addresses())
+
+    def _forget(self) -> None:
+        """The recording starts without gradients and counts, so that each replay's are those of its batch alone."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        for layer in self.layers:
+            layer._pending = {}
+
+    def _hand_on(self, recording: _Recording) -> None:
+        """The replay's gradients and counts to where an ordinary backward leaves them.
+
+        The first micro-batch of a step lends the graph's own gradients; a second one moves them out first, since its
+        replay would overwrite them.
+        """
+        added, values = [], []
+        for parameter, gradient in zip(self.parameters, recording.gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                added.append(parameter.grad)
+                values.append(gradient)
+        if added:
+            torch._foreach_add_(added, values)
+        for layer, sums in zip(self.layers, recording.sums, strict=True):
+            add_sums(layer, {key: value.clone() for key, value in sums.items()})
+
+    def own_gradients(self) -> None:
+        """Between micro-batches: gradients that belong to a graph become copies that no replay overwrites."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+
+    def _addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers())]

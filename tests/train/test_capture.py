@@ -1,0 +1,39 @@
+"""Steps replayed from a CUDA graph end with the weights of ordinary ones, bit for bit."""
+
+import pytest
+import torch
+from tiny_task import tiny_recipe
+
+from intbmoe.registry import list_methods
+from intbmoe.train import train
+from intbmoe.train.errors import TrainingError
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_says_so(tmp_path):
+    with pytest.raises(TrainingError, match=r"train\.capture .*'cpu'.*turn it off"):
+        train(tiny_recipe("intbmoe", capture=True), tmp_path, quiet=True)
+
+
+def weights(recipe, root):
+    run = train(recipe, root, quiet=True)
+    losses = [row["loss"] for row in run.metrics() if row["split"] == "train"]
+    return (run.path / "model.safetensors").read_bytes(), losses, run.result["test"]
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", list_methods())
+def test_captured_steps_are_the_ordinary_ones(name, precision, tmp_path):
+    plain = weights(tiny_recipe(name, precision=precision), tmp_path / "plain")
+    assert weights(tiny_recipe(name, precision=precision, capture=True), tmp_path / "captured") == plain
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_accumulated_micro_batches_add_up(tmp_path):
+    plain = weights(tiny_recipe("intbmoe", device_batch=2), tmp_path / "plain")
+    assert weights(tiny_recipe("intbmoe", device_batch=2, capture=True), tmp_path / "captured") == plain
