@@ -38,6 +38,9 @@ class LayerTask:
         mask = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
         self.examples = LayerExamples(x, mask, torch.arange(len(x)) % classes)
 
+    def class_names(self):
+        return tuple(str(label) for label in range(self.recipe.model.classes))
+
     def split(self, name):
         return self.examples
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from intbmoe.analysis import run_cost
 from intbmoe.analysis.analyse import AnalyseOptions, analyse, read_summary, redraw
 from intbmoe.analysis.drawing import DRAWERS, draw_participation, draw_recipes, layer_title
 from intbmoe.cli import main
@@ -15,11 +16,12 @@ from intbmoe.recipes import load_recipe
 from intbmoe.train import DamagedFileError, TrainingError, train
 
 FEW = AnalyseOptions(examples=24)
-ALL = ["training", "load", "routing", "recipes", "participation"]
+ALL = ["training", "load_training", "load", "routing", "examples", "recipes", "participation", "cost"]
+SINGLE = {"example-1", "example-2", "example-3"}
 VIEWS = {
-    "digits": {"routing-class"},
-    "stdlib": {"routing-kind-of-token", "routing-position"},
-    "journeys": {"routing-token-type", "routing-hour-of-day", "routing-category"},
+    "digits": {"routing-class", "examples"},
+    "stdlib": {"routing-kind-of-token", "routing-position", *SINGLE},
+    "journeys": {"routing-token-type", "routing-hour-of-day", "routing-category", *SINGLE},
 }
 
 
@@ -34,6 +36,14 @@ def small(name, method="intbmoe"):
         moe=replace(recipe.moe, name=method, experts=3, options=options),
         train=replace(recipe.train, steps=4, batch=8, warmup=0.0, log_every=2, eval_every=100.0),
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_sweep():
+    """tests/analysis/test_run_cost.py has the whole one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_cost, "SWEEP", (1, 4))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +68,13 @@ def run(runs, tmp_path):
     return Path(shutil.copytree(runs["digits/intbmoe"], tmp_path / "run", ignore=ignored))
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures take most of an analysis's time: not drawn where a test is about numbers."""
+    for part in DRAWERS:
+        monkeypatch.setitem(DRAWERS, part, lambda data: [])
+
+
 def files(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -74,7 +91,8 @@ def test_every_embedded_recipe(name, runs, analysed):
         assert json.loads((folder / "data" / f"{part}.json").read_bytes())
         with open(folder / "data" / f"{part}.csv", newline="", encoding="utf-8") as file:
             assert list(csv.DictReader(file))
-    names = {"training", "load-training", "load", "recipes", "participation", *VIEWS[name]}
+    names = {"training", "load-training", "load-experts", "load-layers", "load", "recipes", "participation", "cost"}
+    names |= VIEWS[name]
     found = files(folder / "pictures")
     assert set(found) == {f"{picture}.{form}" for picture in names for form in ("png", "svg", "json")}
     for picture in names:
@@ -85,6 +103,7 @@ def test_every_embedded_recipe(name, runs, analysed):
         assert all(caption.values())
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_participation_is_on_the_evaluated_metric(run):
     from intbmoe.train import evaluate
 
@@ -119,7 +138,7 @@ def test_pictures_are_redrawn_identically_from_the_data_alone(run, analysed, tmp
 @pytest.mark.parametrize(
     ("method", "parts", "reason"),
     [
-        ("switch", ["training", "load", "routing"], "only IntBMoE composes blocks"),
+        ("switch", ["training", "load_training", "load", "routing", "examples"], "only IntBMoE composes blocks"),
         ("soft", ["training"], "do not choose"),
         ("dense", ["training"], "no MoE layer"),
     ],
@@ -168,9 +187,18 @@ def test_unfinished_and_damaged_runs_are_errors_with_a_message(run, tmp_path):
     assert not (run / "analysis").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_metrics_that_are_gone_are_left_out(run):
     (run / "metrics.jsonl").unlink()
     assert read_summary(analyse(run, FEW))["left_out"] == {"training": "metrics.jsonl is missing or empty"}
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_runs_of_old_kept_no_loads_of_single_layers(run):
+    (run / "loads.jsonl").unlink()
+    left_out = read_summary(analyse(run, FEW))["left_out"]
+    assert list(left_out) == ["load_training"]
+    assert "older versions" in left_out["load_training"]
 
 
 def participation(drops):

@@ -61,3 +61,54 @@ def test_experts_in_reserve_are_not_dead():
     if opened is not None:
         assert set(load.present) >= {index for index, is_open in enumerate(opened.tolist()) if is_open}
     assert set(load.dead) <= set(load.present)
+
+
+def test_a_capacity_that_drops_a_known_number():
+    layer = intbmoe.create("switch", 8, 12, experts=2, eval_capacity_factor=1.0).double().eval()
+    with torch.no_grad():
+        layer.router.weight.zero_()  # all tie, so all go to the first
+    mask = torch.ones(3, 12, dtype=torch.bool)
+    mask[:, 10:] = False
+    (load,) = evaluated_load(OneLayer(layer), sample_of(LayerTask(tokens(3, 12), mask), batch_size=2)).layers
+    assert load.counts == [15, 0], "five of ten valid tokens in each of three examples"
+    assert (load.dropped, load.untaken) == (0.5, 0.5)
+    assert load.tokens_by_choices == [15, 15]
+    assert load.active == 0.5
+
+
+def test_v_moe_drops_choices_before_it_drops_tokens():
+    options = {"experts": 2, "top_k": 2, "eval_capacity_factor": 0.5, "capacity_multiple": 1}
+    layer = intbmoe.create("vmoe", 8, 12, **options).double().eval()
+    with torch.no_grad():
+        layer.router.weight.zero_()
+    (load,) = evaluated_load(OneLayer(layer), sample_of(LayerTask(tokens(2, 8)))).layers
+    # Every token wants both experts, which have four places each: the first four tokens get both.
+    assert load.counts == [8, 8]
+    assert (load.dropped, load.untaken) == (0.5, 0.5)
+    assert load.tokens_by_choices == [8, 0, 8]
+
+
+def test_tokens_that_no_expert_took():
+    layer = intbmoe.create("expert_choice", 8, 12, experts=2, capacity_factor=1.0).double().eval()
+    with torch.no_grad():
+        layer.router.weight.zero_()  # equal scores go to the earlier token: both experts take the same two of four
+    (load,) = evaluated_load(OneLayer(layer), sample_of(LayerTask(tokens(3, 4)))).layers
+    assert load.tokens_by_choices == [6, 0, 6]
+    assert (load.dropped, load.untaken, load.active) == (None, 0.5, 1.0), "nobody wanted them, so nothing was dropped"
+
+
+def test_what_is_left_out_is_said_and_drawn():
+    from dataclasses import asdict
+
+    from intbmoe.analysis.drawing import draw_load
+
+    layer = intbmoe.create("switch", 8, 12, experts=2, eval_capacity_factor=1.0).double().eval()
+    with torch.no_grad():
+        layer.router.weight.zero_()
+    found = asdict(evaluated_load(OneLayer(layer), sample_of(LayerTask(tokens(3, 10)))))
+    load, choices = draw_load(found)
+    assert "Dropped assignments by layer, first to last: 50 %." in load.see
+    assert "Tokens without any expert: 50 %." in load.see
+    assert [bar.get_height() for bar in choices.figure.axes[0].patches] == [50, 50]
+    kept = asdict(evaluated_load(OneLayer(make(top_k=2)), sample_of(LayerTask(tokens(3, 10)))))
+    assert [picture.name for picture in draw_load(kept)] == ["load"], "all tokens have two blocks"

@@ -1,11 +1,13 @@
 """``intbmoe analyse RUN``: look inside a trained model, and leave data and pictures in RUN/analysis.
 
 data/analysis.json      what was analysed, on what, and which parts were left out, with the reason
-data/PART.json, .csv    participation, routing, recipes, load, training: raw numbers
+data/PART.json, .csv    raw numbers of training, load_training, load, routing, examples, recipes, participation, cost
 pictures/*.png, *.svg   drawn from the JSON files alone; ``redraw`` does it again
 pictures/*.json         captions: title, what to see, how it was computed
+report.html             one page with all of it (``report/``)
 
-Methods get the parts that apply: participation and recipes need expert bases, routing and load need tokens that choose.
+Methods get the parts that apply: participation, recipes and cost need expert bases, loads and routing need tokens that
+choose.
 """
 
 import csv
@@ -22,10 +24,15 @@ from typing import Any
 
 from torch import nn
 
-from intbmoe.analysis.loads import choosing_layers, evaluated_load, training_curves
+from intbmoe.analysis.examples import SHOWN, example_routing
+from intbmoe.analysis.load_history import load_history
+from intbmoe.analysis.loads import choosing_layers, evaluated_load, training_curves, unit_of
 from intbmoe.analysis.participation import measure_participation
 from intbmoe.analysis.recipes_view import collect_recipes
+from intbmoe.analysis.report.run_report import write_run_report
+from intbmoe.analysis.report.trace import trace_run
 from intbmoe.analysis.routing_share import VIEWS, routing_shares
+from intbmoe.analysis.run_cost import measure_run_cost
 from intbmoe.analysis.sample import Sample
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoE
@@ -69,10 +76,13 @@ def analyse(
     sample = Sample(task, options.split, options.examples, ranks, size)
     parts: dict[str, Callable[[], Any]] = {
         "training": lambda: _training(run, task),
+        "load_training": lambda: _load_training(run, model),
         "load": lambda: _load(model, sample),
         "routing": lambda: _routing(model, sample, recipe),
+        "examples": lambda: _examples(model, sample, recipe),
         "recipes": lambda: _recipes(model),
         "participation": lambda: _participation(model, sample, tell),
+        "cost": lambda: _cost(model, recipe, ranks),
     }
     found, left_out = {}, {}
     for name, compute in parts.items():
@@ -91,6 +101,7 @@ def analyse(
             (data / f"{name}.json").write_bytes(to_json(asdict(part)))
             (data / f"{name}.csv").write_text(to_csv(part.rows()), encoding="utf-8", newline="")
         _draw(data, beside / "pictures")
+        write_run_report(beside)
     return folder
 
 
@@ -100,8 +111,11 @@ def redraw(folder: str | Path) -> list[Path]:
     folder = Path(folder)
     if not (folder / "data" / "analysis.json").is_file():
         raise TrainingError(f"{folder} holds no analysis: it has no data/analysis.json; intbmoe analyse RUN makes one")
+    if "run" not in read_summary(folder):
+        raise TrainingError(f"{folder} is of an earlier version of intbmoe: analyse its run again")
     with _replacing(folder / "pictures") as beside:
         _draw(folder / "data", beside)
+    write_run_report(folder)
     return sorted((folder / "pictures").iterdir())
 
 
@@ -134,6 +148,7 @@ def _describe(run: RunDirectory, recipe: Recipe, sample: Sample) -> dict[str, An
         "higher_is_better": sample.task.higher_is_better,
         "test": result["test"],
         "model_sha256": result["sha256"]["model.safetensors"],
+        "run": trace_run(run),
         "split": sample.split,
         "examples": sample.examples,
         "examples_of_split": sample.total,
@@ -158,6 +173,14 @@ def _require_bases(model: nn.Module) -> None:
         raise LeftOut("only IntBMoE composes blocks from expert bases")
 
 
+def _load_training(run: RunDirectory, model: nn.Module) -> Any:
+    _require_choices(model)
+    lines = run.loads()
+    if not lines:
+        raise LeftOut("loads.jsonl is missing or empty: runs trained by older versions kept means over the layers only")
+    return load_history(lines, unit_of(model))
+
+
 def _load(model: nn.Module, sample: Sample) -> Any:
     _require_choices(model)
     return evaluated_load(model, sample)
@@ -170,6 +193,13 @@ def _routing(model: nn.Module, sample: Sample, recipe: Recipe) -> Any:
     return routing_shares(model, sample, VIEWS[recipe.task](sample.task))
 
 
+def _examples(model: nn.Module, sample: Sample, recipe: Recipe) -> Any:
+    _require_choices(model)
+    if recipe.task not in SHOWN:
+        raise LeftOut(f"the task {recipe.task!r} does not say in examples.py how to show one")
+    return example_routing(model, sample, SHOWN[recipe.task])
+
+
 def _recipes(model: nn.Module) -> Any:
     _require_bases(model)
     return collect_recipes(model)
@@ -180,6 +210,15 @@ def _participation(model: nn.Module, sample: Sample, tell: Tell) -> Any:
     if any(isinstance(layer, IntBMoE) and layer.config.experts == 1 for _, layer in moe_layers(model)):
         raise LeftOut("a layer has a single expert base, without which nothing is left")
     return measure_participation(model, sample, tell)
+
+
+def _cost(model: nn.Module, recipe: Recipe, ranks: Ranks) -> Any:
+    if not any(isinstance(layer, IntBMoE) for _, layer in moe_layers(model)):
+        raise LeftOut("only IntBMoE can be composed beforehand; intbmoe compare counts what every method costs")
+    found = measure_run_cost(recipe, ranks.device)
+    if not found.sweep:
+        raise LeftOut("the model has too many parameters to be built anew here, with a single base even")
+    return found
 
 
 def to_csv(rows: list[Mapping[str, Any]]) -> str:

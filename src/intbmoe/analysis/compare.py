@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch import nn
 from intbmoe.analysis.cost import Counts, count
 from intbmoe.analysis.settings import IMAGENET, class_token_ffns
 from intbmoe.checks import require_positive_int
+from intbmoe.layer import moe_layers
 from intbmoe.models.vit import ViT
 from intbmoe.precomposition import precompose
 from intbmoe.recipes import recipe_to_dict
@@ -27,7 +28,7 @@ from intbmoe.recipes.schema import Recipe
 from intbmoe.recipes.sets import Variant, find_variants
 from intbmoe.routing import record_routing
 from intbmoe.tasks import Task, make_task
-from intbmoe.train import RunDirectory, load
+from intbmoe.train import RunDirectory, TrainingError, load
 from intbmoe.train.run import FREE_TO_CHANGE, differing_keys
 
 ROUTED_EXAMPLES = 64
@@ -47,7 +48,7 @@ class CompareOptions:
     """What ``compare`` takes beside the recipe's settings."""
 
     methods: str = "all"
-    """Methods and sets, with commas between them: all, ablations, K, k, E, L, switch,intbmoe, …"""
+    """Methods and sets, with commas between them: all, ablations, compute, K, k, E, L, switch,intbmoe, …"""
     seeds: int = 1
     """Runs of each, over the recipe's seeds from the first on; with two or more there is an interval."""
     jobs: int | None = None
@@ -129,7 +130,11 @@ def _require_same(run: RunDirectory, recipe: Recipe) -> None:
     """A finished run of other settings may not stand in the table."""
     if not run.config_path.is_file():
         return
-    differing = differing_keys(recipe_to_dict(run.recipe), recipe_to_dict(recipe))
+    try:
+        there = recipe_to_dict(run.recipe)
+    except (TrainingError, ValueError, TypeError):
+        return  # a damaged run: if it counts as finished it is left out of the result, else its training says why
+    differing = differing_keys(there, recipe_to_dict(recipe))
     differing = {key: values for key, values in differing.items() if key not in (*FREE_TO_CHANGE, "seeds")}
     if differing:
         listed = ", ".join(f"{key} {old!r} there, {new!r} now" for key, (old, new) in differing.items())
@@ -137,6 +142,14 @@ def _require_same(run: RunDirectory, recipe: Recipe) -> None:
             f"{run.path} holds a run with other settings ({listed}): give this comparison a name of its own "
             f"(--name) or another --root, or remove that folder"
         )
+
+
+class Shares(NamedTuple):
+    """A layer's participation, execution and materialization (``layer.quantities()``), as means over the layers."""
+
+    participation: float
+    execution: float
+    materialization: float
 
 
 @dataclass(frozen=True)
@@ -154,6 +167,7 @@ class Summary:
     counts: Counts
     active: float | None
     """Experts a token had on average, where the trained router decides."""
+    shares: Shares
 
     @property
     def mean(self) -> float | None:
@@ -182,6 +196,7 @@ class Summary:
             "mean": self.mean,
             "interval_95": self.interval,
             **self.counts._asdict(),
+            **self.shares._asdict(),
             "active_experts": self.active,
             "seconds": self.seconds,
             "results": list(self.results),
@@ -226,6 +241,7 @@ def summarise(jobs: Iterable[Job]) -> list[Summary]:
             results=results,
             counts=_count(task, _untrained(task) if active else model, active),
             active=active,
+            shares=shares_of(model, active),
         )
         summaries.append(summary)
         if label == "intbmoe":
@@ -234,6 +250,15 @@ def summarise(jobs: Iterable[Job]) -> list[Summary]:
                 replace(summary, title=f"{summary.title}, precomposed", values=(), results=(), counts=counts)
             )
     return summaries
+
+
+def shares_of(model: nn.Module, active: float | None) -> Shares:
+    """Means over the model's MoE layers; ``active`` experts where the trained router decides on their number."""
+    found = [layer.quantities() for _, layer in moe_layers(model)]
+    if not found:
+        return Shares(1, 1, 0)  # a plain FFN is one expert that every token has
+    means = Shares(*(statistics.fmean(column) for column in zip(*found, strict=True)))
+    return means if active is None else means._replace(participation=active, execution=active)
 
 
 def _untrained(task: Task) -> nn.Module:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from intbmoe.analysis.compare import CompareOptions, Job, Plan, Summary, make_plan, summarise
 from intbmoe.analysis.compare_jobs import Failure, choose_jobs, run_jobs
+from intbmoe.analysis.report.trace import sort_out
 from intbmoe.recipes.schema import Recipe
 from intbmoe.tasks import find_task, make_task
 
@@ -25,7 +26,10 @@ NOTHING = "–"
 STEMS = {"K": "blocks", "k": "top_k", "E": "experts", "L": "layers", "methods": "all"}
 """Names of files for sets whose own would differ in case alone."""
 LONGEST_STEM = 60
-COLUMNS = ("params", "activated", "flops", "flops_executed", "active_experts", "seconds")
+COLUMNS = (
+    *("participation", "execution", "materialization"),
+    *("params", "activated", "flops", "flops_executed", "active_experts", "seconds"),
+)
 
 
 def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = ()) -> int:
@@ -44,7 +48,8 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
     except KeyboardInterrupt:
         console.print("Stopped; what was reached is saved. The same command goes on from there.")
         return 130
-    summaries = summarise(plan.jobs)
+    sound, left_out = sort_out(plan.jobs)
+    summaries = summarise(sound)
     if summaries:
         title = f"{recipe.name}: {find_task(recipe.task).metric} on the test split"
         console.print(make_table(summaries, title))
@@ -56,12 +61,20 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
         if floors:
             console.print(floor_table(floors))
             written = write_files(plan.folder, stem, summaries, title, floors)
+        # Imported here because the page asks this file how numbers are written.
+        from intbmoe.analysis.report.comparison_report import Comparison, write_comparison_report
+
+        chosen = ["--methods", options.methods, "--seeds", str(options.seeds)]
+        command = shlex.join(["intbmoe", "compare", *_with_root(plan, options, settings), *chosen])
+        comparison = Comparison(plan, sound, summaries, floors, left_out, options.methods, command)
+        written.append(write_comparison_report(comparison))
         console.print(f"\nSaved: {', '.join(str(path) for path in written)}", soft_wrap=True)
+    damaged = _tell_damaged(console, plan, left_out)
     _tell_failures(console, plan, failures)
     console.print(f"Done in {_duration(time.monotonic() - started)}.")
     if summaries and not failures:
         console.print(f"\nNext:\n{what_next(plan, options, settings)}", soft_wrap=True)
-    return 1 if failures or not summaries else 0
+    return 1 if failures or damaged or not summaries else 0
 
 
 def _announce(console: Console, plan: Plan, waiting: Sequence[Job], jobs: int, options: CompareOptions) -> None:
@@ -84,6 +97,15 @@ def _tell_failures(console: Console, plan: Plan, failures: Sequence[Failure]) ->
             console.print(f"  | {line}", markup=False, soft_wrap=True)
     if failures:
         console.print(f"\n{len(failures)} of {len(plan.jobs)} runs failed and are left out of the table.")
+
+
+def _tell_damaged(console: Console, plan: Plan, left_out: Sequence[Mapping[str, str]]) -> int:
+    """Runs that came to their end and cannot be read back; returns how many."""
+    finished = {str(job.run.path) for job in plan.jobs if job.run.finished}
+    damaged = [one for one in left_out if one["path"] in finished]
+    for one in damaged:
+        console.print(f"left out: {one['title']} ({one['path']}): {one['reason']}", markup=False, soft_wrap=True)
+    return len(damaged)
 
 
 def make_table(summaries: Sequence[Summary], title: str) -> Table:
@@ -229,8 +251,7 @@ def _line(texts: Sequence[str]) -> str:
 def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> str:
     """Commands that lead on from here; with the same settings they find the finished runs again."""
     program = "intbmoe" if shutil.which("intbmoe") else os.path.relpath(sys.argv[0])
-    root = [] if options.root == CompareOptions.root else ["--root", str(options.root)]
-    recipe = shlex.join([*(settings or [plan.recipe.name]), *root])
+    recipe = shlex.join(_with_root(plan, options, settings))
     last = plan.jobs[-1]
     own = f"--moe.name {last.variant.moe.name} --moe.experts 32 --moe.label more-experts"
     more = 3 if options.seeds < 3 else options.seeds + 2
@@ -242,6 +263,12 @@ def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> s
         ("recipes", "which experiments there are"),
     ]
     return "\n".join(f"  {program} {command}   # {purpose}" for command, purpose in steps)
+
+
+def _with_root(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> list[str]:
+    """The recipe and its settings, as given."""
+    root = [] if options.root == CompareOptions.root else ["--root", str(options.root)]
+    return [*(settings or [plan.recipe.name]), *root]
 
 
 def _duration(seconds: float) -> str:

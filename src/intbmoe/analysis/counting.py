@@ -158,14 +158,14 @@ class _LiveBytes(TorchDispatchMode):
         return out
 
 
-def peak_memory(model: nn.Module, *inputs: Tensor) -> int:
+def peak_memory(model: nn.Module, *inputs: Any) -> int:
     """Peak bytes of one forward without gradients: parameters, buffers, inputs and all tensors alive at once.
 
     Measured by following every operation's outputs from creation to release, so it is the same on every machine. A
     kernel's own scratch space (cuBLAS keeps some MiB on a GPU) and an allocator's rounding are not in it.
     """
     meter = _LiveBytes()
-    for tensor in (*model.parameters(), *model.buffers(), *inputs):
+    for tensor in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)):
         meter.add(tensor)
     with torch.no_grad(), meter:
         model(*inputs)

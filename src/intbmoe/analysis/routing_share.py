@@ -21,6 +21,7 @@ from intbmoe.analysis.sample import Sample
 from intbmoe.models.sequence import PADDING
 from intbmoe.models.travel import PROFILE_TOKENS, SESSION_TOKENS
 from intbmoe.tasks.base import Batch, Task
+from intbmoe.tasks.journeys.city import CATEGORY_NAMES
 
 NO_LABEL = -1
 """The label of tokens that a view does not count: padding, and what it does not speak of."""
@@ -46,14 +47,12 @@ class View:
 
 def vision_views(task: Task) -> list[View]:
     """Patches by the class of their image."""
-    labels = tuple(str(number) for number in range(task.recipe.model.classes))
-    return [View("class", labels, lambda batch: batch["labels"].unsqueeze(1))]
+    return [View("class", task.class_names(), lambda batch: batch["labels"].unsqueeze(1))]
 
 
 def language_views(task: Task) -> list[View]:
     """Tokens by what they are made of, and by their place in the example."""
-    data = task.recipe.data
-    texts = byte_texts() if data.source == "stdlib" else tokenizer_texts(Path(data.path).expanduser())
+    data, texts = task.recipe.data, token_texts(task)
     kinds = torch.tensor([TOKEN_KINDS.index(kind_of(text)) for text in texts])
     return [
         View("kind of token", TOKEN_KINDS, lambda batch: kinds.to(batch["ids"].device)[batch["ids"]]),
@@ -63,13 +62,10 @@ def language_views(task: Task) -> list[View]:
 
 def travel_views(task: Task) -> list[View]:
     """Tokens by type, scenario tokens by the hour of day, intention tokens by the category of the place."""
-    from intbmoe.tasks.travel import open_data
-
-    categories = open_data(task.recipe.data).sizes.categories
     return [
         View("token type", TRAVEL_TYPES, travel_types),
         View("hour of day", tuple(f"{hour:02}" for hour in range(24)), lambda b: _session_codes(b, "scenario", HOUR)),
-        View("category", tuple(map(str, range(1, categories))), lambda b: _session_codes(b, "intention", CATEGORY)),
+        View("category", category_names(task), lambda b: _session_codes(b, "intention", CATEGORY)),
     ]
 
 
@@ -101,6 +97,23 @@ def _position_view(length: int, valid: Callable[[Batch], Tensor]) -> View:
         return torch.where(present, places, NO_LABEL)
 
     return View("position", labels, find)
+
+
+def category_names(task: Task) -> tuple[str, ...]:
+    """The categories of places, code 1 first: names where the embedded journeys have them all, else codes."""
+    from intbmoe.tasks.travel import open_data
+
+    data = task.recipe.data
+    known = open_data(data).sizes.categories - 1
+    if data.source == "journeys" and known == len(CATEGORY_NAMES):
+        return CATEGORY_NAMES
+    return tuple(map(str, range(1, known + 1)))
+
+
+def token_texts(task: Task) -> list[str]:
+    """The text of each id of a language task."""
+    data = task.recipe.data
+    return byte_texts() if data.source == "stdlib" else tokenizer_texts(Path(data.path).expanduser())
 
 
 def byte_texts() -> list[str]:

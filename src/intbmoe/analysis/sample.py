@@ -1,6 +1,6 @@
 """The examples on which a trained model is looked at, and how it is run on them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -22,8 +22,9 @@ class Sample:
         self.split = split
         self.ranks = ranks
         self.batch_size = batch_size
-        self._source = task.split(split)
-        self.total = len(self._source)
+        self.source = task.split(split)
+        """All examples of the split."""
+        self.total = len(self.source)
         """Examples of the whole split."""
         if self.total == 0:
             raise TrainingError(f"the {split} split is empty")
@@ -34,7 +35,7 @@ class Sample:
         # Spread, not the first ones: a split may be sorted by class or by time.
         indices = [place * self.total // self.examples for place in range(self.examples)]
         starts = range(0, self.examples, self.batch_size)
-        return [self._source.batch(indices[start : start + self.batch_size], epoch=0, seed=0) for start in starts]
+        return [self.source.batch(indices[start : start + self.batch_size], epoch=0, seed=0) for start in starts]
 
     def batches(self) -> Iterator[Batch]:
         """The examples as the model sees them in evaluation, on its device."""
@@ -52,9 +53,17 @@ class Sample:
     def routed(self, model: nn.Module) -> Iterator[tuple[Batch, Mapping[str, RecordedRouting]]]:
         """Each batch with what every layer's router decided on it."""
         for batch in self.batches():
-            with record_routing(model) as log:
-                self._run(model, batch)
-            yield batch, log
+            yield batch, self._record(model, batch)
+
+    def routed_examples(self, model: nn.Module, indices: Sequence[int]) -> tuple[Batch, Mapping[str, RecordedRouting]]:
+        """The same for one batch of the examples at ``indices`` of the split."""
+        batch = self.task.prepare(self.ranks.to_device(self.source.batch(indices, epoch=0, seed=0)), None)
+        return batch, self._record(model, batch)
+
+    def _record(self, model: nn.Module, batch: Batch) -> Mapping[str, RecordedRouting]:
+        with record_routing(model) as log:
+            self._run(model, batch)
+        return log
 
     @torch.no_grad()
     def _run(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:

@@ -123,7 +123,7 @@ class TravelModel(nn.Module):
         ]
         profile = self.embed(batch["profile"], PROFILE) + self.kinds[:PROFILE_TOKENS]
         session = torch.stack(session, 2) + self.kinds[PROFILE_TOKENS:]
-        valid = torch.cat([mask.new_ones(len(mask), PROFILE_TOKENS), mask.repeat_interleave(SESSION_TOKENS, 1)], 1)
+        valid = torch.cat([mask.new_ones(mask.shape[0], PROFILE_TOKENS), mask.repeat_interleave(SESSION_TOKENS, 1)], 1)
         return torch.cat([profile, session.flatten(1, 2)], 1), valid
 
     def embed(self, codes: Tensor, fields: tuple[str, ...]) -> Tensor:

@@ -167,7 +167,7 @@ class ViT(nn.Module):
         for parameter in (self.cls_token, self.pos_embed):
             nn.init.trunc_normal_(parameter, std=INIT_STD)
         moe_layers = config.moe_layers if make_ffn is not None else ()
-        rates = torch.linspace(0, config.drop_path, config.depth).tolist()
+        rates = torch.linspace(0, config.drop_path, config.depth, device="cpu").tolist()
         self.blocks = nn.ModuleList(
             Block(config, rate, make_ffn() if layer in moe_layers else None) for layer, rate in enumerate(rates)
         )
@@ -181,7 +181,7 @@ class ViT(nn.Module):
             expected = f"(batch, {channels}, {side}, {side})"
             raise ValueError(f"images have shape {tuple(images.shape)}: expected {expected}")
         patches = self.patch_embed(images)
-        x = torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1) + self.pos_embed
+        x = torch.cat([self.cls_token.expand(patches.shape[0], -1, -1), patches], dim=1) + self.pos_embed
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)[:, 0])

@@ -1,0 +1,58 @@
+"""Peak inference memory and FLOPs against the number of expert bases."""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+
+from intbmoe.analysis.drawing.canvas import BLUE, GRID, ORANGE, Data, Picture, make_panels, tidy
+
+MIB = 2**20
+FORMS = {
+    "": ("composed in every forward", BLUE, "-", "o"),
+    "_precomposed": ("precomposed", ORANGE, "--", "s"),
+}
+
+
+def draw_cost(data: Data) -> list[Picture]:
+    """Memory, FLOPs and, where a GPU was at hand, what it allocated, a line for each form."""
+    rows = data["sweep"]
+    unit, letter = (1e9, "G") if max(row["flops"] for row in rows) >= 1e9 else (1e6, "M")
+    wanted = {"memory": (MIB, "peak inference memory (MiB)"), "flops": (unit, f"FLOPs of one example ({letter})")}
+    if all(row["allocated"] is not None for row in rows):
+        wanted["allocated"] = (MIB, f"peak allocated on {data['device']} (MiB)")
+    figure, panels = make_panels(len(wanted), 4.2, 3.0)
+    for axes, (name, (divisor, title)) in zip(panels, wanted.items(), strict=True):
+        _plot(axes, rows, name, divisor, data["experts"])
+        axes.set_title(title, loc="left", fontsize=9)
+    panels[0].legend(fontsize=8, frameon=False)
+    first, last = rows[0], rows[-1]
+    see = (
+        f"Composed beforehand, the model costs the same whatever E: {last['memory_precomposed'] / MIB:.3g} MiB and "
+        f"{last['flops_precomposed'] / unit:.3g} {letter}FLOPs. Composed in every forward, from E={first['experts']} "
+        f"to E={last['experts']} memory grows from {first['memory'] / MIB:.3g} to {last['memory'] / MIB:.3g} MiB and "
+        f"FLOPs from {first['flops'] / unit:.3g} to {last['flops'] / unit:.3g} {letter}. Grey line: this run's E. "
+        "With few bases the composed blocks take more memory than the bases do."
+    )
+    how = (
+        "The run's model built anew for every E, one example, one forward without gradients. Memory: bytes of all "
+        "tensors alive at once, parameters included. FLOPs: 2 × multiply-adds of matrix products, attention's score "
+        "and value products left out."
+    )
+    if data["too_large"]:
+        how += f" Left out, too large to hold here: E={', '.join(map(str, data['too_large']))}."
+    return [Picture("cost", "Cost of inference against the number of expert bases", see, how, figure)]
+
+
+def _plot(axes: Axes, rows: Sequence[Data], name: str, divisor: float, own: int) -> None:
+    experts = [row["experts"] for row in rows]
+    axes.axvline(own, color="#bbbbbb", linewidth=4, zorder=0)
+    for suffix, (label, colour, line, marker) in FORMS.items():
+        values = [row[name + suffix] / divisor for row in rows]
+        axes.plot(experts, values, color=colour, linestyle=line, marker=marker, markersize=4, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(experts, [str(count) for count in experts])
+    axes.minorticks_off()
+    axes.set_xlabel("expert bases E", fontsize=9)
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", color=GRID, linewidth=0.6)
+    tidy(axes)

@@ -1,0 +1,237 @@
+"""Single examples: which block each patch, token or visit went to, on the picture or the text itself."""
+
+import base64
+import io
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
+from matplotlib.image import imread
+
+from intbmoe.analysis.drawing.canvas import Data, Picture, block_colours
+from intbmoe.analysis.drawing.cells import Cell, add_inches, add_legend, draw_cells, legend_inches, title_of
+
+LINE = 64
+"""Characters of a line of text."""
+LETTER = 0.125
+"""Inches of a letter's cell."""
+LETTER_WIDTH = 0.602
+"""Of the font's size, in DejaVu Sans Mono."""
+MOST_LAYERS = 6
+"""Layers shown of texts and journeys; of more, so many are drawn, evenly spread."""
+NUMBERED = 4
+"""Patches a side up to which each has its blocks' numbers on it."""
+TINT = 0.6
+PALE = 0.35
+"""How much white is mixed into a colour below black text."""
+ROWS = {"scenario": 0, "intention": 1, "feedback": 2}
+
+
+def draw_examples(data: Data) -> list[Picture]:
+    """Images all in one picture; of texts and journeys one picture each."""
+    if data["form"] == "image":
+        return [_picture(data, "examples", data["examples"], _draw_images(data))]
+    draw = _draw_text if data["form"] == "text" else _draw_visits
+    numbered = enumerate(data["examples"], 1)
+    return [_picture(data, f"example-{number}", [shown], draw(shown, data)) for number, shown in numbered]
+
+
+def _picture(data: Data, name: str, examples: Sequence[Data], figure: Figure) -> Picture:
+    unit, noun = data["unit"], {"image": "patch", "text": "token"}.get(data["form"], "visit's token")
+    used = [
+        f"{title_of(layer['layer']).lower()}: {_mean_used(examples, place):.3g}"
+        for place, layer in enumerate(examples[0]["layers"])
+    ]
+    lost = sum(not ids for shown in examples for layer in shown["layers"] for ids in layer["ids"])
+    see = (
+        f"Each {noun} has the colour of the {unit} that weighs most for it, the strip below the colour of the second. "
+        f"One colour over what belongs together is a {unit} with a job of its own; a mixture that follows nothing you "
+        f"can see says that the router goes by other things. Different {unit}s in first place in an example, on "
+        f"average: {', '.join(used)}."
+    )
+    if lost:
+        see += f" Hatched: no {unit} computed it ({lost} times)."
+    if data["form"] != "image" and len(examples[0]["layers"]) > MOST_LAYERS:
+        see += f" Shown are {MOST_LAYERS} of {len(examples[0]['layers'])} layers, evenly spread; the data has all."
+    chosen = "one a class, the first of it" if data["form"] == "image" else "evenly spread, not picked by hand"
+    how = f"The router's choices in evaluation, after any capacity, on examples of the {data['split']} split: {chosen}."
+    titles = {"image": "images", "text": "a text", "sessions": "one user's journeys", "items": "one user's history"}
+    title = f"Where each {noun} went: {titles[data['form']]}"
+    return Picture(name, title if data["form"] == "image" else f"{title} ({examples[0]['title']})", see, how, figure)
+
+
+def _mean_used(examples: Sequence[Data], layer: int) -> float:
+    return float(np.mean([len({ids[0] for ids in shown["layers"][layer]["ids"] if ids}) for shown in examples]))
+
+
+def _used(examples: Sequence[Data]) -> list[int]:
+    """Blocks seen anywhere in the first two places."""
+    return sorted({i for shown in examples for layer in shown["layers"] for ids in layer["ids"] for i in ids[:2]})
+
+
+def _shown_layers(layers: Sequence[Data]) -> list[Data]:
+    places = np.linspace(0, len(layers) - 1, min(MOST_LAYERS, len(layers))).round().astype(int)
+    return [layers[place] for place in dict.fromkeys(places.tolist())]
+
+
+# Images.
+
+
+def _draw_images(data: Data) -> Figure:
+    """A column for each image: the image itself, below it what each layer made of it."""
+    examples = data["examples"]
+    layers = [layer["layer"] for layer in examples[0]["layers"]]
+    colours, used = block_colours(data["choices"]), _used(examples)
+    cell, gap, left, top = 1.35, 0.1, 0.3, 0.3
+    width, height = left + len(examples) * (cell + gap), top + (1 + len(layers)) * (cell + gap)
+    figure = Figure(figsize=(width, height + legend_inches(used, width)))
+    for column, shown in enumerate(examples):
+        pixels = _grey(shown["image"])
+        size, side = pixels.shape[0], math.isqrt(len(shown["kinds"]))
+        for row, name in enumerate(["image", *layers]):
+            axes = add_inches(figure, left + column * (cell + gap), top + row * (cell + gap), cell, cell)
+            axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, extent=(0, size, size, 0), interpolation="nearest")
+            if row:
+                _tint(axes, shown["layers"][row - 1]["ids"], side, size / side, colours)
+            else:
+                axes.set_title(shown["title"], fontsize=9, parse_math=False)
+            axes.set_xlim(0, size)
+            axes.set_ylim(size, 0)
+            if column == 0:
+                title = title_of(name) if row else "Image"
+                axes.text(-0.1, 0.5, title, transform=axes.transAxes, fontsize=9, rotation=90, **_MIDDLE)
+    add_legend(figure, used, colours, data["unit"])
+    return figure
+
+
+_MIDDLE = {"ha": "center", "va": "center", "parse_math": False}
+
+
+def _grey(png: str) -> np.ndarray:
+    """(H, W) in 0…1: colours are for the blocks."""
+    pixels = imread(io.BytesIO(base64.b64decode(png)))
+    return pixels if pixels.ndim == 2 else pixels[..., :3] @ np.array([0.299, 0.587, 0.114])
+
+
+def _tint(axes, ids: Sequence[Sequence[int]], side: int, patch: float, colours) -> None:
+    cells = [
+        Cell(place % side * patch, place // side * patch, patch, patch, chosen) for place, chosen in enumerate(ids)
+    ]
+    draw_cells(axes, cells, colours, alpha=TINT, strip=0.14)
+    if side <= NUMBERED:
+        for cell in cells:
+            numbers = "·".join(map(str, cell.ids[:2]))
+            box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.75, "linewidth": 0}
+            where = (cell.x + cell.width / 2, cell.y + 0.4 * cell.height)
+            axes.text(*where, numbers, fontsize=7, bbox=box, **_MIDDLE)
+
+
+# Text.
+
+
+def _draw_text(shown: Data, data: Data) -> Figure:
+    layers, colours, used = _shown_layers(shown["layers"]), block_colours(data["choices"]), _used([shown])
+    places, lines = lay_out(shown["texts"])
+    width, line = LINE * LETTER + 0.3, 1.9 * LETTER
+    panel = lines * line + 0.3
+    height = len(layers) * panel + 0.1
+    figure = Figure(figsize=(width, height + legend_inches(used, width)))
+    size = LETTER * 72 / LETTER_WIDTH
+    for number, layer in enumerate(layers):
+        axes = add_inches(figure, 0.15, number * panel + 0.25, LINE * LETTER, lines * line)
+        axes.set_xlim(0, LINE)
+        axes.set_ylim(lines, 0)
+        axes.set_title(title_of(layer["layer"]), loc="left", fontsize=9, pad=3)
+        pieces = [(piece, ids) for of, ids in zip(places, layer["ids"], strict=True) for piece in of]
+        draw_cells(axes, [Cell(x, y, len(text), 1, ids) for (x, y, text), ids in pieces], colours, pale=PALE)
+        for (x, y, text), _ in pieces:
+            look = {"fontsize": size, "family": "DejaVu Sans Mono", "va": "center", "parse_math": False}
+            axes.text(x, y + 0.42, text, **look)
+    add_legend(figure, used, colours, data["unit"])
+    return figure
+
+
+def lay_out(texts: Sequence[str]) -> tuple[list[list[tuple[int, int, str]]], int]:
+    """Where the pieces (x, y, letters) of each token stand on lines of ``LINE`` letters, and how many lines there are.
+
+    A line ends at the text's own line breaks too, which are shown as ↵; a token that has no text of its own is a dot.
+    """
+    found, x, y = [], 0, 0
+    for text in texts:
+        pieces: list[tuple[int, int, str]] = []
+        for letter in visible(text):
+            if x == LINE:
+                x, y = 0, y + 1
+            if pieces and pieces[-1][1] == y:
+                pieces[-1] = (pieces[-1][0], y, pieces[-1][2] + letter)
+            else:
+                pieces.append((x, y, letter))
+            x += 1
+            if letter == "↵":
+                x, y = 0, y + 1
+        found.append(pieces)
+    return found, y + (x > 0)
+
+
+def visible(text: str) -> str:
+    """Letters that the font has, one for each of the text's; a dot for a token without any."""
+    known = {"\n": "↵", "\t": "→"}
+    letters = _letters()
+    return "".join(known.get(one, one if ord(one) in letters and one.isprintable() else "□") for one in text) or "·"
+
+
+@lru_cache(maxsize=1)
+def _letters() -> frozenset[int]:
+    return frozenset(get_font(findfont("DejaVu Sans Mono")).get_charmap())
+
+
+# Journeys and item histories.
+
+
+def _draw_visits(shown: Data, data: Data) -> Figure:
+    layers, colours, used = _shown_layers(shown["layers"]), block_colours(data["choices"]), _used([shown])
+    where, labels, rows = visit_places(shown["kinds"], shown["texts"])
+    columns = max(x for x, _ in where) + 1
+    cell, left = 0.27, 0.9
+    panel, foot = len(rows) * cell + 0.32, 0.1 + 0.06 * max(map(len, labels))
+    width, height = left + columns * cell + 0.15, len(layers) * panel + foot
+    figure = Figure(figsize=(width, height + legend_inches(used, width)))
+    for number, layer in enumerate(layers):
+        axes = add_inches(figure, left, number * panel + 0.27, columns * cell, len(rows) * cell)
+        axes.set_axis_on()
+        axes.set_xlim(0, columns)
+        axes.set_ylim(len(rows), 0)
+        axes.set_title(title_of(layer["layer"]), loc="left", fontsize=9, pad=3)
+        cells = [Cell(x, y, 1, 1, ids) for (x, y), ids in zip(where, layer["ids"], strict=True)]
+        draw_cells(axes, cells, colours, pale=PALE)
+        for one in cells:
+            axes.text(one.x + 0.5, one.y + 0.4, str(one.ids[0]) if one.ids else "", fontsize=7, **_MIDDLE)
+        axes.set_yticks([row + 0.5 for row in range(len(rows))], rows, fontsize=7)
+        last = number == len(layers) - 1
+        axes.set_xticks([column + 0.5 for column in range(columns)], labels if last else [""] * columns, fontsize=7)
+        axes.tick_params(length=0, axis="both")
+        axes.tick_params(axis="x", labelrotation=90)
+        axes.spines[:].set_visible(False)
+    add_legend(figure, used, colours, data["unit"])
+    return figure
+
+
+def visit_places(kinds: Sequence[str], texts: Sequence[str]) -> tuple[list[tuple[int, int]], list[str], list[str]]:
+    """(column, row) of each token, the columns' labels and the rows' names.
+
+    A session is a column of scenario, intention and feedback; profile tokens fill the columns before. Items are a row.
+    """
+    if kinds[0] == "item":
+        return [(place, 0) for place in range(len(kinds))], list(texts), [""]
+    where, labels = [], []
+    for place, (kind, text) in enumerate(zip(kinds, texts, strict=True)):
+        row = ROWS.get(kind, place % len(ROWS))
+        if row == 0:
+            labels.append("profile" if kind == "profile" else text)
+        elif kind == "intention":
+            labels[-1] += f" {text}"
+        where.append((len(labels) - 1, row))
+    return where, labels, list(ROWS)

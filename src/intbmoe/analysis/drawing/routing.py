@@ -1,0 +1,81 @@
+"""Where which tokens go: shares of assignments minus uniform."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from intbmoe.analysis.drawing.canvas import (
+    Data,
+    Picture,
+    colour_bar,
+    heat_map,
+    layer_title,
+    make_panels,
+    matrix,
+    number_columns,
+    ylabel,
+)
+
+MOST_ROWS = 30
+"""Labels that one heat map shows; of more, those farthest from uniform. The data has all."""
+
+
+def draw_routing(data: Data) -> list[Picture]:
+    """A heat map for each view, a panel for each layer."""
+    return [_draw_view(view, data) for view in data["views"]]
+
+
+def _draw_view(view: Data, data: Data) -> Picture:
+    layers, unit = view["layers"], data["unit"]
+    shown = _farthest(view)
+    maps = [matrix([layer["minus_uniform"][row] for row in shown], len(layer["choices"])) for layer in layers]
+    widest = max(len(layer["choices"]) for layer in layers)
+    figure, panels = make_panels(len(layers), 0.9 + 0.2 * widest, 1.3 + 0.17 * len(shown), share_y=True)
+    limit = max((float(np.nanmax(np.abs(values))) for values in maps if not np.isnan(values).all()), default=0) or 1.0
+    for axes, layer, values in zip(panels, layers, maps, strict=True):
+        image = heat_map(axes, 100 * values, 100 * limit, layer_title(layer["layer"]))
+        number_columns(axes, layer["choices"], unit)
+        axes.set_yticks(range(len(shown)), [view["labels"][row] for row in shown], fontsize=8)
+    ylabel(panels, view["name"])
+    colour_bar(figure, image, panels, "share minus uniform\n(percentage points)")
+    row, column, layer, most = _strongest(view, layers)
+    some = "" if len(shown) == len(view["labels"]) else f" Shown are {len(shown)} of {len(view['labels'])} rows, those "
+    some += "" if not some else "farthest from uniform; the data has all."
+    see = (
+        f"Red: the {unit} gets more of these tokens than its equal share, blue: fewer, grey: no such token. "
+        f"The strongest preference is of {view['name']} {view['labels'][row]} for {unit} {column} in "
+        f"{layer_title(layer)}: {100 * most:+.1f} percentage points.{some}"
+        if layer
+        else "No token had a label."
+    )
+    how = (
+        f"Of all assignments of tokens with a label, the share of each {unit}, minus one over the number of {unit}s. "
+        f"Every choice of a token counts as one assignment; padding never counts. {data['examples']} examples of the "
+        f"{data['split']} split."
+    )
+    name = f"routing-{view['name'].replace(' ', '-')}"
+    return Picture(name, f"Where tokens go, by {view['name']}", see, how, figure)
+
+
+def _farthest(view: Data) -> list[int]:
+    """The rows to show, in their order: all, or the ``MOST_ROWS`` with the largest deviation in any layer."""
+    rows = range(len(view["labels"]))
+    if len(rows) <= MOST_ROWS:
+        return list(rows)
+
+    def distance(row: int) -> float:
+        return max((max(map(abs, layer["minus_uniform"][row] or [0])) for layer in view["layers"]), default=0)
+
+    return sorted(sorted(rows, key=distance, reverse=True)[:MOST_ROWS])
+
+
+def _strongest(view: Data, layers: Sequence[Data]) -> tuple[int, int, str, float]:
+    """(row, column's number, layer, value) of the largest share; an empty layer where there is none."""
+    found = (0, 0, "", -math.inf)
+    for layer in layers:
+        for row, values in enumerate(layer["minus_uniform"]):
+            for column, value in zip(layer["choices"], values or [], strict=False):
+                if value > found[3]:
+                    found = (row, column, layer["layer"], value)
+    return found

@@ -1,0 +1,88 @@
+"""Pictures as parts of a page: SVG where it is small enough, else PNG, inside the page as data.
+
+A picture of lines, bars and markers gets a second set of colours for dark screens, which its own style sheet chooses. A
+picture with any colour beside those of ``DARK`` may have text on it that was chosen to go with that colour, so it keeps
+its own, on a white plate.
+"""
+
+import base64
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+LARGEST_SVG = 300_000
+"""Bytes; a picture of many small parts is smaller as PNG."""
+PNG_DPI, CSS_DPI, POINTS = 150, 96, 72
+DARK = {
+    "#000000": "#e4e5e1",  # ink
+    "#262626": "#e4e5e1",
+    "#333333": "#d8d9d5",
+    "#555555": "#b4b8c0",
+    "#777777": "#a0a5af",
+    "#888888": "#a0a5af",
+    "#bbbbbb": "#5b616e",
+    "#cccccc": "#4a505c",  # heat maps: nothing there
+    "#dddddd": "#3a404b",  # grid
+    "#0072b2": "#4ba3e3",  # Okabe and Ito's blue is too dark on a dark page; their others are not
+    "#d55e00": "#f0761a",
+    "#009e73": "#1fb58a",
+    "#cc79a7": "#cc79a7",
+    "#e69f00": "#e69f00",
+    "#56b4e9": "#8fd0f5",
+}
+"""Colour on white → on black."""
+WHITE = "#ffffff"
+HEAT_MAP = r'<g id="quadmesh_\d+">.*?</g>'
+PAGE_DARK = "#1b1e24"
+"""The plate's colour on a dark screen; page.css says the same."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """A picture as data, and its size in CSS pixels."""
+
+    uri: str
+    width: int
+    height: int
+    adapts: bool
+    """Whether it has colours of its own for dark screens."""
+
+
+def read_image(folder: Path, name: str) -> Image | None:
+    """The picture of that name, from its SVG or PNG file; None if there is neither."""
+    svg, png = folder / f"{name}.svg", folder / f"{name}.png"
+    small = svg.is_file() and (svg.stat().st_size <= LARGEST_SVG or not png.is_file())
+    if small:
+        return _from_svg(svg.read_text(encoding="utf-8"))
+    return _from_png(png.read_bytes()) if png.is_file() else None
+
+
+def _from_svg(text: str) -> Image:
+    head = re.search(r"<svg\b[^>]*>", text)
+    if head is None:
+        raise ValueError("an SVG file without an svg element")
+    sizes = [re.search(rf'\b{side}="([\d.]+)pt"', head[0]) for side in ("width", "height")]
+    width, height = (round(float(size[1]) * CSS_DPI / POINTS) if size else 0 for size in sizes)
+    drawn = re.sub(HEAT_MAP, "", text.lower(), flags=re.DOTALL)  # on whose cells nothing is written
+    adapts = set(re.findall(r"#[0-9a-f]{6}\b", drawn)) <= {WHITE, *DARK}
+    if adapts:
+        text = text[: head.end()] + _dark_style() + text[head.end() :]
+    return Image(_uri("svg+xml", text.encode()), width, height, adapts)
+
+
+def _dark_style() -> str:
+    """Rules that overrule matplotlib's inline styles. Backgrounds are paths that are filled white and nothing else."""
+    rules = [f"svg{{fill:{DARK['#000000']}}}", f'path[style="fill: {WHITE}"]{{fill:{PAGE_DARK}!important}}']
+    for light, dark in DARK.items():
+        rules += [f'[style*="{side}: {light}"]{{{side}:{dark}!important}}' for side in ("fill", "stroke")]
+    return f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"
+
+
+def _from_png(content: bytes) -> Image:
+    width, height = struct.unpack(">II", content[16:24])
+    return Image(_uri("png", content), width * CSS_DPI // PNG_DPI, height * CSS_DPI // PNG_DPI, adapts=False)
+
+
+def _uri(kind: str, content: bytes) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

@@ -1,0 +1,87 @@
+"""Where the numbers of a report come from: run, settings, command; and which runs cannot be reported."""
+
+import math
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from intbmoe.analysis.compare import Job
+from intbmoe.tasks import find_task
+from intbmoe.train.errors import TrainingError
+from intbmoe.train.files import digest, read_bytes, read_json
+from intbmoe.train.run import RunDirectory
+
+
+def trace_run(run: RunDirectory) -> dict[str, Any]:
+    """What identifies a finished run, without its place on the disk: a copy of it has the same trace."""
+    recipe, result = run.recipe, run.result
+    starts = _starts(run)
+    last = starts[-1] if starts else {}
+    return {
+        "name": f"{recipe.name}/{recipe.moe.label or recipe.moe.name}/{recipe.train.seed}",
+        "seed": recipe.train.seed,
+        "config_sha256": digest(read_bytes(run.config_path, None)),
+        "model_sha256": result["sha256"]["model.safetensors"],
+        "command": _command(last.get("command")),
+        "starts": len(starts),
+        "started": last.get("time"),
+        "device": last.get("device"),
+        "torch": last.get("packages", {}).get("torch"),
+        "commit": last.get("git", {}).get("commit"),
+        "test": result["test"],
+        "params": result.get("params"),
+        "steps": result.get("steps"),
+        "epochs": result.get("epochs"),
+        "seconds": result.get("seconds"),
+    }
+
+
+def _starts(run: RunDirectory) -> list[dict[str, Any]]:
+    """Entries of ``environment.json``; results stand without them, so that a lost file costs the command alone."""
+    path = run.path / "environment.json"
+    if not path.is_file():
+        return []
+    found = read_json(path)
+    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+
+
+def _command(words: Any) -> str | None:
+    """As one would type it."""
+    if not isinstance(words, list) or not words:
+        return None
+    program = "intbmoe" if Path(str(words[0])).name in ("cli.py", "intbmoe") else str(words[0])
+    return shlex.join([program, *map(str, words[1:])])
+
+
+def sort_out(jobs: Iterable[Job]) -> tuple[list[Job], list[dict[str, str]]]:
+    """The runs that can be reported, and of the others title, path and what is wrong with them."""
+    sound, left_out = [], []
+    for job in jobs:
+        flaw = find_flaw(job.run, find_task(job.recipe.task).metric)
+        if flaw is None:
+            sound.append(job)
+        else:
+            left_out.append({"title": job.title, "path": str(job.run.path), "reason": flaw})
+    return sound, left_out
+
+
+def find_flaw(run: RunDirectory, metric: str) -> str | None:
+    """Why a run cannot be reported; None if it can."""
+    if not run.finished:
+        return "not finished"
+    try:
+        result = run.result
+        if not math.isfinite(result["test"][metric]) or not math.isfinite(result["seconds"]):
+            return "done.json: a result is not a finite number"
+        _ = result["higher_is_better"], result["steps"], result["epochs"]
+        read_bytes(run.model_path, result["sha256"]["model.safetensors"])
+        run.metrics()
+        trace_run(run)
+    except TrainingError as error:
+        return str(error)
+    except KeyError as error:
+        return f"damaged: {error} is missing from its files"
+    except (TypeError, ValueError, AttributeError, OSError) as error:
+        return f"damaged: {error}"
+    return None

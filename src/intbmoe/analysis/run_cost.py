@@ -1,0 +1,117 @@
+"""What a run's IntBMoE costs in inference with more or fewer expert bases, composed in every forward and beforehand.
+
+The run's own model is built anew for every E, all else as in its recipe, and run on one example. FLOPs and the bytes of
+all tensors alive at once are counted on the CPU and are the same on every machine (``counting.py``); on a GPU, what its
+allocator handed out is measured besides, kernels' scratch space included.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from intbmoe.analysis.cost import SWEEP, Setting, sweep_experts
+from intbmoe.precomposition import precompose
+from intbmoe.recipes.schema import Recipe
+from intbmoe.tasks import make_task
+
+MOST_BYTES = 2**32
+"""Of a model's parameters: a sweep leaves out larger ones, which a machine at hand may not hold."""
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """E expert bases: FLOPs of one example, peak bytes of its forward."""
+
+    experts: int
+    flops: int
+    flops_precomposed: int
+    memory: int
+    memory_precomposed: int
+    allocated: int | None
+    allocated_precomposed: int | None
+    """Peak bytes that the GPU's allocator handed out; None without a GPU."""
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """The sweep of one run."""
+
+    experts: int
+    """The run's own E."""
+    device: str
+    """Where the allocated bytes were measured: "cpu" for nowhere."""
+    sweep: list[CostRow]
+    too_large: list[int]
+    """Numbers of bases left out, whose models have more than ``MOST_BYTES`` of parameters."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each E, for CSV."""
+        return [asdict(row) for row in self.sweep]
+
+
+def measure_run_cost(recipe: Recipe, device: torch.device | str = "cpu") -> RunCost:
+    """Sweep the bases of a recipe's IntBMoE over ``SWEEP`` and the recipe's own number."""
+    own = own_experts(recipe)
+    experts = sorted({*SWEEP, own})
+    too_large = [count for count in experts if _parameter_bytes(recipe, count) > MOST_BYTES]
+    setting = Setting(
+        name=recipe.name,
+        title=recipe.name,
+        build=lambda _, count: _build(recipe, count),
+        inputs=make_task(recipe).example_inputs,
+        experts=own,
+        methods=("intbmoe",),
+    )
+    device = torch.device(device)
+    rows = []
+    for count in (count for count in experts if count not in too_large):
+        found = sweep_experts(setting, count)
+        allocated = _allocated(recipe, count, device) if device.type == "cuda" else (None, None)
+        counts = {name: getattr(found, name) for name in ("flops", "flops_precomposed", "memory", "memory_precomposed")}
+        rows.append(CostRow(count, **counts, allocated=allocated[0], allocated_precomposed=allocated[1]))
+    return RunCost(own, device.type, rows, too_large)
+
+
+def own_experts(recipe: Recipe) -> int:
+    """The recipe's number of bases: an option of the method overrules the paper's E."""
+    return recipe.moe.options.get("experts", recipe.moe.experts)
+
+
+def _build(recipe: Recipe, experts: int) -> nn.Module:
+    """The recipe's model with so many bases, untrained."""
+    options = {name: value for name, value in recipe.moe.options.items() if name != "experts"}
+    moe = replace(recipe.moe, experts=experts, options=options)
+    return make_task(replace(recipe, moe=moe)).make_model()
+
+
+def _parameter_bytes(recipe: Recipe, experts: int) -> int:
+    """Of a model that is never held."""
+    with torch.device("meta"):
+        return sum(parameter.numel() * parameter.element_size() for parameter in _build(recipe, experts).parameters())
+
+
+def _allocated(recipe: Recipe, experts: int, device: torch.device) -> tuple[int, int]:
+    """Peak bytes on the GPU beyond what was there before: as trained, and precomposed."""
+    inputs = tree_map(partial(_move, device=device), make_task(recipe).example_inputs())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = _build(recipe, experts).eval()
+    found = []
+    for make in (lambda: model, lambda: precompose(model.cpu())):
+        before = torch.cuda.memory_allocated(device)
+        placed = make().to(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        with torch.no_grad():
+            placed(*inputs)
+        found.append(torch.cuda.max_memory_allocated(device) - before)
+        model.cpu()
+        del placed
+    return found[0], found[1]
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
