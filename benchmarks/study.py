@@ -13,12 +13,11 @@ docs/results.md.
 """
 
 import argparse
-import json
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from study_plan import (
     free_settings,
     make_plan,
     read_plan,
+    read_summaries,
     write_plan,
 )
 
@@ -59,14 +59,15 @@ def main() -> int:
         print(f"{len(entries)} runs: {options.write_plan}")
         return 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    finished = {summary["digest"] for summary in read_summaries(options.output)}
     clock = Clock(options.output, options.jobs)
     lanes = [Lane(device, options.jobs)]
     if options.cpu_jobs and device == "cuda":
         lanes = [Lane(device, options.jobs, leaves_small=True), Lane("cpu", options.cpu_jobs, small_only=True)]
     if options.list:
-        show(entries, options.output, clock, lanes)
+        show(entries, finished, clock, lanes)
         return 0
-    waiting = [entry for entry in entries if not (options.output / entry.file).is_file()]
+    waiting = [entry for entry in entries if entry.digest not in finished]
     return run_all(waiting, lanes, clock, options)
 
 
@@ -108,19 +109,13 @@ def find_entries(options: argparse.Namespace) -> list[Entry]:
     ]
 
 
-def read_summaries(folder: Path) -> list[dict[str, Any]]:
-    """All summaries in a folder."""
-    paths = sorted(path for path in folder.glob("*--*--*--*.json"))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-
-
-def show(entries: Sequence[Entry], output: Path, clock: Clock, lanes: Sequence[Lane]) -> None:
+def show(entries: Sequence[Entry], finished: Set[str], clock: Clock, lanes: Sequence[Lane]) -> None:
     """The plan, what is done, and what the rest should take."""
     left: Counter[str] = Counter()
     for entry in entries:
         lane = next(lane for lane in reversed(lanes) if lane.takes(entry))
         seconds = clock.seconds(entry, lane.device)
-        done = (output / entry.file).is_file()
+        done = entry.digest in finished
         if not done:
             left[lane.device] += seconds / lane.places
         state = "done" if done else f"about {seconds:.0f} s"

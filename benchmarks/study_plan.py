@@ -194,14 +194,18 @@ def _entry(study: str, stage: str, recipe: Recipe, variant: Variant, seed: int, 
     )
 
 
+def digests(recipe: Recipe) -> dict[str, str]:
+    """Of all settings, and of those that the methods and seeds of a study share."""
+    shared = replace(recipe, moe=MoESettings(experts=recipe.moe.experts), train=replace(recipe.train, seed=0))
+    return {"digest": digest(recipe), "shared_digest": digest(shared)}
+
+
 def _facts(study: str, recipe: Recipe) -> dict[str, Any]:
     """What follows from the settings."""
     train = recipe.train
-    shared = replace(recipe, moe=MoESettings(experts=recipe.moe.experts), train=replace(train, seed=0))
     return {
         "steps": train.steps or max(1, round(train.epochs * STUDIES[study].epoch_steps)),
-        "digest": digest(recipe),
-        "shared_digest": digest(shared),
+        **digests(recipe),
         "recipe": recipe_to_dict(recipe),
     }
 
@@ -299,6 +303,12 @@ def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     return recipe_from_dict(data)
 
 
+def read_summaries(folder: Path) -> list[dict[str, Any]]:
+    """All summaries in a folder, with the digests that their settings have now: the program may have changed since."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*--*--*--*.json"))]
+    return [{**summary, **digests(recipe_from_dict(summary["recipe"]))} for summary in found]
+
+
 def write_plan(entries: Sequence[Entry], path: Path) -> None:
     """As JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -306,5 +316,6 @@ def write_plan(entries: Sequence[Entry], path: Path) -> None:
 
 
 def read_plan(path: Path) -> list[Entry]:
-    """What ``write_plan`` wrote."""
-    return [Entry(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+    """What ``write_plan`` wrote, with digests as they are now."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return [Entry(**{**entry, **digests(recipe_from_dict(entry["recipe"]))}) for entry in found]

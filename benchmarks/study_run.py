@@ -1,6 +1,7 @@
 """One run of the study, from a job file to one small summary.
 
     python benchmarks/study_run.py JOB.json
+    python benchmarks/study_run.py --widen RUN             # a run that came back in half precision, see write_run
 
 Started by ``study.py``, a process a run. Trains as ``intbmoe train`` does, counts the trained model, and writes the
 summary when all is known. What it measures beside: the peak of GPU memory.
@@ -30,6 +31,7 @@ CURVE_POINTS = 100
 LOADS = ("utilisation", "worst_case", "entropy", "dropped")
 LAST_ROWS = 10
 """Lines of metrics that the load statistics are averaged over."""
+HALF = "model.half.safetensors"
 KEPT = (".yaml", ".json", ".jsonl")
 PART_BYTES = 15 * 2**20
 FORMAT = 1
@@ -37,6 +39,9 @@ FORMAT = 1
 
 def main() -> None:
     """The command line."""
+    if sys.argv[1] == "--widen":
+        widen(RunDirectory.existing(sys.argv[2]))
+        return
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     without_tensorboard()
     recipe = recipe_from_dict(job["entry"]["recipe"])
@@ -132,15 +137,12 @@ def _curve(rows: list[dict[str, Any]], split: str, name: str = "loss") -> list[l
 def write_run(run: RunDirectory, stem: Path) -> None:
     """The finished run with its weights in half precision, as a tar in parts that can be carried.
 
-    ``cat STEM.part* | tar x`` makes a run directory of it that ``intbmoe eval`` and ``analyse`` take.
+    ``cat STEM.part* | tar x`` and ``study_run.py --widen FOLDER`` make a run directory of it again.
     """
     tensors = read_tensors(run.model_path)
-    weights = pack_tensors(
-        {name: value.half() if value.is_floating_point() else value for name, value in tensors.items()}
-    )
-    result = {**run.result, "sha256": {"model.safetensors": digest(weights)}, "weights": "rounded to half precision"}
+    halves = {name: value.half() if value.dtype == torch.float32 else value for name, value in tensors.items()}
     files = {path.name: path.read_bytes() for path in run.path.iterdir() if path.suffix in KEPT}
-    files |= {"model.safetensors": weights, "done.json": to_json(result)}
+    files[HALF] = pack_tensors(halves)
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for name, content in files.items():
@@ -151,6 +153,17 @@ def write_run(run: RunDirectory, stem: Path) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     for number, start in enumerate(range(0, len(content), PART_BYTES)):
         stem.with_name(f"{stem.name}.part{number}").write_bytes(content[start : start + PART_BYTES])
+
+
+def widen(run: RunDirectory) -> None:
+    """Half precision to single: a run directory that ``intbmoe eval`` and ``analyse`` take."""
+    halves = read_tensors(run.path / HALF)
+    weights = pack_tensors(
+        {name: value.float() if value.dtype == torch.float16 else value for name, value in halves.items()}
+    )
+    result = {**run.result, "sha256": {"model.safetensors": digest(weights)}, "weights": "rounded to half precision"}
+    run.write("model.safetensors", weights)
+    run.write("done.json", to_json(result))
 
 
 if __name__ == "__main__":

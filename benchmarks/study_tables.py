@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from study import RESULTS, read_summaries
+from study import RESULTS
 from study_clock import TIMING
-from study_plan import REAL, STUDIES, TUNING
+from study_plan import REAL, STUDIES, TUNING, read_summaries
 
 from intbmoe.analysis.compare import confidence_interval
 from intbmoe.analysis.compare_report import format_metric

@@ -136,3 +136,31 @@ def test_tokens_may_lie_in_memory_as_they_like(device):
     found = outputs_and_gradients(layer, x, None, probe)
     for a, b in zip(found, expected, strict=True):
         assert (a - b).norm() <= 1e-6 * (b.norm() + 1)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Names of the Triton kernels that were started."""
+    from triton.runtime.jit import KernelInterface
+
+    names = []
+    plain = KernelInterface.__getitem__
+
+    def recording(kernel, grid):
+        names.append(kernel.fn.__name__)
+        return plain(kernel, grid)
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", recording)
+    return names
+
+
+@on_device
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("form", ["fused", "grouped", "tiled", "naive"])
+def test_only_the_fused_form_starts_kernels(device, form, recompute, launches):
+    layer = make().to(device)
+    layer.form, layer.recompute = form, recompute
+    x, mask, probe = (tensor.to(device) for tensor in inputs())
+    outputs_and_gradients(layer, x, mask, probe)
+    layer.precompose()(x, mask)
+    assert (len(launches) > 0) == (form == "fused"), launches

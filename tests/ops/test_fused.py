@@ -15,15 +15,19 @@ from intbmoe.ops.combine import naive as combine_naive
 from intbmoe.ops.combine.gated import gated_combine
 from intbmoe.ops.compose import fused as compose_fused
 from intbmoe.ops.compose import naive as compose_naive
+from intbmoe.ops.dprg import fused as dprg_fused
 from intbmoe.ops.dprg import naive as dprg_naive
 from intbmoe.ops.dprg.fused import gated_rows
 from intbmoe.ops.permute import histogram, sort
 from intbmoe.ops.permute import naive as permute_naive
 from intbmoe.ops.route import fused as route_fused
 from intbmoe.ops.route import naive as route_naive
+from intbmoe.ops.router import naive as router_naive
+from intbmoe.ops.router import router_scores
 from intbmoe.ops.row_filter import naive as filter_naive
 from intbmoe.ops.row_filter.fused import filter_rows
 from intbmoe.ops.swiglu.fused import swiglu
+from intbmoe.ops.tiles import Tiling
 
 GROUPS = 5
 # The interpreter takes a millisecond an operation: it gets the cases that differ most.
@@ -178,6 +182,45 @@ def test_gated_rows(device, routing, tokens, width, gate):
     z.backward(probe.to(device))
     expected.backward(probe[:count].double())
     gradients_near(quick, exact, count)
+
+
+@on_device
+@pytest.mark.parametrize(("pieces", "gate"), [(2, True), (3, True), (3, False)])
+def test_rows_in_pieces(device, pieces, gate, monkeypatch):
+    tiling = Tiling(elements=48, per_lane=1, tiles=2, stages=2, pieces=(pieces,))
+    monkeypatch.setattr(dprg_fused, "FORWARD", {None: tiling})
+    monkeypatch.setattr(dprg_fused, "BACKWARD", {None: tiling})
+    test_gated_rows(device, "masked", 5, 44, gate)
+
+
+@on_device
+@tokens_
+@pytest.mark.parametrize("half", [True, False], ids=["half", "float32"])
+def test_router_scores(device, tokens, half):
+    dim, hidden, choices = 37, 20, 5
+    maps = torch.randn(hidden, dim), torch.randn(hidden), torch.randn(choices, hidden), torch.randn(choices)
+    quick, exact = pairs(device, torch.randn(tokens, dim), *maps)
+    dtype = torch.float16 if half else torch.float32
+    scores, cast = router_scores(quick[0], quick[1:3], quick[3:], dtype)
+    wanted, _ = router_naive.router_scores(exact[0], exact[1:3], exact[3:], torch.float64)
+    near(scores, wanted)
+    assert torch.equal(cast, quick[0].to(dtype))
+    probe, token_probe = torch.randn(tokens, choices), torch.randn(tokens, dim).to(dtype)
+    torch.autograd.backward([scores, cast], [probe.to(device), token_probe.to(device)])
+    torch.autograd.backward([wanted, exact[0]], [probe.double(), token_probe.double()])
+    if half and not INTERPRETING:  # one TF32 product each
+        for a, b in zip(quick, exact, strict=True):
+            assert (a.grad.cpu() - b.grad).norm() <= 5e-3 * b.grad.norm()
+    else:
+        gradients_near(quick, exact)
+
+
+@on_device
+def test_tokens_of_a_router_that_only_casts(device):
+    (x, *maps), _ = pairs(device, torch.randn(6, 8), *(torch.randn(s) for s in ((4, 8), (4,), (3, 4), (3,))))
+    cast = router_scores(x, maps[:2], maps[2:], torch.float16)[1]
+    (grad,) = torch.autograd.grad(cast.sum(), [x])
+    assert torch.equal(grad, torch.ones_like(x))
 
 
 @on_device

@@ -156,6 +156,19 @@ def test_every_kind_of_tile(device, descriptors, persistent, gathered, monkeypat
 
 
 @on_device
+@pytest.mark.parametrize("routing", [routing for routing in ROUTINGS if routing not in ("masked", "trimmed")])
+def test_programs_that_go_from_tile_to_tile(device, routing, monkeypatch):
+    monkeypatch.setattr(fused, "PROCESSORS", 2)
+    tile = SMALL._replace(descriptors=True, persistent=1)
+    for inputs, outputs in ((24, 32), (9, 17)):
+        case, _ = make(routing, 13, 2, inputs, outputs, torch.float32, device, gathered=False, groups=3)
+        x, weight, offsets, *_ = case
+        for matrices in (padded(weight), padded(weight.mT).mT):
+            out = fused.run_mm(padded(x), matrices, offsets, None, complete=True, tile=tile)
+            assert max(errors([out, None, None], case)) <= 1
+
+
+@on_device
 def test_repeats_are_equal_bit_for_bit(device):
     (x, weight, offsets, token, probe), _ = make("zipf", 30, 2, 12, 20, torch.float16, device)
     tile = SMALL._replace(n=32)

@@ -176,14 +176,15 @@ class BlockLayer(MoELayer):
         raise TypeError(f"{type(self).__name__} does not define blocks()")
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
-        tokens = x.reshape(-1, self.config.dim)
-        ids, weights = route(self.router(tokens), self.config.top_k)
+        rows = x.reshape(-1, self.config.dim)
+        form = self.form or choose_form(rows.new_empty(0, dtype=dtype))
+        plain = form != "fused"  # that form runs Triton's kernels, and no other does
+        scores, tokens = self.router(rows, dtype, plain=plain)
+        ids, weights = route(scores, self.config.top_k, plain=plain)
         if mask is not None:
             ids = mask_choices(ids, mask)
             weights = torch.where(ids < 0, 0, weights)
-        tokens = cast(tokens, dtype)
-        form = self.form or choose_form(tokens)
-        shared = None if self.shared is None else self.shared(tokens)
+        shared = None if self.shared is None else self.shared(tokens, plain=plain)
         blocks = self.blocks(dtype, form)
         y, load = run_blocks(tokens, ids, weights, shared, blocks, form, complete=mask is None, dtype=x.dtype)
         return Result(y.view(x.shape), Routing(ids, weights), sums={"load": load})

@@ -28,12 +28,20 @@ class Tiling(NamedTuple):
     """Tiles of a program: its bias is read, and its partial sums are written, once for all of them."""
     stages: int = 1
     """Tiles in flight: so many are being loaded while one is computed."""
+    pieces: tuple[int, ...] = (1,)
+    """Into how many pieces a kernel may cut a row: 2844 columns in three pieces take 3072 lanes, in one 4096."""
+
+    def cut(self, width: int) -> int:
+        """Into how many pieces rows of that width are cut: those that take the fewest lanes."""
+        return min(self.pieces, key=lambda pieces: pieces * power_of_2(-(-width // pieces), 16))
 
     def tile(self, width: int) -> dict[str, int]:
-        """Launch arguments of a program with one tile: rows, columns rounded up, and warps."""
-        block = power_of_2(width, 16)
-        rows = max(1, self.elements // block)
-        return {"TILE": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // (32 * self.per_lane)))}
+        """Launch arguments of a program with one tile: rows, columns of a piece of them rounded up, and warps."""
+        pieces = self.cut(width)
+        block = power_of_2(-(-width // pieces), 16)
+        rows = _power_below(self.elements // (pieces * block))
+        warps = _power_below(rows * pieces * block // (32 * self.per_lane))
+        return {"TILE": rows, "BLOCK": block, "num_warps": min(16, warps)}
 
     def chunk(self, width: int, rows: int) -> dict[str, int]:
         """Launch arguments of a program with several: their rows together, and how many are in flight, besides.
@@ -41,9 +49,13 @@ class Tiling(NamedTuple):
         Few rows make small programs, so that all multiprocessors have some.
         """
         sizes = self.tile(width)
-        most = power_of_2(rows // (sizes["TILE"] * ENOUGH_PROGRAMS) + 1) // 2
-        tiles = max(1, min(self.tiles, most))
+        tiles = min(self.tiles, _power_below(rows // (sizes["TILE"] * ENOUGH_PROGRAMS)))
         return {**sizes, "ROWS": sizes["TILE"] * tiles, "STAGES": min(self.stages, tiles)}
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two up to ``number``; 1 if there is none."""
+    return max(1, power_of_2(number + 1) // 2)
 
 
 def programs(rows: int, groups: int, size: int) -> int:

@@ -52,7 +52,7 @@ def run_blocks(
     if form == "naive":
         y, load = naive.run_blocks(x, ids, weights, blocks), count_choices(ids, count)
     else:
-        plan = dispatch(ids, count, complete)
+        plan = dispatch(ids, count, complete, plain=True)
         z = _run_rows(x, blocks, plan, form)
         y, load = combine(z, weights, plan), plan.counts
     return y if shared is None else y + shared, load

@@ -41,18 +41,20 @@ class Dispatch:
     """True when every row is known to have a group, so that none follows the last one."""
     trimmed: bool
     """True when assignments of no group have no row."""
+    plain: bool
+    """True when all that follows this plan is to be plain torch, also where Triton's kernels run."""
 
 
-def dispatch(ids: Tensor, groups: int, complete: bool = False) -> Dispatch:
+def dispatch(ids: Tensor, groups: int, complete: bool = False, *, plain: bool = False) -> Dispatch:
     """Sort the assignments ``ids`` (N, k), −1 for none, by group. Pass ``complete`` if none is −1."""
-    token, choice, inverse, group, offsets, counts = permute(ids, groups, complete)
+    token, choice, inverse, group, offsets, counts = permute(ids, groups, complete, plain=plain)
     # A plain tensor: one that only stands for its shape and type (FakeTensorMode) has no number to ask for.
     known = ids.device.type == "cpu" and not _tracing() and type(ids) is Tensor
     trimmed = not complete and known
     if trimmed:
         last = int(offsets[-1])
         token, choice, group, inverse = token[:last], choice[:last], group[:last], inverse.clamp(max=last)
-    return Dispatch(token, choice, inverse, group, counts, offsets, complete or trimmed, trimmed)
+    return Dispatch(token, choice, inverse, group, counts, offsets, complete or trimmed, trimmed, plain)
 
 
 def _tracing() -> bool:
@@ -77,7 +79,7 @@ def spread(table: Tensor, plan: Dispatch) -> Tensor:
 
 def combine(rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
     """(M, c) rows and (N, k) weights → (N, c) weighted sums, in the type of ``weights``."""
-    if usable(rows):
+    if not plan.plain and usable(rows):
         from intbmoe.ops.combine import fused
 
         return fused.combine(rows, weights, plan.token, plan.choice, plan.inverse)

@@ -36,9 +36,9 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(…, d) → (…, d), in the type of ``x``."""
-        if usable(x):
+    def forward(self, x: Tensor, *, plain: bool = False) -> Tensor:
+        """(…, d) → (…, d), in the type of ``x``; on a GPU with one kernel of our own, unless it is to be ``plain``."""
+        if not plain and usable(x):
             # One product and one kernel: reading x twice costs more than joining the two matrices.
             rows = linear(x.reshape(-1, x.shape[-1]), torch.cat([self.gate.weight, self.up.weight]))
             inner = swiglu(rows).view(*x.shape[:-1], self.down.in_features)

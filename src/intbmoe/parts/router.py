@@ -1,12 +1,11 @@
 """Choosing experts or blocks for a token: scores in the wide type, ties to the lower index."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from intbmoe.ops.route import MOST_IN_ONE_KERNEL
+from intbmoe.ops.router import router_scores
 from intbmoe.ops.triton_support import usable
-from intbmoe.precision import linear, wide
 
 
 class MLPRouter(nn.Module):
@@ -17,10 +16,16 @@ class MLPRouter(nn.Module):
         self.hidden = nn.Linear(dim, router_dim)
         self.scores = nn.Linear(router_dim, choices)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, d) tokens → (N, choices) scores in the wide type."""
-        hidden = F.relu(linear(wide(x), self.hidden.weight, self.hidden.bias))
-        return linear(hidden, self.scores.weight, self.scores.bias)
+    def forward(
+        self, x: Tensor, dtype: torch.dtype | None = None, *, plain: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """(N, d) tokens → (N, choices) scores in the wide type; with ``dtype`` also the tokens in it.
+
+        Both, as a kernel that reads the tokens can write them too; it does not run where all is to be ``plain`` torch.
+        """
+        maps = [(layer.weight, layer.bias) for layer in (self.hidden, self.scores)]
+        scores, tokens = router_scores(x, *maps, dtype or x.dtype, plain=plain)
+        return scores if dtype is None else (scores, tokens)
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:

@@ -1,8 +1,9 @@
 """Composition as one skinny matrix product in Triton, written once in the type and layout that the next product wants.
 
 The pool is read once and the blocks are written once: coefficients (P·K, E) times the pool (E, i·o), cast, the paths of
-a row side by side. Backward likewise reads the blocks' gradient and the pool once, and writes the pool's gradient; the
-coefficients' is summed in a fixed order. Products are in float32 (three TF32 products each on tensor cores, as exact).
+a row side by side. Backward likewise reads the blocks' gradient and the pool once, and writes the pool's gradient, by
+programs that go from columns to columns: each keeps its sum of the coefficients' gradient, and loads ahead. Their sums
+are added in a fixed order. Products are in float32 (three TF32 products each on tensor cores, as exact).
 """
 
 from typing import Any
@@ -19,6 +20,8 @@ BLOCK = 128
 """Columns of a row of the pool's matrices that a program has."""
 PRECISION = "tf32x3"
 FORWARD_WARPS, BACKWARD_WARPS = 2, 1
+BACKWARD_PROGRAMS = 1056
+"""Of each 32 bases: as many as run at once on an H200. A constant: sums must not depend on the device."""
 
 torch.library.define(
     "intbmoe::compose", "(Tensor value, Tensor? gate, Tensor pool, float factor, ScalarType dtype) -> Tensor"
@@ -90,26 +93,30 @@ def _compose_forward(
 
 @triton.jit
 def _compose_backward(
-    grad, value, gate, pool, pool_grad, partials, factor, size,
+    grad, value, gate, pool, pool_grad, partials, factor, size, items,
     WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    line, column = _columns(WIDTH, BLOCK)
-    place, there = _composed(grad, line, column, WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
-    dblocks = tl.load(place, mask=there, other=0.0).to(tl.float32)
+    first = tl.program_id(1) * STEP
+    base = first + tl.arange(0, STEP)
     row = tl.arange(0, ROWS)
-    for first in range(0, E, STEP):
-        alpha = _coefficients(value, gate, factor, first, BLOCKS, E, ROWS, STEP)
-        base = first + tl.arange(0, STEP)
+    alpha = tl.trans(_coefficients(value, gate, factor, first, BLOCKS, E, ROWS, STEP))
+    across: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    dalpha = tl.zeros([ROWS, STEP], dtype=tl.float32)
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=2):
+        line = item // across
+        column = item % across * BLOCK + tl.arange(0, BLOCK)
+        place, there = _composed(grad, line, column, WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
+        dblocks = tl.load(place, mask=there, other=0.0).to(tl.float32)
         known = (base < E)[:, None] & (column < WIDTH)[None, :]
         entry = base[:, None].to(tl.int64) * size + line * WIDTH + column[None, :]
         matrix = tl.load(pool + entry, mask=known, other=0.0).to(tl.float32)
-        dpool = tl.dot(tl.trans(alpha), dblocks, input_precision=PRECISION)
+        dpool = tl.dot(alpha, dblocks, input_precision=PRECISION)
         tl.store(pool_grad + entry, dpool.to(pool_grad.dtype.element_ty), mask=known)
-        dalpha = tl.dot(dblocks, tl.trans(matrix), input_precision=PRECISION) * factor
-        partial = partials + (tl.program_id(0).to(tl.int64) * PATHS * BLOCKS + row[:, None]) * E + base[None, :]
-        tl.store(partial, dalpha, mask=(row < PATHS * BLOCKS)[:, None] & (base < E)[None, :])
+        dalpha = tl.dot(dblocks, tl.trans(matrix), dalpha, input_precision=PRECISION)
+    partial = partials + (tl.program_id(0).to(tl.int64) * PATHS * BLOCKS + row[:, None]) * E + base[None, :]
+    tl.store(partial, dalpha * factor, mask=(row < PATHS * BLOCKS)[:, None] & (base < E)[None, :])
 
 
 def _sizes(value: Tensor, gate: Tensor | None, pool: Tensor, composed: Tensor) -> dict[str, Any]:
@@ -157,11 +164,14 @@ def _run_backward(grad, value, gate, pool, factor):
     value, pool, gate = value.contiguous(), pool.contiguous(), None if gate is None else gate.contiguous()
     grad = grad if grad.stride(2) == 1 else grad.contiguous()
     sizes = _sizes(value, gate, pool, grad)
-    partials = sums.new_empty(_programs(pool, sizes), *sums.shape)
+    sizes["BLOCK"] = min(sizes["BLOCK"], 2048 // sizes["STEP"])  # more would not fit into registers
+    items = _programs(pool, sizes)
+    partials = sums.new_empty(min(items, BACKWARD_PROGRAMS), *sums.shape)
     with on_device(pool):
-        _compose_backward[(len(partials),)](
-            grad, value, gate, pool, pool_grad, partials, factor, pool.stride(0), num_warps=BACKWARD_WARPS, **sizes
-        )
+        _compose_backward[len(partials), triton.cdiv(sizes["E"], sizes["STEP"])](
+            grad, value, gate, pool, pool_grad, partials, factor, pool.stride(0), items,
+            num_warps=BACKWARD_WARPS, **sizes,
+        )  # fmt: skip
     return partials.sum(0), pool_grad
 
 

@@ -73,7 +73,8 @@ def _run_backward(grad, z, value, gate, pool, ends, factor, complete, form):
     weight = _weight(z, value, gate, pool, factor, form)
     z_grad = multiply(grad, weight.transpose(1, 2), ends, complete=complete, form=form or None)
     del weight
-    weight_grad = (gathered_outer if runs_on(z.device) else grouped_outer)(z, grad, ends)
+    triton = runs_on(z.device) and form in ("fused", "")  # no form: whatever is there
+    weight_grad = (gathered_outer if triton else grouped_outer)(z, grad, ends)
     if form == "fused":
         rows, pool_grad = torch.ops.intbmoe.compose_backward(weight_grad, value, gate, pool, factor)
         gate_rows = rows[len(value) :]

@@ -7,6 +7,9 @@ From rows [v | g] of the grouped GEMM, sorted by group, to the next product's in
 Forward keeps [v | g], which the GEMM has written anyway, and three numbers a row: 1/rms, and LN's mean and 1/deviation.
 Backward reads the rows once more, recomputes the rest, and sums the gradients of biases, gains and λ in a fixed order.
 Arithmetic is in float32. Without a gate (no ``gain``) rows are v alone and z = LN(v + b_v).
+
+Triton's tensors have powers of two as sizes: a row of 2844 would take 4096 lanes. So a row may be cut into pieces,
+here 3 of 1024, each a tensor of its own in a tuple.
 """
 
 import torch
@@ -20,14 +23,16 @@ from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows,
 
 STATISTICS = 3
 # Measured on an H200 at the paper's three widths (benchmarks/gpu.py).
-FORWARD = Tiling(elements=1024, per_lane=32, tiles=16, stages=3)
+FORWARD = {
+    1024: Tiling(elements=512, per_lane=24, tiles=16, stages=3, pieces=(1, 3)),
+    None: Tiling(elements=512, per_lane=12, tiles=16, stages=3, pieces=(1, 3)),
+}
 BACKWARD = {
     512: Tiling(elements=512, per_lane=16, tiles=16, stages=3),
-    1024: Tiling(elements=1024, per_lane=8, tiles=32, stages=3),
-    None: Tiling(elements=1024, per_lane=16, tiles=32, stages=2),
+    1024: Tiling(elements=1024, per_lane=12, tiles=64, stages=4, pieces=(1, 3)),
+    None: Tiling(elements=1024, per_lane=12, tiles=32, stages=3, pieces=(1, 3)),
 }
-"""By the widest rows that each is for: a narrow row fits into one warp, which need not wait for others; of a very wide
-one each lane holds more, lest too many warps wait for each other."""
+"""By the widest rows that each is for: a narrow row fits into one warp, which need not wait for others."""
 
 torch.library.define(
     "intbmoe::gated_rows",
@@ -88,44 +93,125 @@ def rms_gradient(dn, n, rms, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _columns(piece, BLOCK: tl.constexpr):
+    return piece * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _load_vector(base, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """(WIDTH,) numbers as pieces (1, BLOCK), zero past the width."""
+    parts = ()
+    for piece in tl.static_range(PIECES):
+        column = _columns(piece, BLOCK)
+        parts += (tl.load(base + column, mask=column < WIDTH, other=0.0)[None, :],)
+    return parts
+
+
+@triton.jit
+def _load_pieces(base, row, live, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """A tile of rows as pieces (TILE, BLOCK), in its own type: half as many registers until it is computed with."""
+    parts = ()
+    for piece in tl.static_range(PIECES):
+        column = _columns(piece, BLOCK)
+        place = row[:, None].to(tl.int64) * STRIDE + column[None, :]
+        parts += (tl.load(base + place, mask=live[:, None] & (column < WIDTH)[None, :], other=0.0),)
+    return parts
+
+
+@triton.jit
+def _store_pieces(
+    base, parts, row, live, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr
+):
+    for piece in tl.static_range(PIECES):
+        column = _columns(piece, BLOCK)
+        place = row[:, None].to(tl.int64) * STRIDE + column[None, :]
+        mask = live[:, None] & (column < WIDTH)[None, :]
+        tl.store(base + place, parts[piece].to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _zeros(TILE: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    parts = ()
+    for _ in tl.static_range(PIECES):
+        parts += (tl.zeros([TILE, BLOCK], dtype=tl.float32),)
+    return parts
+
+
+@triton.jit
+def _store_sums(base, parts, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """The sums over the rows of a tile."""
+    for piece in tl.static_range(PIECES):
+        column = _columns(piece, BLOCK)
+        tl.store(base + column, tl.sum(parts[piece], 0), mask=column < WIDTH)
+
+
+@triton.jit
+def _inside(x, piece, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """``x`` with zeros past the width."""
+    if (piece + 1) * BLOCK > WIDTH:
+        x = tl.where((_columns(piece, BLOCK) < WIDTH)[None, :], x, 0.0)
+    return x
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def _gated_rows_forward(
     rows, bias, gain, scale, norm_gain, norm_shift, ends, out, statistics, norm_eps,
     ROW_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, GATE: tl.constexpr, WIDTH: tl.constexpr, RMS_EPS: tl.constexpr,
     GROUPS: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
     if first < end:
-        column = tl.arange(0, BLOCK)
-        inside = column < WIDTH
         paths = 2 if GATE else 1
-        own_bias = bias + group * paths * WIDTH + column
-        value_bias = tl.load(own_bias, mask=inside, other=0.0)[None, :]
-        shift = tl.load(norm_shift + column, mask=inside, other=0.0)[None, :]
-        norm = tl.load(norm_gain + column, mask=inside, other=0.0)[None, :]
+        own_bias = bias + group * paths * WIDTH
+        value_bias = _load_vector(own_bias, WIDTH, BLOCK, PIECES)
+        norm = _load_vector(norm_gain, WIDTH, BLOCK, PIECES)
+        shift = _load_vector(norm_shift, WIDTH, BLOCK, PIECES)
         if GATE:
-            gate_bias = tl.load(own_bias + WIDTH, mask=inside, other=0.0)[None, :]
-            gate_gain = tl.load(gain + column, mask=inside, other=0.0)[None, :]
+            gate_bias = _load_vector(own_bias + WIDTH, WIDTH, BLOCK, PIECES)
+            gate_gain = _load_vector(gain, WIDTH, BLOCK, PIECES)
             factor = tl.load(scale)
         for start in tl.range(0, ROWS, TILE, num_stages=STAGES):
             row = first + start + tl.arange(0, TILE)
-            mask = (row < end)[:, None] & inside[None, :]
-            z = load_rows(rows, row, column, ROW_STRIDE, mask) + value_bias
+            live = row < end
             number = row.to(tl.int64) * 3
+            values = _load_pieces(rows, row, live, ROW_STRIDE, WIDTH, BLOCK, PIECES)
             if GATE:
-                g = load_rows(rows + WIDTH, row, column, ROW_STRIDE, mask) + gate_bias
-                rms = inverse_rms(g, WIDTH, RMS_EPS)
-                u = g * rms[:, None] * gate_gain
-                z = z * (1 + factor * u * tl.sigmoid(u))
-                tl.store(statistics + number, rms, mask=row < end)
-            mean = tl.sum(z, 1) / WIDTH
-            z = tl.where(inside[None, :], z - mean[:, None], 0.0)
-            deviation = 1 / tl.sqrt(tl.sum(z * z, 1) / WIDTH + norm_eps)
-            tl.store(statistics + number + 1, mean, mask=row < end)
-            tl.store(statistics + number + 2, deviation, mask=row < end)
-            z = z * deviation[:, None] * norm + shift
-            place = row[:, None].to(tl.int64) * OUT_STRIDE + column[None, :]
-            tl.store(out + place, z.to(out.dtype.element_ty), mask=mask)
+                gates = _load_pieces(rows + WIDTH, row, live, ROW_STRIDE, WIDTH, BLOCK, PIECES)
+                square = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+                for piece in tl.static_range(PIECES):
+                    g = gates[piece].to(tl.float32) + gate_bias[piece]
+                    square += g * g
+                rms = 1 / tl.sqrt(tl.sum(square, 1) / WIDTH + RMS_EPS)
+                tl.store(statistics + number, rms, mask=live)
+            z = ()
+            total = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+            for piece in tl.static_range(PIECES):
+                part = values[piece].to(tl.float32) + value_bias[piece]
+                if GATE:
+                    u = (gates[piece].to(tl.float32) + gate_bias[piece]) * rms[:, None] * gate_gain[piece]
+                    part = part * (1 + factor * u * tl.sigmoid(u))
+                total += part
+                z += (part,)
+            mean = tl.sum(total, 1) / WIDTH
+            centred = ()
+            square = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+            for piece in tl.static_range(PIECES):
+                part = _inside(z[piece] - mean[:, None], piece, WIDTH, BLOCK)
+                square += part * part
+                centred += (part,)
+            deviation = 1 / tl.sqrt(tl.sum(square, 1) / WIDTH + norm_eps)
+            tl.store(statistics + number + 1, mean, mask=live)
+            tl.store(statistics + number + 2, deviation, mask=live)
+            result = ()
+            for piece in tl.static_range(PIECES):
+                result += (centred[piece] * deviation[:, None] * norm[piece] + shift[piece],)
+            _store_pieces(out, result, row, live, OUT_STRIDE, WIDTH, BLOCK, PIECES)
 
 
 @triton.jit
@@ -133,71 +219,95 @@ def _gated_rows_backward(
     grad, rows, statistics, bias, gain, scale, norm_gain, ends, row_grad, partials,
     GRAD_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, ROW_GRAD_STRIDE: tl.constexpr,
     GATE: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
     if first < end:
-        column = tl.arange(0, BLOCK)
-        inside = column < WIDTH
         paths = 2 if GATE else 1
-        own_bias = bias + group * paths * WIDTH + column
-        value_bias = tl.load(own_bias, mask=inside, other=0.0)[None, :]
-        norm = tl.load(norm_gain + column, mask=inside, other=0.0)[None, :]
+        own_bias = bias + group * paths * WIDTH
+        value_bias = _load_vector(own_bias, WIDTH, BLOCK, PIECES)
+        norm = _load_vector(norm_gain, WIDTH, BLOCK, PIECES)
         if GATE:
-            gate_bias = tl.load(own_bias + WIDTH, mask=inside, other=0.0)[None, :]
-            gate_gain = tl.load(gain + column, mask=inside, other=0.0)[None, :]
+            gate_bias = _load_vector(own_bias + WIDTH, WIDTH, BLOCK, PIECES)
+            gate_gain = _load_vector(gain, WIDTH, BLOCK, PIECES)
             factor = tl.load(scale)
-        bias_sum = tl.zeros([TILE, BLOCK], dtype=tl.float32)
-        gate_bias_sum = tl.zeros([TILE, BLOCK], dtype=tl.float32)
-        gain_sum = tl.zeros([TILE, BLOCK], dtype=tl.float32)
-        norm_sum = tl.zeros([TILE, BLOCK], dtype=tl.float32)
-        shift_sum = tl.zeros([TILE, BLOCK], dtype=tl.float32)
-        scale_sum = tl.zeros([TILE], dtype=tl.float32)
+        bias_sum = _zeros(TILE, BLOCK, PIECES)
+        gate_bias_sum = _zeros(TILE, BLOCK, PIECES)
+        gain_sum = _zeros(TILE, BLOCK, PIECES)
+        norm_sum = _zeros(TILE, BLOCK, PIECES)
+        shift_sum = _zeros(TILE, BLOCK, PIECES)
+        scale_sum = tl.zeros([TILE, BLOCK], dtype=tl.float32)
         for start in tl.range(0, ROWS, TILE, num_stages=STAGES):
             row = first + start + tl.arange(0, TILE)
             live = row < end
-            mask = live[:, None] & inside[None, :]
-            dz = load_rows(grad, row, column, GRAD_STRIDE, mask)
-            v = load_rows(rows, row, column, ROW_STRIDE, mask) + value_bias
             number = row.to(tl.int64) * 3
+            grads = _load_pieces(grad, row, live, GRAD_STRIDE, WIDTH, BLOCK, PIECES)
+            values = _load_pieces(rows, row, live, ROW_STRIDE, WIDTH, BLOCK, PIECES)
             mean = tl.load(statistics + number + 1, mask=live, other=0.0)
             deviation = tl.load(statistics + number + 2, mask=live, other=0.0)
-            z = v
             if GATE:
+                gates = _load_pieces(rows + WIDTH, row, live, ROW_STRIDE, WIDTH, BLOCK, PIECES)
                 rms = tl.load(statistics + number, mask=live, other=0.0)
-                n = (load_rows(rows + WIDTH, row, column, ROW_STRIDE, mask) + gate_bias) * rms[:, None]
-                u = n * gate_gain
-                z = v * (1 + factor * u * tl.sigmoid(u))
-            z = tl.where(inside[None, :], (z - mean[:, None]) * deviation[:, None], 0.0)  # LN before its gain
-            norm_sum += dz * z
-            shift_sum += dz
-            dz = dz * norm
-            inner = tl.sum(dz, 1) / WIDTH
-            along = tl.sum(dz * z, 1) / WIDTH
-            dz = deviation[:, None] * (dz - inner[:, None] - z * along[:, None])
-            dz = tl.where(mask, dz, 0.0)
-            place = row[:, None].to(tl.int64) * ROW_GRAD_STRIDE + column[None, :]
+            v, n, z, norm_next, shift_next = (), (), (), (), ()
+            inner = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+            along = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+            for piece in tl.static_range(PIECES):
+                value = values[piece].to(tl.float32) + value_bias[piece]
+                v += (value,)
+                if GATE:
+                    unit = (gates[piece].to(tl.float32) + gate_bias[piece]) * rms[:, None]
+                    u = unit * gate_gain[piece]
+                    value = value * (1 + factor * u * tl.sigmoid(u))
+                    n += (unit,)
+                normal = (value - mean[:, None]) * deviation[:, None]  # LN before its gain
+                z += (normal,)
+                dy = grads[piece].to(tl.float32)  # zero past the width and the end: so are its multiples
+                norm_next += (norm_sum[piece] + dy * normal,)
+                shift_next += (shift_sum[piece] + dy,)
+                dy = dy * norm[piece]
+                inner += dy
+                along += dy * normal
+            norm_sum, shift_sum = norm_next, shift_next
+            inner, along = tl.reduce((inner / WIDTH, along / WIDTH), 1, _add_pairs)
+            dv, dn, bias_next, gain_next = (), (), (), ()
+            turn = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+            for piece in tl.static_range(PIECES):
+                dz = grads[piece].to(tl.float32) * norm[piece] - inner[:, None] - z[piece] * along[:, None]
+                dz = _inside(deviation[:, None] * dz, piece, WIDTH, BLOCK)
+                if GATE:
+                    dz, dunit, dgain, dscale = gate_gradients(dz, v[piece], n[piece], gate_gain[piece], factor)
+                    dn += (dunit,)
+                    gain_next += (gain_sum[piece] + dgain,)
+                    scale_sum += dscale
+                    turn += dunit * n[piece]
+                dv += (dz,)
+                bias_next += (bias_sum[piece] + dz,)
+            bias_sum = bias_next
+            _store_pieces(row_grad, dv, row, live, ROW_GRAD_STRIDE, WIDTH, BLOCK, PIECES)
             if GATE:
-                dv, dn, dgain, dscale = gate_gradients(dz, v, n, gate_gain, factor)
-                dg = rms_gradient(dn, n, rms, WIDTH)
-                tl.store(row_grad + place + WIDTH, dg.to(row_grad.dtype.element_ty), mask=mask)
-                gate_bias_sum += dg
-                gain_sum += dgain
-                scale_sum += tl.sum(dscale, 1)
-            else:
-                dv = dz
-            tl.store(row_grad + place, dv.to(row_grad.dtype.element_ty), mask=mask)
-            bias_sum += dv
+                gain_sum = gain_next
+                turn = tl.sum(turn, 1) / WIDTH
+                dg, gate_bias_next = (), ()
+                for piece in tl.static_range(PIECES):
+                    part = rms[:, None] * (dn[piece] - n[piece] * turn[:, None])
+                    dg += (part,)
+                    gate_bias_next += (gate_bias_sum[piece] + part,)
+                gate_bias_sum = gate_bias_next
+                _store_pieces(row_grad + WIDTH, dg, row, live, ROW_GRAD_STRIDE, WIDTH, BLOCK, PIECES)
+        partial = partials + tl.program_id(0).to(tl.int64) * (5 * WIDTH + 1 if GATE else 3 * WIDTH)
+        _store_sums(partial, bias_sum, WIDTH, BLOCK, PIECES)
         if GATE:
-            partial = partials + tl.program_id(0).to(tl.int64) * (5 * WIDTH + 1) + column
-            tl.store(partial + WIDTH, tl.sum(gate_bias_sum, 0), mask=inside)
-            tl.store(partial + 4 * WIDTH, tl.sum(gain_sum, 0), mask=inside)
-            tl.store(partials + tl.program_id(0).to(tl.int64) * (5 * WIDTH + 1) + 5 * WIDTH, tl.sum(scale_sum))
-        else:
-            partial = partials + tl.program_id(0).to(tl.int64) * 3 * WIDTH + column
-        tl.store(partial, tl.sum(bias_sum, 0), mask=inside)
-        tl.store(partial + paths * WIDTH, tl.sum(norm_sum, 0), mask=inside)
-        tl.store(partial + (paths + 1) * WIDTH, tl.sum(shift_sum, 0), mask=inside)
+            _store_sums(partial + WIDTH, gate_bias_sum, WIDTH, BLOCK, PIECES)
+            _store_sums(partial + 4 * WIDTH, gain_sum, WIDTH, BLOCK, PIECES)
+            tl.store(partial + 5 * WIDTH, tl.sum(tl.sum(scale_sum, 1), 0))
+        _store_sums(partial + paths * WIDTH, norm_sum, WIDTH, BLOCK, PIECES)
+        _store_sums(partial + (paths + 1) * WIDTH, shift_sum, WIDTH, BLOCK, PIECES)
+
+
+def _sizes(tilings: dict[int | None, Tiling], width: int, count: int) -> dict[str, int]:
+    """Launch arguments for ``count`` rows of that width."""
+    tiling = next(tiling for widest, tiling in tilings.items() if widest is None or width <= widest)
+    return {**tiling.chunk(width, count), "PIECES": tiling.cut(width)}
 
 
 @torch.library.impl("intbmoe::gated_rows", "default")
@@ -205,7 +315,7 @@ def _run(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
     count, width, groups = rows.shape[0], norm_gain.shape[0], ends.shape[0]
     out, statistics = _allocate(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps)
     rows = in_rows(rows)
-    sizes = FORWARD.chunk(width, count)
+    sizes = _sizes(FORWARD, width, count)
     if count:
         with on_device(rows):
             _gated_rows_forward[(programs(count, groups, sizes["ROWS"]),)](
@@ -227,8 +337,7 @@ def _allocate(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
 def _run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends):
     count, width, groups = rows.shape[0], norm_gain.shape[0], ends.shape[0]
     row_grad, sums = _allocate_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends)
-    tiling = next(tiling for widest, tiling in BACKWARD.items() if widest is None or width <= widest)
-    sizes = tiling.chunk(width, count)
+    sizes = _sizes(BACKWARD, width, count)
     number = programs(count, groups, sizes["ROWS"])
     if count == 0:
         return row_grad, sums.zero_()

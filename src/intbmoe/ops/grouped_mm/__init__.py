@@ -13,14 +13,13 @@ FORMS = ("fused", "grouped", "tiled", "naive")
 def choose_form(x: Tensor) -> str:
     """The form that runs ``x`` fastest without a data-dependent shape or a wait for the device.
 
-    On CUDA that is the Triton kernel in half precision. Without Triton, torch's grouped GEMM is one kernel only in
-    bfloat16 from compute capability 9.0 on; elsewhere it copies the offsets to the host and loops, so the tiles are
-    used, and for float32 too, which tensor cores do not multiply.
+    On CUDA that is the Triton kernel. Without Triton, torch's grouped GEMM is one kernel only in bfloat16 from compute
+    capability 9.0 on; elsewhere it copies the offsets to the host and loops, so the tiles are used.
     """
     if torch.compiler.is_exporting() or x.dtype not in grouped.DTYPES:
         return "tiled"
     if x.device.type == "cuda":
-        if x.dtype != torch.float32 and runs_on(x.device):
+        if runs_on(x.device):
             return "fused"
         one_kernel = x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
         return "grouped" if one_kernel else "tiled"

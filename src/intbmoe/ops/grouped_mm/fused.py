@@ -31,8 +31,9 @@ from intbmoe.ops.triton_support import (
 PROCESSORS = 132
 """Programs that run at once, for which the tables are made. A constant: sums must not depend on the device."""
 
-LONG = 768
-"""From here on a wider tile pays. Measured on an H200 (benchmarks/gpu_grouped_mm.py), as are all bfloat16 entries."""
+MEDIUM, LONG = 192, 768
+"""From here on a wider tile pays: one that is gone to from another, or by itself. Measured on an H200
+(benchmarks/gpu_grouped_mm.py), as are all other entries."""
 
 
 class Tile(NamedTuple):
@@ -49,19 +50,24 @@ class Tile(NamedTuple):
     descriptors: bool = False
     """Read through tensor descriptors what they can read: whatever is aligned to 16 bytes and not gathered."""
     persistent: int = 0
-    """So many programs a processor, each going from tile to tile; 0: a program a tile."""
+    """So many programs a processor, each going from tile to tile, where both factors are read through descriptors and
+    every row has a group; 0, and elsewhere: a program a tile."""
+    split: bool = False
+    """Multiply float32 factors by three TF32 products, which are as exact, where TF32 itself is not allowed."""
 
 
-def mm_tile(rows: int, groups: int, inputs: int, outputs: int, dtype: torch.dtype) -> Tile:
-    """The tile of ``gathered_mm``."""
+def mm_tile(rows: int, groups: int, inputs: int, outputs: int, dtype: torch.dtype, through: bool = False) -> Tile:
+    """The tile of ``gathered_mm``; ``through`` says that programs may go from tile to tile (``Tile.persistent``)."""
     share = rows // max(groups, 1)
     if dtype == torch.float32:
-        tile = Tile(16, 64, 32, 4, 3) if share <= 16 else Tile(64, 64, 32, 4, 3)
+        tile = Tile(16, 64, 32, 4, 3) if share <= 16 else Tile(128, 64, 32, 4, 3, split=True)
     elif share <= 16:
         tile = Tile(16, 128, 64, 4, 4, descriptors=True)
     elif share <= 64:
         tile = Tile(64, 128, 64, 4, 4, descriptors=True)
-    elif inputs >= LONG and _covered(outputs, 256) <= 1.1 * _covered(outputs, 128):
+    elif through and inputs >= MEDIUM and _wide(outputs) and _rounds(rows, outputs) >= 2:
+        tile = Tile(128, 256, 64, 8, 3, descriptors=True, persistent=1)
+    elif inputs >= LONG and _wide(outputs):
         tile = Tile(128, 256, 64, 8, 4, descriptors=True)
     else:  # with few steps, two programs a processor hide each other's start and end
         tile = Tile(128, 128, 64, 4, 3, descriptors=True)
@@ -88,6 +94,16 @@ def outer_parts(rows: int, groups: int, inputs: int, outputs: int, tile: Tile) -
     wanted = math.ceil(2 * PROCESSORS / programs)
     useful = rows // (groups * 8 * tile.k)
     return max(1, min(wanted, useful, 16))
+
+
+def _wide(outputs: int) -> bool:
+    """Whether tiles of 256 columns compute few more than tiles of 128 do."""
+    return _covered(outputs, 256) <= 1.1 * _covered(outputs, 128)
+
+
+def _rounds(rows: int, outputs: int) -> float:
+    """Tiles of 128 × 256 that each processor gets."""
+    return rows / 128 * math.ceil(outputs / 256) / PROCESSORS
 
 
 def _covered(width: int, block: int) -> int:
@@ -162,21 +178,41 @@ def run_mm(
         return out
     from intbmoe.ops.grouped_mm import fused_kernels
 
-    tile = tile or mm_tile(rows, groups, inputs, outputs, x.dtype)
     x = _rows_contiguous(x)
     transposed = weight.stride(2) != 1 and weight.stride(1) == 1
     matrices = weight.mT if transposed else weight
-    x_described = tile.descriptors and token is None and _describable(x)
-    weight_described = tile.descriptors and _describable(matrices)
+    x_described, weight_described = token is None and _describable(x), _describable(matrices)
+    through = complete and x_described and weight_described
+    tile = tile or mm_tile(rows, groups, inputs, outputs, x.dtype, through)
+    x_described, weight_described = tile.descriptors and x_described, tile.descriptors and weight_described
     slots = rows // tile.m + groups + (not complete)
     tiles = slots * math.ceil(outputs / tile.n)
-    programs = min(tiles, tile.persistent * PROCESSORS) if tile.persistent else tiles
+    x_factor = _described(x, (tile.m, tile.k)) if x_described else x
+    weight_block = (1, tile.n, tile.k) if transposed else (1, tile.k, tile.n)
+    weight_factor = _described(matrices, weight_block) if weight_described else weight
+    sizes = {
+        "UNIT": _unit(inputs, outputs, x.stride(0), *matrices.stride()[:2], out.stride(0)),
+        "GROUPS": power_of_2(groups),
+        "W_TRANSPOSED": transposed,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "SWIZZLE": tile.swizzle,
+        "PRECISION": _precision(tile),
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    if tile.persistent and tile.descriptors and through:
+        with on_device(x):
+            fused_kernels.mm_through[(min(tiles, tile.persistent * PROCESSORS),)](
+                x_factor, weight_factor, out, offsets, groups, outputs, out.stride(0),
+                STEPS=math.ceil(inputs / tile.k), **sizes,
+            )  # fmt: skip
+        return out
     with on_device(x):
-        fused_kernels.mm[(programs,)](
-            _described(x, (tile.m, tile.k)) if x_described else x,
-            _described(matrices, (1, tile.n, tile.k) if transposed else (1, tile.k, tile.n))
-            if weight_described
-            else weight,
+        fused_kernels.mm[(tiles,)](
+            x_factor,
+            weight_factor,
             out,
             offsets,
             token,
@@ -188,22 +224,12 @@ def run_mm(
             *weight.stride(),
             out.stride(0),
             slots,
-            UNIT=_unit(inputs, outputs, x.stride(0), *matrices.stride()[:2], out.stride(0)),
-            GROUPS=power_of_2(groups),
             GATHER=token is not None,
             X_TMA=x_described,
             W_TMA=weight_described,
-            W_TRANSPOSED=transposed,
             EVEN_I=inputs % tile.k == 0,
             EVEN_O=outputs % tile.n == 0,
-            BLOCK_M=tile.m,
-            BLOCK_N=tile.n,
-            BLOCK_K=tile.k,
-            SWIZZLE=tile.swizzle,
-            FLATTEN=tile.persistent > 0,
-            PRECISION=_precision(),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **sizes,
         )
     return out
 
@@ -258,7 +284,7 @@ def run_outer(
             BLOCK_N=tile.n,
             BLOCK_K=tile.k,
             SWIZZLE=tile.swizzle,
-            PRECISION=_precision(),
+            PRECISION=_precision(tile),
             num_warps=tile.warps,
             num_stages=tile.stages + (2 if token is not None else 0),  # two more to load the tokens' numbers first
         )
@@ -300,12 +326,14 @@ def _described(x: Tensor, block: tuple[int, ...]) -> object:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
 
-def _precision() -> str:
-    """How float32 factors are multiplied: as torch's own products are.
+def _precision(tile: Tile) -> str:
+    """How float32 factors are multiplied: as exactly as by torch's own products.
 
-    Not by ``allow_tf32``, which raises once anyone has set ``fp32_precision``; this one knows of both.
+    Not asked of ``allow_tf32``, which raises once anyone has set ``fp32_precision``; this one knows of both.
     """
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return "tf32x3" if tile.split else "ieee"
 
 
 @torch.library.register_fake("intbmoe::gathered_mm")

@@ -71,7 +71,6 @@ def mm(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWIZZLE: tl.constexpr,
-    FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """out[r] = x[token[r]] @ weight[g(r)]; zero for rows of no group where the slots reach them."""
@@ -88,54 +87,103 @@ def mm(
     steps = tl.cdiv(inputs, BLOCK_K)
     step_k = tl.arange(0, BLOCK_K)
 
-    # One round when there is a program for every tile; else each takes every so many-th tile, and FLATTEN lets
-    # Triton start the loads of the next tile before this one is finished.
-    for tile in tl.range(tl.program_id(0), slots * tiles_n, tl.num_programs(0), flatten=FLATTEN):
-        slot, tile_n = _swizzle(tile, slots, tiles_n, SWIZZLE)
-        group, first, end = _rows_of_slot(offsets, slot, rows, groups, GROUPS, BLOCK_M)
-        row = first + tl.arange(0, BLOCK_M)
-        column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        # Rows past the group's end are computed from whatever row is at hand, and not stored.
-        if GATHER:
-            source = tl.load(token + row, mask=row < end, other=0).to(tl.int64)
+    slot, tile_n = _swizzle(tl.program_id(0), slots, tiles_n, SWIZZLE)
+    group, first, end = _rows_of_slot(offsets, slot, rows, groups, GROUPS, BLOCK_M)
+    row = first + tl.arange(0, BLOCK_M)
+    column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows past the group's end are computed from whatever row is at hand, and not stored.
+    if GATHER:
+        source = tl.load(token + row, mask=row < end, other=0).to(tl.int64)
+    else:
+        source = tl.minimum(row, rows - 1).to(tl.int64)
+    known = tl.minimum(group, groups - 1)
+    if not X_TMA:
+        x_row = x + source[:, None] * x_stride
+    if not W_TMA:
+        w_column = weight + known.to(tl.int64) * w_stride_g + column[None, :] * w_stride_o
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in range(tl.where((first < end) & (group < groups), steps, 0)):
+        k = step * BLOCK_K + step_k
+        if X_TMA:
+            a = x.load([first, step * BLOCK_K])
+        elif EVEN_I:
+            a = tl.load(x_row + k[None, :])
         else:
-            source = tl.minimum(row, rows - 1).to(tl.int64)
-        known = tl.minimum(group, groups - 1)
-        if not X_TMA:
-            x_row = x + source[:, None] * x_stride
-        if not W_TMA:
-            w_column = weight + known.to(tl.int64) * w_stride_g + column[None, :] * w_stride_o
-        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for step in range(tl.where((first < end) & (group < groups), steps, 0)):
-            k = step * BLOCK_K + step_k
-            if X_TMA:
-                a = x.load([first, step * BLOCK_K])
+            a = tl.load(x_row + k[None, :], mask=k[None, :] < inputs, other=0)
+        if W_TMA:
+            if W_TRANSPOSED:
+                b = weight.load([known, tile_n * BLOCK_N, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T
+            else:
+                b = weight.load([known, step * BLOCK_K, tile_n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+        else:
+            b_at = w_column + k[:, None] * w_stride_i
+            if EVEN_I and EVEN_O:
+                b = tl.load(b_at)
             elif EVEN_I:
-                a = tl.load(x_row + k[None, :])
+                b = tl.load(b_at, mask=column[None, :] < outputs, other=0)
+            elif EVEN_O:
+                b = tl.load(b_at, mask=k[:, None] < inputs, other=0)
             else:
-                a = tl.load(x_row + k[None, :], mask=k[None, :] < inputs, other=0)
-            if W_TMA:
-                if W_TRANSPOSED:
-                    b = weight.load([known, tile_n * BLOCK_N, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T
-                else:
-                    b = weight.load([known, step * BLOCK_K, tile_n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+                b = tl.load(b_at, mask=(k[:, None] < inputs) & (column[None, :] < outputs), other=0)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    at = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+    if EVEN_O:
+        tl.store(at, total.to(out.dtype.element_ty), mask=row[:, None] < end)
+    else:
+        inside = (row[:, None] < end) & (column[None, :] < outputs)
+        tl.store(at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def mm_through(
+    x,  # (M, i), a descriptor
+    weight,  # (G, i, o), or (G, o, i) if W_TRANSPOSED, a descriptor
+    out,  # (M, o), rows contiguous
+    offsets,  # (G,) int32 ends, the last M
+    groups,
+    outputs,
+    out_stride,
+    UNIT: tl.constexpr,
+    STEPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    W_TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWIZZLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``mm`` by programs that go from tile to tile; every tile has rows, so all take the same number of steps.
+
+    That lets Triton make one loop of both (flatten): the next tile's loads start before this one's results are written.
+    """
+    outputs = outputs // UNIT * UNIT
+    out_stride = out_stride // UNIT * UNIT
+    index = tl.arange(0, GROUPS)
+    end = tl.load(offsets + index, mask=index < groups, other=0)
+    start = tl.load(offsets + index - 1, mask=(index > 0) & (index < groups), other=0)
+    tiles = tl.where(index < groups, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
+    last = tl.cumsum(tiles, 0)
+    tiles_m, tiles_n = tl.sum(tiles), tl.cdiv(outputs, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        tile_m, tile_n = _swizzle(tile, tiles_m, tiles_n, SWIZZLE)
+        group = tl.sum((last <= tile_m).to(tl.int32))
+        own = index == group
+        first = tl.sum(tl.where(own, start + (tile_m - last + tiles) * BLOCK_M, 0))
+        column = tile_n * BLOCK_N
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in range(STEPS):
+            a = x.load([first, step * BLOCK_K])
+            if W_TRANSPOSED:
+                b = weight.load([group, column, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T
             else:
-                b_at = w_column + k[:, None] * w_stride_i
-                if EVEN_I and EVEN_O:
-                    b = tl.load(b_at)
-                elif EVEN_I:
-                    b = tl.load(b_at, mask=column[None, :] < outputs, other=0)
-                elif EVEN_O:
-                    b = tl.load(b_at, mask=k[:, None] < inputs, other=0)
-                else:
-                    b = tl.load(b_at, mask=(k[:, None] < inputs) & (column[None, :] < outputs), other=0)
+                b = weight.load([group, step * BLOCK_K, column]).reshape(BLOCK_K, BLOCK_N)
             total = tl.dot(a, b, total, input_precision=PRECISION)
-        at = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
-        if EVEN_O:
-            tl.store(at, total.to(out.dtype.element_ty), mask=row[:, None] < end)
-        else:
-            inside = (row[:, None] < end) & (column[None, :] < outputs)
-            tl.store(at, total.to(out.dtype.element_ty), mask=inside)
+        row = first + tl.arange(0, BLOCK_M)
+        columns = column + tl.arange(0, BLOCK_N)
+        inside = (row < tl.sum(tl.where(own, end, 0)))[:, None] & (columns < outputs)[None, :]
+        at = out + row.to(tl.int64)[:, None] * out_stride + columns[None, :]
+        tl.store(at, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -28,12 +28,12 @@ class Permutation(NamedTuple):
     """(G,) int64, how many rows each group has."""
 
 
-def permute(ids: Tensor, groups: int, complete: bool = False) -> Permutation:
-    """As ``naive.permute``; on a GPU by counting (``histogram.py``), elsewhere by torch's sort.
+def permute(ids: Tensor, groups: int, complete: bool = False, *, plain: bool = False) -> Permutation:
+    """As ``naive.permute``; on a GPU by counting (``histogram.py``), elsewhere and if ``plain`` by torch's sort.
 
     ``complete`` says that no id is −1.
     """
-    if runs_on(ids.device):
+    if not plain and runs_on(ids.device):
         from intbmoe.ops.permute import histogram
 
         return histogram.permute(ids, groups)

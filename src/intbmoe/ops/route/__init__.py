@@ -11,9 +11,9 @@ MOST_IN_ONE_KERNEL = 8
 """Choices that Triton's kernel takes one after another; for more a sort is better."""
 
 
-def route(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As ``naive.route``; on a GPU in one kernel."""
-    if k <= MOST_IN_ONE_KERNEL and usable(scores):
+def route(scores: Tensor, k: int, *, plain: bool = False) -> tuple[Tensor, Tensor]:
+    """As ``naive.route``; on a GPU in one kernel, unless it is to be ``plain`` torch."""
+    if not plain and k <= MOST_IN_ONE_KERNEL and usable(scores):
         from intbmoe.ops.route import fused
 
         return fused.route(scores, k)

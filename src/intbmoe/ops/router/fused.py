@@ -1,0 +1,222 @@
+"""Both of the router's products and the tokens' cast in one Triton kernel each way.
+
+Products are in float32, so that routing does not depend on rounding: three TF32 products each on tensor cores, as
+exact. Backward adds the gradient of the cast tokens to its own on the way. Sums over tokens are taken in a fixed order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from intbmoe.ops.triton_support import differentiable_once, on_device, power_of_2
+
+TOKENS, INPUTS, WARPS, STAGES = 64, 32, 4, 3
+"""Of a program: tokens, and inputs at a time. Measured on an H200, as are the next."""
+BACKWARD_TOKENS, BACKWARD_INPUTS, BACKWARD_TILES, BACKWARD_WARPS = 32, 64, 16, 4
+"""Of a program: tokens at a time, inputs, and how many times that many tokens."""
+
+torch.library.define(
+    "intbmoe::router_scores",
+    "(Tensor x, Tensor weight, Tensor bias, Tensor score_weight, Tensor score_bias, ScalarType dtype) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "intbmoe::router_scores_backward",
+    "(Tensor grad, Tensor? token_grad, Tensor x, Tensor weight, Tensor score_weight, Tensor hidden) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+
+
+def router_scores(
+    x: Tensor, hidden: tuple[Tensor, Tensor], scores: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """As ``naive.router_scores``."""
+    found, _, tokens = torch.ops.intbmoe.router_scores(x, *hidden, *scores, dtype)
+    return found, x if x.dtype == dtype else tokens
+
+
+@triton.jit
+def _forward(
+    x, w1, b1, w2, b2, scores, hidden, tokens, count,
+    D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, CHOICES: tl.constexpr,
+    TOKENS: tl.constexpr, INPUTS: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    there = (row < count)[:, None]
+    unit = tl.arange(0, HIDDEN)
+    choice = tl.arange(0, CHOICES)
+    total = tl.zeros([TOKENS, HIDDEN], dtype=tl.float32)
+    for first in range(0, D, INPUTS):
+        k = first + tl.arange(0, INPUTS)
+        mask = there & (k < D)[None, :]
+        place = row[:, None] * D + k[None, :]
+        values = tl.load(x + place, mask=mask, other=0.0)
+        if CAST:
+            tl.store(tokens + place, values.to(tokens.dtype.element_ty), mask=mask)
+        known = (unit < H)[:, None] & (k < D)[None, :]
+        weight = tl.load(w1 + unit[:, None] * D + k[None, :], mask=known, other=0.0).to(tl.float32)
+        total = tl.dot(values.to(tl.float32), tl.trans(weight), total, input_precision="tf32x3")
+    h = tl.maximum(total + tl.load(b1 + unit, mask=unit < H, other=0.0).to(tl.float32)[None, :], 0.0)
+    tl.store(hidden + row[:, None] * H + unit[None, :], h, mask=there & (unit < H)[None, :])
+    known = (choice < K)[:, None] & (unit < H)[None, :]
+    weight = tl.load(w2 + choice[:, None] * H + unit[None, :], mask=known, other=0.0).to(tl.float32)
+    score = tl.dot(h, tl.trans(weight), input_precision="tf32x3")
+    score += tl.load(b2 + choice, mask=choice < K, other=0.0).to(tl.float32)[None, :]
+    tl.store(scores + row[:, None] * K + choice[None, :], score, mask=there & (choice < K)[None, :])
+
+
+@triton.jit
+def _gradients(grad, hidden, row, there, unit, choice, H: tl.constexpr, K: tl.constexpr):
+    """A tile of the scores' gradient, and of the hidden layer."""
+    ds = tl.load(grad + row[:, None] * K + choice[None, :], mask=there & (choice < K)[None, :], other=0.0)
+    h = tl.load(hidden + row[:, None] * H + unit[None, :], mask=there & (unit < H)[None, :], other=0.0)
+    return ds, h
+
+
+@triton.jit
+def _backward(
+    grad, token_grad, x, w1, w2, hidden, x_grad, first_sums, second_sums, count,
+    D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, CHOICES: tl.constexpr,
+    TOKENS: tl.constexpr, INPUTS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Sums are (programs, H, D + 1) and (programs, K, H + 1): of the weights, and in the last column of the biases."""
+    chunk, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    unit = tl.arange(0, HIDDEN)
+    choice = tl.arange(0, CHOICES)
+    k = part * INPUTS + tl.arange(0, INPUTS)
+    known = (choice < K)[:, None] & (unit < H)[None, :]
+    score_weight = tl.load(w2 + choice[:, None] * H + unit[None, :], mask=known, other=0.0).to(tl.float32)
+    if part < tl.cdiv(D, INPUTS):
+        own = (unit < H)[:, None] & (k < D)[None, :]
+        weight = tl.load(w1 + unit[:, None] * D + k[None, :], mask=own, other=0.0).to(tl.float32)
+        weight_sum = tl.zeros([HIDDEN, INPUTS], dtype=tl.float32)
+        for tile in range(TILES):
+            row = (chunk * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
+            there = (row < count)[:, None]
+            ds, h = _gradients(grad, hidden, row, there, unit, choice, H, K)
+            dh = tl.where(h > 0, tl.dot(ds, score_weight, input_precision="tf32x3"), 0.0)
+            mask = there & (k < D)[None, :]
+            place = row[:, None] * D + k[None, :]
+            dx = tl.dot(dh, weight, input_precision="tf32x3")
+            if token_grad is not None:
+                dx += tl.load(token_grad + place, mask=mask, other=0.0).to(tl.float32)
+            tl.store(x_grad + place, dx.to(x_grad.dtype.element_ty), mask=mask)
+            values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+            weight_sum = tl.dot(tl.trans(dh), values, weight_sum, input_precision="tf32x3")
+        sums = first_sums + (chunk * H + unit[:, None]) * (D + 1) + k[None, :]
+        tl.store(sums, weight_sum, mask=own)
+    else:  # programs of their own, as all sums together would not fit into registers
+        bias_sum = tl.zeros([TOKENS, HIDDEN], dtype=tl.float32)
+        score_sum = tl.zeros([CHOICES, HIDDEN], dtype=tl.float32)
+        score_bias_sum = tl.zeros([TOKENS, CHOICES], dtype=tl.float32)
+        for tile in range(TILES):
+            row = (chunk * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
+            ds, h = _gradients(grad, hidden, row, (row < count)[:, None], unit, choice, H, K)
+            bias_sum += tl.where(h > 0, tl.dot(ds, score_weight, input_precision="tf32x3"), 0.0)
+            score_bias_sum += ds
+            score_sum = tl.dot(tl.trans(ds), h, score_sum, input_precision="tf32x3")
+        tl.store(first_sums + (chunk * H + unit) * (D + 1) + D, tl.sum(bias_sum, 0), mask=unit < H)
+        score_sums = second_sums + (chunk * K + choice[:, None]) * (H + 1) + unit[None, :]
+        tl.store(score_sums, score_sum, mask=(choice < K)[:, None] & (unit < H)[None, :])
+        tl.store(second_sums + (chunk * K + choice) * (H + 1) + H, tl.sum(score_bias_sum, 0), mask=choice < K)
+
+
+def _sizes(x: Tensor, weight: Tensor, score_weight: Tensor) -> dict[str, int]:
+    hidden, choices = weight.shape[0], score_weight.shape[0]
+    padded = {"HIDDEN": power_of_2(hidden, 16), "CHOICES": power_of_2(choices, 16)}
+    return {"D": x.shape[1], "H": hidden, "K": choices, **padded}
+
+
+@torch.library.impl("intbmoe::router_scores", "default")
+def _run(x, weight, bias, score_weight, score_bias, dtype):
+    scores, hidden, tokens = _allocate(x, weight, bias, score_weight, score_bias, dtype)
+    if x.shape[0]:
+        x, parameters = x.contiguous(), [tensor.contiguous() for tensor in (weight, bias, score_weight, score_bias)]
+        with on_device(x):
+            _forward[(triton.cdiv(x.shape[0], TOKENS),)](
+                x, *parameters, scores, hidden, tokens, x.shape[0], **_sizes(x, weight, score_weight),
+                TOKENS=TOKENS, INPUTS=INPUTS, CAST=dtype != x.dtype, num_warps=WARPS, num_stages=STAGES,
+            )  # fmt: skip
+    return scores, hidden, tokens
+
+
+@torch.library.register_fake("intbmoe::router_scores")
+def _allocate(x, weight, bias, score_weight, score_bias, dtype):
+    count = x.shape[0]
+    return (
+        x.new_empty(count, score_weight.shape[0], dtype=torch.float32),
+        x.new_empty(count, weight.shape[0], dtype=torch.float32),
+        x.new_empty(0 if dtype == x.dtype else count, x.shape[1], dtype=dtype),
+    )
+
+
+@torch.library.impl("intbmoe::router_scores_backward", "default")
+def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
+    x_grad, first, second = _allocate_backward(grad, token_grad, x, weight, score_weight, hidden)
+    if x.shape[0] == 0:
+        return x_grad, first.zero_(), second.zero_()
+    tiles = min(BACKWARD_TILES, power_of_2(triton.cdiv(x.shape[0], BACKWARD_TOKENS)))
+    chunks = triton.cdiv(x.shape[0], BACKWARD_TOKENS * tiles)
+    partials = first.new_empty(chunks, *first.shape), second.new_empty(chunks, *second.shape)
+    with on_device(x):
+        _backward[chunks, triton.cdiv(x.shape[1], BACKWARD_INPUTS) + 1](
+            grad.contiguous(), None if token_grad is None else token_grad.contiguous(), x.contiguous(),
+            weight.contiguous(), score_weight.contiguous(), hidden, x_grad, *partials, x.shape[0],
+            **_sizes(x, weight, score_weight), TOKENS=BACKWARD_TOKENS, INPUTS=BACKWARD_INPUTS, TILES=tiles,
+            num_warps=BACKWARD_WARPS, num_stages=2,
+        )  # fmt: skip
+    return x_grad, partials[0].sum(0), partials[1].sum(0)
+
+
+@torch.library.register_fake("intbmoe::router_scores_backward")
+def _allocate_backward(grad, token_grad, x, weight, score_weight, hidden):
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        x.new_empty(weight.shape[0], weight.shape[1] + 1, dtype=torch.float32),
+        x.new_empty(score_weight.shape[0], score_weight.shape[1] + 1, dtype=torch.float32),
+    )
+
+
+def _save(ctx, inputs, output):
+    x, weight, bias, score_weight, score_bias, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.dtypes = bias.dtype, score_bias.dtype
+    ctx.save_for_backward(x, weight, score_weight, output[1])
+
+
+def _differentiate(ctx, grad, _, token_grad):
+    x, weight, score_weight, hidden = ctx.saved_tensors
+    if grad is None:
+        return None if token_grad is None else token_grad.to(x.dtype), None, None, None, None, None
+    if token_grad is not None and token_grad.shape[0] != x.shape[0]:
+        token_grad = None  # of the empty tensor that stands for a cast that was not needed
+    x_grad, first, second = torch.ops.intbmoe.router_scores_backward(grad, token_grad, x, weight, score_weight, hidden)
+    bias_dtype, score_bias_dtype = ctx.dtypes
+    return (
+        x_grad,
+        first[:, :-1].to(weight.dtype),
+        first[:, -1].to(bias_dtype),
+        second[:, :-1].to(score_weight.dtype),
+        second[:, -1].to(score_bias_dtype),
+        None,
+    )
+
+
+torch.library.register_autograd("intbmoe::router_scores", _differentiate, setup_context=_save)
+differentiable_once("intbmoe::router_scores_backward")
+
+
+def _products(x_shape: tuple, weight_shape: tuple, score_shape: tuple) -> int:
+    return 2 * x_shape[0] * weight_shape[0] * (weight_shape[1] + score_shape[0])
+
+
+@register_flop_formula(torch.ops.intbmoe.router_scores)
+def _(x_shape, weight_shape, bias_shape, score_weight_shape, *_, **__):
+    return _products(x_shape, weight_shape, score_weight_shape)
+
+
+@register_flop_formula(torch.ops.intbmoe.router_scores_backward)
+def _(grad_shape, token_shape, x_shape, weight_shape, score_weight_shape, *_, **__):
+    return 2 * _products(x_shape, weight_shape, score_weight_shape)

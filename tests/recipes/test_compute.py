@@ -1,0 +1,83 @@
+"""Variants of IntBMoE's compute, counted by running whole batches."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from intbmoe.analysis.counting import count_flops
+from intbmoe.recipes import load_recipe
+from intbmoe.recipes.compute import TOLERANCE, training_flops
+from intbmoe.recipes.schema import MoESettings
+from intbmoe.recipes.sets import find_variants
+from intbmoe.tasks import make_task
+
+RECIPES = {
+    "digits": {"dim": 24, "hidden": 96, "heads": 2},
+    "stdlib": {"dim": 24, "hidden": 48, "heads": 2},
+    "foursquare": {"dim": 16, "hidden": 64, "items": 50, "length": 32},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def small(name, batch=16):
+    recipe = load_recipe(name)
+    model = replace(recipe.model, **RECIPES[name])
+    train = replace(recipe.train, batch=batch, device_batch=None)
+    return replace(recipe, model=model, train=train, moe=replace(recipe.moe, name="intbmoe", experts=6))
+
+
+def flops_of_a_batch(recipe, moe):
+    """The forward of a whole training batch, run at once, divided by its size."""
+    task = make_task(replace(recipe, moe=moe))
+    torch.manual_seed(0)
+    model = task.make_model().eval()
+    (example,) = task.example_inputs()
+    counted = count_flops(model, example.repeat(recipe.train.batch, *[1] * (example.dim() - 1)))
+    return (counted.executed + counted.formulation) / recipe.train.batch
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_variant_has_intbmoes_flops(name):
+    recipe = small(name)
+    intbmoe, *variants = find_variants(recipe, "compute")
+    target = flops_of_a_batch(recipe, intbmoe.moe)
+    flops = {variant.label: flops_of_a_batch(recipe, variant.moe) for variant in variants}
+    causal = name != "digits"
+    assert (
+        list(flops) == ["dense-wide", "swiglu-wide", "vmoe-more", "deepseek-more", "expert_choice-more"][: 5 - causal]
+    )
+    for label in ("dense-wide", "swiglu-wide"):
+        assert flops[label] == pytest.approx(target, rel=TOLERANCE)
+    for variant in variants:
+        if variant.moe.name in ("vmoe", "deepseek"):
+            k = variant.moe.options["top_k"]
+            most = 7 if variant.moe.name == "vmoe" else 6
+            for other in {max(1, k - 1), min(most, k + 1)} - {k}:
+                beside = replace(variant.moe, options={"top_k": other})
+                assert abs(flops[variant.label] - target) <= abs(flops_of_a_batch(recipe, beside) - target)
+    assert flops_of_a_batch(recipe, MoESettings("dense")) < 0.6 * target, "else there would be nothing to match"
+
+
+def test_composition_is_shared_by_the_batch():
+    """The cost of a batch is counted from batches of one and two."""
+    recipe = small("digits", batch=12)
+    task = make_task(recipe)
+    model, inputs = task.make_model().eval(), task.example_inputs()
+    at_12 = training_flops(model, inputs, 12)
+    assert at_12 == pytest.approx(flops_of_a_batch(recipe, recipe.moe), rel=1e-9)
+    assert training_flops(model, inputs, 1) > at_12 > training_flops(model, inputs, 10_000)
+
+
+def test_a_wide_dense_layer_stands_where_the_mixtures_are():
+    recipe = small("digits")
+    wide = make_task(replace(recipe, moe=MoESettings("dense", 6, {"hidden": 160}))).make_model()
+    assert [block.moe is not None for block in wide.blocks] == [True, False, True, False]
+    assert wide.blocks[0].moe.config.hidden == 160

@@ -1,0 +1,192 @@
+"""The study's scripts: which runs there are, when one counts as done, and what the tables say of them."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(SCRIPTS))
+
+import study_plan  # noqa: E402
+import study_tables  # noqa: E402
+from study_clock import START_SECONDS, TIMING, Clock  # noqa: E402
+from study_jobs import Lane  # noqa: E402
+
+SHORT = ("train.epochs=1", "train.warmup=0.2")
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return study_plan.make_plan(["digits"], SHORT)
+
+
+def summary_of(entry, value, **changes):
+    """A summary as a run would leave it."""
+    return {
+        **{name: getattr(entry, name) for name in ("study", "stage", "title", "label", "seed", "digest")},
+        **{name: getattr(entry, name) for name in ("shared_digest", "command", "recipe", "steps")},
+        "method": entry.recipe["moe"]["name"],
+        "metric": "accuracy",
+        "higher_is_better": True,
+        "valid": {"accuracy": value, "accuracy5": value},
+        "test": {"accuracy": value, "accuracy5": value},
+        "params": 2_000_000,
+        "activated": 1_000_000,
+        "flops": 3e9,
+        "flops_training": 2e9,
+        "active_experts": None,
+        "epochs": 1.0,
+        "seconds": 60.0,
+        "side_by_side": 3,
+        "peak_gpu_bytes": None,
+        "environment": {"device": "a GPU", "packages": {"torch": "2"}, "git": {"commit": "abc", "changed": False}},
+        **changes,
+    }
+
+
+def test_what_matters_comes_first(plan):
+    stages = [entry.stage for entry in plan]
+    assert stages == sorted(stages, key=study_plan.STAGES.index)
+    assert [entry.label for entry in plan[:3]] == ["dense", "intbmoe", "vmoe"]
+    assert len({entry.file for entry in plan}) == len(plan)
+    assert {entry.seed for entry in plan if entry.stage not in ("seeds", "rest")} == {0}
+    labels = {entry.label for entry in plan}
+    assert all({entry.seed for entry in plan if entry.label == label} == {0, 1, 2} for label in labels)
+
+
+def test_the_best_baselines_by_validation_are_repeated_first(plan):
+    values = {"switch": 0.9, "soft": 0.8, "vmoe": 0.7, "dense": 0.95}
+    found = [summary_of(e, values[e.label]) for e in plan if e.seed == 0 and e.label in values]
+    found = [{**s, "test": {"accuracy": 1 - s["test"]["accuracy"]}} for s in found]
+    again = study_plan.make_plan(["digits"], SHORT, ["first", "methods", "seeds"], found)
+    repeated = {entry.label for entry in again if entry.stage == "seeds"}
+    assert repeated == {"dense", "intbmoe", "dense-wide", "swiglu-wide", "switch", "soft"}
+
+
+def test_a_digest_covers_what_can_change_a_result_and_nothing_else(plan):
+    entry = plan[1]
+    recipe = study_plan.recipe_from_dict(entry.recipe)
+    for setting in ({"train.workers": 3}, {"data.path": "/x"}, {"train.capture": True}):
+        assert study_plan.digest(study_plan.with_settings(recipe, setting)) == entry.digest
+    for setting in ({"train.lr": 0.1}, {"train.seed": 5}, {"moe.options": {"blocks": 4}}, {"model.depth": 3}):
+        assert study_plan.digest(study_plan.with_settings(recipe, setting)) != entry.digest
+    assert len({e.shared_digest for e in plan}) == 1, "methods and seeds share the rest"
+
+
+def test_changing_a_plan_is_making_it_anew(plan):
+    changed = [study_plan.change(entry, ["digits:train.lr=0.1", "stdlib:train.lr=0.2"]) for entry in plan[:4]]
+    anew = study_plan.make_plan(["digits"], (*SHORT, "train.lr=0.1"), ["first", "methods"])
+    assert [entry.digest for entry in changed] == [entry.digest for entry in anew[:4]]
+    assert changed[0].digest != plan[0].digest
+    with pytest.raises(ValueError, match="a setting of train: others need a new plan"):
+        study_plan.change(plan[0], ["model.depth=3"])
+
+
+def test_a_plan_survives_writing(plan, tmp_path):
+    study_plan.write_plan(plan, tmp_path / "plan.json")
+    assert study_plan.read_plan(tmp_path / "plan.json") == plan
+
+
+def test_the_rate_is_best_for_dense_and_intbmoe_together():
+    entries = study_plan.make_plan(["digits"], SHORT, ["tune"])
+    assert {entry.recipe["train"]["lr"] for entry in entries} == {1e-3, 2e-3}
+    values = {(1e-3, "dense"): 0.5, (1e-3, "intbmoe"): 0.6, (2e-3, "dense"): 0.7, (2e-3, "intbmoe"): 0.3}
+    found = [summary_of(e, values[e.recipe["train"]["lr"], e.label]) for e in entries]
+    assert study_plan.choose_rates(found) == {"digits": 1e-3}
+    lower = [{**summary, "higher_is_better": False} for summary in found]
+    assert study_plan.choose_rates(lower) == {"digits": 2e-3}
+    assert study_plan.choose_rates(found[:1]) == {}, "half a grid decides nothing"
+
+
+def test_only_settings_without_effect_are_open():
+    assert study_plan.free_settings(["train.capture=true"]) == {"train.capture": True}
+    with pytest.raises(ValueError, match=r"run-with='train\.lr'"):
+        study_plan.free_settings(["train.lr=1"])
+
+
+def test_estimates_follow_what_is_measured_and_then_what_is_seen(plan, tmp_path):
+    entry = plan[0]
+    rows = {"kind": "cuda", "study": "digits", "rows": {"dense": {"step_ms": 100.0}, "switch": {"error": "…"}}}
+    (tmp_path / TIMING.format("digits")).write_text(json.dumps(rows))
+    clock = Clock(tmp_path, jobs=3)
+    assert clock.step_seconds(entry, "cuda") == 0.1
+    crowded = clock.seconds(entry, "cuda") - START_SECONDS["cuda"]
+    assert crowded > 1.9 * entry.steps * 0.1, "before anything is seen, neighbours count"
+    clock.learn(entry, "cuda", 0.1)
+    assert clock.seconds(entry, "cuda") - START_SECONDS["cuda"] < crowded
+    clock.learn_start(entry, "cuda", 50.0, 0.1)
+    assert clock.seconds(entry, "cuda") > 50.0 - entry.steps * 0.1
+
+
+def test_small_studies_go_to_the_cores_if_there_are_any(plan):
+    small, large = plan[0], replace(plan[0], on_cpu=False)
+    gpu, cores = Lane("cuda", 4, leaves_small=True), Lane("cpu", 2, small_only=True)
+    assert (gpu.takes(small), gpu.takes(large)) == (False, True)
+    assert (cores.takes(small), cores.takes(large)) == (True, False)
+    assert Lane("cuda", 4).takes(small)
+
+
+def test_tables_hold_runs_of_one_setting_only(plan):
+    first = {entry.label: entry for entry in plan if entry.seed == 0}
+    runs = [summary_of(first["dense"], 0.5), summary_of(first["intbmoe"], 0.6)]
+    runs += [summary_of(e, 0.7 + 0.01 * e.seed) for e in plan if e.label == "vmoe"]
+    other = study_plan.change(first["switch"], ["train.lr=0.1"])
+    runs.append(summary_of(other, 0.99))
+    runs.append(summary_of(first["intbmoe-no_gate"], 0.4))
+    text = study_tables.study_text("digits", runs, {"rows": {"dense": {"step_ms": 12.34}}, "device": "a GPU"})
+    assert "1 runs of other settings are left out" in text
+    assert "99.00" not in text
+    assert "| **V-MoE** | **71.00 ± 2.48 %** |" in text, "Student's t over three seeds"
+    assert "| Dense | 50.00 % |" in text
+    assert "| 12.3 |" in text
+    assert "--train.seed {0,1,2}" in text
+    parameters, ablations = text.split("**Ablations**")
+    assert "w/o gate" in ablations.split("<details>")[0]
+    assert "w/o gate" not in parameters
+
+
+def test_a_part_replaces_what_was_between_its_markers():
+    text = "a\n<!-- study:x -->\nold\n<!-- /study:x -->\nb\n"
+    once = study_tables.put(text, "x", r"new \1", Path("f.md"))
+    assert once == "a\n<!-- study:x -->\nnew \\1\n<!-- /study:x -->\nb\n"
+    assert study_tables.put(once, "x", r"new \1", Path("f.md")) == once
+    with pytest.raises(ValueError, match="must hold <!-- study:y -->"):
+        study_tables.put(text, "y", "new", Path("f.md"))
+
+
+def test_the_document_has_a_place_for_every_study():
+    text = study_tables.DOCUMENT.read_text(encoding="utf-8")
+    for name in (*study_plan.REAL, "tuning"):
+        study_tables.put(text, name, "…", study_tables.DOCUMENT)
+
+
+@pytest.mark.slow
+def test_runs_are_summarised_packed_and_not_repeated(tmp_path):
+    def call(*arguments):
+        command = [sys.executable, str(SCRIPTS / "study.py"), "--only", "digits", "--stages", "first"]
+        command += ["--set", "train.steps=2", "--set", "train.warmup=0", "--output", str(tmp_path / "out")]
+        return subprocess.run([*command, *arguments], capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+
+    places = ["--root", str(tmp_path / "runs"), "--pack", str(tmp_path / "pack"), "--jobs", "2"]
+    told = call("--seconds", "300", "--weights", "digits/intbmoe/0", *places)
+    assert "3 finished, 0 failed, 0 stopped, 0 wait" in told
+    files = sorted((tmp_path / "out").glob("digits--*.json"))
+    assert len(files) == 3
+    summary = json.loads(files[0].read_text())
+    assert summary["test"].keys() == {"accuracy", "accuracy5", "loss"}
+    assert summary["flops_training"] > 0
+    assert summary["curve"]
+    listed = subprocess.run(["tar", "tf", tmp_path / "pack" / "study.tar"], capture_output=True, text=True).stdout
+    assert sorted(listed.split()) == [path.name for path in files]
+    assert "0 runs wait" in call("--seconds", "60", *places)
+    parts = b"".join(path.read_bytes() for path in sorted((tmp_path / "pack").glob("*.part*")))
+    subprocess.run(["tar", "x"], input=parts, cwd=tmp_path, check=True)
+    run = next(tmp_path.glob("digits/intbmoe/0"), None) or next(tmp_path.glob("*/digits/intbmoe/0"))
+    subprocess.run([sys.executable, SCRIPTS / "study_run.py", "--widen", run], check=True)
+    from intbmoe.train import load
+
+    assert load(run) is not None
