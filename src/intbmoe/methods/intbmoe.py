@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require, require_bool, require_finite, require_positive_int
 from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing
+from intbmoe.ops import native
 from intbmoe.ops.blocks import Blocks
 from intbmoe.ops.compose import Recipe, compose
 from intbmoe.ops.composed_mm import Pooled
@@ -199,7 +200,8 @@ class BlockLayer(MoELayer):
     def extra_repr(self) -> str:
         c = self.config
         widths = "→".join(str(width) for width in c.widths)
-        return f"{widths}, experts={c.experts}, blocks={c.blocks}, top_k={c.top_k}, form={self.form or 'auto'}"
+        form = self.form or ("auto" if native.LIBRARY else "auto without the compiled library")
+        return f"{widths}, experts={c.experts}, blocks={c.blocks}, top_k={c.top_k}, form={form}"
 
 
 @register("intbmoe", title="IntBMoE", paper="Cheng et al., 2026", participation="dense")
