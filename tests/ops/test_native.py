@@ -204,6 +204,16 @@ def test_a_layer_without_gradients_takes_it(options, dtype, masked, calls):
     assert torch.equal(found, composed)
 
 
+@torch.no_grad()
+def test_norms_of_another_type_than_the_blocks(calls):
+    composed = make().eval().precompose(torch.float32)
+    x = tokens(2, 5).float()
+    found = composed(x)
+    assert calls.called
+    composed.form = "grouped"
+    assert_near(found, composed(x))
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (1, 1)])
 @torch.no_grad()
 def test_few_tokens_and_none(shape, calls):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from intbmoe.ops.blocks import Blocks
 from intbmoe.ops.native import LIBRARY, address
-from intbmoe.precision import linear
+from intbmoe.precision import cast, linear
 
 
 class _Problem(ctypes.Structure):
@@ -38,7 +38,7 @@ def run_blocks(x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, b
         return address(tensor, dtype)
 
     def all_at(tensors: Sequence[Tensor]) -> ctypes.Array:
-        return (ctypes.c_void_p * len(blocks.weights))(*[at(tensor) for tensor in tensors])
+        return (ctypes.c_void_p * len(blocks.weights))(*[at(cast(tensor, dtype)) for tensor in tensors])
 
     paths = 1 if blocks.scale is None else 2
     widths = [dim, *[weight.shape[2] // paths for weight in blocks.weights]]
@@ -59,11 +59,14 @@ def run_blocks(x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, b
     problem.x, problem.x_stride = address(x, dtype), x.stride(0)
     problem.ids, problem.route_weights = address(ids, torch.int64), at(weights)
     if blocks.token_filter is not None:
-        problem.token_term, problem.block_term = at(linear(x, blocks.token_filter)), at(blocks.block_filter)
+        problem.token_term, problem.block_term = (
+            at(linear(x, blocks.token_filter)),
+            at(cast(blocks.block_filter, dtype)),
+        )
     if shared is not None:
         problem.shared, problem.shared_stride = at(shared), dim
     if blocks.scale is not None:
-        problem.scale = at(blocks.scale)
+        problem.scale = at(cast(blocks.scale, dtype))
     problem.y, problem.load = y.data_ptr(), load.data_ptr()
     reference = ctypes.byref(problem)
     scratch = torch.empty(LIBRARY.intbmoe_scratch_bytes(reference), dtype=torch.uint8)
