@@ -25,7 +25,7 @@ lint: $(READY) ## check style and formatting with ruff
 	@$(BIN)/ruff format --check .
 
 # Touched last, so that an interrupted installation starts again. pip's output is thinned to what takes its time.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/intbmoe/ops/native/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "intbmoe needs Python 3.11 or later; try make PYTHON=python3.12")'
 	@echo "==> Installing intbmoe and its tools into .venv (about a minute; longer where torch is large)"
 	@$(PYTHON) -m venv .venv

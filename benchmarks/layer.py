@@ -33,10 +33,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from intbmoe import ComposedMoE, IntBMoE, IntBMoEConfig
+from intbmoe.ops import native
 
 console = Console()
 NAIVE = "naive"
 FORMS = (NAIVE, "grouped", "tiled")
+INFERENCE_FORMS = FORMS if native.LIBRARY is None else (*FORMS, "native")
 MIB = 2**20
 TARGET = 3.0
 """How many times faster than naive compose-and-loop the precomposed layer must be at the IntTravel shape."""
@@ -108,8 +110,8 @@ def make_candidates(shape: Shape) -> dict[str, dict[str, Candidate]]:
     evaluated = layer.eval()
     trained = build(shape.config).train()
     x = torch.randn(1, shape.tokens, shape.config.dim)
-    inference = {f"composing, {form}": forward(evaluated, x, form) for form in FORMS}
-    inference |= {f"precomposed, {form or 'default'}": forward(composed, x, form) for form in (*FORMS, None)}
+    inference = {f"composing, {form}": forward(evaluated, x, form) for form in INFERENCE_FORMS}
+    inference |= {f"precomposed, {form or 'default'}": forward(composed, x, form) for form in (*INFERENCE_FORMS, None)}
     training = {f"composing, {form}": forward_backward(trained, x, form) for form in FORMS}
     return {"forward": inference, "forward+backward": training}
 
@@ -270,7 +272,7 @@ def main(quick: bool = False, json: Path | None = None, seconds: float = 30.0, t
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    facts = machine()
+    facts = {**machine(), "native_library": native.STATUS}
     console.print(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items()))
     seconds, rounds = (0.0, 3) if quick else (seconds, 10)
     chosen = [shape for shape in SHAPES if not (quick and shape.config.dim > 256)]

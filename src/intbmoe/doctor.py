@@ -1,6 +1,7 @@
 """``intbmoe doctor``: what this machine has, which form of each operation it gets, and whether that form is right.
 
-Every form is run on a small IntBMoE layer and held against the specification in float64, outputs and gradients.
+Every form is run on a small IntBMoE layer and held against the specification in float64, outputs and, in training,
+gradients.
 """
 
 import copy
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from intbmoe.methods.intbmoe import IntBMoE
+from intbmoe.ops import native
 from intbmoe.ops.triton_support import INSTALLED, usable
 from intbmoe.parts.blocks import choose_form
 
@@ -38,7 +40,7 @@ class Finding(NamedTuple):
 
 def examine() -> list[Finding]:
     """Everything, in the order to print it."""
-    return [*_machine(), *_packages(), *(_check(*case) for case in _cases())]
+    return [*_machine(), *_packages(), *(_check(case) for case in _cases())]
 
 
 def _machine() -> list[Finding]:
@@ -56,7 +58,7 @@ def _machine() -> list[Finding]:
 
 def _packages() -> list[Finding]:
     triton = "not installed: a GPU runs the plain forms, which are slower"
-    found = [Finding("triton", _version("triton") if INSTALLED else triton)]
+    found = [Finding("triton", _version("triton") if INSTALLED else triton), Finding("native library", native.STATUS)]
     for extra, modules in EXTRAS.items():
         missing = [module for module in modules if find_spec(module) is None]
         value = "installed" if not missing else f"{', '.join(missing)} missing: pip install 'intbmoe[{extra}]'"
@@ -71,46 +73,59 @@ def _version(package: str) -> str:
         return "installed"
 
 
-def _cases() -> list[tuple[torch.device, torch.dtype, str | None]]:
-    cases = [
-        (torch.device("cpu"), torch.float64, None),
-        (torch.device("cpu"), torch.float32, None),
-        (torch.device("cpu"), torch.bfloat16, None),
-    ]
+class _Case(NamedTuple):
+    """One way to run a layer."""
+
+    device: torch.device
+    dtype: torch.dtype
+    form: str | None = None
+    gradients: bool = True
+
+
+def _cases() -> list[_Case]:
+    device = torch.device("cpu")
+    cases = [_Case(device, dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+    cases += [_Case(device, dtype, gradients=False) for dtype in native.DTYPES]
     if torch.cuda.is_available():
         device = torch.device("cuda")
-        cases += [(device, torch.float32, None), (device, torch.bfloat16, None), (device, torch.bfloat16, "tiled")]
+        cases += [_Case(device, torch.float32), _Case(device, torch.bfloat16), _Case(device, torch.bfloat16, "tiled")]
     return cases
 
 
-def _check(device: torch.device, dtype: torch.dtype, form: str | None) -> Finding:
+def _check(case: _Case) -> Finding:
     """Run a small layer and compare; any exception is a finding too."""
-    like = torch.empty(0, dtype=dtype, device=device)
-    chosen = form or choose_form(like)
-    name = f"IntBMoE on {device.type} in {str(dtype).removeprefix('torch.')}"
+    like = torch.empty(0, dtype=case.dtype, device=case.device)
+    with torch.set_grad_enabled(case.gradients):
+        chosen = case.form or choose_form(like)
+    inference = "" if case.gradients else ", inference"
+    name = f"IntBMoE on {case.device.type} in {str(case.dtype).removeprefix('torch.')}{inference}"
     kernels = ", by Triton" if chosen == "fused" and usable(like) else ""
     try:
-        error = _distance(device, dtype, form)
+        error = _distance(case)
     except Exception as failure:  # a broken driver, a missing compiler: what doctor is there to tell
         return Finding(name, f"form {chosen}{kernels}: {type(failure).__name__}: {failure}", False)
-    good = error <= BOUNDS[dtype]
+    good = error <= BOUNDS[case.dtype]
     verdict = "right" if good else "WRONG"
     return Finding(name, f"form {chosen}{kernels}: {verdict}, {error:.1e} from float64", good)
 
 
-def _distance(device: torch.device, dtype: torch.dtype, form: str | None) -> float:
+def _distance(case: _Case) -> float:
     """The largest relative distance of outputs and of all gradients taken together from the specification's."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        layer = IntBMoE(64, 128, experts=4, blocks=4).to(dtype)
-        x = torch.randn(2, 96, 64).to(dtype)
-        probe = torch.randn(2, 96, 64).to(dtype)
+        layer = IntBMoE(64, 128, experts=4, blocks=4).to(case.dtype)
+        x = torch.randn(2, 96, 64).to(case.dtype)
+        probe = torch.randn(2, 96, 64).to(case.dtype)
     exact = copy.deepcopy(layer).double()
     exact.form = "naive"
-    layer = layer.to(device)
-    layer.form = form
+    layer = layer.to(case.device)
+    layer.form = case.form
+    if not case.gradients:
+        with torch.no_grad():
+            found, expected = layer(x.to(case.device)).double().cpu(), exact(x.double())
+        return float((found - expected).norm() / expected.norm())
     expected = _run(exact, x.double(), probe.double())
-    found = _run(layer, x.to(device), probe.to(device))
+    found = _run(layer, x.to(case.device), probe.to(case.device))
     pairs = [(found[0], expected[0]), (torch.cat(found[1:]), torch.cat(expected[1:]))]
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 

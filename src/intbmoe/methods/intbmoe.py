@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require, require_bool, require_finite, require_positive_int
 from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing
+from intbmoe.ops import native
 from intbmoe.ops.blocks import Blocks
 from intbmoe.ops.compose import Recipe, compose
 from intbmoe.ops.composed_mm import Pooled
@@ -180,7 +181,7 @@ class BlockLayer(MoELayer):
         form = self.form or choose_form(rows.new_empty(0, dtype=dtype))
         plain = form != "fused"  # that form runs Triton's kernels, and no other does
         scores, tokens = self.router(rows, dtype, plain=plain)
-        ids, weights = route(scores, self.config.top_k, plain=plain)
+        ids, weights = route(scores, self.config.top_k, plain=form not in ("fused", "native"))
         if mask is not None:
             ids = mask_choices(ids, mask)
             weights = torch.where(ids < 0, 0, weights)
@@ -200,7 +201,8 @@ class BlockLayer(MoELayer):
     def extra_repr(self) -> str:
         c = self.config
         widths = "→".join(str(width) for width in c.widths)
-        return f"{widths}, experts={c.experts}, blocks={c.blocks}, top_k={c.top_k}, form={self.form or 'auto'}"
+        form = self.form or ("auto" if native.LIBRARY else "auto without the compiled library")
+        return f"{widths}, experts={c.experts}, blocks={c.blocks}, top_k={c.top_k}, form={form}"
 
 
 @register("intbmoe", title="IntBMoE", paper="Cheng et al., 2026", participation="dense")

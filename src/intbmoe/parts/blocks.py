@@ -1,6 +1,7 @@
-"""How tokens run through composed blocks: one of four forms, all of the same outputs and gradients.
+"""How tokens run through composed blocks: one of five forms, all of the same outputs and gradients.
 
 fused      Triton kernels around torch's grouped GEMM: on a GPU
+native     one call of a compiled library: on the CPU without gradients, where it has been built
 grouped    torch's grouped GEMM and plain operations: on the CPU
 tiled      plain torch throughout: float64, export, other devices
 naive      a loop over blocks: the specification
@@ -10,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from intbmoe.ops.blocks import Blocks, naive
+from intbmoe.ops import native as native_library
+from intbmoe.ops.blocks import Blocks, naive, native
 from intbmoe.ops.composed_mm import multiply
 from intbmoe.ops.dprg import dprg
 from intbmoe.ops.grouped_mm import choose_form as choose_product
@@ -20,12 +22,14 @@ from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
 from intbmoe.parts.router import count_choices
 from intbmoe.precision import cast, linear, wide
 
-FORMS = ("fused", "grouped", "tiled", "naive")
+FORMS = ("fused", "native", "grouped", "tiled", "naive")
 
 
 def choose_form(x: Tensor) -> str:
-    """The fastest form for inputs like ``x``: by device and type, and whether Triton is there."""
-    return "fused" if usable(x) else choose_product(x)
+    """The fastest form for inputs like ``x``: by device, type and gradients, and what is there to run it."""
+    if usable(x):
+        return "fused"
+    return "native" if native_library.usable(x) else choose_product(x)
 
 
 def run_blocks(
@@ -49,6 +53,9 @@ def run_blocks(
 
         plan = permute(ids, count)
         return fused.run_blocks(x, weights, shared, blocks, plan, dtype), plan.counts
+    if form == "native":
+        native_library.require_usable(x)
+        return native.run_blocks(x, ids, weights, shared, blocks)
     if form == "naive":
         y, load = naive.run_blocks(x, ids, weights, blocks), count_choices(ids, count)
     else:

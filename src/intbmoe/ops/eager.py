@@ -1,0 +1,24 @@
+"""When operations run at once, on numbers that are there: what may then be asked, and what may be spared."""
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def readable(x: Tensor) -> bool:
+    """Whether a number can be read from ``x`` without waiting for a device or breaking a graph."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    # A plain tensor: one that only stands for its shape and type (FakeTensorMode) has no number to ask for.
+    return type(x) is Tensor and x.is_cpu
+
+
+def unobserved(x: Tensor) -> bool:
+    """Whether nothing differentiates, traces, maps or counts what is done to ``x``."""
+    return (
+        readable(x)
+        and not torch.is_grad_enabled()
+        and torch._C._len_torch_dispatch_stack() == 0  # FlopCounterMode and the like
+        and torch._C._functorch.maybe_current_level() is None  # vmap, jvp
+        and forward_ad._current_level < 0  # dual tensors, which no_grad does not switch off
+    )

@@ -1,0 +1,78 @@
+"""The library compiled from ``native.c``: whether it is there, and when it may run.
+
+It is optional: installing the package builds it where there is gcc, and without it torch's operations run. It takes
+plain tensors on the CPU in float32 or float64 and gives no gradients, so it runs only where nothing differentiates,
+traces or counts (``usable``).
+"""
+
+import ctypes
+import os
+import zlib
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from intbmoe.ops.eager import unobserved
+
+DTYPES = (torch.float32, torch.float64)
+SOURCES = ("native.c", "instructions.h", "kernels.h")
+
+
+def checksum() -> int:
+    """Of the sources beside this file; ``setup.py`` compiles the same number into the library."""
+    folder = Path(__file__).parent
+    return zlib.crc32(b"".join((folder / name).read_bytes() for name in SOURCES))
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None, and in words what it is or why it is not used."""
+    if os.environ.get("INTBMOE_NATIVE") == "0":
+        return None, "switched off by INTBMOE_NATIVE=0"
+    found = find_spec("intbmoe.ops.native._library")
+    if found is None or found.origin is None:
+        return None, "not built: install intbmoe (pip install -e .) where there is gcc"
+    try:
+        library = ctypes.CDLL(found.origin)
+        library.intbmoe_source.restype = ctypes.c_uint32
+        built_from = library.intbmoe_source()
+    except (OSError, AttributeError) as error:
+        return None, f"cannot be loaded: {error}"
+    if built_from != checksum():
+        return None, f"{found.origin} was built from other sources: install intbmoe again (pip install -e .)"
+    library.intbmoe_select.restype = ctypes.c_char_p
+    library.intbmoe_scratch_bytes.restype = ctypes.c_int64
+    library.intbmoe_run_blocks.restype = None
+    library.intbmoe_route.restype = None
+    library.intbmoe_route.argtypes = [*[ctypes.c_int64] * 5, *[ctypes.c_void_p] * 3]
+    return library, f"built, uses {library.intbmoe_select(b'').decode()} instructions"
+
+
+LIBRARY, STATUS = _load()
+
+
+def usable(x: Tensor) -> bool:
+    """Whether the library runs on numbers like those of ``x``, here and now."""
+    # In this order: a compiler knows the first, and must not see the rest.
+    return unobserved(x) and LIBRARY is not None and x.dtype in DTYPES
+
+
+def require_usable(x: Tensor) -> None:
+    """An error that says why the library does not run on ``x``, if it does not."""
+    if LIBRARY is None:
+        raise RuntimeError(f"form 'native' needs the compiled library, which is {STATUS}")
+    if not usable(x):
+        gradients = "on" if torch.is_grad_enabled() else "off"
+        raise RuntimeError(
+            f"form 'native' runs eagerly without gradients (torch.no_grad, torch.inference_mode) on the CPU in float32 "
+            f"or float64; here x is {x.dtype} on {x.device}, gradients are {gradients}: "
+            f"leave layer.form None to have the form chosen"
+        )
+
+
+def address(x: Tensor, dtype: torch.dtype) -> int:
+    """Where the numbers of ``x`` lie; an error if they are not ``dtype`` in rows in the CPU's memory."""
+    if x.dtype != dtype or not x.is_cpu or (x.stride(-1) != 1 and x.shape[-1] > 1):
+        raise TypeError(f"expected {dtype} on the CPU with entries of a row side by side, got {x.dtype} on {x.device}")
+    return x.data_ptr()

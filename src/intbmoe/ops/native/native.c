@@ -1,0 +1,207 @@
+/* IntBMoE's blocks on the CPU without gradients, from tokens to weighted sums in one call.
+ *
+ * At a few hundred tokens most of the time of the layer is not arithmetic: operations of 10 µs each, rows written
+ * and read between them, and products of some ten rows that two threads share badly. Here each thread takes some rows
+ * of one block all the way through, in memory that stays in its cache.
+ *
+ * ``kernels.h`` has the arithmetic, in float and double, compiled for three sets of instructions; which one runs is
+ * decided when the library is loaded. ctypes calls the functions that are not static; ``ops/blocks/naive.py`` and
+ * ``ops/route/naive.py`` are their specification.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#define API __attribute__((visibility("default")))
+#define RMS_EPS 1e-8
+#define LAYER_NORM_EPS 1e-5
+#define FEWEST_ROWS 12 /* that a thread takes at once: the rest waits */
+#define MOST_ROWS 128  /* beyond these, what a thread holds leaves its cache */
+#define TOKENS_AT_ONCE 512
+
+/* What ``ops/blocks/native.py`` fills in; the two must agree field by field. Widths are d_0 … d_L. */
+typedef struct {
+    int64_t tokens, choices, blocks, layers, threads, is_double;
+    const int64_t *widths;
+    const void *x;
+    int64_t x_stride;
+    const void *token_term, *block_term; /* (tokens, d) and (blocks, d) of the filter, or NULL */
+    const int64_t *ids;                  /* (tokens, choices), −1 for none */
+    const void *route_weights;           /* (tokens, choices) */
+    const void *shared;                  /* (tokens, d) or NULL */
+    int64_t shared_stride;
+    const void **weights, **biases, **gains, **norm_gains, **norm_shifts; /* one of each an internal layer */
+    const void *scale;                                                   /* λ; NULL without a gate */
+    void *y;
+    int64_t *load;
+    void *scratch;
+    /* The rest is filled in here. */
+    int64_t *token, *row_of, *end;
+    void *rows;
+    int64_t most_inner, most_columns, rows_at_once;
+} Problem;
+
+static const double inverse_factorial[] = {
+    1.0, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320, 1.0 / 362880, 1.0 / 3628800,
+    1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800,
+};
+
+typedef struct {
+    const char *name;
+    struct {
+        void (*run_rows)(const Problem *, int64_t block, int64_t first, int64_t rows, void *scratch);
+        void (*combine)(const Problem *, int64_t first, int64_t end);
+        void (*route)(int64_t first, int64_t end, int64_t blocks, int64_t choices, const void *, int64_t *, void *);
+    } of[2]; /* float, double */
+} Kernels;
+
+#define JOIN_(a, b, c) a##_##b##_##c
+#define JOIN(a, b, c) JOIN_(a, b, c)
+#define TABLE_(set) set##_kernels
+#define TABLE(set) TABLE_(set)
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+
+#define SET plain
+#define VECTOR_BYTES 16
+#define ROWS_AT_ONCE 4
+#include "instructions.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define X86
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define SET avx2
+#define VECTOR_BYTES 32
+#define ROWS_AT_ONCE 6
+#include "instructions.h"
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512dq,avx512vl,avx512bw,avx2,fma")
+#define SET avx512
+#define VECTOR_BYTES 64
+#define ROWS_AT_ONCE 12
+#include "instructions.h"
+#pragma GCC pop_options
+#endif
+
+static const Kernels *kernels = &plain_kernels;
+
+/* Use the instructions so named, or with "" the best there are; their name, or NULL when the CPU has them not. */
+API const char *intbmoe_select(const char *name) {
+    const Kernels *found = !*name || !strcmp(name, "plain") ? &plain_kernels : NULL;
+#ifdef X86
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
+    if (avx2 && (!*name || !strcmp(name, "avx2"))) found = &avx2_kernels;
+    if (avx512 && (!*name || !strcmp(name, "avx512"))) found = &avx512_kernels;
+#endif
+    if (found) kernels = found;
+    return found ? found->name : NULL;
+}
+
+/* SOURCE is a checksum of these files, so that a library built from older ones can be told. */
+API uint32_t intbmoe_source(void) { return SOURCE; }
+
+static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t round_up(int64_t bytes) { return (bytes + 127) / 128 * 128; }
+
+/* Bytes that a thread needs for itself: a panel of a weight, its rows, and their product. */
+static int64_t thread_bytes(const Problem *p) {
+    int64_t size = p->is_double ? sizeof(double) : sizeof(float);
+    int64_t product = round_up(p->most_columns * size);
+    return round_up(p->most_inner * 128 + p->rows_at_once * (p->most_inner * size + product));
+}
+
+/* Bytes of ``scratch``; fills in the sizes that it and ``intbmoe_run_blocks`` need. */
+API int64_t intbmoe_scratch_bytes(Problem *p) {
+    const int64_t assignments = p->tokens * p->choices;
+    p->most_inner = p->most_columns = 0;
+    for (int64_t layer = 0; layer < p->layers; layer++) {
+        p->most_inner = max(p->most_inner, p->widths[layer]);
+        p->most_columns = max(p->most_columns, (p->scale ? 2 : 1) * p->widths[layer + 1]);
+    }
+    p->threads = max(1, min(p->threads, p->blocks + assignments / FEWEST_ROWS)); /* more would find nothing to do */
+    /* Twice as many pieces as threads, so that uneven ones even out; but each reads its block's weights. */
+    p->rows_at_once = min(MOST_ROWS, max(FEWEST_ROWS, assignments / (2 * p->threads) + 1));
+    int64_t rows = assignments * p->widths[0] * (p->is_double ? sizeof(double) : sizeof(float));
+    int64_t places = (2 * assignments + p->blocks) * sizeof(int64_t);
+    return 128 + round_up(rows) + round_up(places) + p->threads * thread_bytes(p);
+}
+
+/* A counting sort: the token of each row, the row of each choice, where each block's rows end. */
+static void sort_by_block(Problem *p) {
+    const int64_t assignments = p->tokens * p->choices;
+    memset(p->load, 0, p->blocks * sizeof(int64_t));
+    for (int64_t i = 0; i < assignments; i++)
+        if (p->ids[i] >= 0) p->load[p->ids[i]]++;
+    int64_t rows = 0;
+    for (int64_t b = 0; b < p->blocks; b++) {
+        p->end[b] = rows; /* its start, until its rows are placed */
+        rows += p->load[b];
+    }
+    for (int64_t i = 0; i < assignments; i++) {
+        p->row_of[i] = p->ids[i] < 0 ? -1 : p->end[p->ids[i]]++;
+        if (p->row_of[i] >= 0) p->token[p->row_of[i]] = i / p->choices;
+    }
+}
+
+static int64_t pieces_of(const Problem *p, int64_t block) {
+    return (p->load[block] + p->rows_at_once - 1) / p->rows_at_once;
+}
+
+/* The piece-th piece of all blocks' rows, one block after the other. */
+static void run_piece(const Problem *p, int64_t piece, void *scratch) {
+    int64_t block = 0, pieces;
+    while (piece >= (pieces = pieces_of(p, block))) {
+        piece -= pieces;
+        block++;
+    }
+    int64_t rows = p->load[block], start = p->end[block] - rows;
+    int64_t first = rows * piece / pieces, end = rows * (piece + 1) / pieces;
+    kernels->of[p->is_double].run_rows(p, block, start + first, end - first, scratch);
+}
+
+/* Ids are trusted to lie in −1 … blocks − 1. */
+API void intbmoe_run_blocks(Problem *p) {
+    const int64_t assignments = p->tokens * p->choices, own = thread_bytes(p);
+    char *free = (char *)round_up((int64_t)p->scratch);
+    p->rows = free;
+    free += round_up(assignments * p->widths[0] * (p->is_double ? sizeof(double) : sizeof(float)));
+    p->token = (int64_t *)free;
+    p->row_of = p->token + assignments;
+    p->end = p->row_of + assignments;
+    free += round_up((2 * assignments + p->blocks) * sizeof(int64_t));
+    sort_by_block(p);
+    int64_t pieces = 0;
+    for (int64_t b = 0; b < p->blocks; b++) pieces += pieces_of(p, b);
+#pragma omp parallel num_threads(p->threads) if (p->threads > 1)
+    {
+#ifdef _OPENMP
+        const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#else
+        const int64_t thread = 0, threads = 1;
+#endif
+#pragma omp for schedule(dynamic)
+        for (int64_t piece = 0; piece < pieces; piece++) run_piece(p, piece, free + thread * own);
+        kernels->of[p->is_double].combine(p, p->tokens * thread / threads, p->tokens * (thread + 1) / threads);
+    }
+}
+
+/* Scores (tokens, blocks) → ids and weights (tokens, choices). */
+API void intbmoe_route(int64_t is_double, int64_t threads, int64_t tokens, int64_t blocks, int64_t choices,
+                       const void *scores, int64_t *ids, void *weights) {
+    const int64_t pieces = (tokens + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && pieces > 1)
+    for (int64_t piece = 0; piece < pieces; piece++)
+        kernels->of[is_double].route(piece * TOKENS_AT_ONCE, min(tokens, (piece + 1) * TOKENS_AT_ONCE), blocks, choices,
+                                     scores, ids, weights);
+}
