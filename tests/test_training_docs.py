@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from intbmoe.analysis.compare import CompareOptions
-from intbmoe.cli import COMMANDS, TrainOptions, main
+from intbmoe.cli import COMMANDS, main
+from intbmoe.commands.training import TrainOptions
 from intbmoe.overrides import parse_recipe
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import find_variants

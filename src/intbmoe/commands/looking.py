@@ -1,0 +1,134 @@
+"""Commands that look: inside a run, at what there is, at what it costs, at this machine."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from intbmoe.commands.terminal import explained, say, show
+from intbmoe.registry import Method, find_method, list_methods
+
+
+def analyse(
+    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
+    split: Literal["valid", "test"] = "valid",
+    examples: int = 1000,
+    redraw: bool = False,
+) -> None:
+    """Look inside a finished run's model: what its experts do, where its tokens go; a report in RUN/analysis.
+
+    Args:
+        run: A run directory: runs/<recipe>/<method>/<seed>.
+        split: Which examples.
+        examples: At most so many of them, evenly spread; more make small differences surer.
+        redraw: Compute nothing, draw the pictures again from the data of an earlier analysis.
+    """
+    with explained(ModuleNotFoundError):
+        from intbmoe.analysis import analyse as analysis
+        from intbmoe.tasks import DataError
+        from intbmoe.train import TrainingError
+    with explained(TrainingError, DataError, ValueError, ModuleNotFoundError):
+        if redraw:
+            say("\n".join(str(path) for path in analysis.redraw(run / analysis.FOLDER)))
+            return
+        with Console(stderr=True).status("") as status:
+            folder = analysis.analyse(run, analysis.AnalyseOptions(split, examples), status.update)
+    for part, reason in analysis.read_summary(folder)["left_out"].items():
+        say(f"left out: {part}: {reason}")
+    say(f"analysed: {folder}\nlook at it: {folder / 'report.html'}")
+
+
+def recipes() -> None:
+    """List the recipes for train and compare, and the sets for compare --methods."""
+    with explained(ModuleNotFoundError):
+        from intbmoe.recipes import SETS, describe_recipe, list_recipes, load_recipe
+    table = Table("recipe", "task", "length", "batch", "about")
+    for name in list_recipes():
+        recipe = load_recipe(name)
+        train = recipe.train
+        length = f"{train.epochs:g} epochs" if train.steps is None else f"{train.steps:,} steps"
+        table.add_row(name, recipe.task, length, str(train.batch), describe_recipe(name))
+    show(table)
+    table = Table("set", "for compare --methods")
+    for name, found in SETS.items():
+        table.add_row(name, found.summary)
+    show(table)
+
+
+def methods(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False) -> None:
+    """List the methods that intbmoe.create() knows, with their traits.
+
+    Args:
+        as_json: Print a JSON list instead of a table.
+    """
+    rows = [_traits(find_method(name)) for name in list_methods()]
+    if as_json:
+        say(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    table = Table("name", "title", "participation", "causal", "paper")
+    for row in rows:
+        causal = "yes" if row["causal"] else f"no: {row['noncausal_reason']}"
+        table.add_row(row["name"], row["title"], row["participation"], causal, row["paper"])
+    show(table)
+
+
+def _traits(method: Method) -> dict[str, object]:
+    reason = method.noncausal_reason()
+    return {
+        "name": method.name,
+        "title": method.title,
+        "participation": method.participation,
+        "causal": reason is None,
+        "noncausal_reason": reason,
+        "paper": method.paper,
+    }
+
+
+def cost(
+    setting: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SETTING")]],
+    markdown: bool = False,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    attention: bool = False,
+    sweep: Literal["experts"] | None = None,
+    output: Path | None = None,
+) -> None:
+    """Measure parameters, activated parameters and FLOPs of every method, beside the paper's figures.
+
+    Args:
+        setting: One of the paper's experiments: imagenet, minipile or inttravel.
+        markdown: Print Markdown instead of a table for the terminal.
+        as_json: Print JSON with raw integers.
+        attention: Count attention's score and value products too.
+        sweep: Instead of the methods, IntBMoE with 1 to 128 experts: FLOPs and peak memory, printed and drawn.
+        output: Where the sweep's picture goes. Default: cost_experts.png.
+    """
+    from intbmoe.analysis import cost_report
+
+    if markdown and as_json:
+        sys.exit("--markdown and --json exclude each other")
+    if output is not None and sweep is None:
+        sys.exit("--output is the picture of a sweep: add --sweep experts")
+    form = "json" if as_json else "markdown" if markdown else "text"
+    with explained(KeyError, ModuleNotFoundError):
+        if sweep is None:
+            cost_report.print_cost(setting, form=form, attention=attention)
+        else:
+            cost_report.print_sweep(setting, output or Path("cost_experts.png"), form=form, attention=attention)
+
+
+def doctor() -> None:
+    """Say what this machine has, how a layer runs on it, and whether it runs right."""
+    from intbmoe.doctor import examine
+
+    table = Table("what", "found", show_header=False)
+    findings = examine()
+    for finding in findings:
+        table.add_row(finding.name, escape(finding.value), style="bold red" if finding.good is False else None)
+    show(table)
+    if any(finding.good is False for finding in findings):
+        sys.exit("intbmoe: something above does not work as it should")

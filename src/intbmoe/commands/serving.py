@@ -1,0 +1,84 @@
+"""Commands that make an artifact of a run, and answer with it."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from intbmoe.commands.terminal import explained, say
+from intbmoe.serve.settings import Settings
+
+
+def export(
+    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
+    to: Path,
+    format: tyro.conf.UseAppendAction[tuple[Literal["onnx", "aoti"], ...]] = (),
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    no_precompose: bool = False,
+) -> None:
+    """Make an artifact of a finished run, for serving: checked against the trained model, or not written at all.
+
+    Args:
+        run: A run directory: runs/<recipe>/<method>/<seed>.
+        to: The folder to write; an older artifact there is replaced.
+        format: Besides, the model for ONNX Runtime (onnx) or compiled ahead of time (aoti); may be repeated.
+        dtype: The type of the weights.
+        no_precompose: Keep IntBMoE's pools and compose at every request, for comparison.
+    """
+    with explained(ModuleNotFoundError):
+        from intbmoe.export import ExportError
+        from intbmoe.export.export import describe, export_run
+        from intbmoe.tasks import DataError
+        from intbmoe.train import TrainingError
+    refusals = (ExportError, TrainingError, DataError, ValueError, ModuleNotFoundError, OSError)
+    with explained(*refusals), Console(stderr=True).status("") as status:
+        options = {"dtype": dtype, "formats": format, "precompose": not no_precompose}
+        artifact = export_run(run, to, **options, tell=status.update)
+    say(describe(artifact))
+
+
+def generate(
+    artifact: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="ARTIFACT")]],
+    prompt: str,
+    max_tokens: int | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    device: str = "cpu",
+) -> None:
+    """Continue a text with an exported language model: intbmoe generate ARTIFACT --prompt "def ".
+
+    Args:
+        artifact: What intbmoe export wrote.
+        prompt: The text to continue; empty for a new one.
+        max_tokens: Most new tokens. Default: 64, or as many as the model was trained to see.
+        temperature: 0 takes the likeliest token; more is more varied.
+        seed: Decides what is drawn where the temperature is not 0.
+        device: Where the model runs, such as cuda.
+    """
+    with explained(ValueError, RuntimeError, ModuleNotFoundError):
+        from intbmoe.export.predictors.generate import continue_text
+
+        request = {"prompt": prompt, "temperature": temperature, "seed": seed}
+        request |= {} if max_tokens is None else {"max_tokens": max_tokens}
+        for text in continue_text(artifact, request, device):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    say("")
+
+
+def serve(settings: Annotated[Settings, tyro.conf.OmitArgPrefixes]) -> None:
+    """Answer requests over HTTP with an exported model: intbmoe serve ARTIFACT --port 8000 --budget-ms 60 --workers 2.
+
+    A page to try it is at http://127.0.0.1:8000/. SIGTERM and Ctrl-C end it when what is under way is answered; SIGHUP
+    loads the artifact anew.
+    """
+    with explained(ModuleNotFoundError):
+        from intbmoe.serve import require_packages
+
+        require_packages()
+        from intbmoe.serve.crew import StartError
+        from intbmoe.serve.supervisor import serve as run_server
+    with explained(StartError, OSError, ValueError):
+        run_server(settings, say)

@@ -1,0 +1,33 @@
+"""What the commands share: what is printed, and how errors end a program."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show(table: Table) -> None:
+    """Print a table."""
+    # Away from a terminal there is no width to fit into, and a cell broken over lines cannot be searched.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def say(text: str) -> None:
+    """Print a line."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()  # a server's line is waited for
+
+
+@contextmanager
+def explained(*kinds: type[Exception]) -> Iterator[None]:
+    """Errors whose messages are for the person at the keyboard end the program with the message alone."""
+    try:
+        yield
+    except kinds as error:
+        # A KeyError shows its message in quotes; a missing module's says what to install where it is one of ours.
+        message = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
+        if isinstance(error, ModuleNotFoundError) and "pip install" not in message:
+            message = f"{message}: training needs more packages, pip install 'intbmoe[train]'"
+        sys.exit(f"intbmoe: {message}")

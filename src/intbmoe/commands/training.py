@@ -1,0 +1,141 @@
+"""Commands that train and compare, and make data ready."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from intbmoe.checks import did_you_mean
+from intbmoe.commands.terminal import explained, say
+
+Unparsed = tyro.conf.Positional[list[str]]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What ``train`` takes beside the recipe's settings."""
+
+    root: Path = Path("runs")
+    """Where runs are kept."""
+    quiet: bool = False
+    """No progress, only where the run is."""
+
+
+def train(args: Unparsed) -> None:
+    """Train one model: intbmoe train RECIPE [--moe.name switch --train.epochs 3 …].
+
+    Every setting of the recipe is an option. The same command goes on with a run that was interrupted.
+    """
+    with explained(KeyError, ValueError, OSError, ModuleNotFoundError):
+        from intbmoe.overrides import parse_recipe
+
+        recipe, options = parse_recipe("train", TrainOptions(), args, _first_line(train))
+        from intbmoe.tasks import DataError
+        from intbmoe.train import TrainingError
+        from intbmoe.train import train as run_training
+    with explained(TrainingError, DataError):
+        run = run_training(recipe, root=options.root, quiet=options.quiet)
+        if int(os.environ.get("RANK", "0")) == 0:
+            test = "  ".join(f"{name} {value:.4f}" for name, value in run.result["test"].items())
+            say(f"finished: {run.path}\ntest: {test}\nevaluate it again: intbmoe eval {run.path}")
+
+
+def evaluate(
+    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
+    split: Literal["test", "valid"] = "test",
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
+    """Evaluate a finished run's model.
+
+    Args:
+        run: A run directory: runs/<recipe>/<method>/<seed>.
+        split: Which examples.
+        as_json: Print JSON with all digits.
+    """
+    with explained(ModuleNotFoundError):
+        from intbmoe.tasks import DataError
+        from intbmoe.train import TrainingError
+        from intbmoe.train import evaluate as evaluate_run
+    with explained(TrainingError, DataError):
+        metrics = evaluate_run(run, split)
+    if as_json:
+        say(json.dumps(metrics, indent=2))
+    else:
+        say("\n".join(f"{split} {name}: {value:.4f}" for name, value in metrics.items()))
+
+
+def compare(args: Unparsed) -> None:
+    """Compare methods: intbmoe compare RECIPE --methods all --seeds 3.
+
+    Trains what is not finished, several runs side by side, and prints accuracy, parameters and FLOPs. --methods takes
+    methods and sets (all, ablations, compute, K, k, E, L) with commas between them. Every setting of the recipe is an
+    option.
+    """
+    with explained(KeyError, ValueError, OSError, ModuleNotFoundError):
+        from intbmoe.analysis.compare import CompareOptions
+        from intbmoe.analysis.compare_report import compare as run_comparison
+        from intbmoe.overrides import parse_recipe
+        from intbmoe.tasks import DataError
+        from intbmoe.train import TrainingError
+
+        recipe, options = parse_recipe("compare", CompareOptions(), args, _first_line(compare))
+        if recipe.moe.label is not None:
+            raise ValueError("--moe.label is the comparison's own choice: give it a name with --name")
+    with explained(TrainingError, DataError, ValueError, KeyError):
+        status = run_comparison(recipe, options, _without(args, "--methods", "--seeds", "--jobs", "--root"))
+    sys.exit(status)
+
+
+def prepare(
+    name: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="NAME")]],
+    source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="SOURCE")]],
+    target: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="TARGET")]],
+    skip_bad: bool = False,
+) -> None:
+    """Make large data ready for training, once: intbmoe prepare NAME SOURCE TARGET.
+
+    Can be interrupted: the same command goes on from what is finished. TARGET is then the recipe's --data.path.
+
+    Args:
+        name: minipile, wikipedia or inttravel.
+        source: The folder with the original files.
+        target: The folder to write.
+        skip_bad: Count malformed rows and leave them out; without it the first one stops the preparation.
+    """
+    with explained(ModuleNotFoundError):
+        from intbmoe.tasks import DataError
+        from intbmoe.tasks.preparation import PREPARATIONS
+        from intbmoe.train.progress import PreparationProgress
+    if name not in PREPARATIONS:
+        sys.exit(f"intbmoe: no data to prepare is called {name!r}: {did_you_mean(name, PREPARATIONS)}")
+    try:
+        with explained(DataError, OSError, ModuleNotFoundError), PreparationProgress() as progress:
+            counted = PREPARATIONS[name].run(source, target, skip_bad=skip_bad, progress=progress.show)
+    except KeyboardInterrupt:
+        sys.exit(f"stopped: intbmoe prepare {name} {source} {target} goes on from what is finished")
+    say(
+        "\n".join(
+            f"{key}: {value:,}" if isinstance(value, int) else f"{key}: {value}" for key, value in counted.items()
+        )
+    )
+    say(f"ready: {target}\ntrain on it: intbmoe train {name} --data.path {target}")
+
+
+def _without(args: Sequence[str], *options: str) -> list[str]:
+    """``args`` less these options and their values."""
+    kept, values = [], iter(args)
+    for argument in values:
+        if argument in options:
+            next(values, None)
+        elif argument.partition("=")[0] not in options:
+            kept.append(argument)
+    return kept
+
+
+def _first_line(command: Callable[..., None]) -> str:
+    return (command.__doc__ or "").splitlines()[0]

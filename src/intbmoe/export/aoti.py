@@ -1,0 +1,33 @@
+"""The model compiled ahead of time, weights included: an AOTInductor package for this kind of machine.
+
+``torch._inductor.aoti_load_package`` runs it, from Python or C++, without the model's source. Compiling takes a C++
+compiler, and minutes for a large model.
+"""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.export.errors import ExportError
+from intbmoe.export.graphs import Graph, trace
+
+
+def write_aoti(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path: Path) -> list[Path]:
+    """Write ``model``, whose inputs are those of ``graph``; returns the files."""
+    program = trace(graph, model, example)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        except Exception as error:  # the compiler's errors have no common type
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ExportError(f"AOTInductor cannot compile this model: {first}") from error
+    return [path]
+
+
+def load_aoti(graph: Graph, path: Path) -> Callable[..., Tensor]:
+    """A function that runs the package."""
+    return torch._inductor.aoti_load_package(str(path))

@@ -1,0 +1,186 @@
+"""The artifact: what serving needs of a run, in one folder, without pickle.
+
+artifact.json             what it is: format_version, task, method, recipe, dtype, precomposed, metrics of the run, the
+                          parity that was checked with its tolerance, formats, and the SHA-256 of every other file
+model.safetensors         the weights, IntBMoE's composed: no pool, so the size does not depend on E
+catalogue.json            what the numbers mean that go in and come out (``catalogue.py``)
+catalogue.safetensors     the same, where there is much of it: places and their codes
+tokenizer.json            of text that was not read as bytes
+golden.json               requests, and the answers that this model gave when it was exported
+model.onnx, model.pt2     on request: for ONNX Runtime, and an AOTInductor package
+
+``export.py`` writes one, ``load_artifact`` opens it.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.checks import did_you_mean
+from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
+
+FORMAT_VERSION = 1
+ABOUT = "artifact.json"
+MODEL = "model.safetensors"
+CATALOGUE = "catalogue.json"
+CATALOGUE_TENSORS = "catalogue.safetensors"
+TOKENIZER = "tokenizer.json"
+GOLDEN = "golden.json"
+ONNX = "model.onnx"
+AOTI = "model.pt2"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+EXPORT_AGAIN = "export the run again: intbmoe export RUN --to DIR"
+
+
+class ArtifactError(RuntimeError):
+    """A folder is not an artifact that this program can serve; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An artifact whose files have been checked against their digests."""
+
+    path: Path
+    about: Mapping[str, Any]
+    """The content of ``artifact.json``."""
+    version: str
+    """A short digest of all of the content: another model or another catalogue is another version."""
+
+    @property
+    def task(self) -> str:
+        """vision, language, travel or sequences."""
+        return self.about["task"]
+
+    @property
+    def method(self) -> str:
+        """The registered name of the mixture, "dense" where there is none."""
+        return self.about["method"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the large weights, and of floating-point inputs."""
+        return DTYPES[self.about["dtype"]]
+
+    @cached_property
+    def recipe(self) -> Any:
+        """The recipe of the run."""
+        from intbmoe.recipes import recipe_from_dict
+
+        try:
+            return recipe_from_dict(self.about["recipe"])
+        except (ValueError, TypeError) as error:
+            raise ArtifactError(
+                f"{self.path / ABOUT}: the recipe is not understood: {error}; {EXPORT_AGAIN}"
+            ) from error
+
+    @property
+    def catalogue(self) -> dict[str, Any]:
+        """What the numbers of this model mean; ``catalogue.py`` says what each task has there."""
+        return self.read_json(CATALOGUE)
+
+    @property
+    def catalogue_tensors(self) -> dict[str, Tensor]:
+        """The large part of the catalogue; empty where there is none."""
+        return self.read_tensors(CATALOGUE_TENSORS) if CATALOGUE_TENSORS in self.about["files"] else {}
+
+    @property
+    def golden(self) -> list[dict[str, Any]]:
+        """Requests with the answers they got at export: ``{"request": …, "answer": …}``."""
+        return self.read_json(GOLDEN) if GOLDEN in self.about["files"] else []
+
+    def model(self, device: str | torch.device = "cpu") -> nn.Module:
+        """The model on ``device``, in evaluation mode, in the types it was exported in.
+
+        It is laid out without memory and given the file's tensors: pools are never allocated, whatever E is.
+        """
+        model = make_skeleton(self.recipe, precomposed=self.about["precomposed"])
+        tensors = self.read_tensors(MODEL, device)
+        try:
+            model.load_state_dict(tensors, assign=True)
+        except RuntimeError as error:
+            raise ArtifactError(f"{self.path / MODEL} is of another model: {error}; {EXPORT_AGAIN}") from error
+        return model.requires_grad_(False).eval()
+
+    def file(self, name: str) -> Path:
+        """The path of a file that belongs to the artifact."""
+        if name not in self.about["files"]:
+            raise ArtifactError(f"{self.path} has no {name}: {did_you_mean(name, self.about['files'])}")
+        return self.path / name
+
+    def read_json(self, name: str) -> Any:
+        """The value of one of its JSON files."""
+        return _parse_json(self.file(name))
+
+    def read_tensors(self, name: str, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+        """The tensors of one of its safetensors files."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            tensors = load_file(self.file(name), device=str(device))
+        except (SafetensorError, OSError) as error:
+            raise ArtifactError(f"{self.path / name} cannot be read: {error}; {EXPORT_AGAIN}") from error
+        # On the CPU these are maps of the file: it could change under a running server, and they are not aligned.
+        return {key: tensor.clone() if tensor.device.type == "cpu" else tensor for key, tensor in tensors.items()}
+
+
+def load_artifact(path: str | Path) -> Artifact:
+    """The artifact in a folder; raises ``ArtifactError`` unless its version is known and every file is as written."""
+    path = Path(path)
+    if not (path / ABOUT).is_file():
+        raise ArtifactError(f"{path} is not an artifact, it has no {ABOUT}: intbmoe export RUN --to {path} makes one")
+    about = _parse_json(path / ABOUT)
+    version = about.get("format_version") if isinstance(about, dict) else None
+    if version != FORMAT_VERSION:
+        raise ArtifactError(
+            f"{path / ABOUT} has format_version {version!r}, this program reads {FORMAT_VERSION}: "
+            f"use the version of intbmoe that wrote it, or {EXPORT_AGAIN}"
+        )
+    missing = [key for key in ("task", "method", "recipe", "dtype", "precomposed", "files") if key not in about]
+    if missing or about["dtype"] not in DTYPES or not isinstance(about["files"], dict):
+        raise ArtifactError(f"{path / ABOUT} is not what an export writes (lacking: {missing}): {EXPORT_AGAIN}")
+    for name, digest in about["files"].items():
+        if Path(name).name != name:
+            raise ArtifactError(f"{path / ABOUT} names a file outside its folder, {name!r}: it is not to be trusted")
+        if not (path / name).is_file():
+            raise ArtifactError(f"{path / name} is missing: copy the whole folder again, or {EXPORT_AGAIN}")
+        if file_digest(path / name) != digest:
+            raise ArtifactError(
+                f"{path / name} is truncated or altered, its SHA-256 is not the one in {ABOUT}: "
+                f"copy the whole folder again, or {EXPORT_AGAIN}"
+            )
+    return Artifact(path, about, file_digest(path / ABOUT)[:12])
+
+
+def make_skeleton(recipe: Any, *, precomposed: bool) -> nn.Module:
+    """The recipe's model on the meta device, where tensors have shapes and no memory."""
+    from intbmoe.tasks import make_task
+
+    with torch.device("meta"):
+        model = make_task(recipe).make_model()
+        if not precomposed:
+            return model
+        for name, layer in list(model.named_modules()):
+            if isinstance(layer, IntBMoE):
+                model.set_submodule(name, ComposedMoE(layer.config))
+    return model
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _parse_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path} is not whole JSON: {error}; {EXPORT_AGAIN}") from error

@@ -1,0 +1,173 @@
+"""``intbmoe export RUN --to DIR``: precompose, write, compare with the trained model, and only then keep it."""
+
+import copy
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from intbmoe.checks import require
+from intbmoe.export import aoti, artifact, onnx
+from intbmoe.export.artifact import ABOUT, DTYPES, FORMAT_VERSION, Artifact, file_digest, load_artifact
+from intbmoe.export.catalogue import make_catalogue
+from intbmoe.export.errors import ExportError
+from intbmoe.export.graphs import Graph
+from intbmoe.export.parity import Parity
+from intbmoe.methods.intbmoe import IntBMoE
+from intbmoe.precomposition import precompose as precompose_model
+from intbmoe.recipes import recipe_to_dict
+from intbmoe.tasks import make_task
+from intbmoe.train.files import full_disk_is_explained, pack_tensors, remove_folder, to_json
+from intbmoe.train.loading import load
+from intbmoe.train.run import RunDirectory
+
+FORMATS = {
+    "onnx": (artifact.ONNX, onnx.write_onnx, onnx.load_onnx),
+    "aoti": (artifact.AOTI, aoti.write_aoti, aoti.load_aoti),
+}
+TRACED_ROWS, TRACED_LENGTH = 3, 7
+"""The example that graphs are traced with: sizes that no check uses."""
+KEPT_WIDE = ("router", "codebook", "hypernetwork")
+"""What of an IntBMoE that is not precomposed stays in float32, so that it routes and composes as it was trained to."""
+
+
+def export_run(
+    run: RunDirectory | str | Path,
+    to: str | Path,
+    *,
+    dtype: str = "float32",
+    formats: Sequence[str] = (),
+    precompose: bool = True,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Artifact:
+    """Write the artifact of a finished run; an older one at ``to`` is replaced as a whole.
+
+    ``precompose`` says whether IntBMoE's blocks are composed once and for all; other methods are exported as they are.
+    Raises ``ExportError``, and leaves ``to`` as it was, unless everything written does what the trained model does.
+    """
+    require(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
+    for name in formats:
+        require(name in FORMATS, "format", name, f"one of {', '.join(FORMATS)}")
+    if "onnx" in formats and dtype == "bfloat16":
+        raise ExportError("ONNX Runtime has no bfloat16 matrix product on the CPU: export ONNX with --dtype float32")
+    run, to = RunDirectory.existing(run), Path(to)
+    if to.exists() and not (to / ABOUT).is_file() and (not to.is_dir() or any(to.iterdir())):
+        raise ExportError(f"{to} exists and is not an artifact: give --to another folder, or remove it")
+    task = make_task(run.recipe)
+    trained = load(run).requires_grad_(False)
+    tell("looking for validation inputs that reach every block")
+    parity = Parity(task, trained, DTYPES[dtype])
+    with _replacing(to) as folder, full_disk_is_explained(folder, "free some space and export again"):
+        about = _write_model(folder, run, trained, dtype, precompose)
+        written = load_artifact(folder)
+        tell("comparing with the trained model")
+        checked = {**parity.describe(), **parity.check_model(written.model())}
+        for name in formats:
+            tell(f"writing {name}")
+            checked[name] = _write_format(name, written, parity)
+        about |= {"parity": checked, "formats": list(formats)}
+        tell("asking golden requests")
+        _write_about(folder, about)
+        (folder / artifact.GOLDEN).write_bytes(to_json(_golden(load_artifact(folder), task)))
+        _write_about(folder, about)
+    return load_artifact(to)
+
+
+def describe(written: Artifact) -> str:
+    """For a person: where it is, how large, and what was checked."""
+    parity = written.about["parity"]
+    lines = [f"exported: {written.path} (version {written.version})"]
+    lines += [f"{name}: {(written.path / name).stat().st_size:,} bytes" for name in written.about["files"]]
+    outputs = parity["outputs"]
+    checked = f"{parity['examples']} validation examples, error {outputs['error']:.2g}"
+    lines.append(f"compared with the trained model: {checked}, tolerance {outputs['tolerance']:.2g}")
+    for layer, blocks in parity["unreached_blocks"].items():
+        lines.append(f"no validation input reaches {layer}: {', '.join(map(str, blocks))}")
+    return "\n".join([*lines, f"serve it: intbmoe serve {written.path}"])
+
+
+def cast_model(trained: nn.Module, dtype: torch.dtype, *, precompose: bool) -> nn.Module:
+    """A copy in ``dtype``, with IntBMoE's blocks composed where asked."""
+    if precompose and any(isinstance(module, IntBMoE) for module in trained.modules()):
+        return precompose_model(trained, dtype)
+    model = copy.deepcopy(trained)
+    wide = [getattr(layer, name) for layer in model.modules() if isinstance(layer, IntBMoE) for name in KEPT_WIDE]
+    spared = {id(t) for part in wide for t in ([part] if isinstance(part, nn.Parameter) else part.parameters())}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() and id(tensor) not in spared:
+            tensor.data = tensor.data.to(dtype)
+    return model
+
+
+def _write_model(folder: Path, run: RunDirectory, trained: nn.Module, dtype: str, precompose: bool) -> dict[str, Any]:
+    """Weights and catalogue, and a first ``artifact.json``, whose content is returned."""
+    recipe, result = run.recipe, run.result
+    model = cast_model(trained, DTYPES[dtype], precompose=precompose)
+    catalogue = make_catalogue(make_task(recipe))
+    (folder / artifact.MODEL).write_bytes(pack_tensors(model.state_dict()))
+    (folder / artifact.CATALOGUE).write_bytes(to_json(catalogue.about))
+    if catalogue.tensors:
+        (folder / artifact.CATALOGUE_TENSORS).write_bytes(pack_tensors(catalogue.tensors))
+    for name, content in catalogue.files.items():
+        (folder / name).write_bytes(content)
+    about = {
+        "format_version": FORMAT_VERSION,
+        "written_by": f"intbmoe {version('intbmoe')}",
+        "task": recipe.task,
+        "method": recipe.moe.name,
+        "recipe": recipe_to_dict(recipe),
+        "dtype": dtype,
+        "precomposed": precompose and any(isinstance(module, IntBMoE) for module in trained.modules()),
+        "metrics": {split: result[split] for split in ("valid", "test") if split in result},
+        "trained_model_sha256": result["sha256"]["model.safetensors"],
+    }
+    _write_about(folder, about)
+    return about
+
+
+def _write_format(name: str, written: Artifact, parity: Parity) -> dict[str, Any]:
+    """Write a graph and check it in its own runtime."""
+    file, write, load_graph = FORMATS[name]
+    graph, catalogue = Graph(written.task, written.recipe), written.catalogue_tensors
+    batch = {key: value[:TRACED_ROWS] for key, value in parity.inputs.batches[0].items()}
+    example = graph.inputs(batch, written.dtype, None if graph.longest is None else min(TRACED_LENGTH, graph.longest))
+    write(graph, graph.wrap(written.model(), catalogue), example, written.path / file)
+    return parity.check_runtime(name, load_graph(graph, written.path / file), graph, catalogue)
+
+
+def _golden(written: Artifact, task: Any) -> list[dict[str, Any]]:
+    from intbmoe.export.golden import make_golden
+    from intbmoe.export.predictor import make_predictor
+
+    return make_golden(make_predictor(written, "cpu"), task)
+
+
+def _write_about(folder: Path, about: dict[str, Any]) -> None:
+    """``artifact.json`` with the digests of all that is in the folder."""
+    files = sorted(path for path in folder.iterdir() if path.name != ABOUT)
+    content = {**about, "files": {path.name: file_digest(path) for path in files}}
+    (folder / ABOUT).write_bytes(to_json(content))
+
+
+@contextmanager
+def _replacing(to: Path) -> Iterator[Path]:
+    """An empty folder beside ``to`` that takes its place once it is filled; if that fails, what was there stays."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
+    try:
+        yield beside
+        mask = os.umask(0)
+        os.umask(mask)
+        beside.chmod(0o777 & ~mask)  # a temporary folder is its maker's alone
+        if to.exists():
+            remove_folder(to)
+        os.rename(beside, to)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

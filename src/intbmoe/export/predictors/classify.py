@@ -1,0 +1,192 @@
+"""``classify``: an image to the classes it most likely shows."""
+
+import base64
+import binascii
+import io
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from intbmoe.export.predictor import Answer, Encoded, Limits, Request, RequestError
+from intbmoe.export.predictors.explain import blocks_of, recording
+from intbmoe.export.predictors.fields import EXPLAIN, REQUIRED, Record, Text, top_n_field
+from intbmoe.export.predictors.ranking import top_n
+from intbmoe.export.predictors.types import narrowest_type
+from intbmoe.models.vit import ViTConfig
+from intbmoe.precision import wide
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from intbmoe.export.artifact import Artifact
+
+IMAGE_BYTES = 8 * 2**20
+IMAGE_PIXELS = 32 * 10**6
+LONGEST_SIDE = 16
+"""Times the shorter one: the whole image is scaled before its middle is cut out."""
+TOP_N = 5
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """How an image becomes the model's input, and what its outputs are called."""
+
+    config: ViTConfig
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    """Pixels in [0, 1] become (pixel − mean) / std, channel by channel."""
+    classes: tuple[str, ...]
+    cropped: bool = False
+    """Whether evaluation cuts off the edge (ImageNet) or takes images whole (those that are stored at their size)."""
+
+
+class ClassifyEncoder:
+    """Image files to pixels."""
+
+    action = "classify"
+
+    def __init__(self, images: ImageFormat) -> None:
+        self.images = images
+        most = len(images.classes)
+        letters = -(-IMAGE_BYTES // 3) * 4
+        self.limits = Limits(body_bytes=letters + 4096, top_n=most, image_bytes=IMAGE_BYTES, image_pixels=IMAGE_PIXELS)
+        fields = {
+            "image": (
+                Text(letters, "A PNG or JPEG file in base64.", {"contentEncoding": "base64"}),
+                REQUIRED,
+            ),
+            "top_n": top_n_field(most, TOP_N),
+            "explain": EXPLAIN,
+        }
+        example = {"image": base64.b64encode(self._example_png()).decode(), "top_n": min(TOP_N, most)}
+        self._record = Record(fields, "An image to classify.", [example])
+        self.request_schema = self._record.schema()
+
+    def encode(self, request: Request) -> Encoded:
+        """See ``Encoder``; the payload has ``pixels`` (size, size, channels) of bytes."""
+        found = self._record.read("", request)
+        try:
+            content = base64.b64decode(found["image"], validate=True)
+        except (binascii.Error, ValueError):
+            raise RequestError("image", found["image"], "a PNG or JPEG file in base64") from None
+        pixels = self._pixels(self._open(content))
+        payload = {"pixels": pixels, "top_n": found["top_n"], "explain": found["explain"]}
+        return Encoded(1 + self.images.config.patches, payload)
+
+    def _open(self, content: bytes) -> "Image":
+        image_module = _pillow()
+        if len(content) > IMAGE_BYTES:
+            raise RequestError("image", f"<{len(content)} bytes>", f"at most {IMAGE_BYTES} bytes, before base64")
+        mode = "L" if self.images.config.channels == 1 else "RGB"
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # odd metadata is no reason to speak up: pixels are what matters
+                with image_module.open(io.BytesIO(content), formats=("PNG", "JPEG")) as image:
+                    _check_size(*image.size)
+                    return image.convert(mode)
+        except RequestError:
+            raise
+        except Exception as error:  # on damaged or hostile files decoders raise whatever they please
+            what = f"<{len(content)} bytes: {type(error).__name__}>"
+            raise RequestError("image", what, "a whole PNG or JPEG file in base64") from error
+
+    def _pixels(self, image: "Image") -> np.ndarray:
+        """(size, size, channels), as in evaluation."""
+        from intbmoe.tasks.images.decode import middle_square
+
+        size = self.images.config.image_size
+        if self.images.cropped:
+            pixels = middle_square(image, size)
+        else:
+            scale = size / min(image.size)
+            shape = tuple(max(size, round(side * scale)) for side in image.size)
+            scaled = image if shape == image.size else image.resize(shape, _pillow().Resampling.BICUBIC)
+            left, top = (scaled.width - size) // 2, (scaled.height - size) // 2
+            pixels = np.asarray(scaled.crop((left, top, left + size, top + size)))
+        return np.ascontiguousarray(pixels.reshape(size, size, -1))
+
+    def _example_png(self) -> bytes:
+        """A disc."""
+        size = self.images.config.image_size
+        row, column = np.mgrid[:size, :size] - (size - 1) / 2
+        disc = np.where(np.hypot(row, column) < size / 3, 255, 0).astype(np.uint8)
+        content = io.BytesIO()
+        _pillow().fromarray(disc).save(content, "PNG")
+        return content.getvalue()
+
+
+class ClassifyPredictor(ClassifyEncoder):
+    """Pixels to classes, with their probabilities as scores."""
+
+    def __init__(self, images: ImageFormat, model: nn.Module) -> None:
+        super().__init__(images)
+        self.model = model
+        self.dtype, self.device = narrowest_type(model), next(model.parameters()).device
+
+    @staticmethod
+    def encoder(artifact: "Artifact") -> ClassifyEncoder:
+        """From what an artifact says of its images."""
+        return ClassifyEncoder(_image_format(artifact))
+
+    @staticmethod
+    def load(artifact: "Artifact", device: str | torch.device) -> "ClassifyPredictor":
+        """With the artifact's model."""
+        return ClassifyPredictor(_image_format(artifact), artifact.model(device))
+
+    def with_model(self, model: nn.Module) -> "ClassifyPredictor":
+        """The same with another model."""
+        return ClassifyPredictor(self.images, model)
+
+    @torch.inference_mode()
+    def answer(self, batch: Sequence[Encoded]) -> list[Answer]:
+        """See ``Predictor``."""
+        if not batch:
+            return []
+        pixels = torch.from_numpy(np.stack([encoded.payload["pixels"] for encoded in batch])).to(self.device)
+        mean, std = (torch.tensor(part, device=self.device).view(-1, 1, 1) for part in self._normalisation)
+        images = (pixels.permute(0, 3, 1, 2).float() / 255 - mean) / std
+        with recording(self.model, batch) as log:
+            likely = wide(self.model(images.to(self.dtype))).softmax(1)
+        values, columns = top_n(likely, max(encoded.payload["top_n"] for encoded in batch))
+        ranked = zip(batch, values.tolist(), columns.tolist(), strict=True)
+        return [self._answer(number, *one, log) for number, one in enumerate(ranked)]
+
+    @property
+    def _normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return self.images.mean, self.images.std
+
+    def _answer(self, number: int, encoded: Encoded, scores: list[float], classes: list[int], log: Any) -> Answer:
+        best = list(zip(classes, scores, strict=True))[: encoded.payload["top_n"]]
+        answer = {"results": [{"id": one, "name": self.images.classes[one], "score": score} for one, score in best]}
+        if encoded.payload["explain"]:
+            side = self.images.config.image_size // self.images.config.patch_size
+            answer["tokens"] = [f"row {row + 1}, column {column + 1}" for row in range(side) for column in range(side)]
+            answer["blocks"] = blocks_of(log, number, slice(None))
+        return answer
+
+
+def _image_format(artifact: "Artifact") -> ImageFormat:
+    about, recipe = artifact.catalogue, artifact.recipe
+    mean, std, classes = (tuple(about[name]) for name in ("mean", "std", "classes"))
+    return ImageFormat(recipe.model, mean, std, classes, cropped=recipe.data.source == "imagenet")
+
+
+def _check_size(width: int, height: int) -> None:
+    found = f"<{width} × {height} pixels>"
+    if width * height > IMAGE_PIXELS:
+        raise RequestError("image", found, f"at most {IMAGE_PIXELS} pixels")
+    if max(width, height) > LONGEST_SIDE * min(width, height):
+        raise RequestError("image", found, f"at most {LONGEST_SIDE} times as long as wide")
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("reading images needs Pillow: pip install 'intbmoe[serve]'") from error
+    return Image

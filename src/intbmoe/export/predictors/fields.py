@@ -1,0 +1,197 @@
+"""The fields of a request: each is described once, and that is both its JSON Schema and its check."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from intbmoe.checks import did_you_mean
+from intbmoe.export.predictor import SHOWN, RequestError
+
+
+class Field(Protocol):
+    """What a value may be."""
+
+    def schema(self) -> dict[str, Any]:
+        """As JSON Schema."""
+        ...
+
+    def read(self, where: str, value: object) -> Any:
+        """The value in plain Python; raises ``RequestError`` that calls it ``where``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Integer:
+    """A whole number from ``low`` to ``high``; with ``nullable``, null too, which reads as ``absent``."""
+
+    low: int
+    high: int
+    about: str = ""
+    nullable: bool = False
+    absent: int | None = None
+
+    def schema(self) -> dict[str, Any]:
+        kind = ["integer", "null"] if self.nullable else "integer"
+        return _described({"type": kind, "minimum": self.low, "maximum": self.high}, self.about)
+
+    def read(self, where: str, value: object) -> int | None:
+        if value is None and self.nullable:
+            return self.absent
+        # JSON has one kind of number: 3.0 is the integer 3.
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if not whole or isinstance(value, bool) or not self.low <= value <= self.high:
+            null = ", or null" if self.nullable else ""
+            raise RequestError(where, value, f"an integer from {self.low} to {self.high}{null}")
+        return int(value)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number from ``low`` to ``high``."""
+
+    low: float
+    high: float
+    about: str = ""
+
+    def schema(self) -> dict[str, Any]:
+        return _described({"type": "number", "minimum": self.low, "maximum": self.high}, self.about)
+
+    def read(self, where: str, value: object) -> float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not self.low <= value <= self.high or not math.isfinite(value):
+            raise RequestError(where, value, f"a number from {self.low:g} to {self.high:g}")
+        return float(value)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """true or false."""
+
+    about: str = ""
+
+    def schema(self) -> dict[str, Any]:
+        return _described({"type": "boolean"}, self.about)
+
+    def read(self, where: str, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise RequestError(where, value, "true or false")
+        return value
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a few words."""
+
+    words: tuple[str, ...]
+    about: str = ""
+
+    def schema(self) -> dict[str, Any]:
+        return _described({"type": "string", "enum": list(self.words)}, self.about)
+
+    def read(self, where: str, value: object) -> str:
+        if not isinstance(value, str) or value not in self.words:
+            raise RequestError(where, value, " or ".join(map(repr, self.words)))
+        return value
+
+
+@dataclass(frozen=True)
+class Text:
+    """A string of at most ``longest`` characters that UTF-8 can carry."""
+
+    longest: int
+    about: str = ""
+    format: Mapping[str, str] = field(default_factory=dict)
+    """More of the schema, such as its encoding."""
+
+    def schema(self) -> dict[str, Any]:
+        return _described({"type": "string", "maxLength": self.longest, **self.format}, self.about)
+
+    def read(self, where: str, value: object) -> str:
+        if not isinstance(value, str) or len(value) > self.longest:
+            raise RequestError(where, value, f"a string of at most {self.longest} characters")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise RequestError(where, value, "text: it has half of a surrogate pair, which is no character") from None
+        return value
+
+
+@dataclass(frozen=True)
+class Many:
+    """A list of at most ``most`` values of one kind."""
+
+    item: Field
+    most: int
+    least: int = 0
+    about: str = ""
+
+    def schema(self) -> dict[str, Any]:
+        listed = {"type": "array", "items": self.item.schema(), "minItems": self.least, "maxItems": self.most}
+        return _described(listed, self.about)
+
+    def read(self, where: str, value: object) -> list[Any]:
+        if not isinstance(value, list | tuple) or not self.least <= len(value) <= self.most:
+            raise RequestError(where, value, f"a list of {self.least} to {self.most} entries")
+        return [self.item.read(f"{where}[{number}]", entry) for number, entry in enumerate(value)]
+
+
+REQUIRED = object()
+"""In place of the default of a field that must be there."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """An object: name → what the field may be, and what it is when left out (``REQUIRED``: it may not be)."""
+
+    fields: Mapping[str, tuple[Field, Any]]
+    about: str = ""
+    examples: Sequence[Mapping[str, Any]] = ()
+
+    def schema(self) -> dict[str, Any]:
+        properties = {}
+        for name, (kind, default) in self.fields.items():
+            properties[name] = kind.schema()
+            if default is not REQUIRED and default is not None:
+                properties[name]["default"] = default
+        required = [name for name, (_, default) in self.fields.items() if default is REQUIRED]
+        schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        if self.examples:
+            schema["examples"] = list(self.examples)
+        return _described(schema, self.about)
+
+    def read(self, where: str, value: object) -> dict[str, Any]:
+        """Every field; ``where`` is empty for the request itself."""
+        if not isinstance(value, dict | Mapping):
+            raise RequestError(where or "request", value, f"an object with {', '.join(self.fields)}")
+        before = f"{where}." if where else ""
+        for name in value:
+            if name not in self.fields:
+                raise unknown_field(f"{before}{name}", value[name], str(name), self.fields)
+        found = {}
+        for name, (kind, default) in self.fields.items():
+            if name in value:
+                found[name] = kind.read(before + name, value[name])
+            elif default is REQUIRED:
+                raise RequestError(before + name, None, "given: it is required")
+            else:
+                found[name] = default
+        return found
+
+
+def unknown_field(where: str, value: object, name: str, known: Collection[str]) -> RequestError:
+    """The error for a field of a name that is not known."""
+    near = did_you_mean(name[:SHOWN], known)  # looking for what is near to a name of megabytes would take seconds
+    return RequestError(where, value, f"left out, there is no such field ({near})")
+
+
+def _described(schema: dict[str, Any], about: str) -> dict[str, Any]:
+    return {**schema, "description": about} if about else schema
+
+
+EXPLAIN = (Flag("Whether the answer says which blocks each token took in each layer."), False)
+
+
+def top_n_field(most: int, default: int) -> tuple[Field, int]:
+    """How many entries of a ranking are wanted."""
+    return Integer(1, most, "How many to answer with, the best first."), min(default, most)

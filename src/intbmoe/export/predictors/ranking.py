@@ -1,0 +1,122 @@
+"""The best n of many, exactly: of equal scores the lower number comes first.
+
+Letters: ``B`` queries, ``P`` entries of the catalogue, ``d`` width.
+
+Scores of a large catalogue are never all in memory: a stretch of it is scored, its best are kept, and the best of those
+are the best of all. Within a stretch only the groups with the largest maxima are looked into, which reads each score
+once where a selection over all of them reads it many times.
+
+Two entries whose scores differ by no more than rounding may change places when the batch around a query changes, as in
+every ranking by floating-point scores; entries that are equal to the last bit never do.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GROUP = 128
+WIDE = 2**14
+"""Entries from which on groups pay."""
+STRETCH = {"cpu": 2**21, "cuda": 2**29}
+"""Scores that are held at a time: what fits a core's cache, and 2 GiB of a GPU's memory."""
+
+
+def top_n(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """(B, P) → (B, n) scores and (B, n) columns, by descending score and then by rising column; n ≤ P."""
+    values, columns = _order(*_largest(scores, min(n + 1, scores.shape[1])))
+    return _settle(values, columns, n, lambda row: scores[row])
+
+
+def leave_out(scores: Tensor, excluded: Sequence[np.ndarray]) -> None:
+    """Set the scores (B, P) of the columns that each row leaves out to −∞."""
+    _Excluded(excluded, scores.device).leave_out(scores, 0)
+
+
+class Catalogue:
+    """Vectors to search in: the score of an entry is its inner product with the query."""
+
+    def __init__(self, vectors: Tensor) -> None:
+        """``vectors`` (P, d) are in a type whose products are to be trusted: float32 or wider."""
+        self.vectors = vectors
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def search(self, queries: Tensor, n: int, excluded: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+        """(B, d) → (B, n) scores and rows, as ``top_n``; ``excluded`` has the rows each query leaves out.
+
+        Where fewer than n are left, what stands after them has the score −∞.
+        """
+        n = min(n, len(self))
+        step = max(GROUP, STRETCH["cpu" if queries.device.type == "cpu" else "cuda"] // max(1, len(queries)))
+        places = _Excluded(excluded, queries.device)
+        found = []
+        for start in range(0, len(self), step):
+            scores = queries @ self.vectors[start : start + step].T
+            places.leave_out(scores, start)
+            values, columns = _largest(scores, min(n + 1, scores.shape[1]))
+            found.append((values, columns + start))
+        values = torch.cat([values for values, _ in found], 1)
+        columns = torch.cat([columns for _, columns in found], 1)
+        values, columns = (part[:, : n + 1] for part in _order(values, columns))
+
+        def all_scores(row: int) -> Tensor:
+            scores = self.vectors @ queries[row]
+            scores[torch.from_numpy(excluded[row].astype(np.int64)).to(scores.device)] = -torch.inf
+            return scores
+
+        return _settle(values, columns, n, all_scores)
+
+
+class _Excluded:
+    """Which scores are −∞, in the order of columns: finding those of a stretch needs no look at the device."""
+
+    def __init__(self, rows: Sequence[np.ndarray], device: torch.device) -> None:
+        query = np.repeat(np.arange(len(rows)), [len(one) for one in rows])
+        column = np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64)
+        order = np.argsort(column, kind="stable")
+        self.columns = column[order]
+        self.where = torch.from_numpy(np.stack([query[order], self.columns])).to(device)
+
+    def leave_out(self, scores: Tensor, start: int) -> None:
+        """Set the scores (B, stretch) of the entries from ``start`` on that are left out."""
+        first, last = np.searchsorted(self.columns, [start, start + scores.shape[1]])
+        if last > first:
+            query, column = self.where[:, first:last]
+            scores[query, column - start] = -torch.inf
+
+
+def _largest(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n largest of each row and their columns, in any order; of equals, any."""
+    total = scores.shape[1]
+    groups = total // GROUP
+    if total < WIDE or groups < 4 * n:
+        return scores.topk(n, dim=1, sorted=False)
+    # What is among the n largest lies in one of the n groups with the largest maxima.
+    grouped = scores[:, : groups * GROUP].unflatten(1, (groups, GROUP))
+    chosen = grouped.amax(2).topk(n, dim=1, sorted=False).indices
+    inside = torch.arange(GROUP, device=scores.device)
+    columns = (chosen.unsqueeze(2) * GROUP + inside).flatten(1)
+    rest = torch.arange(groups * GROUP, total, device=scores.device).expand(len(scores), -1)
+    columns = torch.cat([columns, rest], 1)
+    values, places = scores.gather(1, columns).topk(n, dim=1, sorted=False)
+    return values, columns.gather(1, places)
+
+
+def _order(values: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """By descending value, then by rising column."""
+    columns, order = columns.sort(dim=1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return values, columns.gather(1, order)
+
+
+def _settle(values: Tensor, columns: Tensor, n: int, scores_of: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:
+    """The first n of n + 1; where the last two are equal, which of all equals came along was chance: look again."""
+    if values.shape[1] > n:
+        tied = (values[:, n - 1] == values[:, n]) & (values[:, n] != -torch.inf)
+        for row in tied.nonzero().flatten().tolist():
+            ordered, places = scores_of(row).sort(descending=True, stable=True)
+            values[row, :n], columns[row, :n] = ordered[:n], places[:n]
+    return values[:, :n], columns[:, :n]

@@ -1,0 +1,108 @@
+"""``recommend`` for item sequences: what comes next after a history of items, out of all there are."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from intbmoe.export.predictor import Answer, Encoded, Limits, Request
+from intbmoe.export.predictors.explain import blocks_of, recording
+from intbmoe.export.predictors.fields import EXPLAIN, REQUIRED, Choice, Integer, Many, Record, top_n_field
+from intbmoe.export.predictors.ranking import leave_out, top_n
+from intbmoe.export.predictors.types import narrowest_type
+from intbmoe.models.sequence import PADDING, SequenceConfig
+
+if TYPE_CHECKING:
+    from intbmoe.export.artifact import Artifact
+
+HISTORY = 1000
+TOP_N, MOST = 10, 100
+VISITED = (Choice(("allow", "exclude"), "Whether what is in the history may be recommended again."), "allow")
+
+
+class ItemEncoder:
+    """Histories to the model's item numbers."""
+
+    action = "recommend"
+
+    def __init__(self, config: SequenceConfig, first_id: int = 0) -> None:
+        """``first_id`` is what the data, and so a request, calls the model's item 0."""
+        self.config, self.first_id = config, first_id
+        most = min(MOST, config.items)
+        self.limits = Limits(body_bytes=64 * 1024, top_n=most, history=HISTORY)
+        item = Integer(first_id, first_id + config.items - 1, "The number of an item.")
+        about = f"Items from old to new; the model looks at the last {config.length}."
+        fields = {
+            "history": (Many(item, HISTORY, least=1, about=about), REQUIRED),
+            "top_n": top_n_field(most, TOP_N),
+            "visited": VISITED,
+            "explain": EXPLAIN,
+        }
+        some = [first_id + number % config.items for number in (0, 1, 2)]
+        example = {"history": some, "top_n": min(TOP_N, most), "visited": "allow"}
+        self._record = Record(fields, "A history of items.", [example])
+        self.request_schema = self._record.schema()
+
+    def encode(self, request: Request) -> Encoded:
+        """See ``Encoder``; the payload has ``items``, what the model looks at, and ``excluded``."""
+        found = self._record.read("", request)
+        history = np.array(found["history"], np.int64) - self.first_id
+        items = history[-self.config.length :]
+        excluded = np.unique(history) if found["visited"] == "exclude" else history[:0]
+        payload = {"items": items, "excluded": excluded, "top_n": found["top_n"], "explain": found["explain"]}
+        return Encoded(len(items), payload)
+
+
+class ItemPredictor(ItemEncoder):
+    """Item numbers to the next ones, with their log-probabilities as scores."""
+
+    def __init__(self, config: SequenceConfig, model: nn.Module, first_id: int = 0) -> None:
+        super().__init__(config, first_id)
+        self.model = model
+        self.dtype, self.device = narrowest_type(model), next(model.parameters()).device
+
+    @staticmethod
+    def encoder(artifact: "Artifact") -> ItemEncoder:
+        """From what an artifact says of its items."""
+        return ItemEncoder(artifact.recipe.model, artifact.catalogue["first_id"])
+
+    @staticmethod
+    def load(artifact: "Artifact", device: str | torch.device) -> "ItemPredictor":
+        """With the artifact's model."""
+        return ItemPredictor(artifact.recipe.model, artifact.model(device), artifact.catalogue["first_id"])
+
+    def with_model(self, model: nn.Module) -> "ItemPredictor":
+        """The same with another model."""
+        return ItemPredictor(self.config, model, self.first_id)
+
+    @torch.inference_mode()
+    def answer(self, batch: Sequence[Encoded]) -> list[Answer]:
+        """See ``Predictor``."""
+        if not batch:
+            return []
+        histories = [encoded.payload["items"] for encoded in batch]
+        items = np.full((len(batch), max(map(len, histories))), PADDING, np.int64)
+        for row, history in zip(items, histories, strict=True):
+            row[: len(history)] = history
+        with recording(self.model, batch) as log:
+            scores = self.model(torch.from_numpy(items).to(self.device))
+        leave_out(scores, [encoded.payload["excluded"] for encoded in batch])
+        values, columns = top_n(scores, max(encoded.payload["top_n"] for encoded in batch))
+        ranked = zip(batch, values.tolist(), columns.tolist(), strict=True)
+        return [self._answer(number, *one, log) for number, one in enumerate(ranked)]
+
+    def _answer(self, number: int, encoded: Encoded, scores: list[float], items: list[int], log: Any) -> Answer:
+        payload = encoded.payload
+        answer: Answer = {"results": ranked_results([item + self.first_id for item in items], scores, payload["top_n"])}
+        if payload["explain"]:
+            answer["tokens"] = [f"item {item + self.first_id}" for item in payload["items"].tolist()]
+            answer["blocks"] = blocks_of(log, number, slice(len(payload["items"])))
+        return answer
+
+
+def ranked_results(ids: list[int], scores: list[float], count: int) -> list[dict[str, Any]]:
+    """The first ``count`` entries; those that were left out come last, with −∞, and are no result."""
+    best = list(zip(ids, scores, strict=True))[:count]
+    return [{"id": one, "score": score} for one, score in best if score != -np.inf]

@@ -1,0 +1,195 @@
+"""``recommend`` for journeys: where a user goes next, out of all places of the catalogue.
+
+A request has the sessions so far, from old to new, and ``now``: the time, and where the user is. The model reads the
+profile, the last sessions, and the scenario token of ``now``, which is the last; its output there is compared with the
+vectors of all places, computed once when the predictor is made.
+
+Fields are in the values of the original tables where the data has such (IntTravel), else in codes from 1.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from intbmoe.export.predictor import Answer, Encoded, Limits, Request
+from intbmoe.export.predictors.explain import blocks_of, recording
+from intbmoe.export.predictors.fields import EXPLAIN, REQUIRED, Many, Record, top_n_field
+from intbmoe.export.predictors.journeys import JourneyFields, check_sessions, scenario_codes
+from intbmoe.export.predictors.last_token import ends_token_by_token, output_at
+from intbmoe.export.predictors.ranking import Catalogue
+from intbmoe.export.predictors.recommend_items import VISITED, ranked_results
+from intbmoe.export.predictors.types import narrowest_type
+from intbmoe.models.travel import PROFILE_TOKENS, SCENARIO, SESSION_TOKENS, TravelModel
+from intbmoe.precision import wide
+
+if TYPE_CHECKING:
+    from intbmoe.export.artifact import Artifact
+
+HISTORY = 1000
+TOP_N, MOST = 10, 100
+NOW = ("time", "cell", "region", "weather")
+SESSION = (*NOW, "place", "mode", "action", "via")
+ENCODED_TOGETHER = 2**17
+"""Places whose vectors are computed at a time."""
+
+
+class PlaceEncoder:
+    """Sessions to codes and rows of the catalogue."""
+
+    action = "recommend"
+
+    def __init__(self, fields: JourneyFields, sessions: int) -> None:
+        """``sessions`` is the most that the model reads, ``now`` included."""
+        self.fields, self.sessions = fields, sessions
+        most = min(MOST, len(fields.place.values))
+        self.limits = Limits(body_bytes=512 * 1024, top_n=most, history=HISTORY)
+        session = {name: (fields.field(name), REQUIRED if name == "time" else None) for name in SESSION}
+        about = f"Sessions from old to new; the model looks at the last {sessions - 1}."
+        now = Record({name: session[name] for name in NOW}, "When and where the user is: what is known before.")
+        self._record = Record(
+            {
+                "history": (Many(Record(session, "A journey."), HISTORY, about=about), []),
+                "now": (now, REQUIRED),
+                "profile": (Record({name: (fields.field(name), None) for name in fields.profile}), {}),
+                "top_n": top_n_field(most, TOP_N),
+                "visited": VISITED,
+                "explain": EXPLAIN,
+            },
+            "Where a user has been, and where she is now.",
+            [fields.example(min(TOP_N, most))],
+        )
+        self.request_schema = self._record.schema()
+        # The history is read column by column, which is several times as fast as field by field.
+        self._outer = Record({**self._record.fields, "history": (Many(_Unread(), HISTORY), [])})
+        self._names = session.keys()
+
+    def encode(self, request: Request) -> Encoded:
+        """See ``Encoder``; places are rows of the catalogue from 1, with 0 for none."""
+        found = self._outer.read("", request)
+        history, now, fields = found["history"], found["now"], self.fields
+        check_sessions(history, self._names)
+        scenario = scenario_codes(fields.read_times(history, now["time"]), fields.clock)
+        for name in NOW[1:]:
+            scenario[:, SCENARIO.index(name)] = fields.read_codes(name, history, now[name])
+        codes = [fields.read_codes(name, history) for name in ("place", "mode", "action", "via")]
+        place, mode, action, via = np.array(codes, np.int32)
+        visited = np.unique(place[place > 0]) - 1
+        last = slice(-self.sessions, None)
+        payload = {
+            "profile": fields.read_profile(found["profile"]),
+            "scenario": scenario[last],
+            "place": place[last],
+            "feedback": np.stack([mode, action], 1)[last],
+            "via": via[last],
+            "excluded": visited if found["visited"] == "exclude" else visited[:0],
+            "top_n": found["top_n"],
+            "explain": found["explain"],
+        }
+        return Encoded(_token_count(len(payload["place"])), payload)
+
+
+class PlacePredictor(PlaceEncoder):
+    """Sessions to the next places, with the model's scores: inner products, to be compared within one answer."""
+
+    def __init__(self, fields: JourneyFields, model: TravelModel, codes: Tensor) -> None:
+        """``codes`` (1 + P, 5) are those of the places, row 0 for none."""
+        super().__init__(fields, model.config.sessions)
+        self.model = model
+        self.dtype, self.device = narrowest_type(model), next(model.parameters()).device
+        self.codes = codes.to(self.device)
+        self.places = Catalogue(self._encode_places())
+        self._shortcut = ends_token_by_token(model.backbone)
+
+    @staticmethod
+    def encoder(artifact: "Artifact") -> PlaceEncoder:
+        """From the artifact's catalogue."""
+        fields = JourneyFields.read(artifact.catalogue, artifact.catalogue_tensors)
+        return PlaceEncoder(fields, artifact.recipe.model.sessions)
+
+    @staticmethod
+    def load(artifact: "Artifact", device: str | torch.device) -> "PlacePredictor":
+        """With the artifact's model."""
+        tensors = artifact.catalogue_tensors
+        fields = JourneyFields.read(artifact.catalogue, tensors)
+        return PlacePredictor(fields, artifact.model(device), tensors["codes"])
+
+    def with_model(self, model: TravelModel) -> "PlacePredictor":
+        """The same with another model."""
+        return PlacePredictor(self.fields, model, self.codes)
+
+    @torch.inference_mode()
+    def _encode_places(self) -> Tensor:
+        """(P, d), wide."""
+        return torch.cat([wide(self.model.encode_places(part)) for part in self.codes[1:].split(ENCODED_TOGETHER)])
+
+    @torch.inference_mode()
+    def answer(self, batch: Sequence[Encoded]) -> list[Answer]:
+        """See ``Predictor``."""
+        if not batch:
+            return []
+        with recording(self.model, batch) as log:
+            predictions = self._predict(batch)
+        queries = wide(predictions) * self.model.config.dim**-0.5
+        excluded = [encoded.payload["excluded"] for encoded in batch]
+        values, rows = self.places.search(queries, max(encoded.payload["top_n"] for encoded in batch), excluded)
+        ids = self.fields.place.values[rows.cpu().numpy()]
+        ranked = zip(batch, values.tolist(), ids.tolist(), strict=True)
+        return [self._answer(number, *one, log) for number, one in enumerate(ranked)]
+
+    def _predict(self, batch: Sequence[Encoded]) -> Tensor:
+        """(B, d): the model's output at each request's last token."""
+        lengths = np.array([len(encoded.payload["place"]) for encoded in batch])
+        arrays = {name: self._pad(batch, name, lengths.max()) for name in ("scenario", "place", "feedback", "via")}
+        arrays["profile"] = torch.from_numpy(np.stack([encoded.payload["profile"] for encoded in batch]))
+        arrays["mask"] = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None])
+        arrays = {name: array.to(self.device) for name, array in arrays.items()}
+        for name in ("place", "via"):
+            arrays[name] = self.codes[arrays[name]]
+        tokens, _ = self.model.tokens(arrays)
+        # Of the session that is now, only the scenario is there to be read: its two other tokens are padding.
+        last = torch.from_numpy(_token_count(lengths) - 1).to(self.device)
+        tokens = tokens[:, : _token_count(int(lengths.max()))]
+        mask = torch.arange(tokens.shape[1], device=self.device) <= last.unsqueeze(1)
+        if self._shortcut and not any(encoded.payload["explain"] for encoded in batch):
+            return output_at(self.model.backbone, tokens, mask, last)
+        return self.model.backbone(tokens, mask)[torch.arange(len(batch), device=self.device), last]
+
+    def _pad(self, batch: Sequence[Encoded], name: str, sessions: int) -> Tensor:
+        shape = batch[0].payload[name].shape[1:]
+        padded = np.zeros((len(batch), sessions, *shape), np.int32)
+        for row, encoded in zip(padded, batch, strict=True):
+            row[: len(encoded.payload[name])] = encoded.payload[name]
+        return torch.from_numpy(padded)
+
+    def _answer(self, number: int, encoded: Encoded, scores: list[float], ids: list[int], log: Any) -> Answer:
+        payload = encoded.payload
+        answer: Answer = {"results": ranked_results(ids, scores, payload["top_n"])}
+        if payload["explain"]:
+            answer["tokens"] = self._token_names(payload["place"])
+            answer["blocks"] = blocks_of(log, number, slice(encoded.tokens))
+        return answer
+
+    def _token_names(self, places: np.ndarray) -> list[str]:
+        names = [f"profile {number}" for number in range(1, PROFILE_TOKENS + 1)]
+        for number, place in enumerate(places[:-1].tolist(), start=1):
+            where = f"place {self.fields.place.values[place - 1]}" if place else "no place"
+            names += [f"session {number}: when and where", f"session {number}: {where}", f"session {number}: how"]
+        return [*names, "now"]
+
+
+class _Unread:
+    """An entry of the history, which is read later."""
+
+    def schema(self) -> dict[str, Any]:
+        return {}
+
+    def read(self, where: str, value: object) -> object:
+        return value
+
+
+def _token_count(sessions: Any) -> Any:
+    """Tokens of so many sessions, of the last of which only the scenario is read."""
+    return PROFILE_TOKENS + SESSION_TOKENS * (sessions - 1) + 1

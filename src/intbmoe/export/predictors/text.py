@@ -1,0 +1,119 @@
+"""Text to token ids and back, piece by piece: bytes, or the byte pairs of a ``tokenizer.json``."""
+
+import codecs
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from intbmoe.export.artifact import Artifact
+
+
+class Decoder(Protocol):
+    """Ids to text as they come: a character may take several of them."""
+
+    def add(self, token: int) -> str:
+        """The text that this id completes; often one character, or none yet."""
+        ...
+
+    def end(self) -> str:
+        """What is left when no more come."""
+        ...
+
+
+class Vocabulary(Protocol):
+    """The tokens of a language model."""
+
+    end_of_text: int
+    """The id between documents."""
+    characters_per_token: int
+    """At most so many characters can become one token."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text that UTF-8 can carry."""
+        ...
+
+    def new_decoder(self) -> Decoder:
+        """For one text."""
+        ...
+
+
+class ByteVocabulary:
+    """Ids 0…255 are the bytes of UTF-8."""
+
+    characters_per_token = 1
+
+    def __init__(self, end_of_text: int) -> None:
+        self.end_of_text = end_of_text
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def new_decoder(self) -> "ByteDecoder":
+        return ByteDecoder()
+
+
+class ByteDecoder:
+    """Bytes that are no UTF-8 become U+FFFD."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token: int) -> str:
+        return self._decoder.decode(bytes([token]) if token < 256 else b"")
+
+    def end(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class BytePairs:
+    """A tokenizer of Hugging Face's ``tokenizers``."""
+
+    characters_per_token = 32
+    """Longer tokens are rare; it bounds the work on a text that will be refused for its length."""
+
+    def __init__(self, content: str, end_of_text: int) -> None:
+        """``content`` is its JSON."""
+        try:
+            from tokenizers import Tokenizer
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("this model's text needs tokenizers: pip install 'intbmoe[serve]'") from error
+        self.end_of_text = end_of_text
+        self._tokenizer = Tokenizer.from_str(content)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # A prompt may speak of "<|endoftext|>": those are letters, not the end of a document.
+        self._tokenizer.encode_special_tokens = True
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def new_decoder(self) -> "PairDecoder":
+        return PairDecoder(self._tokenizer)
+
+
+class PairDecoder:
+    """Holds back ids until they are whole characters."""
+
+    def __init__(self, tokenizer) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer, self._stream, self._held = tokenizer, DecodeStream(skip_special_tokens=True), []
+
+    def add(self, token: int) -> str:
+        self._held.append(token)
+        text = self._stream.step(self._tokenizer, token)
+        if text is None:
+            return ""
+        self._held = []
+        return text
+
+    def end(self) -> str:
+        """Ids that never became a character, as U+FFFD."""
+        return self._tokenizer.decode(self._held, skip_special_tokens=True) if self._held else ""
+
+
+def read_vocabulary(artifact: "Artifact") -> Vocabulary:
+    """The vocabulary of a language model's artifact."""
+    about = artifact.catalogue
+    if about["tokenizer"] is None:
+        return ByteVocabulary(about["end_of_text"])
+    return BytePairs(artifact.file(about["tokenizer"]).read_text(encoding="utf-8"), about["end_of_text"])

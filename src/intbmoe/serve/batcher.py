@@ -1,0 +1,167 @@
+"""Which requests are computed together, and when: a queue with a token budget, deadlines and a bound.
+
+Nothing here waits, sends or computes: a process calls ``submit``, ``cancel`` and ``take``, and tells ``learn`` how long
+a batch took. Every request ends exactly once: refused by ``submit``, cancelled, expired or taken (both by ``take``).
+
+Requests are taken in the order of their arrival, as soon as the model is free: while it computes, the next batch
+gathers, so batches grow with the load by themselves and an idle server answers at once. A batch costs what its padded
+rectangle costs (requests x longest). It is kept to what can be computed in half the latency budget, because a request
+may wait for one batch before it is in the next.
+"""
+
+import math
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+FORGET = 0.97
+"""How much of what is known about cost is kept at each new batch."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One request in the queue."""
+
+    key: Hashable
+    tokens: int
+    deadline: float
+    payload: Any = None
+    arrived: float = 0.0
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a request was not accepted, and when to come again."""
+
+    reason: str
+    retry_after: float
+
+
+@dataclass
+class Taken:
+    """What ``take`` removed from the queue."""
+
+    batch: list[Ticket] = field(default_factory=list)
+    expired: list[Ticket] = field(default_factory=list)
+
+    @property
+    def padded_tokens(self) -> int:
+        """What the batch costs."""
+        return len(self.batch) * max((ticket.tokens for ticket in self.batch), default=0)
+
+
+class CostModel:
+    """Seconds ≈ fixed + slope · tokens, by least squares over the batches so far, the older the less they count."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def learn(self, tokens: float, seconds: float) -> None:
+        """A batch of ``tokens`` took ``seconds``."""
+        sums = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        kept = (self._weight, self._x, self._y, self._xx, self._xy)
+        self._weight, self._x, self._y, self._xx, self._xy = (
+            FORGET * old + new for old, new in zip(kept, sums, strict=True)
+        )
+
+    def line(self) -> tuple[float, float]:
+        """Fixed seconds and seconds a token, neither negative; zeros before anything is known."""
+        if self._weight == 0:
+            return 0.0, 0.0
+        x, y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - x * x
+        if variance <= 1e-9 * max(x * x, 1.0):  # one size only: no telling what is fixed, so nothing is
+            return 0.0, y / max(x, 1.0)
+        slope = (self._xy / self._weight - x * y) / variance
+        slope = min(max(slope, 0.0), y / x)
+        return y - slope * x, slope
+
+    def seconds(self, tokens: float) -> float:
+        """How long a batch of ``tokens`` should take."""
+        fixed, slope = self.line()
+        return fixed + slope * tokens
+
+    def tokens_within(self, seconds: float) -> float:
+        """The largest batch that should be computed in ``seconds``."""
+        fixed, slope = self.line()
+        return max(0.0, (seconds - fixed) / slope) if slope > 0 else math.inf
+
+
+class Batcher:
+    """A bounded queue in order of arrival. ``clock`` gives the seconds that deadlines are in."""
+
+    def __init__(
+        self, *, budget_s: float, batch_tokens: int, queue: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.budget_s = budget_s
+        self.batch_tokens = batch_tokens
+        self.queue = queue
+        self.cost = CostModel()
+        self._clock = clock
+        self._waiting: dict[Hashable, Ticket] = {}  # in order of arrival
+        self._tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def waiting(self) -> list[Hashable]:
+        """The keys of those that wait, in order of arrival."""
+        return list(self._waiting)
+
+    def submit(self, ticket: Ticket) -> Refusal | None:
+        """Accept the request (None), or say why not."""
+        if ticket.key in self._waiting:
+            raise ValueError(f"a request with the key {ticket.key!r} is already waiting")
+        wait = self.expected_wait()
+        if len(self._waiting) >= self.queue:
+            return Refusal(f"{len(self._waiting)} requests are waiting, which is the most", wait)
+        left = ticket.deadline - self._clock()
+        if left <= 0:
+            return Refusal("its deadline has passed", wait)
+        if self._waiting and wait + self.cost.seconds(ticket.tokens) > left:
+            # It would expire in the queue, and take the time of others on the way. An empty queue always accepts, so
+            # that a wrong estimate corrects itself.
+            return Refusal(f"the wait of about {wait:.3f} s is longer than the {left:.3f} s it has", wait)
+        self._waiting[ticket.key] = ticket
+        self._tokens += ticket.tokens
+        return None
+
+    def cancel(self, key: Hashable) -> bool:
+        """Forget a request whose client left; False where it is not waiting any more."""
+        ticket = self._waiting.pop(key, None)
+        if ticket is not None:
+            self._tokens -= ticket.tokens
+        return ticket is not None
+
+    def take(self) -> Taken:
+        """The next batch, first come first served, and what expired before it."""
+        now, most, longest = self._clock(), self._most_tokens(), 0
+        taken = Taken()
+        for ticket in list(self._waiting.values()):
+            if ticket.deadline <= now:
+                taken.expired.append(ticket)
+                continue
+            longest = max(longest, ticket.tokens)
+            if taken.batch and (len(taken.batch) + 1) * longest > most:
+                break
+            taken.batch.append(ticket)
+        for ticket in (*taken.batch, *taken.expired):
+            self.cancel(ticket.key)
+        return taken
+
+    def learn(self, padded_tokens: int, seconds: float) -> None:
+        """A batch has been computed."""
+        self.cost.learn(padded_tokens, seconds)
+
+    def expected_wait(self) -> float:
+        """How long those that wait now should keep the model busy."""
+        if not self._waiting:
+            return 0.0
+        most = self._most_tokens()
+        batches = math.ceil(self._tokens / most) if most > 0 else len(self._waiting)
+        fixed, slope = self.cost.line()
+        return batches * fixed + slope * self._tokens
+
+    def _most_tokens(self) -> float:
+        return min(self.batch_tokens, self.cost.tokens_within(self.budget_s / 2))

@@ -1,0 +1,42 @@
+"""JSON lines between the supervisor and each of its processes, over a socket pair.
+
+The process's end is a file descriptor it inherits. When the supervisor is gone, however it ended, the line closes, and
+the process ends too: nothing is left behind.
+
+supervisor → engine   {"do": "drain"}
+engine → supervisor   {"event": "ready", "version": …}   {"event": "broken", "why": …}   {"event": "alive"}
+supervisor → front    {"do": "serve", "generation": n, "artifact": …, "version": …, "engines": [path, …]}
+                      {"do": "drain"}   {"do": "reloaded", "id": n, "ok": …, …}
+front → supervisor    {"event": "serving", "generation": n}   {"event": "cannot", "generation": n, "why": …}
+                      {"event": "reload", "id": n}
+"""
+
+import json
+import socket
+from typing import Any
+
+LONGEST = 1024 * 1024
+
+
+def to_line(message: dict[str, Any]) -> bytes:
+    """One message as it is sent."""
+    return json.dumps(message).encode() + b"\n"
+
+
+class Lines:
+    """Messages out of whatever pieces they arrive in."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """The messages that are complete with ``data``."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LONGEST:
+            raise ValueError(f"a control message is longer than {LONGEST} bytes")
+        return [json.loads(line) for line in lines if line]
+
+
+def inherited_socket(descriptor: int) -> socket.socket:
+    """The process's end of the line."""
+    return socket.socket(fileno=descriptor)

@@ -1,0 +1,177 @@
+"""The engines that serve one artifact: started together, each started again when it dies, drained together."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from intbmoe.serve.children import Child
+from intbmoe.serve.metrics import FOLDER, forget_process
+from intbmoe.serve.settings import Settings
+
+START_S = 900.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
+WATCH_S = 1.0
+log = logging.getLogger(__name__)
+
+
+class StartError(RuntimeError):
+    """An engine could not be made ready; the message is the engine's own."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the processes of a server meet."""
+
+    sockets: Path
+    figures: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For every process."""
+        return {FOLDER: str(self.figures)}
+
+
+class Crew:
+    """A generation of engines. ``on_change`` is called when an engine came or went, ``on_other`` when the folder's
+    content is no longer what the others serve.
+    """
+
+    def __init__(self, number: int, artifact: str, settings: Settings, places: Places) -> None:
+        self.number = number
+        self.artifact = artifact
+        self.version = ""
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_other: Callable[[], None] = lambda: None
+        self._settings = settings
+        self._places = places
+        self._ready: dict[Child, asyncio.Future[str]] = {}
+        self._paths: dict[Child, str] = {}
+        self._keepers: list[asyncio.Task] = []
+        self._started = 0
+        self._ending = False
+
+    @property
+    def sockets(self) -> list[str]:
+        """Of the engines that are ready."""
+        return [path for child, path in self._paths.items() if child.is_running and _is_ready(self._ready[child])]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the engines that are ready."""
+        return [child.pid for child in self._paths if child.is_running and _is_ready(self._ready[child])]
+
+    async def start(self) -> None:
+        """Start all engines; when they are ready they are kept running. Raises ``StartError`` unless all are."""
+        results = await asyncio.gather(
+            *(self._start_one() for _ in range(self._settings.workers)), return_exceptions=True
+        )
+        failed = [result for result in results if isinstance(result, BaseException)]
+        if failed:
+            await self.kill()
+            raise failed[0]
+        versions = {self._ready[child].result() for child in results}
+        if len(versions) > 1:
+            await self.kill()
+            raise StartError(f"{self.artifact} changed while it was being loaded: reload again")
+        self.version = versions.pop()
+        self._keepers = [asyncio.create_task(self._keep(child)) for child in results]
+
+    async def drain(self, seconds: float) -> None:
+        """Let every engine finish what it has; fronts have been told to ask others."""
+        self._ending = True
+        for keeper in self._keepers:
+            keeper.cancel()
+        children = list(self._paths)
+        for child in children:
+            if _is_ready(self._ready[child]):
+                child.tell({"do": "drain"})
+            else:
+                child.kill()  # it is still being started, and has nothing
+        await asyncio.gather(*(child.end(seconds) for child in children))
+        for child in children:
+            self._forget(child)
+
+    async def kill(self) -> None:
+        """End every engine at once."""
+        for child in list(self._paths):
+            child.kill()
+        await self.drain(5)
+
+    async def _start_one(self) -> Child:
+        self._started += 1
+        path = str(self._places.sockets / f"{self.number}.{self._started}")
+        arguments = [self._settings.to_json(), self.artifact, path]
+        # CPU threads are set by number; left to themselves, libraries would each take all cores.
+        threads = str(self._settings.engine_threads())
+        child = await Child.start(
+            "intbmoe.serve.engine_process",
+            arguments,
+            environment={**self._places.environment, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            on_event=self._hear,
+        )
+        ready = self._ready.setdefault(child, asyncio.get_running_loop().create_future())
+        self._paths[child] = path
+        await asyncio.wait({ready, child.ended}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        if _is_ready(ready) and child.is_running:
+            return child
+        child.kill()
+        await asyncio.wait({child.ended})
+        self._forget(child)
+        if not ready.done():
+            code = child.ended.result()
+            code = child.ended.result()
+            raise StartError(f"an engine ended with status {code}, or was not ready after {START_S:g} s")
+        if ready.exception() is not None:
+            raise ready.exception()
+        raise StartError(f"an engine ended with status {child.ended.result()} as soon as it was ready")
+
+    def _hear(self, child: Child, message: dict[str, Any]) -> None:
+        ready = self._ready.setdefault(child, asyncio.get_running_loop().create_future())
+        if message["event"] == "ready" and not ready.done():
+            ready.set_result(message["version"])
+        elif message["event"] == "broken" and not ready.done():
+            ready.set_exception(StartError(message["why"]))
+
+    async def _keep(self, child: Child) -> None:
+        """Whenever the engine dies, or is silent for too long, start another in its place."""
+        pause = FIRST_PAUSE_S
+        while True:
+            while child.is_running:
+                await asyncio.wait({child.ended}, timeout=WATCH_S)
+                if child.is_running and time.monotonic() - child.heard > self._settings.hang_s:
+                    log.error("engine %d has been silent for %g s: ended", child.pid, self._settings.hang_s)
+                    child.kill()
+            log.error("engine %d ended with status %s: another is started", child.pid, child.ended.result())
+            pause = FIRST_PAUSE_S if time.monotonic() - child.started > LONGEST_PAUSE_S else pause
+            self._forget(child)
+            self.on_change()
+            while True:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+                try:
+                    child = await self._start_one()
+                    break
+                except StartError as error:
+                    log.error("an engine could not be started again: %s", error)
+            if self._ready[child].result() != self.version:
+                log.error("%s holds another version than the one served: reloading", self.artifact)
+                child.kill()
+                self._forget(child)
+                self.on_other()
+                return
+            self.on_change()
+
+    def _forget(self, child: Child) -> None:
+        path = self._paths.pop(child, None)
+        self._ready.pop(child, None)
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
+            forget_process(child.pid, self._places.figures)
+
+
+def _is_ready(ready: asyncio.Future[str]) -> bool:
+    return ready.done() and ready.exception() is None

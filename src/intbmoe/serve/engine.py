@@ -1,0 +1,237 @@
+"""The engine without its process: requests in, batches through the predictor, replies out.
+
+``submit`` and ``cancel`` come from whoever carries messages; ``step`` computes one batch, and one token more of every
+text being written, and returns what is to be sent. One thread does all of it: while the model computes, new requests
+wait in the sockets, and the next ``step`` finds them together.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from intbmoe.export.predictor import Encoded, Predictor, RequestError, from_wire
+from intbmoe.serve.batcher import Batcher, Taken, Ticket
+from intbmoe.serve.metrics import EngineMetrics
+from intbmoe.serve.settings import Settings
+from intbmoe.serve.wire import ANSWER, BAD, EXPIRED, FAILED, PIECE, REFUSED
+
+SAMPLE_EVERY_S = 1.0
+"""Routing is looked at in one batch a second: often enough for a load, too seldom to cost."""
+log = logging.getLogger(__name__)
+
+
+class Reply(NamedTuple):
+    """A message for the one who asked."""
+
+    key: Hashable
+    kind: int
+    content: tuple[Any, ...] = ()
+
+
+@dataclass
+class _Request:
+    """What a ticket is about."""
+
+    encoded: Encoded
+    streamed: bool
+    """Whether the client gets the text piece by piece."""
+
+
+@dataclass
+class _Text:
+    """A batch of texts being written."""
+
+    generation: Any
+    tickets: list[Ticket]
+    going: set[int]
+    pieces: dict[int, list[str]] = field(default_factory=dict)
+    """So far, of those whose clients get them whole."""
+
+
+class Engine:
+    """A predictor behind a batcher."""
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        settings: Settings,
+        metrics: EngineMetrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.predictor = predictor
+        self.batcher = Batcher(
+            budget_s=settings.budget_ms / 1000,
+            batch_tokens=settings.batch_tokens,
+            queue=settings.queue,
+            clock=clock,
+        )
+        self._most_texts = settings.streams
+        self._metrics = metrics
+        self._clock = clock
+        self._texts: list[_Text] = []
+        self._sampled = float("-inf")
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``step`` has anything to do."""
+        return len(self.batcher) > 0 or bool(self._texts)
+
+    def submit(self, key: Hashable, deadline: float, content: bytes, stream: bool) -> Reply | None:
+        """Take a request on; the reply, where there is one, says why not."""
+        encoded = from_wire(content)
+        ticket = Ticket(key, encoded.tokens, deadline, _Request(encoded, stream), self._clock())
+        refusal = self.batcher.submit(ticket)
+        return None if refusal is None else Reply(key, REFUSED, (refusal.reason, refusal.retry_after))
+
+    def cancel(self, key: Hashable) -> None:
+        """Nobody waits for this request any more."""
+        if not self.batcher.cancel(key):
+            self._drop_texts(lambda other: other == key)
+
+    def cancel_all(self, which: Callable[[Hashable], bool]) -> None:
+        """Nobody waits for the requests with these keys any more."""
+        for key in [key for key in self.batcher.waiting() if which(key)]:
+            self.batcher.cancel(key)
+        self._drop_texts(which)
+
+    def _drop_texts(self, which: Callable[[Hashable], bool]) -> None:
+        for text in self._texts:
+            for index in [index for index in text.going if which(text.tickets[index].key)]:
+                text.going.discard(index)
+                text.generation.drop(index)
+
+    def step(self) -> list[Reply]:
+        """Compute what is next."""
+        replies: list[Reply] = []
+        if len(self._texts) < self._most_texts:
+            taken = self.batcher.take()
+            replies += [Reply(ticket.key, EXPIRED) for ticket in taken.expired]
+            self._count(taken)
+            texts = [ticket for ticket in taken.batch if self._is_text(ticket.payload)]
+            whole = Taken([ticket for ticket in taken.batch if not self._is_text(ticket.payload)])
+            if whole.batch:
+                replies += self._answer(whole)
+            if texts:
+                replies += self._start(texts)
+        for text in list(self._texts):
+            replies += self._continue(text)
+        self._texts = [text for text in self._texts if text.going]
+        if self._metrics is not None:
+            self._metrics.waiting.set(len(self.batcher))
+        return replies
+
+    def _is_text(self, request: _Request) -> bool:
+        """Whether it is written step by step, beside others; explaining needs the text whole."""
+        return self.predictor.action == "generate" and not request.encoded.payload.get("explain")
+
+    def _answer(self, taken: Taken) -> list[Reply]:
+        started = self._clock()
+        batch = [ticket.payload.encoded for ticket in taken.batch]
+        try:
+            with self._sampling():
+                answers = self.predictor.answer(batch)
+        except Exception:
+            log.exception("a batch of %d failed; its requests are tried one by one", len(batch))
+            return [self._answer_alone(ticket) for ticket in taken.batch]
+        seconds = self._clock() - started
+        self.batcher.learn(taken.padded_tokens, seconds)
+        if self._metrics is not None:
+            self._metrics.compute_seconds.observe(seconds)
+        return [Reply(ticket.key, ANSWER, (answer,)) for ticket, answer in zip(taken.batch, answers, strict=True)]
+
+    def _answer_alone(self, ticket: Ticket) -> Reply:
+        try:
+            return Reply(ticket.key, ANSWER, (self.predictor.answer([ticket.payload.encoded])[0],))
+        except Exception as error:
+            return _failure(ticket, error)
+
+    def _start(self, tickets: list[Ticket]) -> list[Reply]:
+        batch: list[Encoded] = [ticket.payload.encoded for ticket in tickets]
+        try:
+            generation = self.predictor.stream(batch)
+        except Exception as error:
+            if len(tickets) == 1:
+                return [_failure(tickets[0], error)]
+            return [reply for ticket in tickets for reply in self._start([ticket])]
+        self._texts.append(_Text(generation, tickets, set(range(len(tickets)))))
+        return []
+
+    def _continue(self, text: _Text) -> list[Reply]:
+        started = self._clock()
+        try:
+            with self._sampling():
+                pieces = next(text.generation, None)
+        except Exception as error:
+            failed, text.going = text.going, set()
+            return [_failure(text.tickets[index], error) for index in sorted(failed)]
+        if pieces is None:
+            failed, text.going = text.going, set()
+            return [Reply(text.tickets[index].key, FAILED, ("the text ended early",)) for index in sorted(failed)]
+        if self._metrics is not None:
+            self._metrics.compute_seconds.observe(self._clock() - started)
+        replies = []
+        for piece in pieces:
+            if piece.index not in text.going:
+                continue
+            ticket = text.tickets[piece.index]
+            if ticket.payload.streamed:
+                replies.append(Reply(ticket.key, PIECE, (piece.text, piece.finished)))
+            else:
+                pieces = text.pieces.setdefault(piece.index, [])
+                pieces.append(piece.text)
+                if piece.finished is not None:
+                    answer = _whole("".join(pieces), piece.finished, text.generation, piece.index)
+                    replies.append(Reply(ticket.key, ANSWER, (answer,)))
+            if piece.finished is not None:
+                text.going.discard(piece.index)
+        return replies
+
+    def _count(self, taken: Taken) -> None:
+        if self._metrics is None or not taken.batch:
+            return
+        now = self._clock()
+        self._metrics.batch_requests.observe(len(taken.batch))
+        useful = sum(ticket.tokens for ticket in taken.batch)
+        self._metrics.tokens.labels("request").inc(useful)
+        self._metrics.tokens.labels("padding").inc(taken.padded_tokens - useful)
+        for ticket in taken.batch:
+            self._metrics.queue_seconds.observe(now - ticket.arrived)
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """Now and then, count which blocks tokens take."""
+        model = getattr(self.predictor, "model", None)
+        if self._metrics is None or model is None or self._clock() - self._sampled < SAMPLE_EVERY_S:
+            yield
+            return
+        self._sampled = self._clock()
+        from intbmoe.layer import moe_layers
+        from intbmoe.routing import record_routing
+
+        if not any(layer.choices for _, layer in moe_layers(model)):
+            yield
+            return
+        with record_routing(model) as routing:
+            yield
+        for layer, recorded in routing.items():
+            if recorded.ids is None:
+                continue
+            blocks, counts = recorded.ids[recorded.ids >= 0].unique(return_counts=True)
+            for block, count in zip(blocks.tolist(), counts.tolist(), strict=True):
+                self._metrics.block_tokens.labels(layer, block).inc(count)
+
+
+def _whole(text: str, finished: str, generation: Any, index: int) -> dict[str, Any]:
+    """What ``Predictor.answer`` would have given."""
+    ids, score = generation.ids[index], generation.scores[index]
+    return {"text": text, "new_tokens": len(ids), "score": score, "finished": finished}
+
+
+def _failure(ticket: Ticket, error: Exception) -> Reply:
+    if isinstance(error, RequestError):
+        return Reply(ticket.key, BAD, (error.field, str(error)))
+    log.error("a request failed", exc_info=error)
+    return Reply(ticket.key, FAILED, ("the model failed on this request; the server's log says more",))

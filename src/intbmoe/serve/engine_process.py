@@ -1,0 +1,184 @@
+"""The engine's process: ``python -m intbmoe.serve.engine_process SETTINGS ARTIFACT SOCKET CONTROL``, by the supervisor.
+
+It listens on a Unix socket for fronts, and computes whenever nothing is left to read. Told to drain, it goes on until
+every front has closed its connection, which they do when nothing of theirs is left in it.
+"""
+
+import importlib
+import logging
+import os
+import selectors
+import socket
+import sys
+import time
+from typing import Any
+
+from intbmoe.serve import wire
+from intbmoe.serve.control import Lines, inherited_socket, to_line
+from intbmoe.serve.engine import Engine, Reply
+from intbmoe.serve.metrics import EngineMetrics
+from intbmoe.serve.settings import Settings
+from intbmoe.serve.warm_up import warm_up
+
+READ = 1024 * 1024
+ALIVE_EVERY_S = 1.0
+log = logging.getLogger(__name__)
+
+
+class _Front:
+    """The connection of one front."""
+
+    def __init__(self, connection: socket.socket, number: int) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self.number = number
+        self.unpacker = wire.unpacker()
+        self.unsent = bytearray()
+
+
+class EngineProcess:
+    """Carries messages between fronts and an ``Engine``."""
+
+    def __init__(self, engine: Engine, listener: socket.socket, control: socket.socket) -> None:
+        self._engine = engine
+        self._listener = listener
+        self._control = control
+        self._lines = Lines()
+        self._fronts: dict[int, _Front] = {}
+        self._accepted = 0
+        self._draining = False
+        self._told_alive = 0.0
+        self._selector = selectors.DefaultSelector()
+        for source in (listener, control):
+            source.setblocking(False)
+            self._selector.register(source, selectors.EVENT_READ, source)
+
+    def run(self) -> None:
+        """Until told to drain and drained, or the supervisor is gone."""
+        while not (self._draining and not self._fronts):
+            ready = self._selector.select(0 if self._engine.busy else ALIVE_EVERY_S / 2)
+            for key, events in ready:
+                if key.data is self._listener:
+                    self._accept()
+                elif key.data is self._control:
+                    if not self._read_control():
+                        return
+                else:
+                    self._serve(key.data, events)
+            if self._engine.busy:
+                self._send(self._engine.step())
+            self._say_alive()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        self._accepted += 1
+        front = self._fronts[self._accepted] = _Front(connection, self._accepted)
+        self._selector.register(connection, selectors.EVENT_READ, front)
+
+    def _read_control(self) -> bool:
+        data = self._control.recv(READ)
+        for message in self._lines.feed(data):
+            if message["do"] == "drain":
+                self._draining = True
+        return bool(data)
+
+    def _serve(self, front: _Front, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._flush(front)
+        if events & selectors.EVENT_READ and front.number in self._fronts:
+            try:
+                data = front.socket.recv(READ)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                data = b""
+            if not data:
+                self._lose(front)
+                return
+            front.unpacker.feed(data)
+            for message in front.unpacker:
+                self._receive(front, message)
+
+    def _receive(self, front: _Front, message: list[Any]) -> None:
+        kind, number, *rest = message
+        key = (front.number, number)
+        if kind == wire.ASK:
+            refusal = self._engine.submit(key, *rest)
+            if refusal is not None:
+                self._send([refusal])
+        elif kind == wire.CANCEL:
+            self._engine.cancel(key)
+
+    def _send(self, replies: list[Reply]) -> None:
+        touched = {}
+        for reply in replies:
+            number, request = reply.key
+            front = self._fronts.get(number)
+            if front is not None:  # it may have gone while the model computed
+                front.unsent += wire.pack(reply.kind, request, *reply.content)
+                touched[number] = front
+        for front in touched.values():
+            self._flush(front)
+
+    def _flush(self, front: _Front) -> None:
+        try:
+            sent = front.socket.send(front.unsent)
+            del front.unsent[:sent]
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            self._lose(front)
+            return
+        waits = selectors.EVENT_READ | (selectors.EVENT_WRITE if front.unsent else 0)
+        self._selector.modify(front.socket, waits, front)
+
+    def _lose(self, front: _Front) -> None:
+        """A front has closed its connection: nobody waits for what it asked."""
+        if self._fronts.pop(front.number, None) is None:
+            return
+        self._selector.unregister(front.socket)
+        front.socket.close()
+        self._engine.cancel_all(lambda key: key[0] == front.number)
+
+    def _say_alive(self) -> None:
+        now = time.monotonic()
+        if now - self._told_alive >= ALIVE_EVERY_S:
+            self._told_alive = now
+            tell(self._control, {"event": "alive"})
+
+
+def tell(control: socket.socket, message: dict[str, Any]) -> None:
+    """Send the supervisor a message; one that is gone is noticed by whoever reads."""
+    try:
+        control.send(to_line(message))
+    except (BlockingIOError, ConnectionError):
+        log.debug("the supervisor could not be told %s", message)
+
+
+def main(args: list[str]) -> None:
+    """Load, warm up, say so, serve."""
+    settings, artifact, path, control = Settings.from_json(args[0]), args[1], args[2], inherited_socket(int(args[3]))
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine %(process)d: %(message)s")
+    try:
+        import torch
+
+        torch.set_num_threads(settings.engine_threads())
+        torch.set_grad_enabled(False)
+        opened = importlib.import_module(settings.loader).open_predictor(artifact, settings.device)
+        engine = Engine(opened.encoder, settings, EngineMetrics(opened.version))
+        warm_up(engine, opened.golden)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(path)
+        listener.listen(256)
+    except Exception as error:
+        log.debug("not started", exc_info=True)
+        tell(control, {"event": "broken", "why": f"{type(error).__name__}: {error}"[:2000]})
+        os._exit(1)
+    tell(control, {"event": "ready", "version": opened.version})
+    EngineProcess(engine, listener, control).run()
+    logging.shutdown()
+    os._exit(0)  # tearing an interpreter with torch down takes seconds, and there is nothing left to do
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

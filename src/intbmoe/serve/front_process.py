@@ -1,0 +1,193 @@
+"""A front's process: ``python -m intbmoe.serve.front_process SETTINGS LISTENER WHEN CONTROL``, by the supervisor.
+
+uvicorn on a socket that the supervisor opened, so that a front that dies loses no connection that is still waiting.
+WHEN is ``at-once`` for the first fronts, which say "not ready" until the model is loaded, and ``when-ready`` for one
+that takes the place of another: connections wait for it.
+"""
+
+import asyncio
+import importlib
+import itertools
+import logging
+import os
+import socket
+import sys
+from typing import Any
+
+import uvicorn
+import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from intbmoe.serve.control import Lines, inherited_socket, to_line
+from intbmoe.serve.front import Front
+from intbmoe.serve.links import Dispatcher, Generation
+from intbmoe.serve.metrics import FrontMetrics
+from intbmoe.serve.settings import Settings
+
+HEADERS_BYTES = 65_536
+LAME_S = 0.2
+"""Between "not ready" and the closed door: answers of this time ask clients to connect anew."""
+READ = 65_536
+log = logging.getLogger(__name__)
+
+
+class FrontProcess:
+    """Does what the supervisor says, beside the HTTP server."""
+
+    def __init__(self, settings: Settings, listener: socket.socket, when: str, control: socket.socket) -> None:
+        self._when_ready = when == "when-ready"
+        self._ready = asyncio.Event()
+        self._listener = listener
+        self._control = control
+        self._metrics = FrontMetrics()
+        self._dispatcher = Dispatcher(self._metrics.retries.inc)
+        self._front = Front(settings, self._dispatcher, self._metrics, self._reload)
+        self._loader = importlib.import_module(settings.loader)
+        self._writer: asyncio.StreamWriter | None = None
+        self._numbers = itertools.count(1)
+        self._reloads: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._changing = asyncio.Lock()
+        self._doing: set[asyncio.Task] = set()
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._front.app(),
+                http=_patient(settings.patience_s),
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                limit_concurrency=settings.connections,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+            )
+        )
+
+    async def run(self) -> None:
+        """Until told to drain and drained, or the supervisor is gone."""
+        reader, self._writer = await asyncio.open_connection(sock=self._control)
+        listening = asyncio.create_task(self._obey(reader))
+        if self._when_ready:
+            await self._ready.wait()
+        await self._server.serve(sockets=[self._listener])
+        listening.cancel()
+
+    async def _obey(self, reader: asyncio.StreamReader) -> None:
+        lines = Lines()
+        while data := await reader.read(READ):
+            for message in lines.feed(data):
+                if message["do"] == "serve":
+                    self._start(self._serve(message))
+                elif message["do"] == "drain":
+                    self._start(self._drain())
+                elif message["do"] == "reloaded":
+                    waiting = self._reloads.pop(message["id"], None)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(message)
+        os._exit(1)  # without its supervisor a front is nobody's: what it holds ends with it
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._doing.add(task)
+        task.add_done_callback(self._doing.discard)
+
+    async def _serve(self, wanted: dict[str, Any]) -> None:
+        """Make the generation that the supervisor describes the current one, or give the current one its engines."""
+        async with self._changing:
+            number = wanted["generation"]
+            try:
+                generation = self._dispatcher.current
+                if generation is None or generation.number != number:
+                    opened = await asyncio.to_thread(self._loader.open_encoder, wanted["artifact"])
+                    if opened.version != wanted["version"]:
+                        raise ValueError(f"{wanted['artifact']} changed while it was being loaded: reload again")
+                    generation = Generation(number, opened)
+                missing = [path for path in wanted["engines"] if path not in generation.links]
+                found = await asyncio.gather(
+                    *(self._dispatcher.connect(generation, path) for path in missing), return_exceptions=True
+                )
+                for path, error in zip(missing, found, strict=True):
+                    if error is not None:
+                        log.warning("engine %s cannot be reached: %s", path, error)
+                if generation is not self._dispatcher.current:
+                    if not generation.links:
+                        raise ConnectionError("none of its engines can be reached")
+                    self._dispatcher.switch(generation)
+            except Exception as error:
+                log.exception("generation %d cannot be served", number)
+                self._tell({"event": "cannot", "generation": number, "why": f"{type(error).__name__}: {error}"[:2000]})
+                if self._when_ready and not self._ready.is_set():
+                    os._exit(1)  # nobody can be answered: the next one may do better
+            else:
+                self._ready.set()
+                self._tell({"event": "serving", "generation": number})
+
+    async def _drain(self) -> None:
+        self._front.draining = True
+        await asyncio.sleep(LAME_S)
+        self._server.should_exit = True
+
+    async def _reload(self) -> dict[str, Any]:
+        number = next(self._numbers)
+        waiting = self._reloads[number] = asyncio.get_running_loop().create_future()
+        self._tell({"event": "reload", "id": number})
+        return await waiting
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._writer.write(to_line(message))
+
+
+def _patient(seconds: float) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol, but a request's head must arrive within ``seconds`` and has a bound."""
+
+    class Patient(HttpToolsProtocol):
+        _limit: asyncio.TimerHandle | None = None
+        _head_bytes = 0
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._limit = self.loop.call_later(seconds, transport.close)
+
+        def data_received(self, data: bytes) -> None:
+            if self._limit is None and (self.cycle is None or self.cycle.response_complete):
+                self._limit = self.loop.call_later(seconds, self.transport.close)
+            if self._limit is not None:
+                self._head_bytes += len(data)
+            super().data_received(data)
+            if self._limit is not None and self._head_bytes > HEADERS_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"The head of the request is longer than {HEADERS_BYTES} bytes.")
+
+        def on_headers_complete(self) -> None:
+            self._stop()
+            super().on_headers_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(exc)
+
+        def _stop(self) -> None:
+            self._head_bytes = 0
+            if self._limit is not None:
+                self._limit.cancel()
+                self._limit = None
+
+    return Patient
+
+
+def main(args: list[str]) -> None:
+    """Serve until told otherwise."""
+    settings = Settings.from_json(args[0])
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s front %(process)d: %(message)s")
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+
+    async def run() -> None:
+        listener, control = inherited_socket(int(args[1])), inherited_socket(int(args[3]))
+        await FrontProcess(settings, listener, args[2], control).run()
+
+    uvloop.run(run())
+    logging.shutdown()
+    os._exit(0)  # tearing an interpreter with torch down takes seconds, and there is nothing left to do
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,265 @@
+"""A front's connections to engines, and the requests on their way through them.
+
+Call         one request: it ends exactly once, whoever ends it first
+Link         the connection to one engine
+Generation   an artifact's encoder with the links to the engines that serve it
+Dispatcher   the current generation; sends calls, and sends them again when an engine dies
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from intbmoe.export.predictor import RequestError, to_wire
+from intbmoe.serve import wire
+from intbmoe.serve.loading import Opened
+
+MOST_SENDS = 2
+"""A request that was in two engines when they died is not given to a third: it may be what kills them."""
+
+
+class Outcome(NamedTuple):
+    """How a request ended: answered, bad, refused, expired, failed, unavailable or left."""
+
+    name: str
+    content: tuple[Any, ...] = ()
+
+
+EXPIRED = Outcome("expired")
+LEFT = Outcome("left")
+_OUTCOMES = {
+    wire.ANSWER: "answered",
+    wire.REFUSED: "refused",
+    wire.EXPIRED: "expired",
+    wire.BAD: "bad",
+    wire.FAILED: "failed",
+}
+
+
+class Call:
+    """One request on its way. ``await call.done`` gives its ``Outcome``; a text's pieces are in ``call.pieces``."""
+
+    def __init__(self, request: Mapping[str, Any], deadline: float, stream: bool = False) -> None:
+        loop = asyncio.get_running_loop()
+        self.request = request
+        self.deadline = deadline
+        self.done: asyncio.Future[Outcome] = loop.create_future()
+        self.pieces: asyncio.Queue[str | None] | None = asyncio.Queue() if stream else None
+        self.generation: Generation | None = None
+        self.content = b""
+        self.tokens = 0
+        self.number = 0
+        self.link: Line | None = None
+        self.sends = 0
+        self._received = 0  # characters of the text, from the engine that writes it now
+        self._passed_on = 0  # characters that the client has
+        self._timer = loop.call_later(max(0.0, deadline - time.monotonic()), self.finish, EXPIRED)
+
+    def encode(self, generation: "Generation") -> None:
+        """Check the request and prepare it for the engines of ``generation``; raises ``RequestError``."""
+        encoded = generation.opened.encoder.encode(self.request)
+        self.generation, self.tokens, self.content = generation, encoded.tokens, to_wire(encoded)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client already has some of the text."""
+        return self._passed_on > 0
+
+    def start_over(self) -> None:
+        """The text will come from its beginning again: what the client has of it is passed over."""
+        self._received = 0
+
+    def add_piece(self, text: str, finished: str | None) -> None:
+        """More of the text has come."""
+        new = text[max(0, self._passed_on - self._received) :]
+        self._received += len(text)
+        self._passed_on = max(self._passed_on, self._received)
+        if new and self.pieces is not None:
+            self.pieces.put_nowait(new)
+        if finished is not None:
+            self.finish(Outcome("answered", ({"finished": finished},)))
+
+    def finish(self, outcome: Outcome) -> None:
+        """End the call, unless it has ended; an engine that still works on it is told."""
+        if self.done.done():
+            return
+        self._timer.cancel()
+        if self.link is not None:
+            self.link.forget(self, tell=outcome.name in ("expired", "left"))
+        self.done.set_result(outcome)
+        if self.pieces is not None:
+            self.pieces.put_nowait(None)
+
+
+class Line:
+    """A way to one engine: what is common to a socket and to an engine in the same process."""
+
+    def __init__(self) -> None:
+        self.load = 0
+        """Tokens under way."""
+        self._calls: dict[int, Call] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can be sent."""
+        raise NotImplementedError
+
+    def _post(self, *message: Any) -> None:
+        """Carry a message to the engine."""
+        raise NotImplementedError
+
+    def retire(self) -> None:
+        """Close when nothing is under way."""
+
+    def send(self, call: Call) -> None:
+        """Ask the engine."""
+        call.link, call.number = self, next(self._numbers)
+        call.sends += 1
+        self._calls[call.number] = call
+        self.load += call.tokens
+        self._post(wire.ASK, call.number, call.deadline, call.content, call.pieces is not None)
+
+    def forget(self, call: Call, *, tell: bool) -> None:
+        """The call has ended here; ``tell`` the engine where it does not know."""
+        if self._calls.pop(call.number, None) is None:
+            return
+        call.link = None
+        self.load -= call.tokens
+        if tell and self.is_open:
+            self._post(wire.CANCEL, call.number)
+
+    def deliver(self, kind: int, number: int, *content: Any) -> None:
+        """The engine has said something about a call."""
+        call = self._calls.get(number)
+        if call is None:  # it has ended here in the meantime
+            return
+        if kind == wire.PIECE:
+            call.add_piece(*content)
+        else:
+            call.finish(Outcome(_OUTCOMES[kind], content))
+
+
+class Link(Line, asyncio.Protocol):
+    """The connection to the process of an engine."""
+
+    def __init__(self, path: str, on_lost: Callable[["Link", list[Call]], None]) -> None:
+        super().__init__()
+        self.path = path
+        self._on_lost = on_lost
+        self._unpacker = wire.unpacker()
+        self._transport: asyncio.Transport | None = None
+        self._retired = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def _post(self, *message: Any) -> None:
+        self._transport.write(wire.pack(*message))
+
+    def forget(self, call: Call, *, tell: bool) -> None:
+        super().forget(call, tell=tell)
+        self._close_if_retired()
+
+    def retire(self) -> None:
+        self._retired = True
+        self._close_if_retired()
+
+    def _close_if_retired(self) -> None:
+        if self._retired and not self._calls and self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._unpacker.feed(data)
+        for message in self._unpacker:
+            self.deliver(*message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        calls = list(self._calls.values())
+        self._calls.clear()
+        self.load = 0
+        for call in calls:
+            call.link = None
+        self._on_lost(self, calls)
+
+
+class Generation:
+    """An artifact's encoder with the links to the engines that serve it."""
+
+    def __init__(self, number: int, opened: Opened) -> None:
+        self.number = number
+        self.opened = opened
+        self.action: str = opened.encoder.action
+        self.links: dict[str, Line] = {}
+
+    def least_loaded(self) -> Line | None:
+        """The engine to ask next; None where none is connected."""
+        best = None
+        for link in self.links.values():
+            if link.is_open and (best is None or link.load < best.load):
+                best = link
+        return best
+
+    def retire(self) -> None:
+        """Another generation serves now: close each link when its calls have ended."""
+        for link in list(self.links.values()):
+            link.retire()
+
+
+class Dispatcher:
+    """Sends calls to the engines of the current generation."""
+
+    def __init__(self, on_retry: Callable[[], None] = lambda: None) -> None:
+        self.current: Generation | None = None
+        self._on_retry = on_retry
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would find an engine."""
+        return self.current is not None and self.current.least_loaded() is not None
+
+    async def connect(self, generation: Generation, path: str) -> None:
+        """Open a link to an engine that is ready."""
+        loop = asyncio.get_running_loop()
+        _, link = await loop.create_unix_connection(lambda: Link(path, self._lost), path)
+        generation.links[path] = link
+
+    def switch(self, generation: Generation) -> None:
+        """From now on requests go to ``generation``; what is under way elsewhere is finished there."""
+        before, self.current = self.current, generation
+        if before is not None:
+            before.retire()
+
+    def send(self, call: Call) -> None:
+        """Send an encoded call; where no engine can take it, it ends here."""
+        link = call.generation.least_loaded()
+        if link is None and call.generation is not self.current and not call.begun:
+            try:
+                call.encode(self.current)
+            except RequestError as error:  # the new model does not know what the old one knew
+                call.finish(Outcome("bad", (error.field, str(error))))
+                return
+            link = call.generation.least_loaded()
+        if link is None:
+            call.finish(Outcome("unavailable", ("no engine is running at the moment",)))
+        else:
+            link.send(call)
+
+    def _lost(self, link: Link, calls: list[Call]) -> None:
+        for generation in {call.generation for call in calls} | {self.current}:
+            if generation is not None and generation.links.get(link.path) is link:
+                del generation.links[link.path]
+        for call in calls:
+            if call.sends >= MOST_SENDS:
+                call.finish(Outcome("unavailable", ("the engines that had this request died",)))
+                continue
+            self._on_retry()
+            call.start_over()
+            self.send(call)

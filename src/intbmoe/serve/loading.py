@@ -1,0 +1,37 @@
+"""Opening an artifact for a front (no weights) and for an engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from intbmoe.export import load_artifact
+from intbmoe.export.predictor import Encoder, Predictor, make_encoder, make_predictor
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An artifact's encoder or predictor, and what is to be told about it."""
+
+    version: str
+    about: Mapping[str, Any]
+    """For ``/v1/model``."""
+    encoder: Encoder | Predictor
+    golden: list[dict[str, Any]]
+
+
+def open_encoder(path: str) -> Opened:
+    """For a front: checks requests and needs no weights."""
+    return _open(path, None)
+
+
+def open_predictor(path: str, device: str) -> Opened:
+    """For an engine."""
+    return _open(path, device)
+
+
+def _open(path: str, device: str | None) -> Opened:
+    artifact = load_artifact(path)
+    about = {key: artifact.about[key] for key in ("task", "method", "dtype", "precomposed")}
+    about["metrics"] = artifact.about.get("metrics", {})
+    encoder = make_encoder(artifact) if device is None else make_predictor(artifact, device)
+    return Opened(artifact.version, about, encoder, artifact.golden if device is not None else [])

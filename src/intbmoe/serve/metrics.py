@@ -1,0 +1,127 @@
+"""What is counted, over all processes of a server.
+
+Each process writes its figures to files in ``PROMETHEUS_MULTIPROC_DIR``, which the supervisor sets; whichever front is
+asked for ``/metrics`` adds them up. Figures of a process that died stay in the sums.
+"""
+
+import os
+from pathlib import Path
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+LATENCIES = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class FrontMetrics:
+    """What a front sees."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        registry = self.registry = registry or CollectorRegistry()
+        self._requests = Counter(
+            "intbmoe_requests", "Requests by action and outcome.", ["action", "outcome"], registry=registry
+        )
+        self._seconds = Histogram(
+            "intbmoe_request_seconds",
+            "From the request's head to its answer, of those that were answered; for a stream, to its first piece.",
+            ["action"],
+            buckets=LATENCIES,
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "intbmoe_requests_in_flight",
+            "Requests being answered.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self.retries = Counter(
+            "intbmoe_retries", "Requests sent to another engine because theirs died.", registry=registry
+        )
+        self.streams = Counter("intbmoe_streams", "Streamed texts, by how they ended.", ["outcome"], registry=registry)
+        self.reloads = Counter("intbmoe_reloads", "Reloads asked for, by outcome.", ["outcome"], registry=registry)
+        self._outcomes: dict[tuple[str, str], Counter] = {}
+        self._latency: dict[str, Histogram] = {}
+
+    def ended(self, action: str, outcome: str, seconds: float) -> None:
+        """A request has ended; ``outcome`` is one of ``docs/serving.md``, such as answered or refused."""
+        # Looking a labelled figure up costs more than adding to it.
+        counter = self._outcomes.get((action, outcome))
+        if counter is None:
+            counter = self._outcomes[action, outcome] = self._requests.labels(action, outcome)
+        counter.inc()
+        if outcome == "answered":
+            histogram = self._latency.get(action)
+            if histogram is None:
+                histogram = self._latency[action] = self._seconds.labels(action)
+            histogram.observe(seconds)
+
+
+class EngineMetrics:
+    """What an engine sees."""
+
+    def __init__(self, version: str, registry: CollectorRegistry | None = None) -> None:
+        registry = self.registry = registry or CollectorRegistry()
+        self.queue_seconds = Histogram(
+            "intbmoe_queue_seconds", "Wait in the engine's queue.", buckets=LATENCIES, registry=registry
+        )
+        self.compute_seconds = Histogram(
+            "intbmoe_compute_seconds", "Time of the model for a batch.", buckets=LATENCIES, registry=registry
+        )
+        self.batch_requests = Histogram(
+            "intbmoe_batch_requests", "Requests in a batch.", buckets=BATCHES, registry=registry
+        )
+        self.tokens = Counter("intbmoe_tokens", "Tokens computed, by use.", ["use"], registry=registry)
+        self.waiting = Gauge(
+            "intbmoe_queue_requests", "Requests that wait.", registry=registry, multiprocess_mode="livesum"
+        )
+        self.block_tokens = Counter(
+            "intbmoe_block_tokens",
+            "Tokens each block was chosen for, in a sample of batches.",
+            ["layer", "block"],
+            registry=registry,
+        )
+        model = Gauge(
+            "intbmoe_model_engines",
+            "Engines that serve a version.",
+            ["version"],
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        model.labels(version).set(1)
+
+
+def read_metrics(own: CollectorRegistry) -> tuple[bytes, str]:
+    """The figures of all processes, or, outside a server, one's ``own``, in Prometheus' text format, and its type."""
+    registry = own
+    if FOLDER in os.environ:
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+    return generate_latest(registry), CONTENT_TYPE_LATEST
+
+
+def forget_process(pid: int, folder: Path) -> None:
+    """A process has ended: its gauges go, its counts stay."""
+    mark_process_dead(pid, str(folder))

@@ -1,0 +1,109 @@
+"""Everything a server can be told; the supervisor hands it to its processes as JSON."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from intbmoe.checks import require, require_finite, require_positive_int
+
+LOADER = "intbmoe.serve.loading"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+STREAM_DEADLINE_MS = 60_000.0
+"""How long a text may take where no deadline is given: it is read while it is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How an artifact is served."""
+
+    artifact: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="ARTIFACT")]]
+    """What intbmoe export wrote, or a link to it."""
+    host: str = "127.0.0.1"
+    """Where to listen; by default only this machine can connect."""
+    port: int = 8000
+    """0 takes a free one."""
+    budget_ms: float = 60.0
+    """The latency aimed at: a batch is made no larger than can be computed in half of it."""
+    deadline_ms: float | None = None
+    """After so long a request is answered 504. Default: ten budgets; for generated text, a minute."""
+    workers: int = 1
+    """Engine processes, each with the model."""
+    fronts: int = 1
+    """HTTP processes."""
+    threads: int | None = None
+    """Of each engine's model on a CPU. Default: the cores that fronts leave, shared by the engines."""
+    device: str = "cpu"
+    """Where the model runs, such as cuda."""
+    queue: int = 1024
+    """Most requests that wait in one engine; more are refused with 429."""
+    batch_tokens: int = 65_536
+    """Most tokens of a batch, padding included, whatever the budget would allow."""
+    streams: int = 8
+    """Batches of texts that an engine writes at the same time."""
+    body_bytes: int | None = None
+    """Largest request. Default: what the artifact's predictor says."""
+    connections: int = 4096
+    """Of one front; more are answered 503."""
+    patience_s: float = 10.0
+    """A client that takes longer to send its request is cut off."""
+    drain_s: float = 15.0
+    """At the end, how long requests under way may take."""
+    hang_s: float = 60.0
+    """An engine that is silent for so long is ended and started anew."""
+    api_key_file: str | None = None
+    """One key a line; without a file no key is asked for."""
+    loader: tyro.conf.Suppress[str] = LOADER
+    """The module that opens artifacts; tests put in one of their own."""
+
+    def check(self) -> None:
+        """Raise, naming the setting, where one cannot be; nothing has been started then."""
+        for name in ("workers", "fronts", "queue", "batch_tokens", "streams", "connections"):
+            require_positive_int(name, getattr(self, name))
+        for name in ("threads", "body_bytes"):
+            if getattr(self, name) is not None:
+                require_positive_int(name, getattr(self, name))
+        for name in ("budget_ms", "deadline_ms", "patience_s", "drain_s", "hang_s"):
+            value = getattr(self, name)
+            if value is not None:
+                require_finite(name, value)
+                require(value > 0, name, value, "positive")
+        require(isinstance(self.port, int) and 0 <= self.port < 65536, "port", self.port, "from 0 to 65535")
+        self.api_keys()
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return self.host in LOOPBACK
+
+    def deadline_s(self, action: str) -> float:
+        """How long a request for ``action`` may take, where the client does not say."""
+        usual = STREAM_DEADLINE_MS if action == "generate" else 10 * self.budget_ms
+        return (self.deadline_ms or usual) / 1000
+
+    def engine_threads(self) -> int:
+        """For the model in each engine."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self.threads or max(1, (cores - self.fronts) // self.workers)
+
+    def api_keys(self) -> tuple[bytes, ...]:
+        """The keys of ``api_key_file``; none means that none is asked for."""
+        if self.api_key_file is None:
+            return ()
+        try:
+            lines = Path(self.api_key_file).read_bytes().splitlines()
+        except OSError as error:
+            raise ValueError(f"api_key_file={self.api_key_file!r} cannot be read: {error}") from error
+        keys = tuple(line.strip() for line in lines if line.strip())
+        require(bool(keys), "api_key_file", self.api_key_file, "a file with a key on a line")
+        return keys
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Settings":
+        return cls(**json.loads(text))

@@ -1,0 +1,249 @@
+"""The process that a person starts: it opens the port, starts fronts and engines, and keeps them running.
+
+SIGTERM or Ctrl-C   drain: no new connection, what is under way is answered, then everything ends; twice: at once
+SIGHUP              reload: the artifact's folder is opened anew, by engines beside the old ones
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from intbmoe.serve.children import Child
+from intbmoe.serve.crew import FIRST_PAUSE_S, LONGEST_PAUSE_S, Crew, Places, StartError
+from intbmoe.serve.metrics import forget_process
+from intbmoe.serve.settings import Settings
+
+BACKLOG = 2048
+SWITCH_S = 60.0
+log = logging.getLogger(__name__)
+
+
+def serve(settings: Settings, say: Callable[[str], None]) -> None:
+    """Serve until a signal; raises ``StartError`` where the artifact cannot be served, ``OSError`` for the port."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    settings.check()
+    folder = Path(tempfile.mkdtemp(prefix="intbmoe-"))
+    try:
+        places = Places(folder / "sockets", folder / "figures")
+        places.sockets.mkdir()
+        places.figures.mkdir()
+        asyncio.run(Supervisor(settings, places, say).run())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Supervisor:
+    """Owns the listeners, the fronts and the current crew of engines."""
+
+    def __init__(self, settings: Settings, places: Places, say: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._places = places
+        self._say = say
+        self._listeners: list[socket.socket] = []
+        self._fronts: dict[int, Child] = {}
+        self._crew: Crew | None = None
+        self._generations = 0
+        self._reloading = asyncio.Lock()
+        self._switched: dict[Child, asyncio.Future[str | None]] = {}
+        self._background: set[asyncio.Task] = set()
+        self._stop: asyncio.Event | None = None
+        self._ending = False
+
+    async def run(self) -> None:
+        """Until a signal, and everything has ended."""
+        self._stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._receive_end)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._start(self._reload_by_signal()))
+        self._listeners = open_listeners(self._settings.host, self._settings.port, self._settings.fronts)
+        keepers = [asyncio.create_task(self._keep_front(number)) for number in range(self._settings.fronts)]
+        starting = asyncio.create_task(self._start_first())
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not stopping.done():
+                starting.result()
+                self._introduce()
+            await stopping
+        except StartError:
+            self._kill_fronts()  # they may not have started yet, and nobody has been answered
+            raise
+        finally:
+            self._ending = True
+            for task in (*keepers, starting, stopping):
+                task.cancel()
+            await self._end()
+
+    def _introduce(self) -> None:
+        host, port = self._settings.host, self._listeners[0].getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        self._say(f"serving {self._crew.version} on http://{shown}:{port} (process {os.getpid()})")
+        if not self._settings.on_loopback and self._settings.api_key_file is None:
+            log.warning("anyone who reaches %s can use this server: --api-key-file asks for a key", host)
+
+    @property
+    def _is_serving(self) -> bool:
+        """Whether there is a crew that has been ready."""
+        return self._crew is not None and bool(self._crew.version)
+
+    async def _start_first(self) -> None:
+        crew = self._new_crew()
+        self._crew = crew
+        await crew.start()
+        self._tell_fronts()
+
+    def _new_crew(self) -> Crew:
+        self._generations += 1
+        # A link that is moved to another version is followed now; this crew stays with where it leads today.
+        crew = Crew(self._generations, os.path.realpath(self._settings.artifact), self._settings, self._places)
+        crew.on_change = lambda: self._tell_fronts() if crew is self._crew else None
+        crew.on_other = lambda: self._start(self._reload_by_signal())
+        return crew
+
+    async def _keep_front(self, number: int) -> None:
+        pause = FIRST_PAUSE_S
+        while True:
+            listener = self._listeners[number]
+            child = await Child.start(
+                "intbmoe.serve.front_process",
+                [self._settings.to_json(), str(listener.fileno()), "when-ready" if self._is_serving else "at-once"],
+                pass_fds=[listener.fileno()],
+                environment={**self._places.environment, "OMP_NUM_THREADS": "1"},
+                on_event=self._hear,
+            )
+            self._fronts[number] = child
+            self._tell_front(child)
+            await asyncio.wait({child.ended})  # to be cancelled without cancelling what it waits for
+            self._forget_front(child)
+            log.error("front %d ended with status %s: another is started", child.pid, child.ended.result())
+            pause = FIRST_PAUSE_S if time.monotonic() - child.started > LONGEST_PAUSE_S else pause
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _forget_front(self, child: Child) -> None:
+        forget_process(child.pid, self._places.figures)
+        waiting = self._switched.get(child)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)  # its successor starts with the current generation
+
+    def _tell_fronts(self) -> None:
+        for child in self._fronts.values():
+            self._tell_front(child)
+
+    def _tell_front(self, child: Child) -> None:
+        crew = self._crew
+        if self._is_serving:
+            wanted = {"generation": crew.number, "artifact": crew.artifact, "version": crew.version}
+            child.tell({"do": "serve", **wanted, "engines": crew.sockets})
+
+    def _hear(self, child: Child, message: dict[str, Any]) -> None:
+        if message["event"] == "reload":
+            self._start(self._reload_for(child, message["id"]))
+        elif message["event"] in ("serving", "cannot"):
+            waiting = self._switched.get(child)
+            if waiting is not None and not waiting.done() and message["generation"] == self._crew.number:
+                waiting.set_result(message.get("why"))
+
+    async def _reload_for(self, child: Child, number: int) -> None:
+        child.tell({"do": "reloaded", "id": number, **await self.reload()})
+
+    async def _reload_by_signal(self) -> None:
+        result = await self.reload()
+        if result["ok"]:
+            log.info("reloaded: %s serves, before it %s", result["version"], result["previous"])
+        else:
+            log.error("not reloaded, the old version serves on: %s", result["why"])
+
+    async def reload(self) -> dict[str, Any]:
+        """Serve what the artifact's folder holds now; the old version goes on wherever that fails."""
+        if self._reloading.locked() or not self._is_serving or self._ending:
+            return {"ok": False, "why": "the server is being started, reloaded or ended: try again later"}
+        async with self._reloading:
+            old, new = self._crew, self._new_crew()
+            try:
+                await new.start()
+            except StartError as error:
+                return {"ok": False, "why": f"version {old.version} serves on: {error}"}
+            why = await self._switch_to(new)
+            if why is not None:
+                await self._switch_to(old)
+                await new.kill()
+                return {"ok": False, "why": f"version {old.version} serves on: {why}"}
+            self._start(old.drain(max(self._settings.drain_s, self._settings.deadline_s("generate"))))
+            return {"ok": True, "version": new.version, "previous": old.version}
+
+    async def _switch_to(self, crew: Crew) -> str | None:
+        """Tell all fronts, and wait until they serve ``crew``; the first reason why one cannot."""
+        self._crew = crew
+        loop = asyncio.get_running_loop()
+        self._switched = {child: loop.create_future() for child in self._fronts.values() if child.is_running}
+        self._tell_fronts()
+        if self._switched:
+            await asyncio.wait(self._switched.values(), timeout=SWITCH_S)
+        answers = list(self._switched.values())
+        self._switched = {}
+        if any(not answer.done() for answer in answers):
+            return f"a front did not switch within {SWITCH_S:g} s"
+        return next((answer.result() for answer in answers if answer.result() is not None), None)
+
+    def _receive_end(self) -> None:
+        if not self._stop.is_set():
+            log.info("ending: requests under way are answered; once more ends at once")
+            self._stop.set()
+            return
+        self._kill_fronts()
+        if self._crew is not None:
+            self._start(self._crew.kill())
+
+    def _kill_fronts(self) -> None:
+        for child in self._fronts.values():
+            child.kill()
+
+    async def _end(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        for child in self._fronts.values():
+            child.tell({"do": "drain"})
+        await asyncio.gather(*(child.end(self._settings.drain_s + 5) for child in self._fronts.values()))
+        if self._crew is not None:
+            await self._crew.drain(5)
+        for task in self._background:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*self._background, return_exceptions=True)
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
+    """``count`` sockets on one port, between which the kernel spreads connections."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listeners = []
+    try:
+        for _ in range(count):
+            listener = socket.socket(family, kind, protocol)
+            listeners.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if count > 1:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(address)
+            address = listener.getsockname()  # a port chosen by the system is that of all
+            listener.listen(BACKLOG)
+    except OSError as error:
+        for listener in listeners:
+            listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error}; choose another with --port") from error
+    return listeners

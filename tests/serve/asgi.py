@@ -1,0 +1,44 @@
+"""Requests to an ASGI application without a server."""
+
+import asyncio
+import json
+
+
+async def ask(app, path, content=None, headers=()):
+    """One request: status and body."""
+    body = b"" if content is None else json.dumps(content).encode()
+    scope = {
+        "type": "http",
+        "method": "GET" if content is None else "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers],
+        "scheme": "http",
+        "server": ("test", 80),
+    }
+    sent, answered = [{"type": "http.request", "body": body}], []
+
+    async def receive():
+        if not sent:
+            await asyncio.sleep(60)
+        return sent.pop()
+
+    async def send(message):
+        answered.append(message)
+
+    await asyncio.wait_for(app(scope, receive, send), 30)
+    return answered[0]["status"], b"".join(message.get("body", b"") for message in answered[1:])
+
+
+def ask_all(app, path, contents):
+    """Requests at the same time: their answers' statuses and values."""
+
+    async def run():
+        return await asyncio.gather(*(ask(app, path, content) for content in contents))
+
+    return [(status, json.loads(body)) for status, body in asyncio.run(run())]
+
+
+def call(app, path, content=None, headers=()):
+    return asyncio.run(ask(app, path, content, headers))

@@ -1,0 +1,106 @@
+"""The page at ``/`` in a browser, with each of the three actions."""
+
+import shutil
+
+import pytest
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens the page; at the end nothing may stand in the console and nothing may have been loaded from elsewhere."""
+    contexts, said, asked = [], [], []
+
+    def open_at(url, width=1000, scheme="light"):
+        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(15_000)
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append((url, request.url)))
+        page.goto(url)
+        page.wait_for_selector("#form:not([hidden])")
+        return page
+
+    open_at.said = said
+    yield open_at
+    for context in contexts:
+        context.close()
+    assert said == []
+    assert all(found.startswith((url, "data:", "blob:")) for url, found in asked)
+
+
+def fits(page):
+    """Whether nothing is wider than the window."""
+    return page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_recommend(recommender, open_page):
+    page = open_page(recommender.url)
+    page.fill("[name=item]", "7")
+    page.click("#add")
+    page.click("[aria-label='Remove 1']")
+    page.click("#go")
+    page.wait_for_selector("ol.results li")
+    assert page.locator("ol.results li").count() == 3
+    offset = 0 if recommender.get("/v1/model").json["version"] == "one" else 1000
+    assert page.locator("ol.results li").first.inner_text().split()[0] == str(2 + 3 + 7 + offset)
+    assert page.locator("#tokens .token").all_inner_texts() == ["item 22", "item 33", "item 73"]
+    page.select_option("#choice", "1")
+    assert page.locator("#tokens .token").all_inner_texts() == ["item 23", "item 30", "item 70"]
+    assert page.locator("#legend li").all_inner_texts() == ["block 0: 2", "block 3: 1"]
+    assert fits(page)
+
+
+def test_a_problem_is_shown(recommender, open_page):
+    page = open_page(recommender.url, scheme="dark")
+    for _ in range(3):
+        page.locator("ol.chips button").first.click()
+    with page.expect_response("**/v1/recommend") as response:
+        page.click("#go")
+    assert response.value.status == 422
+    assert "history" in page.locator(".problem").inner_text()
+    assert "422" in open_page.said.pop()  # the browser's own line
+
+
+def test_it_works_on_a_phone_and_in_the_dark(recommender, open_page):
+    page = open_page(recommender.url, width=375, scheme="dark")
+    page.click("#go")
+    page.wait_for_selector("#tokens .token")
+    assert fits(page)
+    light, dark = (
+        open_page(recommender.url, width=375, scheme=scheme).evaluate("getComputedStyle(document.body).backgroundColor")
+        for scheme in ("light", "dark")
+    )
+    assert light != dark
+
+
+def test_everything_can_be_reached_and_has_a_name(recommender, open_page):
+    page = open_page(recommender.url)
+    page.click("#go")
+    page.wait_for_selector("#tokens .token")
+    nameless = page.evaluate(
+        """[...document.querySelectorAll("button, input, select, textarea")]
+             .filter((one) => one.offsetParent !== null)
+             .filter((one) => !(one.labels?.length || one.getAttribute("aria-label") || one.textContent.trim()))
+             .map((one) => one.outerHTML)"""
+    )
+    assert nameless == []
+    assert page.evaluate("document.documentElement.lang") == "en"
+    page.locator("#go").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("ol.results li")

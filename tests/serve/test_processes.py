@@ -1,0 +1,101 @@
+"""What happens when processes of a server die, hang or are killed."""
+
+import os
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from fake_model import POISON, write_artifact
+from server import Server
+
+pytestmark = pytest.mark.slow
+PATH = "/v1/recommend"
+
+
+def fronts(server):
+    return [pid for pid, command in server._children() if "front_process" in command]
+
+
+def is_ready(server):
+    try:
+        return server.get("/health/ready").status == 200
+    except OSError:
+        return False
+
+
+def test_two_fronts_share_a_port_and_their_figures_are_added_up(tmp_path):
+    with Server(artifact=write_artifact(tmp_path), fronts=2) as server:
+        assert len(fronts(server)) == 2
+        with ThreadPoolExecutor(8) as pool:
+            statuses = list(pool.map(lambda n: server.post(PATH, {"history": [n]}).status, range(100)))
+        assert statuses == [200] * 100
+        name = 'intbmoe_requests_total{action="recommend",outcome="answered"}'
+        assert {server.metrics()[name] for _ in range(10)} == {100.0}
+        killed = fronts(server)[0]
+        os.kill(killed, signal.SIGKILL)
+        server.until(lambda: len(set(fronts(server)) - {killed}) == 2, 60)
+        # The port of a front that is starting keeps connections waiting: they are answered late, not refused.
+        assert [server.post(PATH, {"history": [n]}).status for n in range(20)] == [200] * 20
+        assert server.metrics()[name] == 120.0
+
+
+def test_a_request_that_kills_engines_is_refused_and_they_come_back(tmp_path):
+    with Server(artifact=write_artifact(tmp_path), workers=2, deadline_ms=5000) as server:
+        before = set(server.engine_pids())
+        started = time.monotonic()
+        answer = server.post(PATH, {"history": [POISON]})
+        assert answer.status == 503
+        assert time.monotonic() - started < 5
+        server.until(lambda: len(set(server.engine_pids()) - before) == 2 and is_ready(server), 60)
+        assert server.post(PATH, {"history": [1]}).status == 200
+
+
+def test_an_engine_that_hangs_is_replaced(tmp_path):
+    with Server(artifact=write_artifact(tmp_path), hang_s=3.0) as server:
+        [engine] = server.engine_pids()
+        os.kill(engine, signal.SIGSTOP)
+        assert server.post(PATH, {"history": [1]}, {"x-deadline-ms": "300"}).status == 504
+        server.until(lambda: engine not in server.engine_pids(), 60)
+        time.sleep(0.2)  # until the front has noticed
+        server.until(lambda: is_ready(server), 60)
+        assert server.post(PATH, {"history": [1]}).status == 200
+
+
+def test_sighup_reloads(tmp_path):
+    with Server(artifact=write_artifact(tmp_path)) as server:
+        write_artifact(tmp_path, version="two", broken="its weights are torn")
+        server.process.send_signal(signal.SIGHUP)
+        server.until(lambda: any("the old version serves on" in line for line in server.log), 60)
+        assert any("its weights are torn" in line for line in server.log)
+        write_artifact(tmp_path, version="two")
+        server.process.send_signal(signal.SIGHUP)
+        server.until(lambda: server.get("/v1/model").json["version"] == "two", 60)
+
+
+def test_nothing_survives_a_killed_supervisor(tmp_path):
+    with Server(artifact=write_artifact(tmp_path)) as server:
+        children = dict(server._children())
+        [engine] = server.engine_pids()
+        folder = Path(children[engine].split("\0")[-3]).parents[1]
+        server.process.kill()
+        server.process.wait()
+        server.until(lambda: not any(_is_alive(pid) for pid in children), 10)
+        assert folder.name.startswith("intbmoe-")
+        shutil.rmtree(folder)  # what only the supervisor could have done
+
+
+def test_a_broken_artifact_ends_the_start_with_its_reason(tmp_path):
+    artifact = write_artifact(tmp_path, broken="its weights are torn")
+    with pytest.raises(RuntimeError, match="its weights are torn"), Server(artifact=artifact):
+        pass
+
+
+def _is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
