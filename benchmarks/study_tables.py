@@ -108,7 +108,7 @@ def _place(summary: Mapping[str, Any]) -> tuple[bool, int, str]:
 
 
 def table(rows: Rows, timing: Mapping[str, Any]) -> str:
-    """One row a variant, the best by its mean in bold."""
+    """One row a variant, the best by its mean in bold, unless it has a single seed: one value is no claim."""
     first = next(iter(rows.values()))[0]
     metric, second = first["metric"], SECOND.get(first["metric"])
     unit, letter = (1e9, "G") if max(found[0]["flops_training"] for found in rows.values()) >= 1e9 else (1e6, "M")
@@ -134,7 +134,7 @@ def table(rows: Rows, timing: Mapping[str, Any]) -> str:
         cells.append(f"{measured['step_ms']:.1f}" if "step_ms" in measured else NOTHING)
         cells.append(f"{measured['peak_gpu_bytes'] / 2**30:.1f}" if measured.get("peak_gpu_bytes") else NOTHING)
         cells.append(" ".join(str(row["seed"]) for row in found))
-        lines.append(_line([f"**{cell}**" for cell in cells] if label == best else cells))
+        lines.append(_line([f"**{cell}**" for cell in cells] if label == best and len(found) > 1 else cells))
     return "\n".join(lines)
 
 
