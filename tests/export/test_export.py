@@ -76,6 +76,10 @@ def test_what_cannot_be_exported_is_said_at_once(tmp_path):
         export_run(run, tmp_path / "to", dtype="bfloat16", formats=["onnx"])
     with pytest.raises(ExportError, match="exists and is not an artifact"):
         export_run(run, run.path)
+    (tmp_path / "link").symlink_to(run.path)
+    with pytest.raises(ExportError, match="is a link"):
+        export_run(run, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
     with pytest.raises(TrainingError, match="not a run directory"):
         export_run(tmp_path, tmp_path / "to")
     (run.path / "done.json").unlink()

@@ -55,6 +55,24 @@ def test_batches_shrink_to_half_the_latency_budget():
     assert len(batcher.take().batch) == pytest.approx(200, abs=1)  # 30 ms = 10 ms + 200 tokens
 
 
+def test_where_the_fixed_cost_takes_half_the_budget_batches_are_still_made():
+    batcher = make(budget_s=0.06, batch_tokens=10_000, queue=1000)
+    for tokens in (10, 100, 20, 50):
+        batcher.learn(tokens, 0.040 + 0.0001 * tokens)
+    for key in range(500):
+        assert batcher.submit(Ticket(key, 1, 100.0)) is None
+    assert len(batcher.take().batch) == pytest.approx(400, abs=1)  # as long again as what is fixed
+
+
+def test_no_more_batches_are_expected_than_requests():
+    batcher = make(budget_s=0.06, batch_tokens=10, queue=1000)
+    for tokens in (100, 200, 300):
+        batcher.learn(tokens, 0.010 + 0.00001 * tokens)
+    for key in range(3):
+        batcher.submit(Ticket(key, 200, 100.0))
+    assert batcher.expected_wait() == pytest.approx(3 * 0.012)
+
+
 def test_the_bound_refuses_and_says_when_to_come_again():
     batcher = make(queue=2)
     batcher.learn(1, 0.5)

@@ -132,6 +132,18 @@ def test_golden_requests_are_checked_and_teach_the_cost(clock, tmp_path):
         warm_up(engine, [])
 
 
+def test_texts_that_wait_together_are_written_together(clock, tmp_path):
+    """Nobody waits for the end of a text: the time of a step bounds a batch, not that of an answer."""
+    opened = open_encoder(write_artifact(tmp_path, action="generate", delay_ms=10))
+    engine = Engine(opened.encoder, Settings(artifact="", budget_ms=60), clock=clock)
+    warm_up(engine, opened.golden)
+    assert engine.batcher.step_cost.seconds(5) >= 0.01
+    engine.batcher.learn(5, 10.0)
+    for key in range(3):
+        ask(engine, key, {"prompt": "ab", "max_tokens": 4}, stream=True)
+    assert {reply.key for reply in engine.step()} == {0, 1, 2}
+
+
 def test_a_text_that_is_wanted_whole_is_the_pieces_joined(clock):
     engine = make(clock, "generate")
     request = {"prompt": "abc", "max_tokens": 7}

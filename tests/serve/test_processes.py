@@ -75,6 +75,14 @@ def test_sighup_reloads(tmp_path):
         server.until(lambda: server.get("/v1/model").json["version"] == "two", 60)
 
 
+def test_a_front_that_comes_back_to_another_version_has_it_served(tmp_path):
+    with Server(artifact=write_artifact(tmp_path)) as server:
+        write_artifact(tmp_path, version="two")  # as an export to the same folder does
+        os.kill(fronts(server)[0], signal.SIGKILL)
+        server.until(lambda: is_ready(server) and server.get("/v1/model").json["version"] == "two", 60)
+        assert server.post(PATH, {"history": [1]}).status == 200
+
+
 def test_nothing_survives_a_killed_supervisor(tmp_path):
     with Server(artifact=write_artifact(tmp_path)) as server:
         children = dict(server._children())

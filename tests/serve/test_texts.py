@@ -65,6 +65,18 @@ def test_a_text_whole_is_the_same(writer):
     assert joined(stream(writer, request)) == whole.json["text"]
 
 
+def test_a_reader_that_leaves_is_nothing_to_write_about(writer):
+    connection = HTTPConnection("127.0.0.1", writer.port, timeout=20)
+    connection.request("POST", "/v1/generate", json.dumps({"prompt": "a", "max_tokens": 200}), HEADERS)
+    response = connection.getresponse()
+    assert response.readline() == b"event: text\n"
+    response.close()
+    connection.close()
+    figures = (b'intbmoe_streams_total{outcome="left"} 1.0', b"intbmoe_requests_in_flight 0.0")
+    writer.until(lambda: all(one in writer.request("GET", "/metrics", None, HEADERS).body for one in figures), 10)
+    assert not [line for line in writer.log if "Traceback" in line]
+
+
 def test_a_bad_request_for_a_stream_is_refused_in_the_usual_way(writer):
     answer = writer.post("/v1/generate", {"prompt": "x", "max_tokens": 0}, HEADERS)
     assert answer.status == 422

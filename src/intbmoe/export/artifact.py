@@ -100,6 +100,8 @@ class Artifact:
 
         It is laid out without memory and given the file's tensors: pools are never allocated, whatever E is.
         """
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise ArtifactError(f"device={str(device)!r} is not there: torch finds no GPU, --device cpu needs none")
         model = make_skeleton(self.recipe, precomposed=self.about["precomposed"])
         tensors = self.read_tensors(MODEL, device)
         try:

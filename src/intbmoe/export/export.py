@@ -58,6 +58,8 @@ def export_run(
     if "onnx" in formats and dtype == "bfloat16":
         raise ExportError("ONNX Runtime has no bfloat16 matrix product on the CPU: export ONNX with --dtype float32")
     run, to = RunDirectory.existing(run), Path(to)
+    if to.is_symlink():
+        raise ExportError(f"{to} is a link: export to a folder of its own, and point the link to it then")
     if to.exists() and not (to / ABOUT).is_file() and (not to.is_dir() or any(to.iterdir())):
         raise ExportError(f"{to} exists and is not an artifact: give --to another folder, or remove it")
     task = make_task(run.recipe)

@@ -98,6 +98,9 @@ class Batcher:
         self.batch_tokens = batch_tokens
         self.queue = queue
         self.cost = CostModel()
+        """Of answering a batch."""
+        self.step_cost = self.cost
+        """Of how long the next batch waits for one: the same, but for what is written step by step."""
         self._clock = clock
         self._waiting: dict[Hashable, Ticket] = {}  # in order of arrival
         self._tokens = 0
@@ -158,10 +161,13 @@ class Batcher:
         """How long those that wait now should keep the model busy."""
         if not self._waiting:
             return 0.0
-        most = self._most_tokens()
-        batches = math.ceil(self._tokens / most) if most > 0 else len(self._waiting)
+        most, batches = self._most_tokens(), len(self._waiting)  # a request larger than ``most`` is a batch by itself
+        if self._tokens < most * batches:
+            batches = math.ceil(self._tokens / most)
         fixed, slope = self.cost.line()
         return batches * fixed + slope * self._tokens
 
     def _most_tokens(self) -> float:
-        return min(self.batch_tokens, self.cost.tokens_within(self.budget_s / 2))
+        # Where what is fixed takes so long already, small batches would cost throughput and win no time.
+        seconds = max(self.budget_s / 2, 2 * self.step_cost.line()[0])
+        return min(self.batch_tokens, self.step_cost.tokens_within(seconds))

@@ -7,8 +7,8 @@ supervisor → engine   {"do": "drain"}
 engine → supervisor   {"event": "ready", "version": …}   {"event": "broken", "why": …}   {"event": "alive"}
 supervisor → front    {"do": "serve", "generation": n, "artifact": …, "version": …, "engines": [path, …]}
                       {"do": "drain"}   {"do": "reloaded", "id": n, "ok": …, …}
-front → supervisor    {"event": "serving", "generation": n}   {"event": "cannot", "generation": n, "why": …}
-                      {"event": "reload", "id": n}
+front → supervisor    {"event": "serving", "generation": n}   {"event": "reload", "id": n}
+                      {"event": "cannot", "generation": n, "why": …, "other": true if the folder holds another version}
 """
 
 import json

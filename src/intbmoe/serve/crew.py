@@ -123,7 +123,6 @@ class Crew:
         self._forget(child)
         if not ready.done():
             code = child.ended.result()
-            code = child.ended.result()
             raise StartError(f"an engine ended with status {code}, or was not ready after {START_S:g} s")
         if ready.exception() is not None:
             raise ready.exception()
@@ -155,7 +154,7 @@ class Crew:
                 try:
                     child = await self._start_one()
                     break
-                except StartError as error:
+                except (StartError, OSError) as error:
                     log.error("an engine could not be started again: %s", error)
             if self._ready[child].result() != self.version:
                 log.error("%s holds another version than the one served: reloading", self.artifact)

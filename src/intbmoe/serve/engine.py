@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from intbmoe.export.predictor import Encoded, Predictor, RequestError, from_wire
-from intbmoe.serve.batcher import Batcher, Taken, Ticket
+from intbmoe.serve.batcher import Batcher, CostModel, Taken, Ticket
 from intbmoe.serve.metrics import EngineMetrics
 from intbmoe.serve.settings import Settings
 from intbmoe.serve.wire import ANSWER, BAD, EXPIRED, FAILED, PIECE, REFUSED
@@ -47,6 +47,8 @@ class _Text:
     generation: Any
     tickets: list[Ticket]
     going: set[int]
+    unread: int
+    """Padded tokens whose first step is still to come: it reads the prompts, and is the longest."""
     pieces: dict[int, list[str]] = field(default_factory=dict)
     """So far, of those whose clients get them whole."""
 
@@ -68,6 +70,8 @@ class Engine:
             queue=settings.queue,
             clock=clock,
         )
+        if predictor.action == "generate":
+            self.batcher.step_cost = CostModel()
         self._most_texts = settings.streams
         self._metrics = metrics
         self._clock = clock
@@ -156,7 +160,7 @@ class Engine:
             if len(tickets) == 1:
                 return [_failure(tickets[0], error)]
             return [reply for ticket in tickets for reply in self._start([ticket])]
-        self._texts.append(_Text(generation, tickets, set(range(len(tickets)))))
+        self._texts.append(_Text(generation, tickets, set(range(len(tickets))), Taken(tickets).padded_tokens))
         return []
 
     def _continue(self, text: _Text) -> list[Reply]:
@@ -170,8 +174,12 @@ class Engine:
         if pieces is None:
             failed, text.going = text.going, set()
             return [Reply(text.tickets[index].key, FAILED, ("the text ended early",)) for index in sorted(failed)]
+        seconds = self._clock() - started
+        if text.unread:
+            self.batcher.step_cost.learn(text.unread, seconds)
+            text.unread = 0
         if self._metrics is not None:
-            self._metrics.compute_seconds.observe(self._clock() - started)
+            self._metrics.compute_seconds.observe(seconds)
         replies = []
         for piece in pieces:
             if piece.index not in text.going:

@@ -88,15 +88,13 @@ class Front:
         self._authorise(headers)
         generation = self._generation(action)
         seconds = self._seconds(headers, action)
-        content = parse_json(await self._body(request, headers, generation))
+        body = await self._body(request, headers, generation)
+        content = parse_json(body)
         streamed = action == "generate" and content.get("stream", True) is not False
         deadline = time.monotonic() + seconds
         call = Call(content, deadline, streamed)
         try:
-            if int(headers.get("content-length", LARGE_BODY)) < LARGE_BODY:
-                call.encode(generation)
-            else:
-                await asyncio.to_thread(call.encode, generation)
+            await _encode(call, generation, len(body))
         except RequestError as error:
             call.finish(LEFT)
             raise HttpError(422, str(error), field=error.field, outcome="bad") from error
@@ -124,8 +122,11 @@ class Front:
             while piece is not None:
                 yield "text", piece
                 piece = await call.pieces.get()
+            outcome = call.done.result()
+            if outcome.name == "left":  # nobody reads how it ends
+                return
             try:
-                yield "done", _content_of(call.done.result(), seconds)
+                yield "done", _content_of(outcome, seconds)
             except HttpError as error:
                 yield "error", error.content
 
@@ -258,6 +259,20 @@ class Front:
 def _headers_of(request: Request) -> dict[str, str]:
     """By lower-case name; Starlette's own look each up by going through all of them."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in request.scope["headers"]}
+
+
+async def _encode(call: Call, generation: Generation, size: int) -> None:
+    """Beside the event loop where it may take long, so that the others do not wait; and no longer than the call has."""
+    # A file of a few kilobytes can be an image of millions of pixels.
+    if size < LARGE_BODY and generation.opened.encoder.limits.image_pixels is None:
+        call.encode(generation)
+        return
+    encoding = asyncio.create_task(asyncio.to_thread(call.encode, generation))
+    await asyncio.wait({encoding, call.done}, return_when=asyncio.FIRST_COMPLETED)
+    if encoding.done():
+        encoding.result()
+    else:
+        encoding.cancel()
 
 
 async def _watch(request: Request, call: Call) -> None:

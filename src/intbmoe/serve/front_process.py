@@ -27,8 +27,14 @@ from intbmoe.serve.settings import Settings
 HEADERS_BYTES = 65_536
 LAME_S = 0.2
 """Between "not ready" and the closed door: answers of this time ask clients to connect anew."""
+TOLD_S = 0.1
+"""Until what the supervisor was told has left this process."""
 READ = 65_536
 log = logging.getLogger(__name__)
+
+
+class OtherVersionError(RuntimeError):
+    """The artifact's folder holds another version than the engines serve."""
 
 
 class FrontProcess:
@@ -100,7 +106,9 @@ class FrontProcess:
                 if generation is None or generation.number != number:
                     opened = await asyncio.to_thread(self._loader.open_encoder, wanted["artifact"])
                     if opened.version != wanted["version"]:
-                        raise ValueError(f"{wanted['artifact']} changed while it was being loaded: reload again")
+                        raise OtherVersionError(
+                            f"{wanted['artifact']} holds version {opened.version}, {wanted['version']} is served"
+                        )
                     generation = Generation(number, opened)
                 missing = [path for path in wanted["engines"] if path not in generation.links]
                 found = await asyncio.gather(
@@ -115,8 +123,11 @@ class FrontProcess:
                     self._dispatcher.switch(generation)
             except Exception as error:
                 log.exception("generation %d cannot be served", number)
-                self._tell({"event": "cannot", "generation": number, "why": f"{type(error).__name__}: {error}"[:2000]})
+                why = f"{type(error).__name__}: {error}"[:2000]
+                other = isinstance(error, OtherVersionError)
+                self._tell({"event": "cannot", "generation": number, "why": why, "other": other})
                 if self._when_ready and not self._ready.is_set():
+                    await asyncio.sleep(TOLD_S)
                     os._exit(1)  # nobody can be answered: the next one may do better
             else:
                 self._ready.set()

@@ -61,6 +61,8 @@ class TextStream(Response):
                 async with asyncio.timeout(self._patience_s):  # a client that does not read is cut off
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
+        except TimeoutError:
+            return  # without an end, so that the connection is closed
         finally:
             self._ended()
 

@@ -113,22 +113,28 @@ class Supervisor:
     async def _keep_front(self, number: int) -> None:
         pause = FIRST_PAUSE_S
         while True:
-            listener = self._listeners[number]
-            child = await Child.start(
-                "intbmoe.serve.front_process",
-                [self._settings.to_json(), str(listener.fileno()), "when-ready" if self._is_serving else "at-once"],
-                pass_fds=[listener.fileno()],
-                environment={**self._places.environment, "OMP_NUM_THREADS": "1"},
-                on_event=self._hear,
-            )
-            self._fronts[number] = child
-            self._tell_front(child)
-            await asyncio.wait({child.ended})  # to be cancelled without cancelling what it waits for
-            self._forget_front(child)
-            log.error("front %d ended with status %s: another is started", child.pid, child.ended.result())
-            pause = FIRST_PAUSE_S if time.monotonic() - child.started > LONGEST_PAUSE_S else pause
+            try:
+                child = await self._start_front(self._listeners[number])
+            except OSError as error:
+                log.error("a front could not be started: %s", error)
+            else:
+                self._fronts[number] = child
+                self._tell_front(child)
+                await asyncio.wait({child.ended})  # to be cancelled without cancelling what it waits for
+                self._forget_front(child)
+                log.error("front %d ended with status %s: another is started", child.pid, child.ended.result())
+                pause = FIRST_PAUSE_S if time.monotonic() - child.started > LONGEST_PAUSE_S else pause
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _start_front(self, listener: socket.socket) -> Child:
+        return await Child.start(
+            "intbmoe.serve.front_process",
+            [self._settings.to_json(), str(listener.fileno()), "when-ready" if self._is_serving else "at-once"],
+            pass_fds=[listener.fileno()],
+            environment={**self._places.environment, "OMP_NUM_THREADS": "1"},
+            on_event=self._hear,
+        )
 
     def _forget_front(self, child: Child) -> None:
         forget_process(child.pid, self._places.figures)
@@ -153,6 +159,9 @@ class Supervisor:
             waiting = self._switched.get(child)
             if waiting is not None and not waiting.done() and message["generation"] == self._crew.number:
                 waiting.set_result(message.get("why"))
+            elif message.get("other"):
+                log.error("%s holds another version than the one served: reloading", self._crew.artifact)
+                self._start(self._reload_by_signal())
 
     async def _reload_for(self, child: Child, number: int) -> None:
         child.tell({"do": "reloaded", "id": number, **await self.reload()})
@@ -172,7 +181,7 @@ class Supervisor:
             old, new = self._crew, self._new_crew()
             try:
                 await new.start()
-            except StartError as error:
+            except (StartError, OSError) as error:
                 return {"ok": False, "why": f"version {old.version} serves on: {error}"}
             why = await self._switch_to(new)
             if why is not None:
@@ -230,9 +239,9 @@ class Supervisor:
 
 def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
     """``count`` sockets on one port, between which the kernel spreads connections."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listeners = []
     try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         for _ in range(count):
             listener = socket.socket(family, kind, protocol)
             listeners.append(listener)
@@ -245,5 +254,5 @@ def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
     except OSError as error:
         for listener in listeners:
             listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error}; choose another with --port") from error
+        raise OSError(f"cannot listen on {host}:{port}: {error}; choose another with --host or --port") from error
     return listeners

@@ -32,8 +32,10 @@ def warm_up(engine: Engine, golden: Sequence[Mapping[str, Any]]) -> None:
             for number, answer in enumerate(answers):
                 _check(golden[number], answer, f"golden request {number} in a batch of {len(few)}")
     if predictor.action == "generate":
-        for _ in predictor.stream(batch):
-            pass
+        for few in (batch[:1], batch) * ROUNDS:
+            texts, started = predictor.stream(few), time.monotonic()
+            next(texts)
+            engine.batcher.step_cost.learn(len(few) * max(one.tokens for one in few), time.monotonic() - started)
 
 
 def _check(entry: Mapping[str, Any], answer: dict[str, Any], which: str) -> None:

@@ -1,0 +1,64 @@
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from intbmoe.export.predictor import Encoded, Limits, RequestError
+from intbmoe.serve.front import _encode
+from intbmoe.serve.links import Call
+
+
+class Encoder:
+    """Takes ``seconds``, or refuses."""
+
+    def __init__(self, seconds, image_pixels):
+        self.seconds, self.limits = seconds, Limits(body_bytes=100, image_pixels=image_pixels)
+
+    def encode(self, request):
+        if "bad" in request:
+            raise RequestError("bad", 1, "left out")
+        time.sleep(self.seconds)
+        return Encoded(1, {})
+
+
+def encode(encoder, deadline_s=5.0, size=10, request=()):
+    """How a call ended, whether it was encoded, and the longest that the event loop was not heard of meanwhile."""
+
+    async def run():
+        call = Call(dict(request), time.monotonic() + deadline_s)
+        work = asyncio.create_task(_encode(call, SimpleNamespace(opened=SimpleNamespace(encoder=encoder)), size))
+        gap, last = 0.0, time.monotonic()
+        while not work.done():
+            await asyncio.sleep(0.005)
+            gap, last = max(gap, time.monotonic() - last), time.monotonic()
+        work.result()
+        return call.done.result().name if call.done.done() else None, bool(call.content), gap
+
+    return asyncio.run(run())
+
+
+def test_an_image_does_not_hold_others_up_however_small_its_file():
+    outcome, encoded, gap = encode(Encoder(0.4, image_pixels=10**6))
+    assert (outcome, encoded) == (None, True)
+    assert gap < 0.3
+
+
+def test_encoding_ends_with_the_deadline():
+    started = time.monotonic()
+
+    async def run():
+        encoder = Encoder(0.6, image_pixels=10**6)
+        call = Call({}, time.monotonic() + 0.05)
+        await _encode(call, SimpleNamespace(opened=SimpleNamespace(encoder=encoder)), 10)
+        return call.done.result().name, time.monotonic() - started
+
+    outcome, seconds = asyncio.run(run())
+    assert outcome == "expired"
+    assert seconds < 0.4
+
+
+@pytest.mark.parametrize("size", [10, 10**6])
+def test_what_is_refused_is_refused_beside_the_loop_too(size):
+    with pytest.raises(RequestError, match="bad=1 is not allowed"):
+        encode(Encoder(0, image_pixels=None), size=size, request={"bad": 1})
