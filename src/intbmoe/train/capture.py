@@ -53,6 +53,7 @@ class CapturedBackward:
         signature = tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(batch.items()))
         recording = self.recordings.get(signature)
         if recording is None or recording.addresses != self._addresses():
+            self.recordings.pop(signature, None)
             recording = self.recordings[signature] = self._record(batch)
         for name, value in batch.items():
             recording.batch[name].copy_(value)

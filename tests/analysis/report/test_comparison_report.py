@@ -10,7 +10,7 @@ import torch
 from made_up_comparison import HOSTILE, compare_runs, made_up, made_up_curves, made_up_row, plan_of
 
 from intbmoe.analysis.compare import CompareOptions, shares_of
-from intbmoe.analysis.compare_report import compare
+from intbmoe.analysis.compare_report import compare, file_stem
 from intbmoe.analysis.report.comparison import collect, thin
 from intbmoe.analysis.report.comparison_pictures import draw_comparison
 from intbmoe.analysis.report.comparison_report import comparison_page, redraw_comparison, write_comparison_report
@@ -48,24 +48,24 @@ def compared(small_recipe, trained):
 
 
 def test_the_report_of_real_runs(compared, trained):
-    path = trained / "digits/compare/report.html"
+    path = trained / "digits/compare" / file_stem(compared.methods) / "report.html"
     html = path.read_text()
     for job in compared.plan.jobs:
         assert str(job.run.path) in html
         assert digest((job.run.path / "config.yaml").read_bytes())[:12] in html
         assert f"{100 * job.run.result['test']['accuracy']:.2f} %" in html
-        link = f"../{job.variant.label}/{job.seed}/"
+        link = f"../../{job.variant.label}/{job.seed}/"
         assert f'href="{link}"' in html
         assert (path.parent / link).resolve() == job.run.path.resolve()
-    captions = {path.stem for path in (path.parent / "report/pictures").glob("*.json")}
+    captions = {path.stem for path in (path.parent / "pictures").glob("*.json")}
     assert captions == {"cost", "curves", "load"}
     assert html.count("<img") == 3
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", html)
 
 
 def test_it_is_redrawn_identically_from_its_data_alone(compared, tmp_path):
-    folder = compared.plan.folder
-    shutil.copytree(folder / "report/data", tmp_path / "report/data")
+    folder = compared.plan.folder / file_stem(compared.methods)
+    shutil.copytree(folder / "data", tmp_path / "data")
     redraw_comparison(tmp_path)
     assert files(tmp_path) == files(folder)
 
@@ -121,7 +121,7 @@ def test_compare_tells_damaged_runs_and_ends_with_a_report(small_recipe, runs, c
     damaged = runs / "digits/switch/1"
     damage_model(damaged)
     assert compare(small_recipe, CompareOptions(methods="switch,intbmoe", seeds=2, root=runs)) == 1
-    report = runs / "digits/compare/report.html"
+    report = runs / "digits/compare/switch+intbmoe/report.html"
     said = capsys.readouterr().out.replace("\n", "")
     assert f"left out: Switch Transformer, seed 1 ({damaged}): {damaged}/model.safetensors is truncated" in said
     assert str(report) in said

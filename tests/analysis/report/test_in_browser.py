@@ -56,9 +56,9 @@ def comparison(tmp_path_factory):
         made_up_row(HOSTILE, HOSTILE, 0.4, 0.42, flops=2_000_000),
     ]
     data = made_up(*rows, left_out=[{"title": HOSTILE, "path": "runs/" + "x" * 200, "reason": HOSTILE}])
-    (folder / "report/data").mkdir(parents=True)
-    (folder / "report/data/comparison.json").write_text(json.dumps(data))
-    (folder / "report/data/curves.json").write_text(json.dumps({"curves": made_up_curves(data)}))
+    (folder / "data").mkdir(parents=True)
+    (folder / "data/comparison.json").write_text(json.dumps(data))
+    (folder / "data/curves.json").write_text(json.dumps({"curves": made_up_curves(data)}))
     return redraw_comparison(folder)
 
 

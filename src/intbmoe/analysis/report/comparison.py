@@ -73,7 +73,7 @@ def _row(summary: Summary) -> dict[str, Any]:
 
 
 def _run(job: Job, plan: Plan) -> dict[str, Any]:
-    link = os.path.relpath(job.run.path, plan.folder).replace(os.sep, "/")
+    link = os.path.relpath(job.run.path, plan.folder / "a page's folder").replace(os.sep, "/")
     return {
         "title": job.variant.title,
         "label": job.variant.label,

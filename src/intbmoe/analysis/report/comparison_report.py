@@ -1,4 +1,4 @@
-"""The page of a comparison: runs/<recipe>/compare/report.html, with its data and pictures in report/ beside it."""
+"""The page of a comparison: runs/<recipe>/compare/<methods>/report.html, with its data and pictures beside it."""
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from intbmoe.analysis.compare_report import floor_cells, format_metric
+from intbmoe.analysis.compare_report import file_stem, floor_cells, format_metric
 from intbmoe.analysis.report.answer import Answer, Contender, Question, answer_comparison
 from intbmoe.analysis.report.comparison import ABLATIONS, Comparison, collect
 from intbmoe.analysis.report.images import read_image
@@ -14,7 +14,6 @@ from intbmoe.analysis.report.page import Cell, Column, Figure, Notice, Page, Sec
 from intbmoe.analysis.report.run_report import NAME, NOTHING, trained_for
 from intbmoe.train.files import read_json, replace_file, to_json
 
-FOLDER = "report"
 DIGEST = 12
 """Digits of a SHA-256 that are shown; the data has all."""
 Data = Mapping[str, Any]
@@ -27,18 +26,19 @@ SHARES = {
 
 def write_comparison_report(comparison: Comparison) -> Path:
     """Save the comparison's data, draw its pictures and make its page; returns the page's path."""
-    data = comparison.plan.folder / FOLDER / "data"
+    folder = comparison.plan.folder / file_stem(comparison.methods)  # of its own, as its tables have their names
+    data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
     for name, content in collect(comparison).items():
         replace_file(data / f"{name}.json", to_json(content))
-    return redraw_comparison(comparison.plan.folder)
+    return redraw_comparison(folder)
 
 
 def redraw_comparison(folder: str | Path) -> Path:
     """Draw pictures and page again, from the saved data alone."""
     folder = Path(folder)
-    data = read_json(folder / FOLDER / "data" / "comparison.json")
-    pictures = folder / FOLDER / "pictures"
+    data = read_json(folder / "data" / "comparison.json")
+    pictures = folder / "pictures"
     pictures.mkdir(exist_ok=True)
     for old in pictures.iterdir():  # of an earlier comparison, which had other parts
         old.unlink()
@@ -46,7 +46,7 @@ def redraw_comparison(folder: str | Path) -> Path:
         from intbmoe.analysis.drawing import FORMATS
         from intbmoe.analysis.report.comparison_pictures import draw_comparison
 
-        curves = read_json(folder / FOLDER / "data" / "curves.json")["curves"]
+        curves = read_json(folder / "data" / "curves.json")["curves"]
         for picture in draw_comparison(data, curves):
             for form in FORMATS:
                 (pictures / f"{picture.name}.{form}").write_bytes(picture.content(form))
@@ -68,7 +68,7 @@ def comparison_page(data: Data, pictures: Path) -> Page:
     ]
     sections += [_part("sensitivity", figures), _ablations(data), _floors(data), _left_out(data, figures), _runs(data)]
     overline = f"intbmoe compare · {data['recipe']} · --methods {data['methods']}"
-    footer = f"Made by intbmoe {version('intbmoe')} from report/ beside this page; it loads nothing else."
+    footer = f"Made by intbmoe {version('intbmoe')} from data/ and pictures/ beside this page; it loads nothing else."
     return Page(overline, answer, [section for section in sections if section is not None], footer)
 
 
@@ -113,7 +113,7 @@ def _figure(path: Path) -> Figure:
     caption, image = read_json(path), read_image(path.parent, path.stem)
     if image is None:
         raise FileNotFoundError(f"{path} is the caption of a picture that is not there")
-    source = f"{FOLDER}/pictures/{path.stem}.svg, {FOLDER}/data/"
+    source = f"pictures/{path.stem}.svg, data/"
     return Figure(caption["title"], caption["see"], caption["how"], image, source)
 
 
@@ -310,7 +310,7 @@ def _runs(data: Data) -> Section:
         anchors.append(f"run-{_anchor(run['label'])}" + ("" if first else f"-{run['seed']}"))
     notes = [
         "Settings and Model: the beginning of the SHA-256 of config.yaml and of model.safetensors in the run's folder; "
-        "report/data/comparison.json has them whole, with every digit of every number here.",
+        "data/comparison.json has them whole, with every digit of every number here.",
         f"This page was made by: {data['command']}",
     ]
     table = Table("Every run", columns, cells, notes=notes, anchors=anchors)
