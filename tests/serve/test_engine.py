@@ -1,4 +1,5 @@
 import pytest
+import torch
 from fake_model import BUG, FakePredictor, open_encoder, write_artifact
 
 from intbmoe.export.predictor import to_wire
@@ -56,6 +57,19 @@ def test_one_bad_request_does_not_take_its_batch_with_it(clock):
     for key, item in enumerate([1, BUG, 2]):
         ask(engine, key, {"history": [item]})
     assert [reply.kind for reply in engine.step()] == [ANSWER, FAILED, ANSWER]
+
+
+def test_a_failed_gpu_ends_the_engine(clock, monkeypatch):
+    """It would fail every request from then on, and call itself ready."""
+    engine = make(clock)
+
+    def fail(batch):
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine.predictor, "answer", fail)
+    ask(engine, 0, {"history": [1]})
+    with pytest.raises(torch.AcceleratorError):
+        engine.step()
 
 
 def test_expired_full_and_cancelled(clock):

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from intbmoe.export.predictor import Encoded, Predictor, RequestError, from_wire
 from intbmoe.serve.batcher import Batcher, CostModel, Taken, Ticket
 from intbmoe.serve.metrics import EngineMetrics
@@ -241,5 +243,7 @@ def _whole(text: str, finished: str, generation: Any, index: int) -> dict[str, A
 def _failure(ticket: Ticket, error: Exception) -> Reply:
     if isinstance(error, RequestError):
         return Reply(ticket.key, BAD, (error.field, str(error)))
+    if isinstance(error, torch.AcceleratorError):
+        raise error  # the GPU answers nothing more in this process: it ends, and its requests go to another engine
     log.error("a request failed", exc_info=error)
     return Reply(ticket.key, FAILED, ("the model failed on this request; the server's log says more",))
