@@ -100,7 +100,9 @@ class Supervisor:
         crew = self._new_crew()
         self._crew = crew
         await crew.start()
-        self._tell_fronts()
+        why = await self._switch_to(crew)
+        if why is not None:
+            raise StartError(why)
 
     def _new_crew(self) -> Crew:
         self._generations += 1

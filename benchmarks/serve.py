@@ -1,0 +1,273 @@
+"""A running server under open-loop load: how many requests a second it holds within its latency budget.
+
+    python benchmarks/serve.py                                      # two CPU cores, embedded journeys: half an hour
+    python benchmarks/serve.py --variants precomposed --experts --seconds 300 --json figures.json
+    python benchmarks/serve.py --recipe inttravel-like --device cuda --dtype bfloat16 --fronts 6 --seconds 560
+
+Each variant is exported and served by ``intbmoe serve`` on loopback, and asked at rising rates until the budget breaks
+(P99, mean or any error), then between the last rate that held and the first that did not. A rate that breaks is tried
+once more before it counts. ``benchmarks/README.md`` says how latency is counted.
+"""
+
+import json
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import serve_tables as tables
+import torch
+import tyro
+from measure import machine, write
+from rich.console import Console
+from serve_artifacts import SWEEP, IntTravelLike, Journeys, Variant, make_variants, write_requests
+from serve_clients import HEAD_START_S, Clients
+from serve_load import Load
+from serve_search import Budget, find_highest
+from serve_server import Server, Watch
+from serve_tables import Measured, Target, plain
+
+console = Console(width=None if sys.stdout.isatty() else 165)
+ENOUGH = 500
+"""Requests that a step should have, where three times its usual length can give them."""
+TRIES = 2
+TARGET = Target(rate=5000, mean_ms=19.0, p99_ms=38.0)
+"""The paper's figures."""
+PROBES, ANSWERS = 4, 10
+RESERVE_S = 8.0
+"""For the end of the last server and the tables."""
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What a recipe is measured with where nothing else is said."""
+
+    rates: tuple[float, ...]
+    p99_ms: float
+    mean_ms: float | None
+    experts: tuple[int, ...]
+    fronts: int
+
+
+USUAL = {
+    "journeys": Usual((50, 100, 200, 400), 60.0, None, SWEEP, 1),
+    "inttravel-like": Usual((250, 1000, 2500, 5000), TARGET.p99_ms, TARGET.mean_ms, (), 6),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to measure."""
+
+    recipe: Literal["journeys", "inttravel-like"] = "journeys"
+    """inttravel-like: the paper's travel model with random weights and made-up places."""
+    variants: tuple[Literal["dense", "precomposed", "composing"], ...] = ("precomposed", "dense", "composing")
+    experts: tuple[int, ...] | None = None
+    """Also with these E, with random weights. Default: 1, 2, … 128 for journeys, none for inttravel-like."""
+    seconds: float = 1800.0
+    """All ends within this time; what there is no time for is left out."""
+    rates: tuple[float, ...] | None = None
+    """Requests a second to begin with, rising. All variants are compared at the first."""
+    most_rate: float = 20_000.0
+    p99_ms: float | None = None
+    """The budget, which the server is told too. Default: 60, for inttravel-like 38."""
+    mean_ms: float | None = None
+    """Default: none, for inttravel-like 19."""
+    step_seconds: float = 6.0
+    warm_seconds: float = 1.5
+    resolution: float = 0.1
+    """The search ends when what holds and what breaks are so close."""
+    arrivals: Literal["poisson", "fixed"] = "poisson"
+    seed: int = 0
+    places: int = 1_000_000
+    """Of inttravel-like."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    workers: int = 1
+    fronts: int | None = None
+    connections: int = 64
+    """Kept open by all clients together; more are opened where these do not suffice."""
+    serve: str = ""
+    """More options of intbmoe serve, as one string."""
+    artifacts: Path | None = None
+    """Where artifacts and runs are kept and found again. Default: a folder that is removed in the end."""
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
+    """Where all figures go, after each variant."""
+
+    @property
+    def usual(self) -> Usual:
+        """The recipe's defaults."""
+        return USUAL[self.recipe]
+
+    @property
+    def budget(self) -> Budget:
+        """What every step is held against."""
+        return Budget(self.p99_ms or self.usual.p99_ms, self.mean_ms or self.usual.mean_ms)
+
+    @property
+    def ladder(self) -> tuple[float, ...]:
+        """Rates to begin with."""
+        return tuple(sorted(self.rates or self.usual.rates))
+
+    @property
+    def front_count(self) -> int:
+        """HTTP processes."""
+        return self.fronts or self.usual.fronts
+
+    @property
+    def patience_s(self) -> float:
+        """A server gives a request up after ten budgets: what is not answered then never will be."""
+        return 10 * self.budget.p99_ms / 1000 + 1
+
+    @property
+    def server_options(self) -> list[str]:
+        """For ``intbmoe serve``."""
+        options = {
+            "--budget-ms": self.budget.p99_ms,
+            "--workers": self.workers,
+            "--fronts": self.front_count,
+            "--device": self.device,
+        }
+        return [*(str(part) for pair in options.items() for part in pair), *shlex.split(self.serve)]
+
+    def models(self, folder: Path) -> Journeys | IntTravelLike:
+        """What makes the artifacts."""
+        if self.recipe == "journeys":
+            return Journeys(folder, self.dtype)
+        return IntTravelLike(folder, self.dtype, self.places, self.device)
+
+
+class Bench:
+    """Serves and asks one variant after another."""
+
+    def __init__(self, options: Options, folder: Path, end: float) -> None:
+        self._options, self._end = options, end
+        self._models = options.models(options.artifacts or folder)
+        self._requests = folder / "requests.json"
+
+    def run(self, variants: Sequence[Variant], tell: Callable[[list[Measured]], None]) -> list[Measured]:
+        """Measure what there is time for; ``tell`` gets all results so far after each variant."""
+        done: list[Measured] = []
+        with Clients(self._requests) as clients:
+            for number, variant in enumerate(variants):
+                # The recipe's own models get twice the time of one of the sweep.
+                weights = [1 if one.experts else 2 for one in variants[number:]]
+                now = time.monotonic()
+                until = now + (self._end - now) * weights[0] / sum(weights)
+                if until - now < self._step_seconds(self._options.ladder[0]):
+                    console.print(f"no time for {variant.name} and what comes after it")
+                    break
+                measured = Measured(variant, self._models.artifact(variant))
+                if not self._requests.exists():
+                    write_requests(self._requests, self._models.requests(measured.artifact))
+                try:
+                    self._measure(measured, clients, until)
+                except (RuntimeError, OSError) as error:  # the other variants can still be measured
+                    measured.failure = str(error)
+                done.append(measured)
+                tell(done)
+        return done
+
+    def _measure(self, measured: Measured, clients: Clients, until: float) -> None:
+        options = self._options
+        with Server(measured.artifact.path, options.server_options, options.front_count) as server:
+            measured.start_s = server.start_s
+            self._probe(server)
+
+            def holds(rate: float) -> bool | None:
+                for _ in range(TRIES):
+                    if time.monotonic() + self._step_seconds(rate) > until:
+                        measured.out_of_time = True
+                        return None
+                    step = self._step(server, clients, rate, len(measured.steps))
+                    measured.steps.append(step)
+                    if step["breach"] is None:
+                        return True
+                return False
+
+            most = options.most_rate
+            measured.highest = find_highest(holds, options.ladder, most=most, resolution=options.resolution)
+            measured.reached_most = measured.highest == most
+
+    def _counted_seconds(self, rate: float) -> float:
+        usual = self._options.step_seconds
+        return min(max(usual, ENOUGH / rate), 3 * usual)
+
+    def _step_seconds(self, rate: float) -> float:
+        return HEAD_START_S + self._options.warm_seconds + self._counted_seconds(rate) + self._options.patience_s
+
+    def _step(self, server: Server, clients: Clients, rate: float, number: int) -> dict[str, Any]:
+        options = self._options
+        load = Load(
+            port=server.port,
+            rate=rate,
+            seconds=self._counted_seconds(rate),
+            warm_s=options.warm_seconds,
+            arrivals=options.arrivals,
+            seed=options.seed + number,
+            connections=options.connections,
+            patience_s=options.patience_s,
+        )
+        clients.start_for(rate)
+        watch = Watch(server, clients.pids)
+        step = clients.step(load)
+        return {**plain(step), "breach": options.budget.breach(step), "server": watch.end()}
+
+    def _probe(self, server: Server) -> None:
+        """Whether it answers as it should, before it is asked thousands of times."""
+        content = json.loads(self._requests.read_text())
+        for body in content["bodies"][:PROBES]:
+            status, answer = server.post(content["path"], body)
+            if status != 200 or len(answer["results"]) != ANSWERS:
+                raise RuntimeError(f"the server answers {status}: {answer}\n{server.log}")
+
+
+def facts(options: Options) -> dict[str, Any]:
+    """What the figures depend on."""
+    found = machine() | {"cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None}
+    if options.device.startswith("cuda"):
+        found["gpu"] = torch.cuda.get_device_name(options.device)
+    return found
+
+
+def main(options: Options) -> None:
+    """Measure, print, write."""
+    end = time.monotonic() + options.seconds - RESERVE_S
+    # Leaving this way ends the server and the clients too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"the {options.seconds:g} s of --seconds are over"))
+    signal.setitimer(signal.ITIMER_REAL, options.seconds - RESERVE_S / 2)
+    about = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "benchmarks/serve.py", *sys.argv[1:]]),
+        "machine": facts(options),
+        "options": {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()},
+        "server_options": options.server_options,
+        "budget": asdict(options.budget),
+    }
+    tables.print_about(console, about, options.recipe)
+
+    def tell(done: list[Measured]) -> None:
+        tables.print_steps(console, done[-1], options.budget)
+        if options.json_file is not None:
+            write(options.json_file, about | {"variants": [one.to_json() for one in done]})
+
+    experts = options.usual.experts if options.experts is None else options.experts
+    with tempfile.TemporaryDirectory(prefix="serve-benchmark-") as folder:
+        done = Bench(options, Path(folder), end).run(make_variants(options.variants, experts), tell)
+    tables.print_summary(console, done, options.ladder[0])
+    if options.recipe == "inttravel-like":
+        tables.print_target(console, done, TARGET)
+    if any(measured.failure for measured in done):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__.splitlines()[0], config=(tyro.conf.FlagCreatePairsOff,)))

@@ -1,0 +1,237 @@
+"""What ``serve.py`` serves: artifacts of trained runs, and such with random weights where only time is measured.
+
+journeys         the embedded travel task. "dense", "precomposed" and "composing" (``export --no-precompose``) come from
+                 runs trained as the recipe says; those of the sweep over E have random weights.
+inttravel-like   the paper's travel model with a catalogue and histories that are made up, and random weights.
+
+Models with random weights share everything whose shape does not depend on E, routers included, so that they send tokens
+to the same blocks as nearly as can be.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from intbmoe.export.artifact import (
+    ABOUT,
+    CATALOGUE,
+    CATALOGUE_TENSORS,
+    FORMAT_VERSION,
+    GOLDEN,
+    MODEL,
+    Artifact,
+    file_digest,
+    load_artifact,
+)
+from intbmoe.export.catalogue import Catalogue, make_catalogue
+from intbmoe.export.export import DTYPES, cast_model, export_run
+from intbmoe.export.golden import MAKERS, ask, make_golden
+from intbmoe.export.predictor import Encoder, make_encoder, make_predictor
+from intbmoe.methods.intbmoe import IntBMoE
+from intbmoe.models.travel import PLACE
+from intbmoe.recipes import Recipe, load_recipe, recipe_to_dict
+from intbmoe.tasks import make_task
+from intbmoe.tasks.journeys.examples import HOUR, SCORE_CODES
+from intbmoe.train.files import pack_tensors, to_json
+
+REQUESTS = 256
+"""Different requests of a load."""
+SWEEP = (1, 2, 4, 8, 16, 32, 64, 128)
+SIZES = {"cells": 60_000, "regions": 3_000, "categories": 400, "weathers": 20, "modes": 8, "actions": 12}
+PROFILE = (4, 10, 400, 12, 6, 30)
+"""Codes of the made-up catalogue; what a request costs depends on none of these."""
+START = 1_704_096_000_000
+GOLDEN_SHARE = 0.25
+"""Of the largest score: how far golden answers of random weights may be off. They only show that a model answers."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the models that are compared."""
+
+    kind: str
+    """dense, precomposed or composing."""
+    experts: int | None = None
+    """None for the recipe's own."""
+
+    @property
+    def name(self) -> str:
+        """For tables and folders."""
+        return self.kind if self.experts is None else f"{self.kind}-E{self.experts}"
+
+    @property
+    def precompose(self) -> bool:
+        """Whether blocks are composed at export."""
+        return self.kind != "composing"
+
+    def recipe(self, base: Recipe) -> Recipe:
+        """The recipe of this variant's model."""
+        if self.kind == "dense":
+            return replace(base, moe=replace(base.moe, name="dense", options={}))
+        moe = base.moe if self.experts is None else replace(base.moe, experts=self.experts)
+        return replace(base, moe=moe)
+
+
+def make_variants(kinds: Sequence[str], experts: Sequence[int]) -> list[Variant]:
+    """The recipe's own E first, then the sweep."""
+    own = [Variant(kind) for kind in kinds]
+    return own + [Variant(kind, many) for many in experts for kind in kinds if kind != "dense"]
+
+
+class Journeys:
+    """The embedded travel task."""
+
+    trained = True
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self._folder, self._dtype = folder, dtype
+        self.recipe = load_recipe("journeys")
+
+    @cached_property
+    def _task(self) -> Any:
+        return make_task(self.recipe)
+
+    def artifact(self, variant: Variant) -> Artifact:
+        """Made once, then found again in the folder."""
+        to = self._folder / f"journeys-{self._dtype}-{variant.name}"
+        if (to / ABOUT).is_file():
+            return load_artifact(to)
+        if variant.experts is None:
+            from intbmoe.train import train  # random weights need none of its packages
+
+            run = train(variant.recipe(self.recipe), root=self._folder / "runs", quiet=True)
+            return export_run(run, to, dtype=self._dtype, precompose=variant.precompose)
+        recipe = variant.recipe(self.recipe)
+        return write_random(
+            to, recipe, variant, self._dtype, make_catalogue(self._task), lambda one: make_golden(one, self._task)
+        )
+
+    def requests(self, artifact: Artifact) -> list[dict[str, Any]]:
+        """From the validation split: histories as they are."""
+        return MAKERS["travel"](make_encoder(artifact), self._task.split("valid"), REQUESTS)
+
+
+class IntTravelLike:
+    """The paper's travel model and as many places as asked for."""
+
+    trained = False
+
+    def __init__(self, folder: Path, dtype: str, places: int, device: str) -> None:
+        self._folder, self._dtype, self._places, self._device = folder, dtype, places, device
+        self.recipe = load_recipe("inttravel")
+
+    @cached_property
+    def _catalogue(self) -> Catalogue:
+        generator = np.random.default_rng(0)
+        codes = np.zeros((1 + self._places, len(PLACE)), np.int32)
+        codes[1:, 0] = np.arange(1, 1 + self._places)
+        most = {"cell": SIZES["cells"], "category": SIZES["categories"], "region": SIZES["regions"]}
+        for column, name in enumerate(PLACE[1:], start=1):
+            codes[1:, column] = generator.integers(1, most.get(name, SCORE_CODES), self._places)
+        ids = np.cumsum(generator.integers(1, 9, self._places))
+        about = {"sizes": {"places": self._places, **SIZES, "profile": list(PROFILE)}, "utc_offset": 8.0}
+        return Catalogue(about, {"ids": torch.from_numpy(ids), "codes": torch.from_numpy(codes)})
+
+    def artifact(self, variant: Variant) -> Artifact:
+        """Made once, then found again in the folder."""
+        to = self._folder / f"inttravel-{self._places}-{self._dtype}-{variant.name}"
+        if (to / ABOUT).is_file():
+            return load_artifact(to)
+        recipe = variant.recipe(self.recipe)
+        return write_random(to, recipe, variant, self._dtype, self._catalogue, self._golden, self._device)
+
+    def requests(self, artifact: Artifact) -> list[dict[str, Any]]:
+        """Histories as long as the model reads, the sessions' fields all given."""
+        return self._make_requests(make_encoder(artifact), REQUESTS)
+
+    def _make_requests(self, encoder: Encoder, count: int) -> list[dict[str, Any]]:
+        generator = np.random.default_rng(1)
+        fields, length = encoder.fields, encoder.sessions
+        names = ("cell", "region", "weather", "place", "mode", "action", "via")
+        requests = []
+        for number in range(count):
+            times = START + np.cumsum(generator.integers(1, 48 * HOUR, length))
+            columns = {name: generator.choice(fields.coded[name].values, length).tolist() for name in names}
+            rows = zip(times.tolist(), *(columns[name] for name in names), strict=True)
+            history = [dict(zip(("time", *names), row, strict=True)) for row in rows]
+            now = {name: history[-1][name] for name in ("time", "cell", "region", "weather")}
+            profile = {name: int(generator.choice(fields.coded[name].values)) for name in fields.profile}
+            visited = ("allow", "exclude")[number % 2]
+            requests.append({"history": history[:-1], "now": now, "profile": profile, "top_n": 10, "visited": visited})
+        return requests
+
+    def _golden(self, predictor: Any) -> list[dict[str, Any]]:
+        requests = self._make_requests(predictor, 8)
+        answers = [ask(predictor, request) for request in requests]
+        largest = max(abs(entry["score"]) for answer in answers for entry in answer["results"])
+        pairs = zip(requests, answers, strict=True)
+        return [{"request": r, "answer": a, "tolerance": GOLDEN_SHARE * largest} for r, a in pairs]
+
+
+def random_model(recipe: Recipe) -> nn.Module:
+    """A model that is not trained; what does not depend on E is that of one expert."""
+    torch.manual_seed(0)
+    model = make_task(recipe).make_model()
+    if not any(isinstance(layer, IntBMoE) for layer in model.modules()):
+        return model
+    torch.manual_seed(0)
+    common = make_task(replace(recipe, moe=replace(recipe.moe, experts=1))).make_model().state_dict()
+    own = model.state_dict()
+    shared: dict[str, Tensor] = {key: value for key, value in common.items() if own[key].shape == value.shape}
+    model.load_state_dict({**own, **shared})
+    return model
+
+
+def write_random(
+    to: Path,
+    recipe: Recipe,
+    variant: Variant,
+    dtype: str,
+    catalogue: Catalogue,
+    golden: Callable[[Any], list[dict[str, Any]]],
+    device: str = "cpu",
+) -> Artifact:
+    """An artifact of a model with random weights: nothing was trained, so nothing is compared with it."""
+    final, to = to, to.with_name(f".{to.name}.part")  # what is interrupted is not found again
+    shutil.rmtree(to, ignore_errors=True)
+    to.mkdir(parents=True)
+    model = cast_model(random_model(recipe).requires_grad_(False), DTYPES[dtype], precompose=variant.precompose)
+    (to / MODEL).write_bytes(pack_tensors(model.state_dict()))
+    (to / CATALOGUE).write_bytes(to_json(catalogue.about))
+    (to / CATALOGUE_TENSORS).write_bytes(pack_tensors(catalogue.tensors))
+    about = {
+        "format_version": FORMAT_VERSION,
+        "written_by": "benchmarks/serve.py: random weights, for measuring time",
+        "task": recipe.task,
+        "method": recipe.moe.name,
+        "recipe": recipe_to_dict(recipe),
+        "dtype": dtype,
+        "precomposed": variant.precompose and variant.kind != "dense",
+        "metrics": {},
+        "formats": [],
+    }
+    _write_about(to, about)
+    content = to_json(golden(make_predictor(load_artifact(to), device)))
+    (to / GOLDEN).write_bytes(content)
+    _write_about(to, about)
+    to.rename(final)
+    return load_artifact(final)
+
+
+def _write_about(folder: Path, about: dict[str, Any]) -> None:
+    files = sorted(path for path in folder.iterdir() if path.name != ABOUT)
+    (folder / ABOUT).write_bytes(to_json({**about, "files": {path.name: file_digest(path) for path in files}}))
+
+
+def write_requests(file: Path, requests: Sequence[dict[str, Any]]) -> None:
+    """For the clients."""
+    bodies = [json.dumps(request, separators=(",", ":")) for request in requests]
+    file.write_text(json.dumps({"path": "/v1/recommend", "bodies": bodies}))
