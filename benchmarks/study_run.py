@@ -79,6 +79,9 @@ def summarise_run(recipe: Recipe, run: RunDirectory, job: dict[str, Any]) -> dic
     memory = torch.cuda.max_memory_allocated() if on_gpu else None
     row, *composed = summarise([Job(Variant(entry["title"], recipe.moe), recipe, run)])
     environment = read_json(run.path / "environment.json")
+    # The command that repeats the run is the entry's; this process's, and where its data lay, name a machine's folders.
+    last = {key: value for key, value in environment[-1].items() if key != "command"}
+    recipe_without_path = {**entry["recipe"], "data": {**entry["recipe"]["data"], "path": None}}
     rows = run.metrics()
     tuning = entry["stage"] == "tune"  # only the validation split may be looked at
     return {
@@ -106,8 +109,8 @@ def summarise_run(recipe: Recipe, run: RunDirectory, job: dict[str, Any]) -> dic
         "curve_valid": _curve(rows, "valid", result["metric"]),
         "floors": make_task(recipe).floors() if recipe.moe.name == "dense" else None,  # the same beside every method
         "starts": len(environment),
-        "environment": {**environment[-1], "git": environment[-1]["git"] or job["commit"]},
-        "recipe": entry["recipe"],
+        "environment": {**last, "git": last["git"] or job["commit"]},
+        "recipe": recipe_without_path,
     }
 
 
