@@ -17,7 +17,9 @@ from intbmoe.export.predictor import Encoded, Limits, Piece
 from intbmoe.export.predictors.fields import REQUIRED, Flag, Integer, Many, Record, Text
 from intbmoe.serve.loading import Opened
 
-POISON, BUG, SLOW = 666, 667, 900
+LARGEST = 2**30
+POISON, BUG, SLOW = 2**29 + 1, 2**29 + 2, 2**29 + 900
+"""Written as sums: Hypothesis tries the numbers that it finds in the source, and these are not for it to find."""
 
 
 def write_artifact(folder: Path, **about) -> Path:
@@ -36,7 +38,7 @@ class FakePredictor:
         self.limits = Limits(body_bytes=4096, top_n=10, history=100, max_tokens=200)
         if self.action == "recommend":
             fields = {
-                "history": (Many(Integer(0, 1000), 100, least=1), REQUIRED),
+                "history": (Many(Integer(0, LARGEST), 100, least=1), REQUIRED),
                 "top_n": (Integer(1, 10), 3),
                 "explain": (Flag(), False),
             }

@@ -45,7 +45,12 @@ class ThreadLine(Line):
                 replies += self._receive(*self._inbox.get())
             if self._engine.busy:
                 replies += self._engine.step()
-            self._loop.call_soon_threadsafe(self._deliver_all, replies)
+            try:
+                self._loop.call_soon_threadsafe(self._deliver_all, replies)
+            except RuntimeError:
+                if not self._loop.is_closed():
+                    raise
+                return  # whoever asked is gone, and with the loop the whole application
 
     def _receive(self, kind: int, number: int, *content: Any) -> list[Reply]:
         if kind == wire.CANCEL:
