@@ -18,11 +18,13 @@ from intbmoe.ops.triton_support import INSTALLED, usable
 from intbmoe.parts.blocks import choose_form
 
 EXTRAS = {
-    "plots": ("matplotlib",),
+    "plots": ("matplotlib", "jinja2"),
     "train": ("accelerate", "safetensors", "yaml", "sklearn"),
     "images": ("timm", "pyarrow"),
     "text": ("tokenizers", "pyarrow"),
     "travel": ("pyarrow",),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
+    "serve": ("starlette", "uvicorn", "httptools", "msgpack", "prometheus_client"),
 }
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """How far, relative to the norm, outputs and gradients may be from float64: some units in the last place, and the sums

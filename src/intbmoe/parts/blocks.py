@@ -1,6 +1,6 @@
 """How tokens run through composed blocks: one of five forms, all of the same outputs and gradients.
 
-fused      Triton kernels around torch's grouped GEMM: on a GPU
+fused      Triton kernels throughout: on a GPU
 native     one call of a compiled library: on the CPU without gradients, where it has been built
 grouped    torch's grouped GEMM and plain operations: on the CPU
 tiled      plain torch throughout: float64, export, other devices

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from intbmoe.ops.eager import readable
 from intbmoe.ops.permute import permute
 from intbmoe.ops.triton_support import usable
 from intbmoe.precision import cast
@@ -48,17 +49,11 @@ class Dispatch:
 def dispatch(ids: Tensor, groups: int, complete: bool = False, *, plain: bool = False) -> Dispatch:
     """Sort the assignments ``ids`` (N, k), −1 for none, by group. Pass ``complete`` if none is −1."""
     token, choice, inverse, group, offsets, counts = permute(ids, groups, complete, plain=plain)
-    # A plain tensor: one that only stands for its shape and type (FakeTensorMode) has no number to ask for.
-    known = ids.device.type == "cpu" and not _tracing() and type(ids) is Tensor
-    trimmed = not complete and known
+    trimmed = not complete and readable(ids)
     if trimmed:
         last = int(offsets[-1])
         token, choice, group, inverse = token[:last], choice[:last], group[:last], inverse.clamp(max=last)
     return Dispatch(token, choice, inverse, group, counts, offsets, complete or trimmed, trimmed, plain)
-
-
-def _tracing() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def to_rows(x: Tensor, plan: Dispatch) -> Tensor:

@@ -9,6 +9,7 @@ Dispatcher   the current generation; sends calls, and sends them again when an e
 import asyncio
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -93,7 +94,7 @@ class Call:
             self.pieces.put_nowait(None)
 
 
-class Line:
+class Line(ABC):
     """A way to one engine: what is common to a socket and to an engine in the same process."""
 
     def __init__(self) -> None:
@@ -103,14 +104,15 @@ class Line:
         self._numbers = itertools.count(1)
 
     @property
+    @abstractmethod
     def is_open(self) -> bool:
         """Whether calls can be sent."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _post(self, *message: Any) -> None:
         """Carry a message to the engine."""
-        raise NotImplementedError
 
+    @abstractmethod
     def retire(self) -> None:
         """Close when nothing is under way."""
 

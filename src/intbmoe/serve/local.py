@@ -34,6 +34,9 @@ class ThreadLine(Line):
     def is_open(self) -> bool:
         return True
 
+    def retire(self) -> None:
+        """There is no connection to close: the thread ends with the application."""
+
     def _post(self, *message: Any) -> None:
         self._loop = asyncio.get_running_loop()
         self._inbox.put(message)
