@@ -7,9 +7,9 @@
 A step is what README's training loop does: forward in bf16 autocast with float32 parameters, loss, ``aux_loss``,
 backward, ``before_step``, fused AdamW, ``after_step``, on random data that is already on the device. Times are medians
 of device events over at least ten steps after warm-up (three for the naive form); memory is the peak of all tensors,
-parameters and optimizer included. The ViT is compiled as one; the decoder's layers are compiled one by one and share
-a graph, ``--whole`` compiles it as one. "captured": forward and backward are replayed from a CUDA graph, as
-``train.capture`` does; the optimizer's step is not part of it.
+parameters and optimizer included. Blocks are compiled one by one, and equal ones share a graph, as ``train.compile``
+does; ``--whole`` compiles a model as one. "captured": forward and backward are replayed from a CUDA graph, as
+``train.capture`` does; the optimizer's step is not part of it. "compiled, captured": the graph holds compiled kernels.
 
 A dry run without a GPU: python benchmarks/gpu_training.py --device cpu --tiny
 """
@@ -36,10 +36,18 @@ from intbmoe.layer import moe_layers
 from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.models.vit import ViT, ViTConfig
 from intbmoe.train.capture import CapturedBackward
+from intbmoe.train.distribution import stacked_blocks
 
 DENSE, INTBMOE, NAIVE = "dense", "IntBMoE", "IntBMoE naive"
-FFNS = (DENSE, INTBMOE, NAIVE)
-EAGER, COMPILED, CAPTURED = "", "compiled", "captured"
+EAGER, COMPILED, CAPTURED, BOTH = "", "compiled", "captured", "compiled, captured"
+WAYS = {
+    "eager": ((DENSE, INTBMOE, NAIVE), EAGER),
+    "captured": ((DENSE, INTBMOE), CAPTURED),
+    "compiled": ((DENSE, INTBMOE), COMPILED),
+    "both": ((DENSE, INTBMOE), BOTH),
+    "naive-compiled": ((NAIVE,), COMPILED),
+}
+"""What is measured, in this order."""
 STEPS, NAIVE_STEPS, WARM_UP = 10, 3, 3
 SECONDS = 1.0
 """Of steps, where ten take less."""
@@ -61,8 +69,6 @@ class Experiment:
     """The backbone, with IntBMoE or dense."""
     batch: Callable[[torch.device], tuple[Tensor, Tensor]]
     """Inputs and targets."""
-    layers: Callable[[nn.Module], list[nn.Module]]
-    """Parts equal enough to share one compiled graph; the model itself where there are none."""
 
 
 def experiments(tiny: bool) -> dict[str, Experiment]:
@@ -88,7 +94,6 @@ def experiments(tiny: bool) -> dict[str, Experiment]:
                 torch.randn(images, 3, side, side, device=device),
                 torch.randint(vit.classes, (images,), device=device),
             ),
-            lambda model: [model],
         ),
         "llama": Experiment(
             "Llama",
@@ -97,7 +102,6 @@ def experiments(tiny: bool) -> dict[str, Experiment]:
             sequences * length,
             lambda moe: Llama(llama, (lambda: intbmoe.IntBMoE(llama.dim, **llama_options)) if moe else None),
             lambda device: tuple(torch.randint(llama.vocabulary, (2, sequences, length), device=device)),
-            lambda model: list(model.layers),
         ),
     }
 
@@ -131,11 +135,11 @@ def make_step(model: nn.Module, inputs: Tensor, targets: Tensor, captured: bool 
     return step
 
 
-def compile_model(experiment: Experiment, model: nn.Module, whole: bool, fullgraph: bool) -> None:
-    """Mark the model, or its layers, to be compiled when they first run."""
+def compile_model(model: nn.Module, whole: bool, fullgraph: bool) -> None:
+    """Mark the model, or its blocks, to be compiled when they first run."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for part in [model] if whole else experiment.layers(model):
+    for part in [model] if whole else stacked_blocks(model):
         part.compile(fullgraph=fullgraph)
 
 
@@ -157,7 +161,7 @@ class Bench:
 
     def measure(self, experiment: Experiment, ffn: str, how: str) -> None:
         """One row: a model trained for some steps. What fails or is left out becomes a note."""
-        compiled = how == COMPILED
+        compiled = how in (COMPILED, BOTH)
         name = title(experiment, ffn, how)
         left = self.deadline - time.perf_counter()
         if left < (UNROLLING if compiled and ffn == NAIVE else 0):
@@ -184,11 +188,11 @@ class Bench:
             model = experiment.build(ffn != DENSE).train()
         for _, layer in moe_layers(model):
             layer.form = "naive" if ffn == NAIVE else None
-        if how == COMPILED:
-            compile_model(experiment, model, self.whole, fullgraph)
+        if how in (COMPILED, BOTH):
+            compile_model(model, self.whole, fullgraph)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        step = make_step(model, *experiment.batch(self.device), captured=how == CAPTURED)
+        step = make_step(model, *experiment.batch(self.device), captured=how in (CAPTURED, BOTH))
         begin = time.perf_counter()
         step()
         synchronize(self.device)
@@ -200,12 +204,12 @@ class Bench:
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
         if not loss.isfinite():
             raise ArithmeticError(f"the loss is {loss.item()}")
-        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if how == COMPILED else 0
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if how in (COMPILED, BOTH) else 0
         return {"ms": ms, "peak_bytes": peak, "first_step_s": first, "loss": loss.item(), "graphs": graphs}
 
     def add(self, experiment: Experiment, ffn: str, how: str, found: dict[str, Any], fullgraph: bool) -> None:
         """Keep what was found, and its ratios to the dense model run the same way."""
-        compiled = how == COMPILED
+        compiled = how in (COMPILED, BOTH)
         entry = {"model": experiment.name, "ffn": ffn, "how": how or "eager", "fullgraph": compiled and fullgraph}
         entry |= {**found, f"{experiment.unit}_per_s": experiment.items / found["ms"] * 1e3}
         self.results.append(entry)
@@ -233,7 +237,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write every figure here")
     parser.add_argument("--models", nargs="+", choices=("vit", "llama"), default=("vit", "llama"))
-    parser.add_argument("--whole", action="store_true", help="compile the decoder as one, not layer by layer: minutes")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=tuple(WAYS), help="how steps run; without it all")
+    parser.add_argument("--whole", action="store_true", help="compile a model as one, not block by block: minutes")
     parser.add_argument("--seconds", type=float, default=140, help="start no further measurement after so many")
     parser.add_argument("--workers", type=int, help="processes that compile kernels ahead; 0: none")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a dry run")
@@ -255,8 +260,9 @@ def main() -> int:
         say(f"[kernels compiled: {time.perf_counter() - begin:.0f} s since the start]")
     bench = Bench(device, arguments.whole, begin + arguments.seconds)
     chosen = [experiment for name, experiment in experiments(arguments.tiny).items() if name in arguments.models]
-    ours, naive = (DENSE, INTBMOE), (NAIVE,)
-    plan = [(FFNS, EAGER), *([(ours, CAPTURED)] if device.type == "cuda" else []), (ours, COMPILED), (naive, COMPILED)]
+    plan = [WAYS[way] for way in WAYS if way in arguments.ways]
+    if device.type == "cpu":
+        plan = [(ffns, how) for ffns, how in plan if how not in (CAPTURED, BOTH)]
     for ffns, how in plan:
         for experiment in chosen:
             for ffn in ffns:

@@ -111,6 +111,21 @@ def test_intbmoe_replays_from_a_cuda_graph():
         assert torch.equal(y, layer(x))
 
 
+@pytest.mark.parametrize("name", ["intbmoe", "vmoe", "deepseek"])
+def test_compiled_layers_keep_the_kernels(name):
+    """torch 2.11 says "exporting" wherever it compiles, which once led to the plain forms."""
+    written = []
+
+    def backend(graph, inputs):
+        written.append(str(graph.graph))
+        return graph
+
+    x, mask = (tensor.cuda() for tensor in batch())
+    torch.compile(make(name).cuda(), fullgraph=True, backend=backend)(x, mask)
+    wanted = ["intbmoe.permute", "intbmoe.gated_rows" if name == "intbmoe" else "intbmoe.gathered_mm"]
+    assert all(any(operation in text for text in written) for operation in wanted), written
+
+
 def test_intbmoe_compiles_whole_and_trains():
     eager, compiled = make("intbmoe").cuda(), make("intbmoe").cuda()
     run = torch.compile(compiled, fullgraph=True)

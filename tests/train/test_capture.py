@@ -37,3 +37,11 @@ def test_captured_steps_are_the_ordinary_ones(name, precision, tmp_path):
 def test_accumulated_micro_batches_add_up(tmp_path):
     plain = weights(tiny_recipe("intbmoe", device_batch=2), tmp_path / "plain")
     assert weights(tiny_recipe("intbmoe", device_batch=2, capture=True), tmp_path / "captured") == plain
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("name", ["intbmoe", "vmoe", "soft"])
+def test_compiled_steps_are_captured_too(name, tmp_path):
+    compiled = weights(tiny_recipe(name, compile=True), tmp_path / "compiled")
+    assert weights(tiny_recipe(name, compile=True, capture=True), tmp_path / "both") == compiled

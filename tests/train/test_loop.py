@@ -4,17 +4,17 @@ import errno
 import math
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from tiny_task import TinyTask, assert_close_metrics, still, tiny_recipe
+from torch import nn
 
 import intbmoe
 from intbmoe.train import checkpoint as checkpoint_module
 from intbmoe.train import evaluate, load, train
+from intbmoe.train.distribution import compile_in_place
 from intbmoe.train.errors import (
     DamagedFileError,
     DiskFullError,
@@ -87,9 +87,7 @@ def test_an_altered_model_is_refused(tmp_path):
         load(run)
 
 
-def test_import_intbmoe_stays_light():
-    code = "import sys, intbmoe; sys.exit(any(n in sys.modules for n in ('accelerate', 'yaml', 'safetensors')))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def test_what_is_loaded_late_is_still_public():
     assert "load" in intbmoe.__all__
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         intbmoe.lode  # noqa: B018
@@ -188,6 +186,18 @@ def test_fsdp_needs_ranks_and_version_two(tmp_path, monkeypatch):
     monkeypatch.setenv("FSDP_VERSION", "2")
     with pytest.raises(TrainingError, match="torchrun"):
         train(tiny_recipe(), tmp_path)
+
+
+def test_blocks_are_compiled_where_all_mixtures_lie_in_such(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    deep = TinyTask(tiny_recipe()).make_model()
+    compile_in_place(deep)
+    assert compiled == list(deep.blocks)
+    compiled.clear()
+    alone = intbmoe.IntBMoE(8, 12, experts=2)  # has lists of modules too, which are no blocks of a Transformer
+    compile_in_place(alone)
+    assert compiled == [alone]
 
 
 @pytest.mark.slow

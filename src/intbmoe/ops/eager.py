@@ -1,8 +1,14 @@
-"""When operations run at once, on numbers that are there: what may then be asked, and what may be spared."""
+"""Whether operations run at once, on numbers that are there, or are only written down: what may then be asked."""
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+
+@torch.compiler.assume_constant_result
+def exporting() -> bool:
+    """Whether torch.export is at work; not so under torch.compile, whatever torch 2.11 says where it compiles."""
+    return torch.compiler.is_exporting()
 
 
 def readable(x: Tensor) -> bool:

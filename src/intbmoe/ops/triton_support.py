@@ -11,6 +11,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from intbmoe.ops.eager import exporting
+
 INSTALLED = find_spec("triton") is not None and os.environ.get("INTBMOE_TRITON") != "0"
 """Whether Triton is there. ``INTBMOE_TRITON=0`` does without it: for a GPU or a driver that it does not compile for."""
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -22,7 +24,7 @@ ALIGNMENT = 16
 
 def runs_on(device: torch.device) -> bool:
     """Whether Triton's kernels run on ``device``, and are to: an exported program must not need them."""
-    if not INSTALLED or torch.compiler.is_exporting():
+    if not INSTALLED or exporting():
         return False
     return device.type == "cuda" or (INTERPRETING and device.type == "cpu")
 

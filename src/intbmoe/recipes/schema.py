@@ -61,6 +61,7 @@ class TrainSettings:
     """Largest norm of the gradient."""
     precision: Literal["float32", "bfloat16"] = "float32"
     compile: bool = False
+    """Compile the Transformer's blocks, once for all that are alike; evaluation stays as it is."""
     capture: bool = False
     """Record forward and backward as a CUDA graph and replay it: several times faster for small models on one GPU."""
     seed: int = 0

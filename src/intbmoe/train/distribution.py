@@ -17,8 +17,29 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
+from intbmoe.layer import moe_layers
 from intbmoe.recipes.schema import TrainSettings
 from intbmoe.train.errors import TrainingError
+
+
+def stacked_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a Transformer: members of a list of modules that lie in no other such member."""
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    inner = {id(m) for stack in stacks for member in stack for m in member.modules() if m is not member}
+    members = [member for stack in stacks for member in stack if id(member) not in inner]
+    return [member for member in members if any(True for _ in member.parameters())]
+
+
+def compile_in_place(model: nn.Module) -> None:
+    """``torch.compile`` that leaves the parameters' names alone.
+
+    Block by block, where all mixtures lie in such: equal blocks share a graph, and a deep model is compiled as fast as
+    a shallow one.
+    """
+    blocks = stacked_blocks(model)
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for part in blocks if all(id(layer) in inside for _, layer in moe_layers(model)) and blocks else [model]:
+        part.compile()
 
 
 class Ranks:
@@ -48,7 +69,7 @@ class Ranks:
         if self.sharded:
             self._shard(model)
         if settings.compile:
-            model.compile()  # in place: torch.compile(model) would put itself into every parameter's name
+            compile_in_place(model)
         if self.sharded or self.world == 1:
             return model
         return self.accelerator.prepare_model(model)
@@ -59,12 +80,8 @@ class Ranks:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(self.device.type, (self.world,))
-        stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        inner = {id(m) for stack in stacks for member in stack for m in member.modules() if m is not member}
-        for stack in stacks:
-            for member in stack:
-                if id(member) not in inner and any(True for _ in member.parameters()):
-                    fully_shard(member, mesh=mesh)
+        for block in stacked_blocks(model):
+            fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
 
     def autocast(self) -> Any:

@@ -24,7 +24,8 @@ def evaluate_split(
     try:
         reads = evaluation_batches(len(examples), size, ranks.rank, ranks.world)
         for (_, counts), batch in read_ahead(examples, reads, seed, workers, pin=ranks.device.type == "cuda"):
-            with ranks.autocast():
+            # Never compiled: a split's last batch is smaller than the others, and would be compiled for itself.
+            with ranks.autocast(), torch.compiler.set_stance("force_eager"):
                 sums = task.evaluate(model, task.prepare(ranks.to_device(batch), None))
             for name, value in sums.items():
                 value = value.detach().double() * counts

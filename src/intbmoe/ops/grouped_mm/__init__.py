@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from intbmoe.checks import require
+from intbmoe.ops.eager import exporting
 from intbmoe.ops.grouped_mm import fused, grouped, naive, tiled
 from intbmoe.ops.triton_support import runs_on
 
@@ -16,7 +17,7 @@ def choose_form(x: Tensor) -> str:
     On CUDA that is the Triton kernel. Without Triton, torch's grouped GEMM is one kernel only in bfloat16 from compute
     capability 9.0 on; elsewhere it copies the offsets to the host and loops, so the tiles are used.
     """
-    if torch.compiler.is_exporting() or x.dtype not in grouped.DTYPES:
+    if exporting() or x.dtype not in grouped.DTYPES:
         return "tiled"
     if x.device.type == "cuda":
         if runs_on(x.device):
