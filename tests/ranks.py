@@ -1,11 +1,18 @@
-"""Run a function in several gloo processes and collect what each returns."""
+"""Run a function in several gloo processes and collect what each returns.
 
+They are forks of a server that has imported what they need, once for all tests, and has done nothing else: importing
+torch takes a process seconds, and a fork of the tests' own process would inherit threads that are not there.
+"""
+
+import multiprocessing
 import os
 import tempfile
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "intbmoe.train", "pytest"])
 
 
 def _worker(rank, world, function, arguments, folder):
@@ -21,5 +28,5 @@ def _worker(rank, world, function, arguments, folder):
 def run_ranks(world, function, *arguments):
     """``[function(rank, world, *arguments) for rank in range(world)]``, each in its own process."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (world, function, arguments, folder), nprocs=world)
+        mp.start_processes(_worker, (world, function, arguments, folder), nprocs=world, start_method="forkserver")
         return [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(world)]

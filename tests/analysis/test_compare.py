@@ -24,10 +24,11 @@ from intbmoe.analysis.compare import (
 )
 from intbmoe.analysis.compare_jobs import choose_jobs, cores, run_jobs
 from intbmoe.analysis.compare_report import cells, file_stem, floor_cells, format_metric, make_table, notes, write_files
+from intbmoe.cli import main
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import find_variants
 from intbmoe.tasks import make_task
-from intbmoe.train import load
+from intbmoe.train import load, train
 
 SMALL = [
     *(
@@ -58,14 +59,18 @@ def intbmoe(*args, cwd):
 def recipe():
     recipe = load_recipe("digits")
     model = replace(recipe.model, dim=16, depth=2, heads=2, hidden=16, patch_size=4, moe_layers=(0,))
-    train = replace(recipe.train, epochs=1.0, warmup=0.0, batch=128)
-    return replace(recipe, model=model, moe=replace(recipe.moe, experts=2), train=train)
+    settings = replace(recipe.train, epochs=1.0, warmup=0.0, batch=128)
+    return replace(recipe, model=model, moe=replace(recipe.moe, experts=2), train=settings)
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory):
-    """Two methods, two seeds, in a folder of their own."""
+def compared(recipe, tmp_path_factory):
+    """Two methods, two seeds, in a folder of their own; the second seed's runs are there already."""
     folder = tmp_path_factory.mktemp("compare")
+    options = CompareOptions(methods="remoe,intbmoe", seeds=2, root=folder / "runs")
+    for job in make_plan(recipe, options).jobs:
+        if job.seed == 1:
+            train(job.recipe, root=options.root, quiet=True)
     done = intbmoe("compare", "digits", "--methods", "remoe,intbmoe", "--seeds", "2", *SMALL, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
@@ -79,8 +84,10 @@ def test_every_run_is_an_ordinary_run(compared):
 
 def test_without_a_terminal_progress_is_plain_lines_and_the_end_says_what_next(compared):
     _, output = compared
+    assert "2 of 4 runs already finished" in output
     assert "started  ReMoE, seed 0" in output
-    assert re.search(r"\[4/4\] .*seed [01]: test accuracy 0\.\d{4}", output)
+    assert "started  ReMoE, seed 1" not in output
+    assert re.search(r"\[4/4\] .*seed 0: test accuracy 0\.\d{4}", output)
     assert "\x1b[" not in output
     assert "95 % interval of the mean over 2 seeds" in output
     next_command = re.search(r"^  (\S+) compare (.*) --methods remoe,intbmoe --seeds 3   #", output, flags=re.MULTILINE)
@@ -127,23 +134,24 @@ def load_run_recipe(folder, label):
     return load_recipe(folder / f"runs/digits/compare/jobs/{label}-0.yaml")
 
 
-def test_finished_runs_are_not_trained_again_and_new_seeds_are(compared):
+def test_finished_runs_are_not_trained_again(compared, monkeypatch, capsys):
     folder, _ = compared
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")}
-    done = intbmoe("compare", "digits", "--methods", "remoe,intbmoe", "--seeds", "2", *SMALL, cwd=folder)
-    assert done.returncode == 0
-    assert "4 of 4 runs already finished" in done.stdout
-    assert "started" not in done.stdout
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "digits", "--methods", "remoe,intbmoe", "--seeds", "2", *SMALL])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "4 of 4 runs already finished" in said
+    assert "started" not in said
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")} == before
 
 
-def test_a_finished_run_of_other_settings_does_not_enter_the_table(compared):
-    folder, _ = compared
-    done = intbmoe("compare", "digits", "--methods", "intbmoe", *SMALL, "--train.lr", "0.5", cwd=folder)
-    assert done.returncode != 0
-    assert "runs/digits/intbmoe/0 holds a run with other settings (train.lr" in done.stderr
-    assert "--name" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_finished_run_of_other_settings_does_not_enter_the_table(compared, monkeypatch):
+    monkeypatch.chdir(compared[0])
+    expected = r"runs/digits/intbmoe/0 holds a run with other settings \(train\.lr.*--name"
+    with pytest.raises(SystemExit, match=expected):
+        main(["compare", "digits", "--methods", "intbmoe", *SMALL, "--train.lr", "0.5"])
 
 
 def test_a_failed_run_is_named_with_the_end_of_its_log_and_the_others_stand(recipe, tmp_path):

@@ -255,11 +255,10 @@ def test_bf16_autocast_stays_near_float32(name):
     assert (rounded - exact).norm() <= 8 * 2**-8 * exact.norm()
 
 
-# A cold inductor compile takes most of a minute on a small machine; aot_eager traces the same graphs, forward and
-# backward, and shows every graph break. So only IntBMoE's runs in the ordinary suite.
+# A cold inductor compile takes minutes on a small machine; aot_eager traces the same graphs, forward and backward, and
+# shows every graph break. On a GPU test_fused_layer.py compiles IntBMoE by inductor.
 COMPILED = [pytest.param(name, "aot_eager", id=f"{name}-aot_eager") for name in METHODS] + [
-    pytest.param(name, "inductor", id=f"{name}-inductor", marks=[] if name == "intbmoe" else pytest.mark.slow)
-    for name in METHODS
+    pytest.param(name, "inductor", id=f"{name}-inductor", marks=pytest.mark.slow) for name in METHODS
 ]
 
 

@@ -1,5 +1,7 @@
 """Triton's kernels against their specifications in float64, outputs and gradients (``tests/interpreter.py``)."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from interpreter import INTERPRETING, on_device, rerun
 if not INSTALLED:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+from intbmoe.ops import tiles
 from intbmoe.ops.combine import fused as combine_fused
 from intbmoe.ops.combine import naive as combine_naive
 from intbmoe.ops.combine.gated import gated_combine
@@ -30,10 +33,11 @@ from intbmoe.ops.swiglu.fused import swiglu
 from intbmoe.ops.tiles import Tiling
 
 GROUPS = 5
-# The interpreter takes a millisecond an operation: it gets the cases that differ most.
-ROUTINGS = ("zipf", "empty", "masked") if INTERPRETING else ("balanced", "zipf", "one", "masked", "nothing")
-TOKENS = (0, 1, 40) if INTERPRETING else (0, 1, 7, 8192)
-routings = pytest.mark.parametrize("routing", ROUTINGS)
+# The interpreter takes a tenth of a millisecond an operation: it gets the cases that differ most.
+TOKENS = (0, 1, 70) if INTERPRETING else (0, 1, 7, 8192)
+FEW = [("zipf", 0), ("zipf", 1), ("nothing", 1), ("zipf", 24), ("empty", 24), ("masked", 24)]
+ALL = list(product(("balanced", "zipf", "one", "masked", "nothing"), TOKENS))
+routed_tokens = pytest.mark.parametrize(("routing", "tokens"), FEW if INTERPRETING else ALL)
 tokens_ = pytest.mark.parametrize("tokens", TOKENS)
 widths = pytest.mark.parametrize("width", [12, 37] if INTERPRETING else [37, 2844])
 gates = pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
@@ -43,6 +47,13 @@ if not INTERPRETING:
 
     def test_in_the_interpreter():
         rerun(__file__)
+
+else:
+
+    @pytest.fixture(autouse=True)
+    def _several_tiles_a_program(monkeypatch):
+        """As on a GPU with many rows: of the wide ones a program has two tiles, and a large group two programs."""
+        monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 2)
 
 
 def choices(routing, tokens, k, groups=GROUPS):
@@ -85,8 +96,7 @@ def gradients_near(quick, exact, rows=None):
 
 
 @on_device
-@routings
-@tokens_
+@routed_tokens
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_counting_sorts_like_the_loop(device, routing, tokens, k):
     ids = choices(routing, tokens, k)
@@ -130,8 +140,7 @@ def test_a_score_of_minus_infinity_is_chosen_last(device):
 
 
 @on_device
-@routings
-@tokens_
+@routed_tokens
 @widths
 @pytest.mark.parametrize("filtered", [True, False], ids=["filter", "gather"])
 def test_filtered_rows(device, routing, tokens, width, filtered):
@@ -164,8 +173,7 @@ def exact_gate(rows, bias, gain, scale, group):
 
 
 @on_device
-@routings
-@tokens_
+@routed_tokens
 @widths
 @gates
 def test_gated_rows(device, routing, tokens, width, gate):
@@ -224,8 +232,7 @@ def test_tokens_of_a_router_that_only_casts(device):
 
 
 @on_device
-@routings
-@tokens_
+@routed_tokens
 @widths
 @gates
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "alone"])
@@ -255,8 +262,7 @@ def _gather_sum(rows, weights, plan):
 
 
 @on_device
-@routings
-@tokens_
+@routed_tokens
 @widths
 def test_combine(device, routing, tokens, width):
     plan = sort(choices(routing, tokens, 2), GROUPS)

@@ -319,9 +319,9 @@ def test_the_standard_library_is_learned(tmp_path):
     assert evaluate(run.path, "test")["loss"] == pytest.approx(run.result["test"]["loss"], rel=1e-6)
 
 
-LEARNING_STEPS = 120
-LEARNING_MARGIN = 0.45
-"""Nats under the unigram entropy, 3.26 on Python 3.11: over three seeds 0.66 to 0.72 were measured."""
+LEARNING_STEPS = 80
+LEARNING_MARGIN = 0.4
+"""Nats under the unigram entropy, 3.26 on Python 3.11: over three seeds 0.53 to 0.58 were measured."""
 
 
 def test_a_broken_off_run_goes_on_bit_for_bit(tmp_path):

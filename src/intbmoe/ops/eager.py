@@ -5,10 +5,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-@torch.compiler.assume_constant_result
 def exporting() -> bool:
     """Whether torch.export is at work; not so under torch.compile, whatever torch 2.11 says where it compiles."""
     return torch.compiler.is_exporting()
+
+
+# ``torch.compiler.assume_constant_result`` by hand: Dynamo then calls the function instead of reading it. The decorator
+# does no more, but imports all of Dynamo, a second at every start.
+exporting._dynamo_marked_constant = True
 
 
 def readable(x: Tensor) -> bool:
