@@ -28,7 +28,7 @@ import tyro
 from measure import machine, write
 from rich.console import Console
 from serve_artifacts import SWEEP, IntTravelLike, Journeys, Variant, make_variants, write_requests
-from serve_clients import HEAD_START_S, Clients
+from serve_clients import CLIENT_RATE, HEAD_START_S, Clients
 from serve_load import Load
 from serve_search import Budget, find_highest
 from serve_server import Server, Watch
@@ -94,8 +94,12 @@ class Options:
     fronts: int | None = None
     connections: int = 64
     """Kept open by all clients together; more are opened where these do not suffice."""
+    client_rate: float = CLIENT_RATE
+    """Requests a second that one client process sends at most."""
     serve: str = ""
     """More options of intbmoe serve, as one string."""
+    server_log: Path | None = None
+    """Where all that the servers write goes."""
     artifacts: Path | None = None
     """Where artifacts and runs are kept and found again. Default: a folder that is removed in the end."""
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
@@ -155,7 +159,7 @@ class Bench:
     def run(self, variants: Sequence[Variant], tell: Callable[[list[Measured]], None]) -> list[Measured]:
         """Measure what there is time for; ``tell`` gets all results so far after each variant."""
         done: list[Measured] = []
-        with Clients(self._requests) as clients:
+        with Clients(self._requests, self._options.client_rate) as clients:
             for number, variant in enumerate(variants):
                 # The recipe's own models get twice the time of one of the sweep.
                 weights = [1 if one.experts else 2 for one in variants[number:]]
@@ -177,7 +181,8 @@ class Bench:
 
     def _measure(self, measured: Measured, clients: Clients, until: float) -> None:
         options = self._options
-        with Server(measured.artifact.path, options.server_options, options.front_count) as server:
+        served = Server(measured.artifact.path, options.server_options, options.front_count, options.server_log)
+        with served as server:
             measured.start_s = server.start_s
             self._probe(server)
 

@@ -26,9 +26,12 @@ HISTOGRAMS = ("intbmoe_batch_requests", "intbmoe_queue_seconds", "intbmoe_comput
 class Server:
     """``with Server(artifact, options) as server: server.port``; it is ready inside, and gone after."""
 
-    def __init__(self, artifact: Path, options: Sequence[str], fronts: int = 1) -> None:
-        """``options`` are those of ``intbmoe serve``, which say that there are so many ``fronts``."""
-        self._fronts = fronts
+    def __init__(self, artifact: Path, options: Sequence[str], fronts: int = 1, log_file: Path | None = None) -> None:
+        """``options`` are those of ``intbmoe serve``, which say that there are so many ``fronts``.
+
+        ``log_file`` gets all that it writes, after what is there already.
+        """
+        self._fronts, self._log_file = fronts, log_file
         self.command = [sys.executable, "-m", "intbmoe.cli", "serve", str(artifact), "--port", "0", *options]
         self.port = 0
         self.start_s = 0.0
@@ -121,9 +124,11 @@ class Server:
                 return int(found.group(1))
 
     def _read(self, lines: "queue.Queue[str | None]") -> None:
-        for line in self._process.stdout:
-            self._log.append(line)
-            lines.put(line)
+        with open(self._log_file or os.devnull, "a", buffering=1) as whole:
+            for line in self._process.stdout:
+                self._log.append(line)
+                whole.write(line)
+                lines.put(line)
         lines.put(None)
 
 

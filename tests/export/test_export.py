@@ -1,6 +1,7 @@
 """From a run to an artifact, for every task and method; what fails leaves nothing behind."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import intbmoe.export.export as exporting
 from intbmoe import ComposedMoE, IntBMoE, cli, list_methods
 from intbmoe.budget import TABLE_2
 from intbmoe.export import ExportError, load_artifact
-from intbmoe.export.artifact import ABOUT
+from intbmoe.export.artifact import ABOUT, MODEL
 from intbmoe.export.export import export_run
 from intbmoe.train.errors import TrainingError
 
@@ -86,6 +87,75 @@ def test_what_cannot_be_exported_is_said_at_once(tmp_path):
     with pytest.raises(TrainingError, match="not finished"):
         export_run(run, tmp_path / "to")
     assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize(
+    "content", ['{"name": "another program\'s"}', '{"format_version": 1, "files": {}}', "[1]", "{", ""]
+)
+def test_what_another_program_wrote_is_not_replaced(tmp_path, content):
+    run, to = small_run("vision", tmp_path), tmp_path / "to"
+    to.mkdir()
+    (to / ABOUT).write_text(content)
+    (to / "years of work").write_text("x")
+    with pytest.raises(ExportError, match=r"exists and is not an artifact.*--to another folder"):
+        export_run(run, to)
+    assert {path.name: path.read_text() for path in to.iterdir()} == {ABOUT: content, "years of work": "x"}
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".to")]
+
+
+def test_what_lies_beside_an_artifact_is_not_lost(tmp_path, monkeypatch):
+    run, to = small_run("vision", tmp_path), tmp_path / "to"
+    version = export_run(run, to).version
+    real = exporting._golden
+
+    def while_it_is_exported(*args):
+        (to / "notes.txt").write_text("mine")
+        return real(*args)
+
+    monkeypatch.setattr(exporting, "_golden", while_it_is_exported)
+    for _ in range(2):  # at the end, and then at the beginning
+        with pytest.raises(ExportError, match=r"holds more than the artifact it is \(notes.txt\): move that"):
+            export_run(run, to, dtype="bfloat16")
+        assert (to / "notes.txt").read_text() == "mine"
+        assert load_artifact(to).version == version
+    (to / "notes.txt").unlink()
+    monkeypatch.setattr(exporting, "_golden", real)
+    (to / MODEL).write_bytes(b"torn")  # a damaged one, and one of another version, are still ours to replace
+    about = json.loads((to / ABOUT).read_bytes())
+    (to / ABOUT).write_text(json.dumps({**about, "format_version": 99}))
+    assert export_run(run, to).version == version
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".to")] == []
+
+
+def test_when_the_last_step_fails_the_older_one_is_back(tmp_path, monkeypatch):
+    run, to = small_run("vision", tmp_path), tmp_path / "to"
+    version = export_run(run, to).version
+    real = exporting.os.rename
+
+    def rename(source, target):
+        if target == to and "before" not in str(source):
+            raise OSError("the disk is gone")
+        real(source, target)
+
+    monkeypatch.setattr(exporting.os, "rename", rename)
+    with pytest.raises(OSError, match="the disk is gone"):
+        export_run(run, to, dtype="bfloat16")
+    assert load_artifact(to).version == version
+
+
+def test_where_the_data_lay_is_nobody_elses_business(tmp_path):
+    run = small_run("sequences", tmp_path)
+    assert run.recipe.data.path.startswith(str(tmp_path))
+    artifact = export_run(run, tmp_path / "to")
+    for file in artifact.path.iterdir():
+        assert str(tmp_path).encode() not in file.read_bytes(), file.name
+    assert artifact.recipe == replace(run.recipe, data=replace(run.recipe.data, path=None))
+    about = json.loads((artifact.path / ABOUT).read_bytes())  # as older versions of this program wrote it
+    about["recipe"]["data"]["path"] = run.recipe.data.path
+    (artifact.path / ABOUT).write_text(json.dumps(about))
+    older = load_artifact(artifact.path)
+    assert older.recipe == run.recipe
+    assert older.model().state_dict().keys() == artifact.model().state_dict().keys()
 
 
 def test_the_command(tmp_path, capsys):

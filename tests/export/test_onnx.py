@@ -30,7 +30,7 @@ def _check(run, artifact, shapes):
     assert len(found["shapes"]) >= shapes
     graph = Graph(artifact.task, artifact.recipe)
     runs = load_onnx(graph, artifact.file(ONNX))
-    parity = Parity(make_task(artifact.recipe), load(run), torch.float32)
+    parity = Parity(make_task(run.recipe), load(run), torch.float32)
     again = parity.check_runtime("onnx", runs, graph, artifact.catalogue_tensors)
     assert again["used_of_allowed"] <= 1
     assert again["shapes"] == found["shapes"]

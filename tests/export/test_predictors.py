@@ -16,6 +16,8 @@ from fake_journeys import fake_journeys
 from intbmoe.export.golden import ask, compare_rankings
 from intbmoe.export.predictor import from_wire, to_wire
 from intbmoe.export.predictors.classify import ClassifyEncoder, ImageFormat
+from intbmoe.export.predictors.recommend_places import COLUMNS
+from intbmoe.models.travel import FEEDBACK, SCENARIO
 from intbmoe.tasks.images.decode import middle_square
 from intbmoe.tasks.images.examples import ImageExamples
 from intbmoe.tasks.images.settings import Augmentation
@@ -179,8 +181,11 @@ def test_journeys_are_read_and_scored_as_in_training(user, method):
         batch["candidates"] = codes[1:].expand(1, length, -1, -1)
         scores = asked.model(batch)[0]
         encoded = asked.encode({**user_request(shard, asked.fields, user, stop), "top_n": 90})
-        assert np.array_equal(encoded.payload["scenario"], arrays["scenario"][0, :length])
-        assert np.array_equal(encoded.payload["feedback"][:-1], arrays["feedback"][0, : length - 1])
+        sessions = {name: encoded.payload["sessions"][:, place] for place, name in enumerate(COLUMNS)}
+        for group, names in (("scenario", SCENARIO), ("feedback", FEEDBACK)):
+            known = length if group == "scenario" else length - 1
+            read = np.stack([sessions[name] for name in names], 1)
+            assert np.array_equal(read[:known], arrays[group][0, :known])
         order = scores.argsort(descending=True, stable=True)
         results = asked.answer([encoded])[0]["results"]
         assert [entry["id"] for entry in results] == data.places.ids[order].tolist()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from intbmoe.export.predictors import ranking
-from intbmoe.export.predictors.ranking import Catalogue, top_n
+from intbmoe.export.predictors.ranking import Catalogue, ends_in_a_tie, top_n
 
 
 def naive(scores, n):
@@ -48,10 +48,18 @@ def test_a_search_in_stretches_is_one_over_all(batch, entries, n, seed, tied):
         patch.setattr(ranking, "WIDE", 64)
         patch.setitem(ranking.STRETCH, "cpu", 100)
         values, rows = Catalogue(vectors).search(queries, n, excluded)
+        padded = torch.full((batch, entries + 2), -1)
+        for row, left_out in enumerate(excluded):
+            padded[row, : len(left_out)] = torch.from_numpy(left_out)
+        best_values, best_rows = Catalogue(vectors).best(queries, n, padded)
     expected_values, expected_rows = naive(scores, n)
     torch.testing.assert_close(values, expected_values, rtol=0, atol=1e-12)
     real = values > -torch.inf
     assert torch.equal(rows[real], expected_rows[real])
+    assert best_values.shape[1] == min(n + 1, entries)
+    torch.testing.assert_close(best_values, naive(scores, n + 1)[0], rtol=0, atol=1e-12)
+    settled = real & ~ends_in_a_tie(best_values, n).unsqueeze(1)
+    assert torch.equal(best_rows[:, :n][settled], expected_rows[settled])
 
 
 @pytest.mark.slow

@@ -146,6 +146,20 @@ def test_golden_requests_are_checked_and_teach_the_cost(clock, tmp_path):
         warm_up(engine, [])
 
 
+def test_graphs_are_recorded_for_what_the_batcher_can_take(clock, tmp_path, monkeypatch):
+    """After the golden requests have been answered without them, and before the cost is learned."""
+    opened = open_encoder(write_artifact(tmp_path))
+    predictor, seen = opened.encoder, []
+    answer = predictor.answer
+    monkeypatch.setattr(predictor, "record_graphs", lambda requests: seen.append(requests), raising=False)
+    monkeypatch.setattr(predictor, "answer", lambda batch: seen.append("answer") or answer(batch))
+    warm_up(Engine(predictor, Settings(artifact="", queue=50, batch_tokens=300), clock=clock), opened.golden)
+    assert seen.count(50) == 1
+    place = seen.index(50)
+    assert place == len(opened.golden)
+    assert len(seen) > place + 1
+
+
 def test_texts_that_wait_together_are_written_together(clock, tmp_path):
     """Nobody waits for the end of a text: the time of a step bounds a batch, not that of an answer."""
     opened = open_encoder(write_artifact(tmp_path, action="generate", delay_ms=10))

@@ -161,6 +161,19 @@ def load_artifact(path: str | Path) -> Artifact:
     return Artifact(path, about, file_digest(path / ABOUT)[:12])
 
 
+def files_of(path: Path) -> set[str] | None:
+    """The names of an artifact's files, whichever version of this program wrote it; None where it is not one."""
+    try:
+        about = json.loads((path / ABOUT).read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(about, dict) or not isinstance(about.get("files"), dict):
+        return None
+    if not isinstance(about.get("format_version"), int) or not {"task", "method", "recipe"} <= about.keys():
+        return None
+    return {ABOUT, *about["files"]}
+
+
 def make_skeleton(recipe: Any, *, precomposed: bool) -> nn.Module:
     """The recipe's model on the meta device, where tensors have shapes and no memory."""
     from intbmoe.tasks import make_task

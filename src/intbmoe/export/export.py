@@ -24,7 +24,7 @@ from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.precomposition import precompose as precompose_model
 from intbmoe.recipes import recipe_to_dict
 from intbmoe.tasks import make_task
-from intbmoe.train.files import full_disk_is_explained, pack_tensors, remove_folder, to_json
+from intbmoe.train.files import full_disk_is_explained, pack_tensors, to_json
 from intbmoe.train.loading import load
 from intbmoe.train.run import RunDirectory
 
@@ -58,10 +58,7 @@ def export_run(
     if "onnx" in formats and dtype == "bfloat16":
         raise ExportError("ONNX Runtime has no bfloat16 matrix product on the CPU: export ONNX with --dtype float32")
     run, to = RunDirectory.existing(run), Path(to)
-    if to.is_symlink():
-        raise ExportError(f"{to} is a link: export to a folder of its own, and point the link to it then")
-    if to.exists() and not (to / ABOUT).is_file() and (not to.is_dir() or any(to.iterdir())):
-        raise ExportError(f"{to} exists and is not an artifact: give --to another folder, or remove it")
+    _require_replaceable(to)
     task = make_task(run.recipe)
     trained = load(run).requires_grad_(False)
     tell("looking for validation inputs that reach every block")
@@ -124,7 +121,7 @@ def _write_model(folder: Path, run: RunDirectory, trained: nn.Module, dtype: str
         "written_by": f"intbmoe {version('intbmoe')}",
         "task": recipe.task,
         "method": recipe.moe.name,
-        "recipe": recipe_to_dict(recipe),
+        "recipe": _public_recipe(recipe),
         "dtype": dtype,
         "precomposed": precompose and any(isinstance(module, IntBMoE) for module in trained.modules()),
         "metrics": {split: result[split] for split in ("valid", "test") if split in result},
@@ -132,6 +129,12 @@ def _write_model(folder: Path, run: RunDirectory, trained: nn.Module, dtype: str
     }
     _write_about(folder, about)
     return about
+
+
+def _public_recipe(recipe: Any) -> dict[str, Any]:
+    """Without where the data lie on the machine that trained: an artifact needs none, and goes to others."""
+    plain = recipe_to_dict(recipe)
+    return {**plain, "data": {**plain["data"], "path": None}}
 
 
 def _write_format(name: str, written: Artifact, parity: Parity) -> dict[str, Any]:
@@ -158,6 +161,21 @@ def _write_about(folder: Path, about: dict[str, Any]) -> None:
     (folder / ABOUT).write_bytes(to_json(content))
 
 
+def _require_replaceable(to: Path) -> None:
+    """Raises unless nothing is at ``to`` but an artifact: whatever else is there would be lost."""
+    if to.is_symlink():
+        raise ExportError(f"{to} is a link: export to a folder of its own, and point the link to it then")
+    if not to.exists() or (to.is_dir() and not any(to.iterdir())):
+        return
+    files = artifact.files_of(to)
+    if files is None:
+        raise ExportError(f"{to} exists and is not an artifact: give --to another folder, or remove it")
+    others = sorted(path.name for path in to.iterdir() if path.name not in files)
+    if others:
+        named = ", ".join(others[:3]) + (" …" if len(others) > 3 else "")
+        raise ExportError(f"{to} holds more than the artifact it is ({named}): move that, or give --to another folder")
+
+
 @contextmanager
 def _replacing(to: Path) -> Iterator[Path]:
     """An empty folder beside ``to`` that takes its place once it is filled; if that fails, what was there stays."""
@@ -168,8 +186,17 @@ def _replacing(to: Path) -> Iterator[Path]:
         mask = os.umask(0)
         os.umask(mask)
         beside.chmod(0o777 & ~mask)  # a temporary folder is its maker's alone
+        _require_replaceable(to)  # an export can take long, and this is when what is there goes
+        before = to.with_name(f".{to.name}.before")
+        shutil.rmtree(before, ignore_errors=True)
         if to.exists():
-            remove_folder(to)
-        os.rename(beside, to)
+            os.rename(to, before)
+        try:
+            os.rename(beside, to)
+        except OSError:
+            if before.exists():
+                os.rename(before, to)
+            raise
+        shutil.rmtree(before, ignore_errors=True)
     finally:
         shutil.rmtree(beside, ignore_errors=True)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from intbmoe.export.predictor import Encoded, Predictor, RequestError, from_wire
@@ -85,10 +86,14 @@ class Engine:
         """Whether ``step`` has anything to do."""
         return len(self.batcher) > 0 or bool(self._texts)
 
-    def submit(self, key: Hashable, deadline: float, content: bytes, stream: bool) -> Reply | None:
-        """Take a request on; the reply, where there is one, says why not."""
+    def submit(
+        self, key: Hashable, deadline: float, content: bytes, stream: bool, sent: float | None = None
+    ) -> Reply | None:
+        """Take a request on, which has waited since it was ``sent``; the reply, where there is one, says why not."""
         encoded = from_wire(content)
-        ticket = Ticket(key, encoded.tokens, deadline, _Request(encoded, stream), self._clock())
+        ticket = Ticket(
+            key, encoded.tokens, deadline, _Request(encoded, stream), self._clock() if sent is None else sent
+        )
         refusal = self.batcher.submit(ticket)
         return None if refusal is None else Reply(key, REFUSED, (refusal.reason, refusal.retry_after))
 
@@ -139,10 +144,10 @@ class Engine:
         try:
             with self._sampling():
                 answers = self.predictor.answer(batch)
+                seconds = self._clock() - started
         except Exception:
             log.exception("a batch of %d failed; its requests are tried one by one", len(batch))
             return [self._answer_alone(ticket) for ticket in taken.batch]
-        seconds = self._clock() - started
         self.batcher.learn(taken.padded_tokens, seconds)
         if self._metrics is not None:
             self._metrics.compute_seconds.observe(seconds)
@@ -229,9 +234,10 @@ class Engine:
         for layer, recorded in routing.items():
             if recorded.ids is None:
                 continue
-            blocks, counts = recorded.ids[recorded.ids >= 0].unique(return_counts=True)
-            for block, count in zip(blocks.tolist(), counts.tolist(), strict=True):
-                self._metrics.block_tokens.labels(layer, block).inc(count)
+            ids = recorded.ids.cpu().numpy()
+            for block, count in enumerate(np.bincount(ids[ids >= 0]).tolist()):
+                if count:
+                    self._metrics.block_tokens.labels(layer, block).inc(count)
 
 
 def _whole(text: str, finished: str, generation: Any, index: int) -> dict[str, Any]:

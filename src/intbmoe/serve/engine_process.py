@@ -4,6 +4,7 @@ It listens on a Unix socket for fronts, and computes whenever nothing is left to
 every front has closed its connection, which they do when nothing of theirs is left in it.
 """
 
+import gc
 import importlib
 import logging
 import os
@@ -170,6 +171,9 @@ def main(args: list[str]) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(path)
         listener.listen(256)
+        # What is there now stays: a collection that looks at all of it takes longer than many a budget.
+        gc.collect()
+        gc.freeze()
     except Exception as error:
         log.debug("not started", exc_info=True)
         tell(control, {"event": "broken", "why": f"{type(error).__name__}: {error}"[:2000]})

@@ -18,8 +18,11 @@ def ends_token_by_token(backbone: Recommender) -> bool:
     return all(layer.new_state(1) is None for ffn in last for _, layer in moe_layers(ffn))
 
 
-def output_at(backbone: Recommender, x: Tensor, mask: Tensor, places: Tensor) -> Tensor:
-    """(B, T, d) tokens, (B, T) validity, (B,) a valid place in each → (B, d), ``backbone(x, mask)`` at these places."""
+def output_at(backbone: Recommender, x: Tensor, mask: Tensor, places: Tensor, filled: Tensor | None = None) -> Tensor:
+    """(B, T, d) tokens, (B, T) validity, (B,) a valid place in each → (B, d), ``backbone(x, mask)`` at these places.
+
+    ``filled`` (B,) is False for sequences that are padding as a whole, which no mixture counts; None: there are none.
+    """
     visible = visible_tokens(mask)
     x = torch.where(mask.unsqueeze(-1), x, 0)
     *before, last = backbone.blocks
@@ -27,5 +30,6 @@ def output_at(backbone: Recommender, x: Tensor, mask: Tensor, places: Tensor) ->
         x = block(x, mask, visible)
     x = x + last.attn(last.norm1(x), visible)
     x = x[torch.arange(len(x), device=x.device), places].unsqueeze(1)
-    x = x + apply_ffn(last.ffn, last.norm2(x), None)
-    return apply_ffn(backbone.head, backbone.norm(x), None).squeeze(1)
+    valid = None if filled is None else filled.unsqueeze(1)
+    x = x + apply_ffn(last.ffn, last.norm2(x), valid)
+    return apply_ffn(backbone.head, backbone.norm(x), valid).squeeze(1)

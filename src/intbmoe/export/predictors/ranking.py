@@ -11,6 +11,7 @@ every ranking by floating-point scores; entries that are equal to the last bit n
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,17 +51,8 @@ class Catalogue:
         Where fewer than n are left, what stands after them has the score −∞.
         """
         n = min(n, len(self))
-        step = max(GROUP, STRETCH["cpu" if queries.device.type == "cpu" else "cuda"] // max(1, len(queries)))
         places = _Excluded(excluded, queries.device)
-        found = []
-        for start in range(0, len(self), step):
-            scores = queries @ self.vectors[start : start + step].T
-            places.leave_out(scores, start)
-            values, columns = _largest(scores, min(n + 1, scores.shape[1]))
-            found.append((values, columns + start))
-        values = torch.cat([values for values, _ in found], 1)
-        columns = torch.cat([columns for _, columns in found], 1)
-        values, columns = (part[:, : n + 1] for part in _order(values, columns))
+        values, columns = self._best(queries, n, places.leave_out)
 
         def all_scores(row: int) -> Tensor:
             scores = self.vectors @ queries[row]
@@ -68,6 +60,45 @@ class Catalogue:
             return scores
 
         return _settle(values, columns, n, all_scores)
+
+    def best(self, queries: Tensor, n: int, excluded: Tensor) -> tuple[Tensor, Tensor]:
+        """``search`` without a look at the device in between, for a graph: one entry more than n, where there is one.
+
+        ``excluded`` (B, X) has the rows that each query leaves out, −1 for none. Where the last two scores are equal
+        (``ends_in_a_tie``), which of all equals came along was chance, and only ``search`` gives the answer.
+        """
+
+        def leave_out(scores: Tensor, start: int) -> None:
+            width = scores.shape[1]
+            columns = excluded.long() - start
+            here = (excluded >= 0) & (columns >= 0) & (columns < width)
+            # A minimum with +∞ changes nothing; spread, because many of them at one place would wait for each other.
+            idle = torch.arange(excluded.shape[1], device=scores.device) % width
+            limits = torch.where(here, -torch.inf, torch.inf).to(scores.dtype)
+            scores.scatter_reduce_(1, torch.where(here, columns, idle), limits, "amin")
+
+        return self._best(queries, n, leave_out)
+
+    def _best(self, queries: Tensor, n: int, leave_out: Callable[[Tensor, int], None]) -> tuple[Tensor, Tensor]:
+        """The best n + 1, or all; ``leave_out`` is given the scores of a stretch and where it starts."""
+        step = max(GROUP, STRETCH["cpu" if queries.device.type == "cpu" else "cuda"] // max(1, len(queries)))
+        found = []
+        for start in range(0, len(self), step):
+            scores = queries @ self.vectors[start : start + step].T
+            leave_out(scores, start)
+            values, columns = _largest(scores, min(n + 1, scores.shape[1]))
+            found.append((values, columns + start))
+        values = torch.cat([values for values, _ in found], 1)
+        columns = torch.cat([columns for _, columns in found], 1)
+        values, columns = _order(values, columns)
+        return values[:, : n + 1], columns[:, : n + 1]
+
+
+def ends_in_a_tie(values: Any, n: int) -> Any:
+    """(B, n + 1) descending scores → (B,) whether the last two are equal; an array or a tensor."""
+    if values.shape[1] <= n:
+        return values[:, 0] != values[:, 0]
+    return (values[:, n - 1] == values[:, n]) & (values[:, n] != -np.inf)
 
 
 class _Excluded:
@@ -114,9 +145,7 @@ def _order(values: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
 
 def _settle(values: Tensor, columns: Tensor, n: int, scores_of: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:
     """The first n of n + 1; where the last two are equal, which of all equals came along was chance: look again."""
-    if values.shape[1] > n:
-        tied = (values[:, n - 1] == values[:, n]) & (values[:, n] != -torch.inf)
-        for row in tied.nonzero().flatten().tolist():
-            ordered, places = scores_of(row).sort(descending=True, stable=True)
-            values[row, :n], columns[row, :n] = ordered[:n], places[:n]
+    for row in ends_in_a_tie(values, n).nonzero().flatten().tolist():
+        ordered, places = scores_of(row).sort(descending=True, stable=True)
+        values[row, :n], columns[row, :n] = ordered[:n], places[:n]
     return values[:, :n], columns[:, :n]

@@ -7,6 +7,8 @@ vectors of all places, computed once when the predictor is made.
 Fields are in the values of the original tables where the data has such (IntTravel), else in codes from 1.
 """
 
+import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from intbmoe.export.captured import CaptureError
 from intbmoe.export.predictor import Answer, Encoded, Limits, Request
+from intbmoe.export.predictors.captured_places import CapturedPlaces
 from intbmoe.export.predictors.explain import blocks_of, recording
 from intbmoe.export.predictors.fields import EXPLAIN, REQUIRED, Many, Record, top_n_field
 from intbmoe.export.predictors.journeys import JourneyFields, check_sessions, scenario_codes
@@ -22,7 +26,7 @@ from intbmoe.export.predictors.last_token import ends_token_by_token, output_at
 from intbmoe.export.predictors.ranking import Catalogue
 from intbmoe.export.predictors.recommend_items import VISITED, ranked_results
 from intbmoe.export.predictors.types import narrowest_type
-from intbmoe.models.travel import PROFILE_TOKENS, SCENARIO, SESSION_TOKENS, TravelModel
+from intbmoe.models.travel import FEEDBACK, PROFILE_TOKENS, SCENARIO, SESSION_TOKENS, TravelModel
 from intbmoe.precision import wide
 
 if TYPE_CHECKING:
@@ -32,8 +36,12 @@ HISTORY = 1000
 TOP_N, MOST = 10, 100
 NOW = ("time", "cell", "region", "weather")
 SESSION = (*NOW, "place", "mode", "action", "via")
+COLUMNS = (*SCENARIO, "place", *FEEDBACK, "via")
+"""Of an encoded session: codes, but for places, which are rows of the catalogue from 1."""
+PLACE_COLUMN = COLUMNS.index("place")
 ENCODED_TOGETHER = 2**17
 """Places whose vectors are computed at a time."""
+log = logging.getLogger(__name__)
 
 
 class PlaceEncoder:
@@ -74,21 +82,20 @@ class PlaceEncoder:
         scenario = scenario_codes(fields.read_times(history, now["time"]), fields.clock)
         for name in NOW[1:]:
             scenario[:, SCENARIO.index(name)] = fields.read_codes(name, history, now[name])
-        codes = [fields.read_codes(name, history) for name in ("place", "mode", "action", "via")]
-        place, mode, action, via = np.array(codes, np.int32)
-        visited = np.unique(place[place > 0]) - 1
-        last = slice(-self.sessions, None)
+        chosen = [fields.read_codes(name, history) for name in ("place", *FEEDBACK, "via")]
+        sessions = np.concatenate([scenario, np.array(chosen, np.int32).T], 1)
+        excluded = np.empty(0, np.int32)
+        if found["visited"] == "exclude":
+            place = sessions[:, PLACE_COLUMN]
+            excluded = np.unique(place[place > 0]) - 1
         payload = {
             "profile": fields.read_profile(found["profile"]),
-            "scenario": scenario[last],
-            "place": place[last],
-            "feedback": np.stack([mode, action], 1)[last],
-            "via": via[last],
-            "excluded": visited if found["visited"] == "exclude" else visited[:0],
+            "sessions": sessions[-self.sessions :],
+            "excluded": excluded,
             "top_n": found["top_n"],
             "explain": found["explain"],
         }
-        return Encoded(_token_count(len(payload["place"])), payload)
+        return Encoded(token_count(len(payload["sessions"])), payload)
 
 
 class PlacePredictor(PlaceEncoder):
@@ -102,6 +109,8 @@ class PlacePredictor(PlaceEncoder):
         self.codes = codes.to(self.device)
         self.places = Catalogue(self._encode_places())
         self._shortcut = ends_token_by_token(model.backbone)
+        self.captured: CapturedPlaces | None = None
+        """What ``record_graphs`` recorded."""
 
     @staticmethod
     def encoder(artifact: "Artifact") -> PlaceEncoder:
@@ -126,50 +135,95 @@ class PlacePredictor(PlaceEncoder):
         return torch.cat([wide(self.model.encode_places(part)) for part in self.codes[1:].split(ENCODED_TOGETHER)])
 
     @torch.inference_mode()
+    def record_graphs(self, requests: int) -> None:
+        """On a GPU: record graphs for batches of up to so many requests, which ``answer`` then replays.
+
+        What cannot be recorded is answered in the ordinary way, and the log says why.
+        """
+        if self.device.type != "cuda":
+            return
+        started = time.monotonic()
+        try:
+            self.captured = CapturedPlaces(self, requests)
+        except CaptureError as error:
+            message = "the model cannot be recorded, so that every batch is started kernel by kernel: %s"
+            log.warning(message, error, exc_info=True)
+        else:
+            seconds = time.monotonic() - started
+            log.info("%d graphs recorded in %.1f s: %s", len(self.captured), seconds, self.captured.about)
+
+    @torch.inference_mode()
     def answer(self, batch: Sequence[Encoded]) -> list[Answer]:
-        """See ``Predictor``."""
+        """See ``Predictor``. What is to be explained takes the ordinary way, with its whole batch."""
         if not batch:
             return []
-        with recording(self.model, batch) as log:
+        if self.captured is not None and not any(encoded.payload["explain"] for encoded in batch):
+            values, rows = self.captured.search(batch)
+            return self._answers(batch, values, rows, {})
+        with recording(self.model, batch) as routing:
             predictions = self._predict(batch)
-        queries = wide(predictions) * self.model.config.dim**-0.5
         excluded = [encoded.payload["excluded"] for encoded in batch]
-        values, rows = self.places.search(queries, max(encoded.payload["top_n"] for encoded in batch), excluded)
-        ids = self.fields.place.values[rows.cpu().numpy()]
+        most = max(encoded.payload["top_n"] for encoded in batch)
+        values, rows = self.places.search(self._queries(predictions), most, excluded)
+        return self._answers(batch, values.cpu().numpy(), rows.cpu().numpy(), routing)
+
+    def _answers(self, batch: Sequence[Encoded], values: np.ndarray, rows: np.ndarray, routing: Any) -> list[Answer]:
+        ids = self.fields.place.values[rows]
         ranked = zip(batch, values.tolist(), ids.tolist(), strict=True)
-        return [self._answer(number, *one, log) for number, one in enumerate(ranked)]
+        return [self._answer(number, *one, routing) for number, one in enumerate(ranked)]
 
     def _predict(self, batch: Sequence[Encoded]) -> Tensor:
         """(B, d): the model's output at each request's last token."""
-        lengths = np.array([len(encoded.payload["place"]) for encoded in batch])
-        arrays = {name: self._pad(batch, name, lengths.max()) for name in ("scenario", "place", "feedback", "via")}
-        arrays["profile"] = torch.from_numpy(np.stack([encoded.payload["profile"] for encoded in batch]))
-        arrays["mask"] = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None])
-        arrays = {name: array.to(self.device) for name, array in arrays.items()}
-        for name in ("place", "via"):
-            arrays[name] = self.codes[arrays[name]]
+        lengths = np.array([len(encoded.payload["sessions"]) for encoded in batch])
+        sessions = np.zeros((len(batch), lengths.max(), len(COLUMNS)), np.int32)
+        for row, encoded in zip(sessions, batch, strict=True):
+            row[: len(encoded.payload["sessions"])] = encoded.payload["sessions"]
+        profile = np.stack([encoded.payload["profile"] for encoded in batch])
+        arrays = (torch.from_numpy(array).to(self.device) for array in (profile, sessions, lengths))
+        explained = any(encoded.payload["explain"] for encoded in batch)
+        return self._outputs(*arrays, shortcut=self._shortcut and not explained)
+
+    def queries(self, profile: Tensor, sessions: Tensor, lengths: Tensor) -> Tensor:
+        """(B, 6), (B, S, 10) codes, (B,) sessions of each → (B, d), what places are compared with.
+
+        A length of 0 is that of a row which is padding. Nothing here waits for the device.
+        """
+        filled = lengths > 0
+        return self._queries(self._outputs(profile, sessions, lengths, shortcut=self._shortcut, filled=filled))
+
+    def _queries(self, predictions: Tensor) -> Tensor:
+        return wide(predictions) * self.model.config.dim**-0.5
+
+    def _outputs(
+        self, profile: Tensor, sessions: Tensor, lengths: Tensor, *, shortcut: bool, filled: Tensor | None = None
+    ) -> Tensor:
+        scenario, place, feedback, via = sessions.split([len(SCENARIO), 1, len(FEEDBACK), 1], 2)
+        most = sessions.shape[1]
+        arrays = {
+            "profile": profile,
+            "scenario": scenario,
+            "feedback": feedback,
+            "place": self.codes[place.squeeze(2)],
+            "via": self.codes[via.squeeze(2)],
+            "mask": torch.arange(most, device=self.device) < lengths.unsqueeze(1),
+        }
         tokens, _ = self.model.tokens(arrays)
         # Of the session that is now, only the scenario is there to be read: its two other tokens are padding.
-        last = torch.from_numpy(_token_count(lengths) - 1).to(self.device)
-        tokens = tokens[:, : _token_count(int(lengths.max()))]
+        tokens = tokens[:, : token_count(most)]
+        last = (token_count(lengths) - 1).clamp(min=0)
         mask = torch.arange(tokens.shape[1], device=self.device) <= last.unsqueeze(1)
-        if self._shortcut and not any(encoded.payload["explain"] for encoded in batch):
-            return output_at(self.model.backbone, tokens, mask, last)
-        return self.model.backbone(tokens, mask)[torch.arange(len(batch), device=self.device), last]
+        if filled is not None:
+            mask = mask & filled.unsqueeze(1)
+        if shortcut:
+            return output_at(self.model.backbone, tokens, mask, last, filled)
+        return self.model.backbone(tokens, mask)[torch.arange(len(last), device=self.device), last]
 
-    def _pad(self, batch: Sequence[Encoded], name: str, sessions: int) -> Tensor:
-        shape = batch[0].payload[name].shape[1:]
-        padded = np.zeros((len(batch), sessions, *shape), np.int32)
-        for row, encoded in zip(padded, batch, strict=True):
-            row[: len(encoded.payload[name])] = encoded.payload[name]
-        return torch.from_numpy(padded)
-
-    def _answer(self, number: int, encoded: Encoded, scores: list[float], ids: list[int], log: Any) -> Answer:
+    def _answer(self, number: int, encoded: Encoded, scores: list[float], ids: list[int], routing: Any) -> Answer:
         payload = encoded.payload
         answer: Answer = {"results": ranked_results(ids, scores, payload["top_n"])}
         if payload["explain"]:
-            answer["tokens"] = self._token_names(payload["place"])
-            answer["blocks"] = blocks_of(log, number, slice(encoded.tokens))
+            answer["tokens"] = self._token_names(payload["sessions"][:, PLACE_COLUMN])
+            answer["blocks"] = blocks_of(routing, number, slice(encoded.tokens))
         return answer
 
     def _token_names(self, places: np.ndarray) -> list[str]:
@@ -190,6 +244,6 @@ class _Unread:
         return value
 
 
-def _token_count(sessions: Any) -> Any:
+def token_count(sessions: Any) -> Any:
     """Tokens of so many sessions, of the last of which only the scenario is read."""
     return PROFILE_TOKENS + SESSION_TOKENS * (sessions - 1) + 1

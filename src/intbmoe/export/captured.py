@@ -1,0 +1,147 @@
+"""Inference replayed from CUDA graphs: recorded once for each shape, started by one call.
+
+A forward of a small model is hundreds of short kernels, and Python hands them out far more slowly than a large GPU
+works them off. A replayed graph is one launch. Its kernels are those of the ordinary forward; it reads and writes at
+fixed places, so what is asked is copied there, and shapes are rounded up to a few of a ladder.
+
+On the CPU there is nothing to record: a recorded function is the function itself, which reads and writes the same
+places, so that all that is around the graphs can be tested there.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from intbmoe.layer import MoELayer, RoutedForward, Routing, moe_layers
+from intbmoe.routing import record_routing
+
+Recorded = Callable[[], None]
+
+
+class CaptureError(RuntimeError):
+    """A function cannot be recorded; the message says why."""
+
+
+def ladder(most: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, 24, 32, 48, 64, …, ``most``: at most half of what is computed is padding, of many a third."""
+    steps = {most}
+    power = 1
+    while power < most:
+        steps.add(power)
+        if power >= 16 and power * 3 // 2 < most:
+            steps.add(power * 3 // 2)
+        power *= 2
+    return tuple(sorted(steps))
+
+
+def halves(most: int, least: int = 1) -> tuple[int, ...]:
+    """A quarter of ``most``, half of it and all, none below ``least``."""
+    return tuple(sorted({max(least, -(-most // part)) for part in (4, 2, 1)}))
+
+
+class Mirror:
+    """The same flat buffer on the host, where Python fills or reads it, and on the device, where graphs do."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.host = torch.zeros(size, dtype=dtype, pin_memory=on_gpu)
+        self.device = torch.zeros(size, dtype=dtype, device=device) if on_gpu else self.host
+        self.array = self.host.numpy()
+        """The host's, as numpy sees it."""
+
+    def to_device(self, count: int) -> None:
+        """Start copying the first ``count`` entries there."""
+        if self.device is not self.host:
+            self.device[:count].copy_(self.host[:count], non_blocking=True)
+
+    def to_host(self, count: int) -> None:
+        """Copy the first ``count`` entries here, and wait for that and for all that was started before."""
+        if self.device is not self.host:
+            self.host[:count].copy_(self.device[:count], non_blocking=True)
+            torch.cuda.current_stream(self.device.device).synchronize()
+
+
+class Recorder:
+    """Records functions that take nothing and return nothing: they read and write tensors that stay where they are."""
+
+    def __init__(self, device: torch.device, model: nn.Module) -> None:
+        """``model`` is what the functions run; what its layers tell ``record_routing`` they go on telling it."""
+        self._device, self._model = device, model
+        self._constants = _Constants()
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, function: Recorded) -> Recorded:
+        """What does the same as ``function`` when it is called; raises ``CaptureError``.
+
+        On a GPU ``function`` runs three times meanwhile, on whatever is in its inputs.
+        """
+        if self._device.type != "cuda":
+            return function
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream), self._constants:
+                try:
+                    function()  # compiles kernels, chooses algorithms, makes the constants
+                    replay = self._capture(function)
+                except RuntimeError as error:
+                    # Ending a broken recording raises an error of its own.
+                    raise CaptureError(str(error.__context__ or error)) from error
+            torch.cuda.current_stream().wait_stream(self._stream)
+            replay()  # the first time takes longer: the device gets the graph
+        return replay
+
+    def _capture(self, function: Recorded) -> "_Replay":
+        layers = [layer for _, layer in moe_layers(self._model)]
+        graph = torch.cuda.CUDAGraph()
+        # The tensors in which a graph leaves its routing are kept with it: a sample of the routing costs nothing.
+        with record_routing(self._model) if layers else nullcontext():
+            # Not torch.cuda.graph, which empties the allocator's cache each time. Other threads may use the GPU.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+            return _Replay(graph, [(layer, tuple(layer._routing_log)) for layer in layers])
+
+
+class _Replay:
+    """A graph, and the routing that it leaves."""
+
+    def __init__(self, graph: Any, routed: Sequence[tuple[MoELayer, Sequence[RoutedForward]]]) -> None:
+        self._graph, self._routed = graph, routed
+
+    def __call__(self) -> None:
+        self._graph.replay()
+        for layer, calls in self._routed:
+            if layer._routing_log is not None:
+                layer._routing_log.extend(_copied(call) for call in calls)
+
+
+def _copied(call: RoutedForward) -> RoutedForward:
+    """What the next replay does not overwrite."""
+    ids, weights = (None if tensor is None else tensor.clone() for tensor in call.routing)
+    sums = {key: value.clone() for key, value in call.sums.items()}
+    return call._replace(routing=Routing(ids, weights), count=call.count.clone(), sums=sums)
+
+
+class _Constants(TorchFunctionMode):
+    """Keeps what ``torch.tensor`` makes of Python's numbers: a graph cannot copy them from the host, nor need it to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[str, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.tensor or not isinstance(args[0], int | float | list | tuple):
+            return func(*args, **kwargs)
+        key = repr((args, sorted(kwargs.items())))
+        if key not in self._kept:
+            self._kept[key] = func(*args, **kwargs)
+        return self._kept[key]
