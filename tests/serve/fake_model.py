@@ -2,11 +2,13 @@
 
 A recommendation is a sum over the history; a text repeats its prompt, a letter at a time. ``delay_ms`` is how long a
 batch takes, ``item_ms`` how much longer for each request in it. Some items do things: ``POISON`` ends the process,
-``BUG`` raises, from ``SLOW`` to ``SLOW`` + 99 the batch takes that many hundredths of a second more.
+``BUG`` raises, from ``SLOW`` to ``SLOW`` + 99 the batch takes that many hundredths of a second more. With
+``one_front``, the first front that opens the artifact refuses it, dies of it, or stops.
 """
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -121,6 +123,24 @@ class FakeGeneration:
 
 
 def open_encoder(path):
+    opened = _open(path)
+    what = opened.encoder.about.get("one_front")
+    if what is not None and _is_first(Path(path) / "claimed"):
+        if what == "refuses":
+            raise RuntimeError("this front cannot read it")
+        os.kill(os.getpid(), {"dies": signal.SIGKILL, "stops": signal.SIGSTOP}[what])
+    return opened
+
+
+def _is_first(mark):
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _open(path):
     about = json.loads((Path(path) / "fake.json").read_text())
     time.sleep(about.get("load_ms", 0) / 1000)
     if about.get("broken"):
@@ -136,4 +156,4 @@ def open_encoder(path):
 
 
 def open_predictor(path, device):
-    return open_encoder(path)
+    return _open(path)

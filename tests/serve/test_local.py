@@ -1,6 +1,8 @@
 """The server as one ASGI application, and on Ray Serve."""
 
+import asyncio
 import json
+import logging
 import os
 import socket
 import time
@@ -8,7 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from asgi import call
+from asgi import ask, ask_all, call
 from fake_model import SLOW, write_artifact
 
 from intbmoe.serve.local import build_app
@@ -27,12 +29,55 @@ def test_one_process_answers_as_the_others_do(tmp_path):
     assert b'intbmoe_requests_total{action="recommend",outcome="answered"} 1.0' in call(app, "/metrics")[1]
 
 
+def test_the_wait_while_others_are_computed_is_counted(tmp_path):
+    """It is in the inbox, as it would be in a socket, and the engine knows nothing of it."""
+    app = build_app(Settings(artifact=str(write_artifact(tmp_path)), loader="fake_model"))
+
+    async def run():
+        first = asyncio.create_task(ask(app, "/v1/recommend", {"history": [SLOW + 30]}))
+        await asyncio.sleep(0.1)
+        second = asyncio.create_task(ask(app, "/v1/recommend", {"history": [1]}))
+        return [status for status, _ in await asyncio.gather(first, second)]
+
+    assert asyncio.run(run()) == [200, 200]
+    [waited] = [line for line in call(app, "/metrics")[1].decode().splitlines() if "queue_seconds_sum" in line]
+    assert 0.15 < float(waited.split()[1]) < 0.4
+
+
 def test_a_text_in_one_process(tmp_path):
     app = build_app(Settings(artifact=str(write_artifact(tmp_path, action="generate")), loader="fake_model"))
     status, body = call(app, "/v1/generate", {"prompt": "ab", "max_tokens": 3})
     assert status == 200
     assert body.count(b"event: text") == 3
     assert b'event: done\ndata: {"finished": "length"}' in body
+
+
+class GpuFailedError(RuntimeError):
+    """What an engine does not survive."""
+
+
+@pytest.mark.parametrize("action", ["recommend", "generate"])
+def test_when_the_engine_dies_those_that_wait_are_told(tmp_path, monkeypatch, caplog, action):
+    caplog.set_level(logging.CRITICAL)
+    deaths = []
+    monkeypatch.setattr("intbmoe.serve.local.LAST_ANSWERS_S", 0)
+    settings = Settings(artifact=str(write_artifact(tmp_path, action=action)), loader="fake_model")
+    app = build_app(settings, on_death=lambda: deaths.append(time.monotonic()))
+    path, content = f"/v1/{action}", {"history": [1]} if action == "recommend" else {"prompt": "a", "stream": True}
+
+    def die(self):
+        time.sleep(0.1)  # until the others wait too
+        raise GpuFailedError
+
+    monkeypatch.setattr("intbmoe.serve.engine.Engine.step", die)
+    started = time.monotonic()
+    answers = ask_all(app, path, [content] * 5)
+    assert time.monotonic() - started < 0.5  # the deadline is longer
+    assert {status for status, _ in answers} == {503}
+    assert len(deaths) == 1
+    assert call(app, "/health/ready")[0] == 503
+    [(status, error)] = ask_all(app, path, [content])
+    assert (status, error["error"]["message"]) == (503, "no engine is running at the moment")
 
 
 @pytest.mark.slow

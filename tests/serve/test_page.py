@@ -1,17 +1,25 @@
 """The page at ``/`` in a browser, with each of the three actions."""
 
+import base64
+import hashlib
+import re
 import shutil
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 
+from intbmoe import serve
+from intbmoe.serve.page import PARTS, page_response
+
 CHROMIUM = shutil.which("chromium")
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine"),
-]
 
 
 @pytest.fixture(scope="module")
 def browser():
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium on this machine")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
     with playwright.sync_playwright() as running:
         browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -42,6 +50,41 @@ def open_page(browser):
         context.close()
     assert said == []
     assert all(found.startswith((url, "data:", "blob:")) for url, found in asked)
+
+
+def test_it_is_one_page_under_a_strict_policy():
+    response = page_response()
+    text, policy = response.body.decode(), response.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    for tag in ("script", "style"):
+        [inside] = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+        assert len(inside) > 1000
+    assert not re.findall(r'(?:src|href)="(?!data:)', text)
+    assert response.headers["x-content-type-options"] == "nosniff"
+
+
+def test_it_is_sent_again_only_when_it_has_changed():
+    response = page_response()
+    tag = response.headers["etag"]
+    assert response.headers["cache-control"] == "no-cache"
+    for known in (tag, f'"other", W/{tag}'):
+        again = page_response(known)
+        assert (again.status_code, again.body, again.headers["etag"]) == (304, b"", tag)
+    for known in ("", '"other"', tag.strip('"')):
+        assert page_response(known).status_code == 200
+
+
+def test_no_part_is_longer_than_one_sitting_and_all_are_packed():
+    folder = Path(serve.__file__).parent
+    parts = sorted(path.name for path in folder.glob("page*") if path.suffix != ".py")
+    assert parts == sorted(["page.html", *(name for names in PARTS.values() for name in names)])
+    assert all(len((folder / name).read_text().splitlines()) < 300 for name in parts)
+    with open(Path(__file__).parents[2] / "pyproject.toml", "rb") as file:
+        patterns = tomllib.load(file)["tool"]["setuptools"]["package-data"]["intbmoe"]
+    assert all(any(fnmatch(f"serve/{name}", pattern) for pattern in patterns) for name in parts)
 
 
 def fits(page):

@@ -64,6 +64,15 @@ def test_an_engine_that_hangs_is_replaced(tmp_path):
         assert server.post(PATH, {"history": [1]}).status == 200
 
 
+def test_beside_an_engine_that_hangs_the_other_answers(tmp_path):
+    with Server(artifact=write_artifact(tmp_path), workers=2, hang_s=60.0, deadline_ms=500) as server:
+        os.kill(server.engine_pids()[0], signal.SIGSTOP)
+        statuses = [server.post(PATH, {"history": [1]}).status for _ in range(40)]
+        assert statuses.count(504) <= 2
+        assert statuses.count(200) >= 38
+        os.kill(server.engine_pids()[0], signal.SIGCONT)
+
+
 def test_sighup_reloads(tmp_path):
     with Server(artifact=write_artifact(tmp_path)) as server:
         write_artifact(tmp_path, version="two", broken="its weights are torn")
@@ -81,6 +90,26 @@ def test_a_front_that_comes_back_to_another_version_has_it_served(tmp_path):
         os.kill(fronts(server)[0], signal.SIGKILL)
         server.until(lambda: is_ready(server) and server.get("/v1/model").json["version"] == "two", 60)
         assert server.post(PATH, {"history": [1]}).status == 200
+
+
+def test_an_engine_that_finds_a_broken_version_comes_back_when_it_is_mended(tmp_path):
+    """Though nobody asks for a reload, and the first one, which it starts itself, fails."""
+    with Server(artifact=write_artifact(tmp_path)) as server:
+        write_artifact(tmp_path, version="two", wrong_golden=True)
+        os.kill(server.engine_pids()[0], signal.SIGKILL)
+        server.until(lambda: any("golden request 0" in line for line in server.log), 60)
+        write_artifact(tmp_path, version="three", one_front="refuses")
+        server.until(lambda: any("this front cannot read it" in line for line in server.log), 60)
+        server.until(lambda: is_ready(server) and server.get("/v1/model").json["version"] == "three", 60)
+        assert server.post(PATH, {"history": [1]}).status == 200
+
+
+def test_a_front_that_hangs_is_replaced(tmp_path):
+    with Server(artifact=write_artifact(tmp_path), hang_s=4.0) as server:
+        [front] = fronts(server)
+        os.kill(front, signal.SIGSTOP)
+        assert server.post(PATH, {"history": [1]}, timeout=60).status == 200  # by its successor, on the same port
+        assert front not in fronts(server)
 
 
 def test_nothing_survives_a_killed_supervisor(tmp_path):

@@ -61,6 +61,21 @@ def test_a_stream_is_the_whole_text(artifact):
     assert "".join(pieces) == whole["text"]
 
 
+def test_a_text_is_explained_whole(artifact):
+    if artifact.task != "language":
+        pytest.skip("only language is streamed")
+    app = build_app(Settings(artifact=str(artifact.path), deadline_ms=30_000))
+    request = {"prompt": "def f(", "max_tokens": 3, "explain": True}
+    [(status, refused), (whole_status, whole), (unsaid_status, unsaid)] = ask_all(
+        app, "/v1/generate", [{**request, **more} for more in ({"stream": True}, {"stream": False}, {})]
+    )
+    assert (status, refused["error"]["field"]) == (422, "stream")
+    assert "send stream=false" in refused["error"]["message"]
+    assert whole_status == unsaid_status == 200
+    assert whole == unsaid
+    assert {"text", "tokens", "blocks"} <= set(whole)
+
+
 @pytest.mark.slow
 def test_the_page_with_a_model(artifact, open_page):  # noqa: F811
     with Server(artifact=artifact.path, loader="intbmoe.serve.loading", deadline_ms=20_000, wait=120) as server:

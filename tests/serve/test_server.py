@@ -222,6 +222,18 @@ def test_a_page_of_another_site_may_not_reload(recommender):
     assert recommender.post("/v1/reload", {}, {"sec-fetch-site": "cross-site"}).status == 403
 
 
+def test_the_wait_in_a_socket_is_counted(recommender):
+    before = recommender.metrics()
+    with ThreadPoolExecutor(4) as pool:
+        busy = [pool.submit(recommender.post, PATH, {"history": [SLOW + 30]}) for _ in range(2)]  # both engines
+        time.sleep(0.1)
+        assert recommender.post(PATH, {"history": [1]}).status == 200
+        assert [one.result().status for one in busy] == [200, 200]
+    after = recommender.metrics()
+    waited = [total(one, "intbmoe_queue_seconds_sum") for one in (before, after)]
+    assert 0.12 < waited[1] - waited[0] < 0.6
+
+
 def load_during(server, work, threads=4):
     """The answers of constant requests while ``work()`` happens."""
     going, answers = [True], []

@@ -1,7 +1,8 @@
 """An exported model answers over HTTP, within a latency budget.
 
     supervisor   starts the others, restarts what dies, reloads, drains           supervisor.py, children.py
-      fronts     HTTP: validate, encode, hold connection and deadline             front*.py
+      fronts     HTTP: validate, encode, hold connection and deadline             front*.py, connection.py, bodies.py,
+                                                                                  access.py, responses.py, page.*
       engines    batch over all fronts and run the model                          engine*.py, batcher.py
     wire         msgpack over Unix sockets between fronts and engines             wire.py, links.py
     control      JSON lines between the supervisor and each of the others         control.py

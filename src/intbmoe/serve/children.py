@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -13,7 +14,9 @@ from typing import Any
 from intbmoe.serve.control import Lines, to_line
 
 READ = 65_536
+WATCH_S = 1.0
 Tell = Callable[["Child", dict[str, Any]], None]
+log = logging.getLogger(__name__)
 
 
 class Child:
@@ -22,7 +25,7 @@ class Child:
     def __init__(self, process: asyncio.subprocess.Process, line: socket.socket) -> None:
         self.process = process
         self.started = time.monotonic()
-        self.heard = time.monotonic()
+        self.heard: float | None = None
         """When it last said anything."""
         self._line = line
         self._writer: asyncio.StreamWriter | None = None
@@ -76,6 +79,16 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
 
+    async def watch(self, hang_s: float) -> int:
+        """Its status, when it has ended; once it has spoken, a silence of ``hang_s`` ends it."""
+        while self.is_running:
+            await asyncio.wait({self.ended}, timeout=WATCH_S)  # to be cancelled without cancelling what it waits for
+            if self.is_running and self.heard is not None and time.monotonic() - self.heard > hang_s:
+                log.error("process %d has been silent for %g s: ended", self.pid, hang_s)
+                self.kill()
+                await asyncio.wait({self.ended})
+        return self.ended.result()
+
     async def end(self, seconds: float) -> None:
         """Wait for its end, and bring it about when it takes longer."""
         done, _ = await asyncio.wait({self.ended}, timeout=seconds)
@@ -85,11 +98,16 @@ class Child:
 
     async def _listen(self, reader: asyncio.StreamReader, on_event: Tell) -> int:
         lines = Lines()
-        with contextlib.suppress(ConnectionError):
+        try:
             while data := await reader.read(READ):
                 self.heard = time.monotonic()
                 for message in lines.feed(data):
                     on_event(self, message)
+        except ConnectionError:
+            pass
+        except Exception:  # whoever waits for its end must learn of it, whatever it said
+            log.exception("process %d was not understood: ended", self.pid)
+            self.kill()
         self._writer.close()
         # A process that closed its line without ending is not one of ours any more.
         try:

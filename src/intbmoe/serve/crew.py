@@ -14,7 +14,6 @@ from intbmoe.serve.settings import Settings
 
 START_S = 900.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
-WATCH_S = 1.0
 log = logging.getLogger(__name__)
 
 
@@ -36,16 +35,18 @@ class Places:
 
 
 class Crew:
-    """A generation of engines. ``on_change`` is called when an engine came or went, ``on_other`` when the folder's
-    content is no longer what the others serve.
+    """A generation of engines. ``on_change`` is called when an engine came or went; ``on_other`` starts a reload, when
+    the folder's content is no longer what the others serve.
     """
 
-    def __init__(self, number: int, artifact: str, settings: Settings, places: Places) -> None:
+    def __init__(
+        self, number: int, artifact: str, settings: Settings, places: Places, on_other: Callable[[], asyncio.Task]
+    ) -> None:
         self.number = number
         self.artifact = artifact
         self.version = ""
+        self.on_other = on_other
         self.on_change: Callable[[], None] = lambda: None
-        self.on_other: Callable[[], None] = lambda: None
         self._settings = settings
         self._places = places
         self._ready: dict[Child, asyncio.Future[str]] = {}
@@ -59,10 +60,10 @@ class Crew:
         """Of the engines that are ready."""
         return [path for child, path in self._paths.items() if child.is_running and _is_ready(self._ready[child])]
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the engines that are ready."""
-        return [child.pid for child in self._paths if child.is_running and _is_ready(self._ready[child])]
+    def describe(self) -> dict[str, Any]:
+        """For fronts: what is served, and by which engines."""
+        about = {"generation": self.number, "artifact": self.artifact, "version": self.version}
+        return {**about, "engines": self.sockets}
 
     async def start(self) -> None:
         """Start all engines; when they are ready they are kept running. Raises ``StartError`` unless all are."""
@@ -139,30 +140,32 @@ class Crew:
         """Whenever the engine dies, or is silent for too long, start another in its place."""
         pause = FIRST_PAUSE_S
         while True:
-            while child.is_running:
-                await asyncio.wait({child.ended}, timeout=WATCH_S)
-                if child.is_running and time.monotonic() - child.heard > self._settings.hang_s:
-                    log.error("engine %d has been silent for %g s: ended", child.pid, self._settings.hang_s)
-                    child.kill()
-            log.error("engine %d ended with status %s: another is started", child.pid, child.ended.result())
+            status = await child.watch(self._settings.hang_s)
+            log.error("engine %d ended with status %s: another is started", child.pid, status)
             pause = FIRST_PAUSE_S if time.monotonic() - child.started > LONGEST_PAUSE_S else pause
             self._forget(child)
             self.on_change()
-            while True:
+            child = None
+            while child is None:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
-                try:
-                    child = await self._start_one()
-                    break
-                except (StartError, OSError) as error:
-                    log.error("an engine could not be started again: %s", error)
-            if self._ready[child].result() != self.version:
-                log.error("%s holds another version than the one served: reloading", self.artifact)
-                child.kill()
-                self._forget(child)
-                self.on_other()
-                return
+                child = await self._start_again()
             self.on_change()
+
+    async def _start_again(self) -> Child | None:
+        """An engine that serves what the others do, or None."""
+        try:
+            child = await self._start_one()
+        except (StartError, OSError) as error:
+            log.error("an engine could not be started again: %s", error)
+            return None
+        if self._ready[child].result() == self.version:
+            return child
+        log.error("%s holds another version than the one served: reloading", self.artifact)
+        child.kill()
+        self._forget(child)
+        await asyncio.wait({self.on_other()})  # where that succeeds, this crew is drained; else it is tried again
+        return None
 
     def _forget(self, child: Child) -> None:
         path = self._paths.pop(child, None)

@@ -5,7 +5,6 @@ so that there is nothing for FastAPI's models to do, and the layer halves the ra
 """
 
 import asyncio
-import hmac
 import json
 import math
 import time
@@ -20,19 +19,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from intbmoe.export.predictor import RequestError
+from intbmoe.serve.access import Access
+from intbmoe.serve.bodies import BodyMemory, Share, read_body
 from intbmoe.serve.links import LEFT, Call, Dispatcher, Generation, Outcome
 from intbmoe.serve.metrics import FrontMetrics, read_metrics
 from intbmoe.serve.openapi import ACTIONS, DEADLINE, describe
 from intbmoe.serve.page import page_response
-from intbmoe.serve.responses import JSON, LINES, HttpError, TextStream, json_response
+from intbmoe.serve.responses import LINES, HttpError, TextStream, json_response
 from intbmoe.serve.settings import Settings
 
 LARGE_BODY = 65_536
 """From here on a request is encoded beside the event loop, so that the others do not wait."""
-LINGER_BYTES = 64 * 2**20
-"""How much of a body that is too large is passed over: closing the connection at once would take the answer with it."""
-CLOSE = {"connection": "close"}
-"""What is left unread of a request would be taken for the next one."""
 Reload = Callable[[], Awaitable[dict[str, Any]]]
 
 
@@ -44,7 +41,8 @@ class Front:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._reload = reload
-        self._keys = settings.api_keys()
+        self._access = Access(settings)
+        self._memory = BodyMemory(settings.body_memory_bytes)
         self._document: tuple[int, Response] | None = None
         self.draining = False
 
@@ -63,58 +61,78 @@ class Front:
         handlers = {HttpError: lambda _, error: error.response(), HTTPException: _standard_error, Exception: _bug}
         return Starlette(routes=routes, exception_handlers=handlers)
 
+    def tell_memory(self) -> None:
+        """Bring the figure up to date that all fronts show: once a second, at each request it would cost too much."""
+        self._metrics.body_bytes.set(self._memory.held)
+
     def _endpoint(self, action: str) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            started = time.monotonic()
+            started, outcome, response = time.monotonic(), "failed", None
+            share = Share(self._memory)
             self._metrics.in_flight.inc()
+
+            def give_back() -> None:
+                self._metrics.in_flight.dec()
+                share.give_back()
+
             try:
-                outcome, response = "answered", await self._answer(request, action)
+                response = await self._answer(request, action, share)
+                outcome = "answered"
             except HttpError as error:
                 outcome, response = error.outcome, error.response()
             except ClientDisconnect:
                 outcome, response = "left", Response(status_code=499)
-            except Exception:
-                outcome = "failed"
+            except asyncio.CancelledError:
+                outcome = "left"
                 raise
             finally:
-                self._metrics.in_flight.dec()
                 self._metrics.ended(action, outcome, time.monotonic() - started)
+                if isinstance(response, TextStream):  # the request has not ended before its text has
+                    response.at_end(give_back)
+                else:
+                    give_back()
             return response
 
         return endpoint
 
-    async def _answer(self, request: Request, action: str) -> Response:
+    async def _answer(self, request: Request, action: str, share: Share) -> Response:
         headers = _headers_of(request)
-        self._authorise(headers)
+        self._access.authorise(headers)
         generation = self._generation(action)
         seconds = self._seconds(headers, action)
-        body = await self._body(request, headers, generation)
+        most = self._settings.body_bytes or generation.opened.encoder.limits.body_bytes
+        limits = {"most": min(most, self._memory.most), "patience_s": self._settings.patience_s}
+        body = await read_body(request, headers, share, **limits)
         content = parse_json(body)
-        streamed = action == "generate" and content.get("stream", True) is not False
-        deadline = time.monotonic() + seconds
-        call = Call(content, deadline, streamed)
+        call = Call(content, time.monotonic() + seconds, action == "generate" and _is_streamed(content))
+        watcher, response = None, None
+
+        def give_up() -> None:
+            call.finish(LEFT)  # does nothing where the call has ended
+            if watcher is not None:
+                watcher.cancel()
+
         try:
             await _encode(call, generation, len(body))
-        except RequestError as error:
-            call.finish(LEFT)
-            raise HttpError(422, str(error), field=error.field, outcome="bad") from error
-        if not call.done.done():
-            self._dispatcher.send(call)
-        watcher = asyncio.create_task(_watch(request, call))
-        if call.pieces is not None:
-            return await self._stream(request, call, watcher, seconds)
-        try:
+            if not call.done.done():
+                self._dispatcher.send(call)
+            watcher = asyncio.create_task(_watch(request, call))
+            if call.pieces is not None:
+                response = await self._stream(request, call, seconds)
+                response.at_end(give_up)
+                return response
             outcome = await call.done
+        except RequestError as error:
+            raise HttpError(422, str(error), field=error.field, outcome="bad") from error
         finally:
-            watcher.cancel()
-            call.finish(LEFT)
+            if response is None:
+                give_up()
         return json_response(_content_of(outcome, seconds), headers=self._headers(call))
 
-    async def _stream(self, request: Request, call: Call, watcher: asyncio.Task, seconds: float) -> Response:
+    async def _stream(self, request: Request, call: Call, seconds: float) -> TextStream:
         # The first piece decides about the status: until then the request can still be refused in the usual way.
         first = await call.pieces.get()
         if first is None:
-            watcher.cancel()
             _content_of(call.done.result(), seconds)
 
         async def events() -> AsyncIterator[tuple[str, Any]]:
@@ -130,13 +148,9 @@ class Front:
             except HttpError as error:
                 yield "error", error.content
 
-        def ended() -> None:
-            watcher.cancel()
-            call.finish(LEFT)  # does nothing where the text has ended
-            self._metrics.streams.labels(call.done.result().name).inc()
-
-        response = TextStream(events(), LINES in request.headers.get("accept", ""), self._settings.patience_s, ended)
+        response = TextStream(events(), LINES in request.headers.get("accept", ""), self._settings.patience_s)
         response.headers.update(self._headers(call))
+        response.at_end(lambda: self._metrics.streams.labels(call.done.result().name).inc())
         return response
 
     def _headers(self, call: Call) -> dict[str, str]:
@@ -144,16 +158,6 @@ class Front:
         if self.draining:
             headers["connection"] = "close"
         return headers
-
-    def _authorise(self, headers: Mapping[str, str]) -> None:
-        if not self._keys:
-            return
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        key = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
-        # All keys are compared, each in constant time: the answer takes as long whatever was sent.
-        if not any([hmac.compare_digest(key, known) for known in self._keys]):  # noqa: C419
-            message = "this server asks for a key: send the header 'Authorization: Bearer KEY'"
-            raise HttpError(401, message, outcome="unauthorised", headers={"www-authenticate": "Bearer"})
 
     def _generation(self, action: str | None = None) -> Generation:
         generation = self._dispatcher.current
@@ -178,38 +182,13 @@ class Front:
             raise HttpError(422, message, field=DEADLINE, outcome="bad")
         return min(value / 1000, most)
 
-    async def _body(self, request: Request, headers: Mapping[str, str], generation: Generation) -> bytes:
-        if headers.get("content-type", JSON).partition(";")[0].strip().lower() != JSON:
-            raise HttpError(415, f"a request is JSON: send 'Content-Type: {JSON}'", outcome="bad")
-        most = self._settings.body_bytes or generation.opened.encoder.limits.body_bytes
-        length = headers.get("content-length", "0")
-        size = 0 if length.isdecimal() and int(length) <= most else most + 1
-        parts, late = [], False
-        try:
-            async with asyncio.timeout(self._settings.patience_s):
-                async for part in request.stream():
-                    size += len(part)
-                    if size <= most:
-                        parts.append(part)
-                    elif size > most + LINGER_BYTES:
-                        break
-        except TimeoutError:
-            late = True
-        if size > most:
-            message = f"the request is larger than the {most} bytes allowed"
-            raise HttpError(413, message, outcome="too_large", headers=CLOSE)
-        if late:
-            message = f"the request did not arrive within {self._settings.patience_s:g} s"
-            raise HttpError(408, message, outcome="too_slow", headers=CLOSE)
-        return b"".join(parts)
-
     async def _page(self, request: Request) -> Response:
-        return page_response()
+        return page_response(request.headers.get("if-none-match", ""))
 
     async def _openapi(self, request: Request) -> Response:
         generation = self._generation()
         if self._document is None or self._document[0] != generation.number:
-            document = describe(generation.opened, self._settings, with_key=bool(self._keys))
+            document = describe(generation.opened, self._settings, with_key=self._access.with_key)
             self._document = generation.number, json_response(document)
         return self._document[1]
 
@@ -221,12 +200,13 @@ class Front:
         return json_response({"ready": ready, "draining": self.draining}, 200 if ready else 503)
 
     async def _figures(self, request: Request) -> Response:
-        self._authorise(_headers_of(request))
+        self._access.authorise(_headers_of(request))
+        self.tell_memory()
         body, kind = read_metrics(self._metrics.registry)
         return Response(body, headers={"content-type": kind})
 
     async def _model(self, request: Request) -> Response:
-        self._authorise(_headers_of(request))
+        self._access.authorise(_headers_of(request))
         opened = self._generation().opened
         encoder = opened.encoder
         return json_response(
@@ -242,13 +222,7 @@ class Front:
         )
 
     async def _reload_now(self, request: Request) -> Response:
-        headers = _headers_of(request)
-        self._authorise(headers)
-        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            raise HttpError(403, "another site's page may not reload this server", outcome="unauthorised")
-        if not self._keys and not self._settings.on_loopback:
-            message = "without a key, a server that others can reach is reloaded by SIGHUP to its supervisor only"
-            raise HttpError(403, message, outcome="unauthorised")
+        self._access.authorise_reload(_headers_of(request))
         result = await self._reload()
         self._metrics.reloads.labels("done" if result["ok"] else "refused").inc()
         if not result["ok"]:
@@ -292,6 +266,16 @@ def parse_json(body: bytes) -> dict[str, Any]:
         message = f"the body is a JSON {type(content).__name__}: it must be an object"
         raise HttpError(422, message, field="body", outcome="bad")
     return content
+
+
+def _is_streamed(content: Mapping[str, Any]) -> bool:
+    """Whether a text is to come piece by piece; one that is explained comes whole."""
+    explained = content.get("explain") is True
+    streamed = content.get("stream", not explained) is not False
+    if streamed and explained:
+        message = "stream=true is not allowed with explain=true: a text is explained whole, send stream=false"
+        raise HttpError(422, message, field="stream", outcome="bad")
+    return streamed
 
 
 def _no_constant(name: str) -> Any:

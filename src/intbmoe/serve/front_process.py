@@ -16,17 +16,17 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from intbmoe.serve.connection import patient_protocol
 from intbmoe.serve.control import Lines, inherited_socket, to_line
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, Generation
 from intbmoe.serve.metrics import FrontMetrics
 from intbmoe.serve.settings import Settings
 
-HEADERS_BYTES = 65_536
 LAME_S = 0.2
 """Between "not ready" and the closed door: answers of this time ask clients to connect anew."""
+ALIVE_EVERY_S = 1.0
 TOLD_S = 0.1
 """Until what the supervisor was told has left this process."""
 READ = 65_536
@@ -52,12 +52,13 @@ class FrontProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._numbers = itertools.count(1)
         self._reloads: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._changing = asyncio.Lock()
+        self._prepared: Generation | None = None
+        self._opening = asyncio.Lock()
         self._doing: set[asyncio.Task] = set()
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._front.app(),
-                http=_patient(settings.patience_s),
+                http=patient_protocol(settings.patience_s),
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -73,17 +74,21 @@ class FrontProcess:
         """Until told to drain and drained, or the supervisor is gone."""
         reader, self._writer = await asyncio.open_connection(sock=self._control)
         listening = asyncio.create_task(self._obey(reader))
+        breathing = asyncio.create_task(self._say_alive())
         if self._when_ready:
             await self._ready.wait()
         await self._server.serve(sockets=[self._listener])
         listening.cancel()
+        breathing.cancel()
 
     async def _obey(self, reader: asyncio.StreamReader) -> None:
         lines = Lines()
         while data := await reader.read(READ):
             for message in lines.feed(data):
-                if message["do"] == "serve":
-                    self._start(self._serve(message))
+                if message["do"] in ("prepare", "serve"):
+                    self._start(self._change(message))
+                elif message["do"] == "abandon":
+                    self._start(self._abandon(message["generation"]))
                 elif message["do"] == "drain":
                     self._start(self._drain())
                 elif message["do"] == "reloaded":
@@ -97,41 +102,65 @@ class FrontProcess:
         self._doing.add(task)
         task.add_done_callback(self._doing.discard)
 
-    async def _serve(self, wanted: dict[str, Any]) -> None:
-        """Make the generation that the supervisor describes the current one, or give the current one its engines."""
-        async with self._changing:
-            number = wanted["generation"]
-            try:
-                generation = self._dispatcher.current
-                if generation is None or generation.number != number:
+    async def _say_alive(self) -> None:
+        while True:
+            self._tell({"event": "alive"})
+            self._front.tell_memory()
+            await asyncio.sleep(ALIVE_EVERY_S)
+
+    async def _change(self, wanted: dict[str, Any]) -> None:
+        """Make the generation that the supervisor describes ready, or the current one; or give it its engines."""
+        number = wanted["generation"]
+        try:
+            generation = await self._generation(wanted)
+            if wanted["do"] == "serve" and self._is_newer(generation):
+                self._dispatcher.switch(generation)
+                self._prepared = None if self._prepared is generation else self._prepared
+        except Exception as error:
+            log.exception("generation %d cannot be served", number)
+            why = f"{type(error).__name__}: {error}"[:2000]
+            other = isinstance(error, OtherVersionError)
+            self._tell({"event": "cannot", "generation": number, "why": why, "other": other})
+            if self._when_ready and not self._ready.is_set():
+                await asyncio.sleep(TOLD_S)
+                os._exit(1)  # nobody can be answered: the next one may do better
+        else:
+            if wanted["do"] == "serve":
+                self._ready.set()
+            self._tell({"event": "serving" if wanted["do"] == "serve" else "prepared", "generation": number})
+
+    def _is_newer(self, generation: Generation) -> bool:
+        current = self._dispatcher.current
+        return current is None or generation.number > current.number
+
+    async def _generation(self, wanted: dict[str, Any]) -> Generation:
+        """The generation of that number, with links to its engines."""
+        generation = self._dispatcher.current
+        if generation is None or generation.number != wanted["generation"]:
+            async with self._opening:
+                if self._prepared is None or self._prepared.number != wanted["generation"]:
                     opened = await asyncio.to_thread(self._loader.open_encoder, wanted["artifact"])
                     if opened.version != wanted["version"]:
                         raise OtherVersionError(
                             f"{wanted['artifact']} holds version {opened.version}, {wanted['version']} is served"
                         )
-                    generation = Generation(number, opened)
-                missing = [path for path in wanted["engines"] if path not in generation.links]
-                found = await asyncio.gather(
-                    *(self._dispatcher.connect(generation, path) for path in missing), return_exceptions=True
-                )
-                for path, error in zip(missing, found, strict=True):
-                    if error is not None:
-                        log.warning("engine %s cannot be reached: %s", path, error)
-                if generation is not self._dispatcher.current:
-                    if not generation.links:
-                        raise ConnectionError("none of its engines can be reached")
-                    self._dispatcher.switch(generation)
-            except Exception as error:
-                log.exception("generation %d cannot be served", number)
-                why = f"{type(error).__name__}: {error}"[:2000]
-                other = isinstance(error, OtherVersionError)
-                self._tell({"event": "cannot", "generation": number, "why": why, "other": other})
-                if self._when_ready and not self._ready.is_set():
-                    await asyncio.sleep(TOLD_S)
-                    os._exit(1)  # nobody can be answered: the next one may do better
-            else:
-                self._ready.set()
-                self._tell({"event": "serving", "generation": number})
+                    self._prepared = Generation(wanted["generation"], opened)
+                generation = self._prepared
+        for path in wanted["engines"]:
+            try:
+                await self._dispatcher.connect(generation, path)
+            except OSError as error:
+                log.warning("engine %s cannot be reached: %s", path, error)
+        if generation is not self._dispatcher.current and generation.least_loaded() is None:
+            raise ConnectionError("none of its engines can be reached")
+        return generation
+
+    async def _abandon(self, number: int) -> None:
+        """A generation that was prepared is not to be served after all."""
+        async with self._opening:
+            if self._prepared is not None and self._prepared.number == number:
+                self._prepared.retire()
+                self._prepared = None
 
     async def _drain(self) -> None:
         self._front.draining = True
@@ -146,43 +175,6 @@ class FrontProcess:
 
     def _tell(self, message: dict[str, Any]) -> None:
         self._writer.write(to_line(message))
-
-
-def _patient(seconds: float) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, but a request's head must arrive within ``seconds`` and has a bound."""
-
-    class Patient(HttpToolsProtocol):
-        _limit: asyncio.TimerHandle | None = None
-        _head_bytes = 0
-
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            self._limit = self.loop.call_later(seconds, transport.close)
-
-        def data_received(self, data: bytes) -> None:
-            if self._limit is None and (self.cycle is None or self.cycle.response_complete):
-                self._limit = self.loop.call_later(seconds, self.transport.close)
-            if self._limit is not None:
-                self._head_bytes += len(data)
-            super().data_received(data)
-            if self._limit is not None and self._head_bytes > HEADERS_BYTES and not self.transport.is_closing():
-                self.send_400_response(f"The head of the request is longer than {HEADERS_BYTES} bytes.")
-
-        def on_headers_complete(self) -> None:
-            self._stop()
-            super().on_headers_complete()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop()
-            super().connection_lost(exc)
-
-        def _stop(self) -> None:
-            self._head_bytes = 0
-            if self._limit is not None:
-                self._limit.cancel()
-                self._limit = None
-
-    return Patient
 
 
 def main(args: list[str]) -> None:

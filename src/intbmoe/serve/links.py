@@ -11,6 +11,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from intbmoe.export.predictor import RequestError, to_wire
@@ -100,6 +101,7 @@ class Line(ABC):
     def __init__(self) -> None:
         self.load = 0
         """Tokens under way."""
+        self._given_up = 0  # of them, those of calls that ended here, while the engine has not been heard of
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
 
@@ -122,19 +124,25 @@ class Line(ABC):
         call.sends += 1
         self._calls[call.number] = call
         self.load += call.tokens
-        self._post(wire.ASK, call.number, call.deadline, call.content, call.pieces is not None)
+        self._post(wire.ASK, call.number, call.deadline, call.content, call.pieces is not None, time.monotonic())
 
     def forget(self, call: Call, *, tell: bool) -> None:
         """The call has ended here; ``tell`` the engine where it does not know."""
         if self._calls.pop(call.number, None) is None:
             return
         call.link = None
-        self.load -= call.tokens
-        if tell and self.is_open:
+        if not tell:
+            self.load -= call.tokens
+            return
+        # Calls to an engine that hangs end by their deadlines. Were its load to fall with them, it would be asked most.
+        self._given_up += call.tokens
+        if self.is_open:
             self._post(wire.CANCEL, call.number)
 
     def deliver(self, kind: int, number: int, *content: Any) -> None:
         """The engine has said something about a call."""
+        self.load -= self._given_up
+        self._given_up = 0
         call = self._calls.get(number)
         if call is None:  # it has ended here in the meantime
             return
@@ -186,7 +194,7 @@ class Link(Line, asyncio.Protocol):
         self._transport = None
         calls = list(self._calls.values())
         self._calls.clear()
-        self.load = 0
+        self.load = self._given_up = 0
         for call in calls:
             call.link = None
         self._on_lost(self, calls)
@@ -200,6 +208,14 @@ class Generation:
         self.opened = opened
         self.action: str = opened.encoder.action
         self.links: dict[str, Line] = {}
+        self.connecting = asyncio.Lock()
+        self._retired = False
+
+    def add(self, path: str, link: Line) -> None:
+        """One more engine; where another generation serves by now, its link is closed again."""
+        self.links[path] = link
+        if self._retired:
+            link.retire()
 
     def least_loaded(self) -> Line | None:
         """The engine to ask next; None where none is connected."""
@@ -211,6 +227,7 @@ class Generation:
 
     def retire(self) -> None:
         """Another generation serves now: close each link when its calls have ended."""
+        self._retired = True
         for link in list(self.links.values()):
             link.retire()
 
@@ -228,10 +245,14 @@ class Dispatcher:
         return self.current is not None and self.current.least_loaded() is not None
 
     async def connect(self, generation: Generation, path: str) -> None:
-        """Open a link to an engine that is ready."""
-        loop = asyncio.get_running_loop()
-        _, link = await loop.create_unix_connection(lambda: Link(path, self._lost), path)
-        generation.links[path] = link
+        """Open a link to an engine that is ready, unless there is one."""
+        async with generation.connecting:
+            if path in generation.links:
+                return
+            loop = asyncio.get_running_loop()
+            _, link = await loop.create_unix_connection(lambda: Link(path, partial(self._lost, generation)), path)
+            if link.is_open:
+                generation.add(path, link)
 
     def switch(self, generation: Generation) -> None:
         """From now on requests go to ``generation``; what is under way elsewhere is finished there."""
@@ -254,10 +275,9 @@ class Dispatcher:
         else:
             link.send(call)
 
-    def _lost(self, link: Link, calls: list[Call]) -> None:
-        for generation in {call.generation for call in calls} | {self.current}:
-            if generation is not None and generation.links.get(link.path) is link:
-                del generation.links[link.path]
+    def _lost(self, generation: Generation, link: Link, calls: list[Call]) -> None:
+        if generation.links.get(link.path) is link:
+            del generation.links[link.path]
         for call in calls:
             if call.sends >= MOST_SENDS:
                 call.finish(Outcome("unavailable", ("the engines that had this request died",)))

@@ -5,8 +5,10 @@ The HTTP application is the front's; the engine runs in a thread instead of behi
 
 import asyncio
 import importlib
+import logging
 import queue
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -14,25 +16,31 @@ from starlette.applications import Starlette
 from intbmoe.serve import wire
 from intbmoe.serve.engine import Engine, Reply
 from intbmoe.serve.front import Front
-from intbmoe.serve.links import Dispatcher, Generation, Line
+from intbmoe.serve.links import Dispatcher, Generation, Line, Outcome
 from intbmoe.serve.metrics import EngineMetrics, FrontMetrics
 from intbmoe.serve.settings import Settings
 from intbmoe.serve.warm_up import warm_up
+
+LAST_ANSWERS_S = 1.0
+"""Until those who waited for an engine that died have been told."""
+log = logging.getLogger(__name__)
 
 
 class ThreadLine(Line):
     """The way to an engine in a thread of this process."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, on_death: Callable[[], None]) -> None:
         super().__init__()
+        self._on_death = on_death
         self._engine = engine
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._died = False
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     @property
     def is_open(self) -> bool:
-        return True
+        return not self._died
 
     def retire(self) -> None:
         """There is no connection to close: the thread ends with the application."""
@@ -42,18 +50,27 @@ class ThreadLine(Line):
         self._inbox.put(message)
 
     def _run(self) -> None:
-        while True:
-            replies = [] if self._engine.busy else self._receive(*self._inbox.get())
-            while not self._inbox.empty():
-                replies += self._receive(*self._inbox.get())
-            if self._engine.busy:
-                replies += self._engine.step()
-            try:
-                self._loop.call_soon_threadsafe(self._deliver_all, replies)
-            except RuntimeError:
-                if not self._loop.is_closed():
-                    raise
-                return  # whoever asked is gone, and with the loop the whole application
+        try:
+            while True:
+                self._hand_over(self._deliver_all, self._next_replies())
+        except Exception:
+            log.exception("the engine has ended: nothing is answered any more, the process is to be started anew")
+            self._died = True  # before those that wait are told: whoever comes between finds it closed
+            self._hand_over(self._end_all)
+
+    def _next_replies(self) -> list[Reply]:
+        replies = [] if self._engine.busy else self._receive(*self._inbox.get())
+        while not self._inbox.empty():
+            replies += self._receive(*self._inbox.get())
+        return replies + self._engine.step() if self._engine.busy else replies
+
+    def _hand_over(self, work: Callable[..., None], *arguments: Any) -> None:
+        """To the thread of the event loop."""
+        try:
+            self._loop.call_soon_threadsafe(work, *arguments)
+        except RuntimeError:
+            if not self._loop.is_closed():  # if it is, whoever asked is gone
+                raise
 
     def _receive(self, kind: int, number: int, *content: Any) -> list[Reply]:
         if kind == wire.CANCEL:
@@ -66,16 +83,25 @@ class ThreadLine(Line):
         for reply in replies:
             self.deliver(reply.kind, reply.key, *reply.content)
 
+    def _end_all(self) -> None:
+        for call in list(self._calls.values()):
+            call.finish(Outcome("unavailable", ("the engine that had this request died",)))
+        self._loop.call_later(LAST_ANSWERS_S, self._on_death)
 
-def build_app(settings: Settings) -> Starlette:
-    """The whole server as one ASGI application, its model loaded, checked and warm."""
+
+def build_app(settings: Settings, on_death: Callable[[], None] = lambda: None) -> Starlette:
+    """The whole server as one ASGI application, its model loaded, checked and warm.
+
+    An engine that fails, as with its GPU, cannot be started again in the same process: ``/health/ready`` says so from
+    then on, and ``on_death`` is called.
+    """
     settings.check()
     opened = importlib.import_module(settings.loader).open_predictor(settings.artifact, settings.device)
     metrics = FrontMetrics()
     engine = Engine(opened.encoder, settings, EngineMetrics(opened.version, metrics.registry))
     warm_up(engine, opened.golden)
     generation = Generation(1, opened)
-    generation.links["thread"] = ThreadLine(engine)
+    generation.links["thread"] = ThreadLine(engine, on_death)
     dispatcher = Dispatcher()
     dispatcher.switch(generation)
     return Front(settings, dispatcher, metrics, _no_reload).app()

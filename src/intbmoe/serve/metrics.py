@@ -57,6 +57,12 @@ class FrontMetrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
+        self.body_bytes = Gauge(
+            "intbmoe_body_bytes",
+            "Bytes of the bodies of requests being answered.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
         self.retries = Counter(
             "intbmoe_retries", "Requests sent to another engine because theirs died.", registry=registry
         )
@@ -85,7 +91,10 @@ class EngineMetrics:
     def __init__(self, version: str, registry: CollectorRegistry | None = None) -> None:
         registry = self.registry = registry or CollectorRegistry()
         self.queue_seconds = Histogram(
-            "intbmoe_queue_seconds", "Wait in the engine's queue.", buckets=LATENCIES, registry=registry
+            "intbmoe_queue_seconds",
+            "From a front's sending a request to the batch that it is in.",
+            buckets=LATENCIES,
+            registry=registry,
         )
         self.compute_seconds = Histogram(
             "intbmoe_compute_seconds", "Time of the model for a batch.", buckets=LATENCIES, registry=registry

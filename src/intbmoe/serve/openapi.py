@@ -99,7 +99,7 @@ def _metrics(with_key: bool) -> dict[str, Any]:
 
 def _reload(with_key: bool) -> dict[str, Any]:
     errors = {"409": "The artifact is broken, or a reload is under way; the old one serves on."}
-    errors |= {"403": "A key, or a server that listens on loopback only, is needed to reload."}
+    errors |= {"403": "Without a key, only a server that listens on loopback is reloaded, by clients that call it so."}
     errors |= UNAUTHORISED if with_key else {}
     answer = {"description": "The new version serves.", "content": {JSON: {"schema": {"type": "object"}}}}
     return {

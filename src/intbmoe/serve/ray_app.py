@@ -5,6 +5,7 @@ that of the supervisor: it starts, scales, updates and restarts replicas. The ar
 every machine.
 """
 
+import os
 from typing import Any
 
 from intbmoe.serve.settings import Settings
@@ -28,7 +29,7 @@ def deployment(settings: Settings, *, replicas: int = 1, **options: Any) -> Any:
         found = Settings.from_json(content)
         torch.set_num_threads(found.engine_threads())
         torch.set_grad_enabled(False)
-        return build_app(found)
+        return build_app(found, on_death=lambda: os._exit(1))  # Ray starts another replica
 
     # What a replica accepts beyond its batch waits in the engine's bounded queue, which refuses with 429.
     options = {"max_ongoing_requests": settings.queue + 64, "num_replicas": replicas, **options}

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from starlette.responses import Response
@@ -43,15 +44,17 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 class TextStream(Response):
     """Pieces as they come: server-sent events, or a JSON object a line where the client asked for that."""
 
-    def __init__(
-        self, events: AsyncIterator[tuple[str, Any]], as_lines: bool, patience_s: float, ended: Callable[[], None]
-    ) -> None:
+    def __init__(self, events: AsyncIterator[tuple[str, Any]], as_lines: bool, patience_s: float) -> None:
         super().__init__(headers={"cache-control": "no-store"}, media_type=LINES if as_lines else EVENTS)
         del self.headers["content-length"]
         self._events = events
         self._as_lines = as_lines
         self._patience_s = patience_s
-        self._ended = ended
+        self._ending = ExitStack()
+
+    def at_end(self, work: Callable[[], None]) -> None:
+        """Have ``work`` done when the text has ended, in whatever way; what was given last is done first."""
+        self._ending.callback(work)
 
     async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
         try:
@@ -64,7 +67,7 @@ class TextStream(Response):
         except TimeoutError:
             return  # without an end, so that the connection is closed
         finally:
-            self._ended()
+            self._ending.close()
 
     def _format(self, name: str, content: Any) -> bytes:
         if self._as_lines:

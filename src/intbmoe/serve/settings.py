@@ -46,6 +46,8 @@ class Settings:
     """Batches of texts that an engine writes at the same time."""
     body_bytes: int | None = None
     """Largest request. Default: what the artifact's predictor says."""
+    body_memory_mb: float = 256.0
+    """Most of all requests' bodies together, in one front; more are refused with 429."""
     connections: int = 4096
     """Of one front; more are answered 503."""
     patience_s: float = 10.0
@@ -66,13 +68,21 @@ class Settings:
         for name in ("threads", "body_bytes"):
             if getattr(self, name) is not None:
                 require_positive_int(name, getattr(self, name))
-        for name in ("budget_ms", "deadline_ms", "patience_s", "drain_s", "hang_s"):
+        for name in ("budget_ms", "deadline_ms", "body_memory_mb", "patience_s", "drain_s", "hang_s"):
             value = getattr(self, name)
             if value is not None:
                 require_finite(name, value)
                 require(value > 0, name, value, "positive")
         require(isinstance(self.port, int) and 0 <= self.port < 65536, "port", self.port, "from 0 to 65535")
+        if self.body_bytes is not None:
+            allowed = f"at least as much as one request of body_bytes={self.body_bytes}"
+            require(self.body_memory_bytes >= self.body_bytes, "body_memory_mb", self.body_memory_mb, allowed)
         self.api_keys()
+
+    @property
+    def body_memory_bytes(self) -> int:
+        """``body_memory_mb`` in bytes."""
+        return int(self.body_memory_mb * 2**20)
 
     @property
     def on_loopback(self) -> bool:

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from intbmoe.serve.children import Child
-from intbmoe.serve.crew import FIRST_PAUSE_S, LONGEST_PAUSE_S, Crew, Places, StartError
+from intbmoe.serve.crew import FIRST_PAUSE_S, LONGEST_PAUSE_S, START_S, Crew, Places, StartError
 from intbmoe.serve.metrics import forget_process
 from intbmoe.serve.settings import Settings
 
 BACKLOG = 2048
-SWITCH_S = 60.0
 log = logging.getLogger(__name__)
 
 
@@ -41,6 +40,21 @@ def serve(settings: Settings, say: Callable[[str], None]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+class _Asked:
+    """What fronts have been told to do, and who has done it: None, or the reason why not."""
+
+    def __init__(self, generation: int, event: str) -> None:
+        self.generation = generation
+        self.event = event
+        self.answers: dict[Child, asyncio.Future[str | None]] = {}
+
+    def answer(self, child: Child, why: str | None) -> None:
+        """One has answered, or ended."""
+        answer = self.answers.get(child)
+        if answer is not None and not answer.done():
+            answer.set_result(why)
+
+
 class Supervisor:
     """Owns the listeners, the fronts and the current crew of engines."""
 
@@ -53,7 +67,7 @@ class Supervisor:
         self._crew: Crew | None = None
         self._generations = 0
         self._reloading = asyncio.Lock()
-        self._switched: dict[Child, asyncio.Future[str | None]] = {}
+        self._asked: _Asked | None = None
         self._background: set[asyncio.Task] = set()
         self._stop: asyncio.Event | None = None
         self._ending = False
@@ -100,16 +114,17 @@ class Supervisor:
         crew = self._new_crew()
         self._crew = crew
         await crew.start()
-        why = await self._switch_to(crew)
-        if why is not None:
-            raise StartError(why)
+        refusals = await self._ask_fronts("serve", crew)
+        for child, why in refusals.items():
+            if child.is_running:  # one that died has a successor, which starts with this crew
+                raise StartError(f"{self._name(child)}: {why}")
 
     def _new_crew(self) -> Crew:
         self._generations += 1
         # A link that is moved to another version is followed now; this crew stays with where it leads today.
-        crew = Crew(self._generations, os.path.realpath(self._settings.artifact), self._settings, self._places)
+        artifact, on_other = os.path.realpath(self._settings.artifact), lambda: self._start(self._reload_by_signal())
+        crew = Crew(self._generations, artifact, self._settings, self._places, on_other)
         crew.on_change = lambda: self._tell_fronts() if crew is self._crew else None
-        crew.on_other = lambda: self._start(self._reload_by_signal())
         return crew
 
     async def _keep_front(self, number: int) -> None:
@@ -122,9 +137,9 @@ class Supervisor:
             else:
                 self._fronts[number] = child
                 self._tell_front(child)
-                await asyncio.wait({child.ended})  # to be cancelled without cancelling what it waits for
-                self._forget_front(child)
-                log.error("front %d ended with status %s: another is started", child.pid, child.ended.result())
+                status = await child.watch(self._settings.hang_s)
+                self._forget_front(child, status)
+                log.error("front %d ended with status %s: another is started", child.pid, status)
                 pause = FIRST_PAUSE_S if time.monotonic() - child.started > LONGEST_PAUSE_S else pause
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -138,29 +153,27 @@ class Supervisor:
             on_event=self._hear,
         )
 
-    def _forget_front(self, child: Child) -> None:
+    def _forget_front(self, child: Child, status: int) -> None:
         forget_process(child.pid, self._places.figures)
-        waiting = self._switched.get(child)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(None)  # its successor starts with the current generation
+        if self._asked is not None:
+            self._asked.answer(child, f"it ended with status {status}")
 
     def _tell_fronts(self) -> None:
         for child in self._fronts.values():
             self._tell_front(child)
 
     def _tell_front(self, child: Child) -> None:
-        crew = self._crew
         if self._is_serving:
-            wanted = {"generation": crew.number, "artifact": crew.artifact, "version": crew.version}
-            child.tell({"do": "serve", **wanted, "engines": crew.sockets})
+            child.tell({"do": "serve", **self._crew.describe()})
 
     def _hear(self, child: Child, message: dict[str, Any]) -> None:
         if message["event"] == "reload":
             self._start(self._reload_for(child, message["id"]))
-        elif message["event"] in ("serving", "cannot"):
-            waiting = self._switched.get(child)
-            if waiting is not None and not waiting.done() and message["generation"] == self._crew.number:
-                waiting.set_result(message.get("why"))
+        elif message["event"] in ("prepared", "serving", "cannot"):
+            asked, why = self._asked, message.get("why")
+            if asked is not None and message["generation"] == asked.generation:
+                if why is not None or message["event"] == asked.event:
+                    asked.answer(child, why)
             elif message.get("other"):
                 log.error("%s holds another version than the one served: reloading", self._crew.artifact)
                 self._start(self._reload_by_signal())
@@ -183,29 +196,52 @@ class Supervisor:
             old, new = self._crew, self._new_crew()
             try:
                 await new.start()
+                await self._prepare_fronts(new)
+                await self._switch_to(new)
             except (StartError, OSError) as error:
                 return {"ok": False, "why": f"version {old.version} serves on: {error}"}
-            why = await self._switch_to(new)
-            if why is not None:
-                await self._switch_to(old)
-                await new.kill()
-                return {"ok": False, "why": f"version {old.version} serves on: {why}"}
+            except Exception as error:  # whoever asked for it waits for an answer
+                log.exception("the reload failed")
+                return {"ok": False, "why": f"version {old.version} serves on: {type(error).__name__}: {error}"}
+            finally:
+                if self._crew is not new:
+                    for child in self._fronts.values():
+                        child.tell({"do": "abandon", "generation": new.number})
+                    await new.kill()
             self._start(old.drain(max(self._settings.drain_s, self._settings.deadline_s("generate"))))
             return {"ok": True, "version": new.version, "previous": old.version}
 
-    async def _switch_to(self, crew: Crew) -> str | None:
-        """Tell all fronts, and wait until they serve ``crew``; the first reason why one cannot."""
+    async def _prepare_fronts(self, crew: Crew) -> None:
+        """Have every front open the artifact and connect to its engines; until all have, none serves it."""
+        for child, why in (await self._ask_fronts("prepare", crew)).items():
+            raise StartError(f"{self._name(child)} cannot serve version {crew.version}: {why}")
+
+    async def _switch_to(self, crew: Crew) -> None:
+        """All fronts are prepared: from here on there is no way back."""
         self._crew = crew
-        loop = asyncio.get_running_loop()
-        self._switched = {child: loop.create_future() for child in self._fronts.values() if child.is_running}
-        self._tell_fronts()
-        if self._switched:
-            await asyncio.wait(self._switched.values(), timeout=SWITCH_S)
-        answers = list(self._switched.values())
-        self._switched = {}
-        if any(not answer.done() for answer in answers):
-            return f"a front did not switch within {SWITCH_S:g} s"
-        return next((answer.result() for answer in answers if answer.result() is not None), None)
+        for child, why in (await self._ask_fronts("serve", crew)).items():
+            log.error("%s did not switch and is ended, its successor will have: %s", self._name(child), why)
+            child.kill()
+
+    async def _ask_fronts(self, do: str, crew: Crew) -> dict[Child, str]:
+        """Tell all fronts to prepare or serve ``crew``; of those that do not, the reasons."""
+        asked = self._asked = _Asked(crew.number, {"prepare": "prepared", "serve": "serving"}[do])
+        try:
+            for child in self._fronts.values():
+                if child.is_running:
+                    asked.answers[child] = asyncio.get_running_loop().create_future()
+                    child.tell({"do": do, **crew.describe()})
+            if asked.answers:
+                await asyncio.wait(asked.answers.values(), timeout=START_S)
+        finally:
+            self._asked = None
+        late = f"it did not answer within {START_S:g} s"
+        found = {child: answer.result() if answer.done() else late for child, answer in asked.answers.items()}
+        return {child: why for child, why in found.items() if why is not None}
+
+    def _name(self, child: Child) -> str:
+        numbers = [number for number, other in self._fronts.items() if other is child]
+        return f"front {numbers[0] + 1 if numbers else 'that was'} (process {child.pid})"
 
     def _receive_end(self) -> None:
         if not self._stop.is_set():
@@ -233,10 +269,11 @@ class Supervisor:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*self._background, return_exceptions=True)
 
-    def _start(self, work: Any) -> None:
+    def _start(self, work: Any) -> asyncio.Task:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
 
 def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:

@@ -1,0 +1,72 @@
+"""Who may ask: keys, and what keeps pages of other sites from reloading a server that has none."""
+
+import hmac
+import re
+from collections.abc import Mapping
+from ipaddress import ip_address
+
+from intbmoe.serve.responses import HttpError
+from intbmoe.serve.settings import Settings
+
+AUTHORITY = re.compile(r"(\[[0-9a-fA-F:]+\]|[a-zA-Z0-9.-]+)(?::[0-9]+)?")
+
+
+class Access:
+    """The rules of a server."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._keys = settings.api_keys()
+        self._on_loopback = settings.on_loopback
+
+    @property
+    def with_key(self) -> bool:
+        """Whether a key is asked for."""
+        return bool(self._keys)
+
+    def authorise(self, headers: Mapping[str, str]) -> None:
+        """Refuses, with 401, who has none of the keys."""
+        if not self._keys:
+            return
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        key = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
+        # All keys are compared, each in constant time: the answer takes as long whatever was sent.
+        if not any([hmac.compare_digest(key, known) for known in self._keys]):  # noqa: C419
+            message = "this server asks for a key: send the header 'Authorization: Bearer KEY'"
+            raise HttpError(401, message, outcome="unauthorised", headers={"www-authenticate": "Bearer"})
+
+    def authorise_reload(self, headers: Mapping[str, str]) -> None:
+        """Refuses, with 403, who may use the server and not change it.
+
+        Without a key, whoever is on this machine may; but so is a browser, with the pages of any site in it. A page
+        that asks by this machine's address is told by what browsers say (``Sec-Fetch-Site``, ``Origin``). One whose own
+        name has come to stand for this machine's address (DNS rebinding) looks to the browser like a page of this
+        server, but it still asks by that name: so ``Host`` must be a name that nobody else can have.
+        """
+        self.authorise(headers)
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            raise _forbidden("another site's page may not reload this server")
+        if self._keys:
+            return
+        if not self._on_loopback:
+            message = "without a key, a server that others can reach is reloaded by SIGHUP to its supervisor only"
+            raise _forbidden(message)
+        origin = headers.get("origin", "")
+        for name, authority in (("Host", headers.get("host", "")), ("Origin", origin.partition("://")[2] or origin)):
+            if authority and not is_loopback(authority):
+                message = f"without a key, {name} {authority[:100]!r} may not reload this server, only localhost may"
+                raise _forbidden(message)
+
+
+def is_loopback(authority: str) -> bool:
+    """Whether ``name:port`` is this machine under a name that no name server has a say in."""
+    found = AUTHORITY.fullmatch(authority)
+    if found is None:
+        return False
+    try:
+        return found[1].lower() == "localhost" or ip_address(found[1].strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _forbidden(message: str) -> HttpError:
+    return HttpError(403, message, outcome="unauthorised")

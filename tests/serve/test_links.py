@@ -1,0 +1,98 @@
+"""Which engine is asked."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+from intbmoe.export.predictor import Encoded
+from intbmoe.serve import wire
+from intbmoe.serve.links import LEFT, Call, Dispatcher, Generation, Line
+
+
+class FakeLine(Line):
+    """An engine that answers at once, unless it hangs; ``held`` are the calls that it has not answered."""
+
+    def __init__(self, hangs=False):
+        super().__init__()
+        self.hangs, self.asked, self.held = hangs, 0, []
+
+    @property
+    def is_open(self):
+        return True
+
+    def retire(self):
+        pass
+
+    def _post(self, kind, number, *content):
+        if kind == wire.CANCEL:
+            return
+        self.asked += 1
+        if self.hangs:
+            self.held.append(number)
+        else:
+            asyncio.get_running_loop().call_soon(self.deliver, wire.ANSWER, number, {})
+
+
+def generation(**lines):
+    encoder = SimpleNamespace(action="recommend", encode=lambda request: Encoded(3, {}))
+    made = Generation(1, SimpleNamespace(encoder=encoder, version="one"))
+    made.links.update(lines)
+    return made
+
+
+async def ask(dispatcher, deadline_s=0.01):
+    call = Call({}, time.monotonic() + deadline_s)
+    call.encode(dispatcher.current)
+    dispatcher.send(call)
+    return (await call.done).name
+
+
+def test_an_engine_that_hangs_is_soon_not_asked_any_more():
+    async def run():
+        well, hung = FakeLine(), FakeLine(hangs=True)
+        dispatcher = Dispatcher()
+        dispatcher.switch(generation(hung=hung, well=well))
+        outcomes = [await ask(dispatcher) for _ in range(50)]
+        assert outcomes.count("expired") == hung.asked == 1
+        assert outcomes.count("answered") == well.asked == 49
+        hung.hangs = False
+        hung.deliver(wire.REFUSED, hung.held.pop(), "its deadline has passed", 0.0)
+        assert (hung.load, well.load) == (0, 0)
+        assert await ask(dispatcher) == "answered"
+        assert hung.asked == 2  # it is back
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_says_nothing_of_what_was_given_up_is_asked_when_the_others_are_busy():
+    async def run():
+        idle, busy = FakeLine(), FakeLine(hangs=True)
+        dispatcher = Dispatcher()
+        dispatcher.switch(generation(idle=idle, busy=busy))
+        call = Call({}, time.monotonic() + 5)
+        call.encode(dispatcher.current)
+        idle.hangs = True
+        dispatcher.send(call)
+        call.finish(LEFT)
+        idle.hangs = False
+        assert idle.load == 3
+        first = asyncio.create_task(ask(dispatcher, 0.2))
+        second = asyncio.create_task(ask(dispatcher, 0.2))
+        assert await second == "answered"
+        assert (busy.asked, idle.asked, idle.load) == (1, 2, 0)
+        assert await first == "expired"
+
+    asyncio.run(run())
+
+
+def test_with_one_engine_there_is_no_choice():
+    async def run():
+        only = FakeLine(hangs=True)
+        dispatcher = Dispatcher()
+        dispatcher.switch(generation(only=only))
+        assert await ask(dispatcher) == "expired"
+        only.hangs = False
+        assert await ask(dispatcher) == "answered"
+        assert only.load == 0
+
+    asyncio.run(run())

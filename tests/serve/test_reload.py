@@ -1,0 +1,236 @@
+"""A new version is served by all fronts or by none."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from types import SimpleNamespace
+
+import pytest
+from fake_model import write_artifact
+from server import Server
+from test_server import PATH, load_during
+
+from intbmoe.serve import supervisor as supervising
+from intbmoe.serve.children import Child
+from intbmoe.serve.crew import StartError
+from intbmoe.serve.links import Dispatcher, Generation
+from intbmoe.serve.settings import Settings
+
+
+def fronts(server):
+    return {pid for pid, command in server._children() if "front_process" in command}
+
+
+@pytest.fixture(scope="module")
+def two_fronts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fronts")
+    write_artifact(folder / "one", version="one")
+    (folder / "artifact").symlink_to("one")
+    with Server(artifact=folder / "artifact", fronts=2, deadline_ms=10_000, hang_s=8.0) as server:
+        server.folder = folder
+        server.until(lambda: len(fronts(server)) == 2, 10)
+        yield server
+
+
+def point_to(server, name):
+    (server.folder / "next").symlink_to(name)
+    (server.folder / "next").rename(server.folder / "artifact")
+
+
+class Persistent:
+    """Asks again where the connection broke: that of a process that is killed does."""
+
+    def __init__(self, server):
+        self.server = server
+
+    def post(self, *request):
+        try:
+            return self.server.post(*request)
+        except ConnectionError:
+            return self.server.post(*request)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("refuses", "RuntimeError: this front cannot read it"),
+        pytest.param("dies", "it ended with status -9", marks=pytest.mark.slow),
+        pytest.param("stops", "it ended with status -9", marks=pytest.mark.slow),
+    ],
+)
+def test_what_one_front_does_not_serve_no_front_serves(two_fronts, what, why):
+    server, before = two_fronts, fronts(two_fronts)
+    [engine] = server.engine_pids()
+    write_artifact(server.folder / what, version=what, offset=1000, one_front=what)
+    point_to(server, what)
+
+    def reload():
+        server.process.send_signal(signal.SIGHUP)  # not over HTTP: the front that has the request may be the one
+        server.until(lambda: any(f"cannot serve version {what}" in line for line in server.log), 60)
+
+    answers = load_during(server if what == "refuses" else Persistent(server), reload)
+    point_to(server, "one")
+    [said] = [line for line in server.log if f"cannot serve version {what}" in line]
+    assert "version one serves on: front " in said
+    assert why in said
+    number, pid = said.split("front ")[1].split(")")[0].split(" (process ")
+    assert number in ("1", "2")
+    assert int(pid) in before
+    assert len(answers) > 10
+    for answer, item, _ in answers:
+        assert answer.status == 200
+        assert answer.headers["x-model-version"] == "one"
+        assert answer.json["results"][0]["id"] == item
+    server.until(lambda: server.engine_pids() == [engine], 20)  # the new ones are gone, the old one never left
+    server.until(lambda: len(fronts(server)) == 2, 20)
+
+
+def test_the_next_version_is_served_by_both(two_fronts):
+    server = two_fronts
+    write_artifact(server.folder / "two", version="two", offset=1000)
+    point_to(server, "two")
+    answer = server.post("/v1/reload", {}, timeout=60)
+    assert (answer.status, answer.json) == (200, {"version": "two", "previous": "one"})
+    versions = {server.post(PATH, {"history": [n]}).headers["x-model-version"] for n in range(30)}
+    assert versions == {"two"}
+    server.until(lambda: len(server.engine_pids()) == 1, 20)
+
+
+class FakeFront:
+    """Answers what it is asked with the next of ``events``; None keeps silent."""
+
+    pid = 7
+    is_running = True
+
+    def __init__(self, owner, *events):
+        self.owner, self.events, self.told = owner, list(events), []
+
+    def tell(self, message):
+        self.told.append(message["do"])
+        if message["do"] in ("prepare", "serve") and self.events:
+            event = self.events.pop(0)
+            if event is not None:
+                asyncio.get_running_loop().call_soon(self.owner._hear, self, {"generation": 2, **event})
+
+    def kill(self):
+        self.told.append("killed")
+
+
+class FakeCrew:
+    """Engines that are ready at once, or not."""
+
+    def __init__(self, number, version, error=None):
+        self.number, self.version, self.error, self.state = number, version, error, "new"
+
+    async def start(self):
+        if self.error is not None:
+            raise self.error
+
+    def describe(self):
+        return {"generation": self.number, "version": self.version}
+
+    async def kill(self):
+        self.state = "killed"
+
+    async def drain(self, seconds):
+        self.state = "drained"
+
+
+def reload(*fronts, error=None):
+    """What a supervisor answers, with its old and new crew, and the fronts."""
+
+    async def run():
+        owner = supervising.Supervisor(Settings(artifact=""), SimpleNamespace(), print)
+        old, new = FakeCrew(1, "one"), FakeCrew(2, "two", error)
+        owner._crew, owner._new_crew = old, lambda: new
+        owner._fronts = {number: FakeFront(owner, *events) for number, events in enumerate(fronts)}
+        result = await asyncio.wait_for(owner.reload(), 5)
+        await asyncio.sleep(0)
+        return result, old, new, list(owner._fronts.values())
+
+    return asyncio.run(run())
+
+
+PREPARED, SERVING = {"event": "prepared"}, {"event": "serving"}
+
+
+def test_fronts_serve_when_all_are_prepared():
+    result, old, new, fronts = reload([PREPARED, SERVING], [PREPARED, SERVING])
+    assert result == {"ok": True, "version": "two", "previous": "one"}
+    assert [front.told for front in fronts] == [["prepare", "serve"]] * 2
+    assert (old.state, new.state) == ("drained", "new")
+
+
+def test_a_front_that_refuses_or_is_silent_leaves_all_as_it_was(monkeypatch):
+    monkeypatch.setattr(supervising, "START_S", 0.1)
+    refused = {"event": "cannot", "why": "no room"}
+    for second, why in ((refused, "no room"), (None, "it did not answer within 0.1 s")):
+        result, old, new, fronts = reload([PREPARED], [second])
+        assert result["ok"] is False
+        assert f"version one serves on: front 2 (process 7) cannot serve version two: {why}" in result["why"]
+        assert [front.told for front in fronts] == [["prepare", "abandon"]] * 2
+        assert (old.state, new.state) == ("new", "killed")
+
+
+def test_a_front_that_was_prepared_and_does_not_switch_is_replaced(monkeypatch):
+    monkeypatch.setattr(supervising, "START_S", 0.1)
+    result, old, _, fronts = reload([PREPARED, SERVING], [PREPARED, None])
+    assert result["ok"] is True
+    assert [front.told for front in fronts] == [["prepare", "serve"], ["prepare", "serve", "killed"]]
+    assert old.state == "drained"
+
+
+@pytest.mark.parametrize("error", [StartError("torn"), OSError("torn"), KeyError("torn")])
+def test_a_reload_that_fails_in_any_way_is_answered(error, caplog):
+    caplog.set_level(logging.CRITICAL)
+    result, old, new, _ = reload([], error=error)
+    assert result["ok"] is False
+    assert "torn" in result["why"]
+    assert (old.state, new.state) == ("new", "killed")
+
+
+def test_a_link_to_engines_that_are_left_is_closed_again(tmp_path):
+    """An engine that is to end waits until every front has closed its connection."""
+
+    async def run():
+        closed, connections = asyncio.Event(), []
+
+        async def hear(reader, writer):
+            connections.append(writer)
+            await reader.read()
+            closed.set()
+
+        path = str(tmp_path / "engine")
+        engine = await asyncio.start_unix_server(hear, path)
+        opened = SimpleNamespace(encoder=SimpleNamespace(action="recommend"))
+        dispatcher, generation = Dispatcher(), Generation(1, opened)
+        await asyncio.gather(*(dispatcher.connect(generation, path) for _ in range(3)))
+        generation.retire()
+        await asyncio.wait_for(closed.wait(), 2)
+        assert len(connections) == 1
+        closed.clear()
+        await dispatcher.connect(generation, path)  # it was asked for before the others were switched to
+        await asyncio.wait_for(closed.wait(), 2)
+        engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_process_that_talks_nonsense_is_ended_and_noticed(caplog):
+    caplog.set_level(logging.CRITICAL)
+    program = "import socket, sys, time; socket.socket(fileno=int(sys.argv[1])).send(b'{\\n'); time.sleep(60)"
+
+    async def run():
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", program, str(theirs.fileno()), pass_fds=[theirs.fileno()]
+            )
+        child = Child(process, ours)
+        reader, child._writer = await asyncio.open_connection(sock=ours)
+        child.ended = asyncio.create_task(child._listen(reader, lambda child, message: None))
+        return await asyncio.wait_for(child.watch(60), 10)
+
+    assert asyncio.run(run()) == -signal.SIGKILL
