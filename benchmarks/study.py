@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
     add("--pack", type=Path, help="folder for what travels back: study.tar, failures.txt, weights")
     add("--root", type=Path, default=Path("runs/study"), help="where runs are trained")
     add("--weights", nargs="+", default=[], help="ids (study/label/seed) that are packed whole, in half precision")
-    add("--commit", help="of the source, where it lies in no checkout")
+    add("--commit", help="of the source, where it was copied from a checkout")
     add("--unfinished", action="store_true", help="start also what cannot end: a later call with --root goes on")
     add("--mps", action="store_true", help="share the GPU through NVIDIA's MPS, where it is installed")
     return parser.parse_args()
@@ -146,7 +146,7 @@ def run_all(waiting: list[Entry], lanes: Sequence[Lane], clock: Clock, options: 
         "run_with": free_settings(options.run_with),
         "data": dict(text.split("=", 1) for text in options.data),
         "side_by_side": sum(lane.places for lane in lanes),
-        "commit": git_state(HERE.parent / "src" / "intbmoe") or {"commit": options.commit},
+        "commit": {"commit": options.commit} if options.commit else git_state(HERE.parent / "src" / "intbmoe"),
     }
     call = Call(settings, began, began + options.seconds - STOP_SECONDS, options.unfinished)
     call.say(f"{len(waiting)} runs wait; " + ", ".join(f"{lane.places} at a time on {lane.device}" for lane in lanes))

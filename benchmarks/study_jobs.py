@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -159,19 +160,22 @@ def stop(running: Sequence[Running]) -> None:
 
 
 def pack(folder: Path | None, ended: Sequence[Running]) -> None:
-    """All summaries of this call in one tar, and the ends of failed runs' logs in one text: few files travel back."""
+    """Summaries in one tar, beside those of earlier calls, and what failed runs said last: few files travel back."""
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / ".study.tar.part"
+    target, beside = folder / "study.tar", folder / ".study.tar.part"
+    contents = {}
+    if target.is_file():
+        with tarfile.open(target) as tar:
+            contents = {member.name: tar.extractfile(member).read() for member in tar}
+    contents |= {one.summary.name: one.summary.read_bytes() for one in ended if one.finished}
     with tarfile.open(beside, "w") as tar:
-        for one in ended:
-            if one.finished:
-                content = one.summary.read_bytes()
-                member = tarfile.TarInfo(one.summary.name)
-                member.size, member.mtime = len(content), int(one.summary.stat().st_mtime)
-                tar.addfile(member, io.BytesIO(content))
-    os.replace(beside, folder / "study.tar")
+        for name, content in contents.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(content), int(time.time())
+            tar.addfile(member, io.BytesIO(content))
+    os.replace(beside, target)
     failures = [one.told() for one in ended if not one.finished]
     if failures:
         (folder / "failures.txt").write_text("\n".join(failures) + "\n", encoding="utf-8")
@@ -186,8 +190,7 @@ def sharing_by_mps(wanted: bool, say: Callable[[str], None]) -> Iterator[None]:
             say("no nvidia-cuda-mps-control here: runs take turns on the GPU")
         yield
         return
-    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = "/tmp/intbmoe-mps"
-    Path("/tmp/intbmoe-mps").mkdir(exist_ok=True)
+    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = tempfile.mkdtemp(prefix="mps-")
     started = subprocess.run([program, "-d"], capture_output=True, text=True)
     say(f"MPS: {'started' if started.returncode == 0 else started.stderr.strip() or started.stdout.strip()}")
     try:

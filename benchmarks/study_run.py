@@ -109,7 +109,7 @@ def summarise_run(recipe: Recipe, run: RunDirectory, job: dict[str, Any]) -> dic
         "curve_valid": _curve(rows, "valid", result["metric"]),
         "floors": make_task(recipe).floors() if recipe.moe.name == "dense" else None,  # the same beside every method
         "starts": len(environment),
-        "environment": {**last, "git": last["git"] or job["commit"]},
+        "environment": {**last, "git": job["commit"] or last["git"]},
         "recipe": recipe_without_path,
     }
 

@@ -4,12 +4,13 @@
     python benchmarks/study_tables.py --print               # on the screen
 
 For each study: equal parameters, equal compute, ablations, and the commands of all rows. A table holds runs whose
-settings agree in everything but the method and the seed; if there are several such groups the one with most runs is
-shown, and a line says what was left out.
+settings agree in everything but the method and the seed; if there are several such groups the one that is best on the
+validation split is shown, and a line says what was left out.
 """
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 from study import RESULTS
 from study_clock import TIMING
-from study_plan import REAL, STUDIES, TUNING, read_summaries
+from study_plan import REAL, STUDIES, TUNED, TUNING, read_summaries
 
 from intbmoe.analysis.compare import confidence_interval
 from intbmoe.analysis.compare_report import format_metric
@@ -44,6 +45,7 @@ def main() -> int:
     summaries = read_summaries(options.results)
     parts = {study: study_text(study, summaries, read_timing(options.results, study)) for study in options.studies}
     parts["tuning"] = tuning_text(summaries)
+    parts["mixing"] = mixing_text(summaries)
     if options.print:
         print("\n\n".join(f"## {name}\n\n{text}" for name, text in parts.items()))
         return 0
@@ -76,7 +78,7 @@ def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mappi
     groups: dict[str, list[dict[str, Any]]] = {}
     for summary in own:
         groups.setdefault(summary["shared_digest"], []).append(summary)
-    chosen = max(groups.values(), key=len)
+    chosen = max(groups.values(), key=_standing)
     rows: Rows = {}
     for summary in sorted(chosen, key=lambda summary: (_place(summary), summary["seed"])):
         rows.setdefault(summary["label"], []).append(summary)
@@ -100,6 +102,13 @@ def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mappi
     commands = "\n".join(_command(found) for found in rows.values())
     parts.append(f"<details><summary>Commands</summary>\n\n```\n{commands}\n```\n\n</details>")
     return "\n\n".join(parts)
+
+
+def _standing(group: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
+    """By which of several settings the study goes on: dense and IntBMoE's mean on validation, then how many runs."""
+    sign = 1 if group[0]["higher_is_better"] else -1
+    values = {run["label"]: sign * run["valid"][run["metric"]] for run in group if run["label"] in TUNED}
+    return fmean(values.values()) if len(values) == len(TUNED) else -math.inf, len(group)
 
 
 def _place(summary: Mapping[str, Any]) -> tuple[bool, int, str]:
@@ -203,6 +212,22 @@ def tuning_text(summaries: Sequence[Mapping[str, Any]]) -> str:
         rate = f"{run['recipe']['train']['lr']:g}"
         lines.append(_line([run["study"], rate, run["title"], f"{run['steps']:,}", run["metric"], value]))
     return "\n".join(lines)
+
+
+def mixing_text(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """What the share of mixed batches was chosen by: full runs, on the validation split."""
+    found: dict[float, dict[str, float]] = {}
+    for summary in summaries:
+        first = summary["study"] == "tiny-imagenet" and summary["stage"] == "first" and summary["seed"] == 0
+        if first and summary["label"] in TUNED:
+            mix = summary["recipe"]["data"]["augmentation"]["mix_probability"]
+            found.setdefault(mix, {})[summary["title"]] = summary["valid"][summary["metric"]]
+    titles = sorted({title for values in found.values() for title in values})
+    lines = [_line(["Batches mixed", *titles]), _line(["--:"] * (1 + len(titles)))]
+    for mix, values in sorted(found.items()):
+        cells = [format_metric("accuracy", values[title], None) if title in values else NOTHING for title in titles]
+        lines.append(_line([f"{mix:g}", *cells]))
+    return "\n".join(lines) if found else "No run yet."
 
 
 if __name__ == "__main__":
