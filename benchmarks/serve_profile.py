@@ -66,6 +66,7 @@ class Stages:
         self._graphs: CapturedPlaces = predictor.captured
         self._on_gpu = predictor.device.type == "cuda"
 
+    @torch.inference_mode()  # as in the engine: what graphs read and write can be written to there only
     def measure(self, messages: Sequence[bytes]) -> dict[str, float]:
         """Milliseconds by stage for one batch."""
         batch = _read(messages)
@@ -84,7 +85,6 @@ class Stages:
         found["ordinary"] = [self._ordinary(batch) for _ in range(3)]
         return {name: median(times) for name, times in found.items()}
 
-    @torch.inference_mode()
     def _device_stages(self, batch: Sequence[Encoded], shape: tuple[int, int]) -> list[float]:
         graphs = self._graphs
         used = graphs.fill(batch, shape)

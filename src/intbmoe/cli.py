@@ -6,7 +6,6 @@ get their arguments unparsed (``overrides.py``).
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 
 import tyro
 
@@ -14,6 +13,7 @@ from intbmoe.checks import did_you_mean
 from intbmoe.commands.looking import analyse, cost, doctor, methods, recipes
 from intbmoe.commands.serving import export, generate, serve
 from intbmoe.commands.training import compare, evaluate, prepare, train
+from intbmoe.version import program_version
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
@@ -37,7 +37,7 @@ def main(args: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if args is None else args) or ["--help"]
     command = args[0]
     if command == "--version":
-        sys.stdout.write(f"intbmoe {version('intbmoe')}\n")
+        sys.stdout.write(f"intbmoe {program_version()}\n")
         return
     if command not in COMMANDS and not command.startswith("-"):
         # The parser's own message lists what it expected, but not which of it comes nearest.

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from intbmoe import ComposedMoE, IntBMoE, load
 from intbmoe.export import ArtifactError, load_artifact
 from intbmoe.export.artifact import ABOUT, GOLDEN, MODEL, make_skeleton
 from intbmoe.export.export import export_run
+from intbmoe.version import program_version
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,15 @@ def test_it_loads_what_was_exported(run, exported):
     assert not any(isinstance(layer, IntBMoE) for layer in model.modules())
     with torch.no_grad():
         torch.testing.assert_close(model(x), load(run)(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_source_tree_that_is_not_installed_can_export(exported, monkeypatch):
+    def version(name):
+        raise PackageNotFoundError(name)
+
+    assert exported.about["written_by"] == f"intbmoe {program_version()}"
+    monkeypatch.setattr("intbmoe.version.version", version)
+    assert program_version() == "source"
 
 
 def test_the_version_is_that_of_the_content(exported, folder):

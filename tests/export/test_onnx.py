@@ -1,9 +1,12 @@
 """ONNX files, run by ONNX Runtime."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from small_runs import TASKS, small_run
 
+import intbmoe
 from intbmoe.export import ExportError
 from intbmoe.export.artifact import ONNX
 from intbmoe.export.export import export_run
@@ -45,8 +48,12 @@ def test_a_runtime_that_differs_is_found(tmp_path):
         parity.check_runtime("another", lambda items: trained(items) + 1e-3 * torch.randn(len(items), 1), graph, {})
 
 
-def test_an_image_model_runs_at_other_batch_sizes(tmp_path):
-    _check(*_export("vision", tmp_path, depth=1), shapes=3)
+def test_an_image_model_runs_at_other_batch_sizes_and_names_no_folder_of_this_machine(tmp_path):
+    run, artifact = _export("vision", tmp_path, depth=1)
+    _check(run, artifact, shapes=3)
+    for module in (intbmoe, torch):
+        folder = str(Path(module.__file__).parent)
+        assert folder.encode() not in artifact.file(ONNX).read_bytes()
 
 
 @pytest.mark.slow

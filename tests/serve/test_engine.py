@@ -2,7 +2,7 @@ import pytest
 import torch
 from fake_model import BUG, FakePredictor, open_encoder, write_artifact
 
-from intbmoe.export.predictor import to_wire
+from intbmoe.export.predictor import Encoded, to_wire
 from intbmoe.serve.engine import Engine
 from intbmoe.serve.settings import Settings
 from intbmoe.serve.warm_up import BrokenModelError, warm_up
@@ -70,6 +70,32 @@ def test_a_failed_gpu_ends_the_engine(clock, monkeypatch):
     ask(engine, 0, {"history": [1]})
     with pytest.raises(torch.AcceleratorError):
         engine.step()
+
+
+def test_a_text_that_is_explained_is_written_step_by_step_too(clock, monkeypatch):
+    """Written whole it kept the engine from all else, and, on a slow model, silent for so long that it was ended."""
+    engine = make(clock, "generate")
+
+    def explain(encoded, new):
+        if encoded.payload["prompt"] == "bug":
+            raise RuntimeError("a bug in the model")
+        return {"tokens": list(new)}
+
+    def whole(batch):
+        raise AssertionError("a text is not written at one go")
+
+    monkeypatch.setattr(engine.predictor, "answer", whole)
+    monkeypatch.setattr(engine.predictor, "explain", explain, raising=False)
+    for key, prompt in enumerate(("ab", "bug")):
+        encoded = engine.predictor.encode({"prompt": prompt, "max_tokens": 3})
+        encoded = Encoded(encoded.tokens, {**encoded.payload, "explain": True})
+        assert engine.submit(key, 1000.0, to_wire(encoded), False) is None
+    assert [engine.step() for _ in range(2)] == [[], []]
+    explained, failed = engine.step()
+    expected = {"text": "aba", "new_tokens": 3, "score": -1.5, "finished": "length", "tokens": ["a", "b", "a"]}
+    assert (explained.key, explained.kind, explained.content) == (0, ANSWER, (expected,))
+    assert (failed.key, failed.kind) == (1, FAILED)
+    assert not engine.busy
 
 
 def test_expired_full_and_cancelled(clock):

@@ -1,11 +1,13 @@
 """Which engine is asked."""
 
 import asyncio
+import contextlib
+import socket
 import time
 from types import SimpleNamespace
 
 from intbmoe.export.predictor import Encoded
-from intbmoe.serve import wire
+from intbmoe.serve import links, wire
 from intbmoe.serve.links import LEFT, Call, Dispatcher, Generation, Line
 
 
@@ -94,5 +96,41 @@ def test_with_one_engine_there_is_no_choice():
         only.hangs = False
         assert await ask(dispatcher) == "answered"
         assert only.load == 0
+
+    asyncio.run(run())
+
+
+def test_what_an_engine_does_not_read_is_not_heaped_up_for_it(tmp_path, monkeypatch):
+    """Clients have been told long ago, but their requests would still be in the front's memory."""
+    monkeypatch.setattr(links, "UNSENT_BYTES", 2**20)
+    path, size = str(tmp_path / "engine"), 100_000
+
+    async def run():
+        with socket.socket(socket.AF_UNIX) as engine:
+            engine.bind(path)
+            engine.listen()
+            dispatcher, made = Dispatcher(), generation()
+            await dispatcher.connect(made, path)
+            dispatcher.switch(made)
+            outcomes = []
+            for _ in range(60):
+                call = Call({}, time.monotonic() + 0.005)
+                call.encode(made)
+                call.content = bytes(size)
+                dispatcher.send(call)
+                outcomes.append((await call.done).name)
+            assert set(outcomes) == {"expired", "refused"}
+            assert outcomes.count("expired") * size < 2**20 + 500_000  # and what the system holds
+            accepted, _ = engine.accept()
+            with accepted:
+                accepted.settimeout(0.2)
+                loop = asyncio.get_running_loop()
+                with contextlib.suppress(TimeoutError):
+                    while await loop.run_in_executor(None, accepted.recv, 2**20):
+                        pass
+                call = Call({}, time.monotonic() + 0.01)
+                call.encode(made)
+                dispatcher.send(call)
+                assert (await call.done).name == "expired"  # it is asked again
 
     asyncio.run(run())

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 import urllib.request
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,16 @@ def test_one_process_answers_as_the_others_do(tmp_path):
     assert call(app, "/v1/reload", {})[0] == 409
     assert call(app, "/health/ready")[0] == 200
     assert b'intbmoe_requests_total{action="recommend",outcome="answered"} 1.0' in call(app, "/metrics")[1]
+
+
+def test_a_source_tree_that_is_not_installed_is_described_too(tmp_path, monkeypatch):
+    def version(name):
+        raise PackageNotFoundError(name)
+
+    app = build_app(Settings(artifact=str(write_artifact(tmp_path)), loader="fake_model"))
+    monkeypatch.setattr("intbmoe.version.version", version)
+    status, body = call(app, "/openapi.json")
+    assert (status, json.loads(body)["info"]["version"]) == (200, "source")
 
 
 def test_the_wait_while_others_are_computed_is_counted(tmp_path):

@@ -112,6 +112,18 @@ def test_a_front_that_hangs_is_replaced(tmp_path):
         assert front not in fronts(server)
 
 
+def test_an_engine_that_hangs_while_it_is_left_does_not_survive_the_server(tmp_path):
+    with Server(artifact=write_artifact(tmp_path)) as server:
+        [engine] = server.engine_pids()
+        os.kill(engine, signal.SIGSTOP)
+        write_artifact(tmp_path, version="two")
+        assert server.post("/v1/reload", {}).json["version"] == "two"
+        assert engine in server.engine_pids()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        assert not _is_alive(engine)
+
+
 def test_nothing_survives_a_killed_supervisor(tmp_path):
     with Server(artifact=write_artifact(tmp_path)) as server:
         children = dict(server._children())

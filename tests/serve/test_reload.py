@@ -15,6 +15,7 @@ from test_server import PATH, load_during
 from intbmoe.serve import supervisor as supervising
 from intbmoe.serve.children import Child
 from intbmoe.serve.crew import StartError
+from intbmoe.serve.front_process import FrontProcess
 from intbmoe.serve.links import Dispatcher, Generation
 from intbmoe.serve.settings import Settings
 
@@ -180,6 +181,57 @@ def test_a_front_that_was_prepared_and_does_not_switch_is_replaced(monkeypatch):
     assert result["ok"] is True
     assert [front.told for front in fronts] == [["prepare", "serve"], ["prepare", "serve", "killed"]]
     assert old.state == "drained"
+
+
+def test_a_reload_does_not_begin_before_all_fronts_have_started(monkeypatch):
+    """Who is waited for is known for one thing at a time: the start would have been taken for failed."""
+    monkeypatch.setattr(supervising, "START_S", 1.0)
+
+    async def run():
+        owner = supervising.Supervisor(Settings(artifact=""), SimpleNamespace(), print)
+        crews = [FakeCrew(2, "one"), FakeCrew(2, "two")]
+        owner._new_crew = lambda: crews.pop(0)
+        owner._fronts = {0: FakeFront(owner, None, SERVING)}
+        starting = asyncio.create_task(owner._start_first())
+        await asyncio.sleep(0.05)
+        result = await asyncio.wait_for(owner.reload(), 5)
+        owner._hear(owner._fronts[0], {"generation": 2, **SERVING})
+        await asyncio.wait_for(starting, 0.5)
+        return result, owner._fronts[0].told
+
+    result, told = asyncio.run(run())
+    assert result == {"ok": False, "why": "the server is being started, reloaded or ended: try again later"}
+    assert told == ["serve"]
+
+
+def test_a_generation_that_was_opened_too_late_leaves_its_engines():
+    """They end when every front has closed its connection."""
+    opened = SimpleNamespace(encoder=SimpleNamespace(action="recommend"))
+    front = SimpleNamespace(_dispatcher=Dispatcher(), _prepared=None, _ready=asyncio.Event())
+    front._ready.set()
+
+    class Line:
+        retired = False
+
+        def retire(self):
+            self.retired = True
+
+    old, new = Generation(1, opened), Generation(2, opened)
+    for generation in (old, new):
+        generation.links["path"] = Line()
+    for generation in (new, old, new):
+        FrontProcess._serve(front, generation)
+    assert front._dispatcher.current is new
+    assert (old.links["path"].retired, new.links["path"].retired) == (True, False)
+
+
+def test_too_long_a_path_for_sockets_is_named_with_what_to_do(tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 90)
+    folder.mkdir()
+    monkeypatch.setattr(supervising.tempfile, "tempdir", str(folder))
+    with pytest.raises(OSError, match=f"{folder}.* has too long a path for sockets: set TMPDIR to a shorter one"):
+        supervising.serve(Settings(artifact=""), print)
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [StartError("torn"), OSError("torn"), KeyError("torn")])

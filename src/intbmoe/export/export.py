@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from intbmoe.tasks import make_task
 from intbmoe.train.files import full_disk_is_explained, pack_tensors, to_json
 from intbmoe.train.loading import load
 from intbmoe.train.run import RunDirectory
+from intbmoe.version import program_version
 
 FORMATS = {
     "onnx": (artifact.ONNX, onnx.write_onnx, onnx.load_onnx),
@@ -118,7 +118,7 @@ def _write_model(folder: Path, run: RunDirectory, trained: nn.Module, dtype: str
         (folder / name).write_bytes(content)
     about = {
         "format_version": FORMAT_VERSION,
-        "written_by": f"intbmoe {version('intbmoe')}",
+        "written_by": f"intbmoe {program_version()}",
         "task": recipe.task,
         "method": recipe.moe.name,
         "recipe": _public_recipe(recipe),

@@ -41,9 +41,18 @@ def write_onnx(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path
             raise ExportError(f"this model cannot be written as ONNX: {_last_line(error)}") from error
         size = sum(tensor.nbytes for tensor in program.state_dict.values())
         size += sum(value.nbytes for value in program.constants.values() if isinstance(value, Tensor))
+        _forget_sources(exported)
         exported.save(path, external_data=size > LARGEST_FILE)
     beside = path.with_name(f"{path.name}.data")
     return [path, beside] if beside.is_file() else [path]
+
+
+def _forget_sources(exported: Any) -> None:
+    """Leave out where on this machine each operation was called: an artifact goes to others."""
+    for graph in (exported.model.graph, *exported.model.functions.values()):
+        for node in graph.all_nodes():
+            node.metadata_props.clear()
+            node.doc_string = None
 
 
 def load_onnx(graph: Graph, path: Path) -> Callable[..., Tensor]:

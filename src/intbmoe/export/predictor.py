@@ -144,6 +144,10 @@ class StreamingPredictor(Predictor, Protocol):
         """Continue all requests of the batch together, with a key-value cache."""
         ...
 
+    def explain(self, encoded: Encoded, new: Sequence[int]) -> Answer:
+        """What ``"explain": true`` adds to the answer, for a request whose text is complete with these ids."""
+        ...
+
 
 def make_encoder(artifact: "Artifact") -> Encoder:
     """The encoding half alone, for a process that has no model."""

@@ -56,6 +56,7 @@ class CostModel:
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._line: tuple[float, float] | None = (0.0, 0.0)
 
     def learn(self, tokens: float, seconds: float) -> None:
         """A batch of ``tokens`` took ``seconds``."""
@@ -64,11 +65,15 @@ class CostModel:
         self._weight, self._x, self._y, self._xx, self._xy = (
             FORGET * old + new for old, new in zip(kept, sums, strict=True)
         )
+        self._line = None
 
     def line(self) -> tuple[float, float]:
         """Fixed seconds and seconds a token, neither negative; zeros before anything is known."""
-        if self._weight == 0:
-            return 0.0, 0.0
+        if self._line is None:  # it is asked for several times a request, and learned from once a batch
+            self._line = self._fit()
+        return self._line
+
+    def _fit(self) -> tuple[float, float]:
         x, y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - x * x
         if variance <= 1e-9 * max(x * x, 1.0):  # one size only: no telling what is fixed, so nothing is
@@ -107,6 +112,11 @@ class Batcher:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def full(self) -> bool:
+        """Whether one more would not be in the next batch, or not be accepted."""
+        return len(self) >= self.queue or self._tokens >= self._most_tokens()
 
     def waiting(self) -> list[Hashable]:
         """The keys of those that wait, in order of arrival."""

@@ -121,22 +121,14 @@ class Engine:
             taken = self.batcher.take()
             replies += [Reply(ticket.key, EXPIRED) for ticket in taken.expired]
             self._count(taken)
-            texts = [ticket for ticket in taken.batch if self._is_text(ticket.payload)]
-            whole = Taken([ticket for ticket in taken.batch if not self._is_text(ticket.payload)])
-            if whole.batch:
-                replies += self._answer(whole)
-            if texts:
-                replies += self._start(texts)
+            if taken.batch:
+                replies += self._start(taken.batch) if self.predictor.action == "generate" else self._answer(taken)
         for text in list(self._texts):
             replies += self._continue(text)
         self._texts = [text for text in self._texts if text.going]
         if self._metrics is not None:
             self._metrics.waiting.set(len(self.batcher))
         return replies
-
-    def _is_text(self, request: _Request) -> bool:
-        """Whether it is written step by step, beside others; explaining needs the text whole."""
-        return self.predictor.action == "generate" and not request.encoded.payload.get("explain")
 
     def _answer(self, taken: Taken) -> list[Reply]:
         started = self._clock()
@@ -195,14 +187,24 @@ class Engine:
             if ticket.payload.streamed:
                 replies.append(Reply(ticket.key, PIECE, (piece.text, piece.finished)))
             else:
-                pieces = text.pieces.setdefault(piece.index, [])
-                pieces.append(piece.text)
+                text.pieces.setdefault(piece.index, []).append(piece.text)
                 if piece.finished is not None:
-                    answer = _whole("".join(pieces), piece.finished, text.generation, piece.index)
-                    replies.append(Reply(ticket.key, ANSWER, (answer,)))
+                    replies.append(self._answer_whole(text, piece.index, piece.finished))
             if piece.finished is not None:
                 text.going.discard(piece.index)
         return replies
+
+    def _answer_whole(self, text: _Text, index: int, finished: str) -> Reply:
+        """What ``Predictor.answer`` would have given, which would have let the others wait for all of the text."""
+        ticket, ids = text.tickets[index], text.generation.ids[index]
+        answer = {"text": "".join(text.pieces[index]), "new_tokens": len(ids), "score": text.generation.scores[index]}
+        answer["finished"] = finished
+        encoded = ticket.payload.encoded
+        try:
+            explained = self.predictor.explain(encoded, ids) if encoded.payload.get("explain") else {}
+        except Exception as error:
+            return _failure(ticket, error)
+        return Reply(ticket.key, ANSWER, (answer | explained,))
 
     def _count(self, taken: Taken) -> None:
         if self._metrics is None or not taken.batch:
@@ -238,12 +240,6 @@ class Engine:
             for block, count in enumerate(np.bincount(ids[ids >= 0]).tolist()):
                 if count:
                     self._metrics.block_tokens.labels(layer, block).inc(count)
-
-
-def _whole(text: str, finished: str, generation: Any, index: int) -> dict[str, Any]:
-    """What ``Predictor.answer`` would have given."""
-    ids, score = generation.ids[index], generation.scores[index]
-    return {"text": text, "new_tokens": len(ids), "score": score, "finished": finished}
 
 
 def _failure(ticket: Ticket, error: Exception) -> Reply:

@@ -23,6 +23,10 @@ from intbmoe.serve.warm_up import warm_up
 
 READ = 1024 * 1024
 ALIVE_EVERY_S = 1.0
+QUIET_S = 0.001
+"""How long the rest of a message that has begun is waited for."""
+GATHERING = 0.1
+"""Of the budget: how long altogether, before a batch."""
 log = logging.getLogger(__name__)
 
 
@@ -34,7 +38,13 @@ class _Front:
         self.socket = connection
         self.number = number
         self.unpacker = wire.unpacker()
+        self.received = 0
         self.unsent = bytearray()
+
+    @property
+    def within_a_message(self) -> bool:
+        """Whether there is more to come."""
+        return self.received > self.unpacker.tell()
 
 
 class EngineProcess:
@@ -48,6 +58,7 @@ class EngineProcess:
         self._fronts: dict[int, _Front] = {}
         self._accepted = 0
         self._draining = False
+        self._supervised = True
         self._told_alive = 0.0
         self._selector = selectors.DefaultSelector()
         for source in (listener, control):
@@ -56,19 +67,32 @@ class EngineProcess:
 
     def run(self) -> None:
         """Until told to drain and drained, or the supervisor is gone."""
-        while not (self._draining and not self._fronts):
-            ready = self._selector.select(0 if self._engine.busy else ALIVE_EVERY_S / 2)
-            for key, events in ready:
-                if key.data is self._listener:
-                    self._accept()
-                elif key.data is self._control:
-                    if not self._read_control():
-                        return
-                else:
-                    self._serve(key.data, events)
+        while self._supervised and not (self._draining and not self._fronts):
+            self._listen(0 if self._engine.busy else ALIVE_EVERY_S / 2)
+            self._gather()
             if self._engine.busy:
                 self._send(self._engine.step())
             self._say_alive()
+
+    def _listen(self, seconds: float) -> bool:
+        """Take what has come, or comes within ``seconds``; False where nothing has."""
+        ready = self._selector.select(seconds)
+        for key, events in ready:
+            if key.data is self._listener:
+                self._accept()
+            elif key.data is self._control:
+                self._read_control()
+            else:
+                self._serve(key.data, events)
+        return bool(ready)
+
+    def _gather(self) -> None:
+        """Take what does not fit a socket at once: it holds an image or two, and a batch should have more."""
+        batcher = self._engine.batcher
+        end = time.monotonic() + GATHERING * batcher.budget_s
+        while len(batcher) and not batcher.full and time.monotonic() < end:
+            if not any(front.within_a_message for front in self._fronts.values()) or not self._listen(QUIET_S):
+                return
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -76,12 +100,15 @@ class EngineProcess:
         front = self._fronts[self._accepted] = _Front(connection, self._accepted)
         self._selector.register(connection, selectors.EVENT_READ, front)
 
-    def _read_control(self) -> bool:
-        data = self._control.recv(READ)
+    def _read_control(self) -> None:
+        try:
+            data = self._control.recv(READ)
+        except ConnectionError:  # a supervisor that was killed leaves what it had not read
+            data = b""
         for message in self._lines.feed(data):
             if message["do"] == "drain":
                 self._draining = True
-        return bool(data)
+        self._supervised = bool(data)
 
     def _serve(self, front: _Front, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -96,6 +123,7 @@ class EngineProcess:
             if not data:
                 self._lose(front)
                 return
+            front.received += len(data)
             front.unpacker.feed(data)
             for message in front.unpacker:
                 self._receive(front, message)
@@ -179,9 +207,15 @@ def main(args: list[str]) -> None:
         tell(control, {"event": "broken", "why": f"{type(error).__name__}: {error}"[:2000]})
         os._exit(1)
     tell(control, {"event": "ready", "version": opened.version})
-    EngineProcess(engine, listener, control).run()
+    status = 0
+    try:
+        EngineProcess(engine, listener, control).run()
+    except Exception:
+        log.exception("the engine has failed: what it had goes to others")
+        status = 1
     logging.shutdown()
-    os._exit(0)  # tearing an interpreter with torch down takes seconds, and there is nothing left to do
+    # Tearing an interpreter with torch down takes long, and for as long its requests would wait.
+    os._exit(status)
 
 
 if __name__ == "__main__":

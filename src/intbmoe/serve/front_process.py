@@ -6,10 +6,12 @@ that takes the place of another: connections wait for it.
 """
 
 import asyncio
+import gc
 import importlib
 import itertools
 import logging
 import os
+import resource
 import socket
 import sys
 from typing import Any
@@ -30,6 +32,8 @@ ALIVE_EVERY_S = 1.0
 TOLD_S = 0.1
 """Until what the supervisor was told has left this process."""
 READ = 65_536
+SPARE_FILES = 512
+"""Beside clients' connections: those beyond the most, which are told so, engines, figures."""
 log = logging.getLogger(__name__)
 
 
@@ -77,7 +81,8 @@ class FrontProcess:
         breathing = asyncio.create_task(self._say_alive())
         if self._when_ready:
             await self._ready.wait()
-        await self._server.serve(sockets=[self._listener])
+        if not self._front.draining:
+            await self._server.serve(sockets=[self._listener])
         listening.cancel()
         breathing.cancel()
 
@@ -113,9 +118,8 @@ class FrontProcess:
         number = wanted["generation"]
         try:
             generation = await self._generation(wanted)
-            if wanted["do"] == "serve" and self._is_newer(generation):
-                self._dispatcher.switch(generation)
-                self._prepared = None if self._prepared is generation else self._prepared
+            if wanted["do"] == "serve":
+                self._serve(generation)
         except Exception as error:
             log.exception("generation %d cannot be served", number)
             why = f"{type(error).__name__}: {error}"[:2000]
@@ -125,13 +129,20 @@ class FrontProcess:
                 await asyncio.sleep(TOLD_S)
                 os._exit(1)  # nobody can be answered: the next one may do better
         else:
-            if wanted["do"] == "serve":
-                self._ready.set()
             self._tell({"event": "serving" if wanted["do"] == "serve" else "prepared", "generation": number})
 
-    def _is_newer(self, generation: Generation) -> bool:
+    def _serve(self, generation: Generation) -> None:
         current = self._dispatcher.current
-        return current is None or generation.number > current.number
+        if current is None or generation.number > current.number:
+            self._dispatcher.switch(generation)
+            self._prepared = None if self._prepared is generation else self._prepared
+        elif generation is not current:
+            generation.retire()  # it took longer to open than one that came later: its engines wait to be left
+        if not self._ready.is_set():
+            # What is there now stays: a collection that looks at all of it takes longer than many an answer.
+            gc.collect()
+            gc.freeze()
+            self._ready.set()
 
     async def _generation(self, wanted: dict[str, Any]) -> Generation:
         """The generation of that number, with links to its engines."""
@@ -151,7 +162,9 @@ class FrontProcess:
                 await self._dispatcher.connect(generation, path)
             except OSError as error:
                 log.warning("engine %s cannot be reached: %s", path, error)
-        if generation is not self._dispatcher.current and generation.least_loaded() is None:
+        # One that takes the place of another serves though there is no engine just now: 503 is better than no answer.
+        expected = wanted["engines"] or wanted["do"] == "prepare"
+        if expected and generation is not self._dispatcher.current and generation.least_loaded() is None:
             raise ConnectionError("none of its engines can be reached")
         return generation
 
@@ -164,6 +177,10 @@ class FrontProcess:
 
     async def _drain(self) -> None:
         self._front.draining = True
+        self._ready.set()
+        for waiting in self._reloads.values():  # one that is under way is given up, and not to be waited for
+            if not waiting.done():
+                waiting.set_result({"ok": False, "why": "the server is ending"})
         await asyncio.sleep(LAME_S)
         self._server.should_exit = True
 
@@ -177,11 +194,24 @@ class FrontProcess:
         self._writer.write(to_line(message))
 
 
+def allow_files(count: int) -> None:
+    """Have the system let this process open so many: every connection is one, and usual is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    endless = resource.RLIM_INFINITY
+    if soft == endless or soft >= count:
+        return
+    most = count if hard == endless else min(count, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < count:
+        log.warning("only %d files can be open, for %d: raise ulimit -n, or lower --connections", most, count)
+
+
 def main(args: list[str]) -> None:
     """Serve until told otherwise."""
     settings = Settings.from_json(args[0])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s front %(process)d: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    allow_files(settings.connections + SPARE_FILES)
 
     async def run() -> None:
         listener, control = inherited_socket(int(args[1])), inherited_socket(int(args[3]))

@@ -21,6 +21,10 @@ from intbmoe.serve.loading import Opened
 MOST_SENDS = 2
 """A request that was in two engines when they died is not given to a third: it may be what kills them."""
 
+UNSENT_BYTES = 64 * 2**20
+"""Of requests that an engine has not read yet, in a front; they stay there though their clients have long been told."""
+RETRY_S = 1.0
+
 
 class Outcome(NamedTuple):
     """How a request ended: answered, bad, refused, expired, failed, unavailable or left."""
@@ -110,6 +114,11 @@ class Line(ABC):
     def is_open(self) -> bool:
         """Whether calls can be sent."""
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the engine reads what it is sent."""
+        return True
+
     @abstractmethod
     def _post(self, *message: Any) -> None:
         """Carry a message to the engine."""
@@ -166,6 +175,10 @@ class Link(Line, asyncio.Protocol):
     @property
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def has_room(self) -> bool:
+        return self._transport is not None and self._transport.get_write_buffer_size() < UNSENT_BYTES
 
     def _post(self, *message: Any) -> None:
         self._transport.write(wire.pack(*message))
@@ -272,6 +285,8 @@ class Dispatcher:
             link = call.generation.least_loaded()
         if link is None:
             call.finish(Outcome("unavailable", ("no engine is running at the moment",)))
+        elif not link.has_room:
+            call.finish(Outcome("refused", ("the engine has not read those before it", RETRY_S)))
         else:
             link.send(call)
 

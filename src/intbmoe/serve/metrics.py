@@ -1,16 +1,27 @@
 """What is counted, over all processes of a server.
 
 Each process writes its figures to files in ``PROMETHEUS_MULTIPROC_DIR``, which the supervisor sets; whichever front is
-asked for ``/metrics`` adds them up. Figures of a process that died stay in the sums.
+asked for ``/metrics`` adds them up. What a process that died has counted is added to one file for all the dead, so that
+there are no more files than processes, however often one is replaced.
 """
 
+import fcntl
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.mmap_dict import MmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+COUNTED = ("counter", "histogram")
+"""Kinds of figures that outlive their process."""
+THE_DEAD = "0"
+"""Instead of a process's number."""
+log = logging.getLogger(__name__)
 LATENCIES = (
     0.001,
     0.002,
@@ -124,13 +135,42 @@ class EngineMetrics:
 
 def read_metrics(own: CollectorRegistry) -> tuple[bytes, str]:
     """The figures of all processes, or, outside a server, one's ``own``, in Prometheus' text format, and its type."""
-    registry = own
-    if FOLDER in os.environ:
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry)
-    return generate_latest(registry), CONTENT_TYPE_LATEST
+    if FOLDER not in os.environ:
+        return generate_latest(own), CONTENT_TYPE_LATEST
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    with _locked(Path(os.environ[FOLDER]), fcntl.LOCK_SH):
+        return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 def forget_process(pid: int, folder: Path) -> None:
     """A process has ended: its gauges go, its counts stay."""
     mark_process_dead(pid, str(folder))
+    try:
+        with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):  # who reads may have been stopped: not to be waited for
+            for kind in COUNTED:
+                _hand_over(folder / f"{kind}_{pid}.db", folder / f"{kind}_{THE_DEAD}.db")
+    except Exception as error:  # its file stays, and is read as it is
+        log.warning("the figures of process %d stay in a file of their own: %s", pid, error)
+
+
+def _hand_over(source: Path, target: Path) -> None:
+    """Add what was counted in one file to another, and remove it."""
+    if not source.exists():
+        return
+    counted = list(MmapedDict.read_all_values_from_file(str(source)))
+    sums = MmapedDict(str(target))
+    try:
+        for key, value, timestamp, _ in counted:
+            sums.write_value(key, sums.read_value(key)[0] + value, timestamp)
+    finally:
+        sums.close()
+    source.unlink()
+
+
+@contextmanager
+def _locked(folder: Path, how: int) -> Iterator[None]:
+    """While a front adds files up none of them is handed over, or counts would be there twice or not at all."""
+    with open(folder / "lock", "w") as file:
+        fcntl.flock(file, how)
+        yield

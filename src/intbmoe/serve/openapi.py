@@ -1,11 +1,11 @@
 """The OpenAPI document of a server: what its model can be asked, with the artifact's own schema and examples."""
 
-from importlib.metadata import version
 from typing import Any
 
 from intbmoe.serve.loading import Opened
 from intbmoe.serve.responses import EVENTS, JSON, LINES
 from intbmoe.serve.settings import Settings
+from intbmoe.version import program_version
 
 ACTIONS = {
     "classify": "What an image shows.",
@@ -35,7 +35,7 @@ def describe(opened: Opened, settings: Settings, *, with_key: bool) -> dict[str,
         "openapi": "3.1.0",
         "info": {
             "title": "intbmoe",
-            "version": version("intbmoe"),
+            "version": program_version(),
             "description": f"{opened.about.get('method', 'a model')}, version {opened.version}: {ACTIONS[action]}",
         },
         "paths": {

@@ -13,6 +13,7 @@ import signal
 import socket
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from intbmoe.serve.metrics import forget_process
 from intbmoe.serve.settings import Settings
 
 BACKLOG = 2048
+LONGEST_PATH = 80
+"""Bytes of the private folder's: the system's bound on the path of a Unix socket is 104 to 108, and names follow."""
 log = logging.getLogger(__name__)
 
 
@@ -32,12 +35,20 @@ def serve(settings: Settings, say: Callable[[str], None]) -> None:
     settings.check()
     folder = Path(tempfile.mkdtemp(prefix="intbmoe-"))
     try:
+        _require_short(folder)
         places = Places(folder / "sockets", folder / "figures")
         places.sockets.mkdir()
         places.figures.mkdir()
         asyncio.run(Supervisor(settings, places, say).run())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require_short(folder: Path) -> None:
+    """Raises where the sockets of this folder could not be opened."""
+    if len(os.fsencode(folder)) > LONGEST_PATH:
+        where = f"the folder for temporary files, {str(folder.parent)!r},"
+        raise OSError(f"{where} has too long a path for sockets: set TMPDIR to a shorter one, such as /tmp")
 
 
 class _Asked:
@@ -65,6 +76,7 @@ class Supervisor:
         self._listeners: list[socket.socket] = []
         self._fronts: dict[int, Child] = {}
         self._crew: Crew | None = None
+        self._crews: weakref.WeakSet[Crew] = weakref.WeakSet()  # with those that are started, or left
         self._generations = 0
         self._reloading = asyncio.Lock()
         self._asked: _Asked | None = None
@@ -113,8 +125,9 @@ class Supervisor:
     async def _start_first(self) -> None:
         crew = self._new_crew()
         self._crew = crew
-        await crew.start()
-        refusals = await self._ask_fronts("serve", crew)
+        async with self._reloading:  # fronts can be asked one thing at a time
+            await crew.start()
+            refusals = await self._ask_fronts("serve", crew)
         for child, why in refusals.items():
             if child.is_running:  # one that died has a successor, which starts with this crew
                 raise StartError(f"{self._name(child)}: {why}")
@@ -125,6 +138,7 @@ class Supervisor:
         artifact, on_other = os.path.realpath(self._settings.artifact), lambda: self._start(self._reload_by_signal())
         crew = Crew(self._generations, artifact, self._settings, self._places, on_other)
         crew.on_change = lambda: self._tell_fronts() if crew is self._crew else None
+        self._crews.add(crew)
         return crew
 
     async def _keep_front(self, number: int) -> None:
@@ -264,6 +278,8 @@ class Supervisor:
         await asyncio.gather(*(child.end(self._settings.drain_s + 5) for child in self._fronts.values()))
         if self._crew is not None:
             await self._crew.drain(5)
+        # One that hangs would not notice that it is alone.
+        await asyncio.gather(*(crew.kill() for crew in self._crews if crew is not self._crew))
         for task in self._background:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -281,6 +297,8 @@ def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
     listeners = []
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if count > 1:
+            _require_unused(family, kind, protocol, address)
         for _ in range(count):
             listener = socket.socket(family, kind, protocol)
             listeners.append(listener)
@@ -295,3 +313,10 @@ def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
             listener.close()
         raise OSError(f"cannot listen on {host}:{port}: {error}; choose another with --host or --port") from error
     return listeners
+
+
+def _require_unused(family: int, kind: int, protocol: int, address: Any) -> None:
+    """Raises where another server listens: sockets that share a port would share it with that server's too."""
+    with socket.socket(family, kind, protocol) as alone:
+        alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        alone.bind(address)

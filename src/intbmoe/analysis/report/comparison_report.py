@@ -1,7 +1,6 @@
 """The page of a comparison: runs/<recipe>/compare/<methods>/report.html, with its data and pictures beside it."""
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from intbmoe.analysis.report.images import read_image
 from intbmoe.analysis.report.page import Cell, Column, Figure, Notice, Page, Section, Span, Table, render
 from intbmoe.analysis.report.run_report import NAME, NOTHING, trained_for
 from intbmoe.train.files import read_json, replace_file, to_json
+from intbmoe.version import program_version
 
 DIGEST = 12
 """Digits of a SHA-256 that are shown; the data has all."""
@@ -68,7 +68,7 @@ def comparison_page(data: Data, pictures: Path) -> Page:
     ]
     sections += [_part("sensitivity", figures), _ablations(data), _floors(data), _left_out(data, figures), _runs(data)]
     overline = f"intbmoe compare · {data['recipe']} · --methods {data['methods']}"
-    footer = f"Made by intbmoe {version('intbmoe')} from data/ and pictures/ beside this page; it loads nothing else."
+    footer = f"Made by intbmoe {program_version()} from data/ and pictures/ beside this page; it loads nothing else."
     return Page(overline, answer, [section for section in sections if section is not None], footer)
 
 

@@ -8,7 +8,6 @@ import csv
 import json
 import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from intbmoe.analysis.report.answer import Answer
 from intbmoe.analysis.report.images import read_image
 from intbmoe.analysis.report.page import Cell, Column, Facts, Figure, Notice, Page, Section, Table, render
 from intbmoe.train.files import read_json, replace_file
+from intbmoe.version import program_version
 
 NAME = "report.html"
 MOST_ROWS = 300
@@ -65,7 +65,7 @@ def run_page(folder: Path) -> Page:
         sections.append(Section("left-out", "Left out", lead, [Notice(items)]))
     sections.append(_source(summary))
     overline = f"intbmoe analyse · {summary['recipe']}/{summary['label']}/{summary['seed']}"
-    footer = f"Made by intbmoe {version('intbmoe')} from data/ and pictures/ beside this page; it loads nothing else."
+    footer = f"Made by intbmoe {program_version()} from data/ and pictures/ beside this page; it loads nothing else."
     return Page(overline, answer_run(summary, parts), sections, footer)
 
 

@@ -98,12 +98,12 @@ class GeneratePredictor(GenerateEncoder):
                     answer["finished"] = piece.finished
         for answer, encoded, new in zip(answers, batch, continuation.ids, strict=True):
             if encoded.payload["explain"]:
-                answer |= self._explain(encoded, new)
+                answer |= self.explain(encoded, new)
         return answers
 
     @torch.inference_mode()
-    def _explain(self, encoded: Encoded, new: list[int]) -> Answer:
-        """Reads the whole text once more; the last token was written and never read."""
+    def explain(self, encoded: Encoded, new: Sequence[int]) -> Answer:
+        """See ``StreamingPredictor``: reads the whole text once more; the last token was written and never read."""
         ids = [*encoded.payload["ids"].tolist(), *new]
         read = ids[: max(1, len(ids) - 1)] if new else ids
         with recording(self.model, [encoded]) as log:

@@ -1,0 +1,89 @@
+"""An engine's process from outside: what it reads before it computes, and how it ends."""
+
+import asyncio
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from fake_model import write_artifact
+
+from intbmoe.export.predictor import Encoded, to_wire
+from intbmoe.serve import engine_process
+from intbmoe.serve.engine import Engine
+from intbmoe.serve.engine_process import EngineProcess
+from intbmoe.serve.links import Call, Link
+from intbmoe.serve.settings import Settings
+
+IMAGE = 224
+
+
+class Classifier:
+    """Says nothing of an image, slowly; ``sizes`` are those of its batches."""
+
+    action = "classify"
+
+    def __init__(self):
+        self.sizes = []
+
+    def answer(self, batch):
+        self.sizes.append(len(batch))
+        time.sleep(0.03)
+        return [{"pixels": int(one.payload["pixels"].sum())} for one in batch]
+
+
+def test_requests_that_do_not_fit_a_socket_together_are_computed_together(tmp_path):
+    """A socket holds some 200 kB, and an image has 150: each batch was of one or two."""
+    path, classifier, count = str(tmp_path / "engine"), Classifier(), 32
+    engine = Engine(classifier, Settings(artifact="", budget_ms=2000, batch_tokens=10**7))
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        _, link = await loop.create_unix_connection(lambda: Link(path, lambda *_: None), path)
+        calls = []
+        for number in range(count):
+            call = Call({}, time.monotonic() + 30)
+            pixels = np.full((IMAGE, IMAGE, 3), number, np.uint8)
+            call.content, call.tokens = to_wire(Encoded(197, {"pixels": pixels})), 197
+            link.send(call)
+            calls.append(call)
+        return [outcome.content[0]["pixels"] for outcome in await asyncio.gather(*(call.done for call in calls))]
+
+    ours, theirs = socket.socketpair()
+    with socket.socket(socket.AF_UNIX) as listener, ours:
+        listener.bind(path)
+        listener.listen()
+        process = threading.Thread(target=EngineProcess(engine, listener, theirs).run)
+        process.start()
+        assert asyncio.run(run()) == [number * IMAGE * IMAGE * 3 for number in range(count)]
+        assert sum(classifier.sizes) == count
+        assert len(classifier.sizes) <= count // 4
+        ours.close()  # without its supervisor it ends
+        process.join(5)
+        assert not process.is_alive()
+
+
+class EndedError(Exception):
+    """In place of the end of this process."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_ends_at_once_also_when_it_fails(tmp_path, monkeypatch, caplog, fails):
+    """As with its GPU: until its process has ended, its requests are not sent to another."""
+
+    def run(self):
+        if fails:
+            raise RuntimeError("the device is lost")
+
+    def leave(status):
+        raise EndedError(status)
+
+    monkeypatch.setattr(EngineProcess, "run", run)
+    monkeypatch.setattr(engine_process.os, "_exit", leave)
+    monkeypatch.setattr(engine_process.gc, "freeze", lambda: None)
+    settings = Settings(artifact=str(write_artifact(tmp_path)), loader="fake_model", threads=1)
+    ours, theirs = socket.socketpair()
+    with ours, pytest.raises(EndedError, match=str(int(fails))):
+        engine_process.main([settings.to_json(), settings.artifact, str(tmp_path / "s"), str(theirs.detach())])
+    assert ("the device is lost" in caplog.text) == fails
