@@ -1,4 +1,4 @@
-"""Shared fixtures: every test starts from the same seed."""
+"""Shared fixtures: every test starts from the same seed, and leaves torch as it was."""
 
 import pytest
 import torch
@@ -8,5 +8,9 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _torch():
     torch.manual_seed(0)
+    yield
+    gradients = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert gradients, "this test has switched gradients off for all that come after it"

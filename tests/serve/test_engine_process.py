@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from fake_model import write_artifact
 
 from intbmoe.export.predictor import Encoded, to_wire
@@ -82,6 +83,7 @@ def test_an_engine_ends_at_once_also_when_it_fails(tmp_path, monkeypatch, caplog
     monkeypatch.setattr(EngineProcess, "run", run)
     monkeypatch.setattr(engine_process.os, "_exit", leave)
     monkeypatch.setattr(engine_process.gc, "freeze", lambda: None)
+    monkeypatch.setattr(torch, "set_grad_enabled", lambda _: None)
     settings = Settings(artifact=str(write_artifact(tmp_path)), loader="fake_model", threads=1)
     ours, theirs = socket.socketpair()
     with ours, pytest.raises(EndedError, match=str(int(fails))):
