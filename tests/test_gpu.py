@@ -126,6 +126,18 @@ def test_compiled_layers_keep_the_kernels(name):
     assert all(any(operation in text for text in written) for operation in wanted), written
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_compiled_gradients_are_the_ordinary_ones(name):
+    plain = make(name).cuda().eval()  # in training some methods draw random numbers, which compiled code draws anew
+    compiled = copy.deepcopy(plain)
+    compiled.compile()
+    x, mask = (tensor.cuda() for tensor in batch(200))
+    probe = torch.randn_like(x)
+    found, expected = (outputs_and_gradients(layer, x, mask, probe) for layer in (compiled, plain))
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= 1e-4 * (b.norm() + 1e-3)
+
+
 def test_intbmoe_compiles_whole_and_trains():
     eager, compiled = make("intbmoe").cuda(), make("intbmoe").cuda()
     run = torch.compile(compiled, fullgraph=True)

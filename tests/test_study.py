@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +16,7 @@ sys.path.insert(0, str(SCRIPTS))
 import study_plan  # noqa: E402
 import study_tables  # noqa: E402
 from study_clock import START_SECONDS, TIMING, Clock  # noqa: E402
-from study_jobs import Lane  # noqa: E402
+from study_jobs import Lane, pack  # noqa: E402
 
 SHORT = ("train.epochs=1", "train.warmup=0.2")
 
@@ -149,6 +151,26 @@ def test_tables_hold_runs_of_one_setting_only(plan):
     assert "w/o gate" not in parameters
 
 
+def test_of_several_settings_the_best_on_validation_are_shown(plan):
+    first = {entry.label: entry for entry in plan if entry.seed == 0}
+    runs = [summary_of(first[label], 0.5, test={"accuracy": 0.9, "accuracy5": 0.9}) for label in ("dense", "intbmoe")]
+    runs.append(summary_of(first["vmoe"], 0.95))  # more runs, and better in all but what decides
+    other = [study_plan.change(first[label], ["train.lr=0.1"]) for label in ("dense", "intbmoe")]
+    runs += [summary_of(entry, 0.6, test={"accuracy": 0.1, "accuracy5": 0.1}) for entry in other]
+    text = study_tables.study_text("digits", runs, {"rows": {}})
+    assert "| Dense | 10.00 % | 60.00 % |" in text
+    assert "3 runs of other settings are left out" in text
+
+
+def test_a_second_call_adds_to_what_travels_back(tmp_path):
+    for name in ("one.json", "two.json"):
+        (tmp_path / name).write_text(name)
+        pack(tmp_path / "out", [SimpleNamespace(finished=True, summary=tmp_path / name)])
+    with tarfile.open(tmp_path / "out" / "study.tar") as tar:
+        found = {member.name: tar.extractfile(member).read().decode() for member in tar}
+    assert found == {"one.json": "one.json", "two.json": "two.json"}
+
+
 def test_a_part_replaces_what_was_between_its_markers():
     text = "a\n<!-- study:x -->\nold\n<!-- /study:x -->\nb\n"
     once = study_tables.put(text, "x", r"new \1", Path("f.md"))
@@ -160,7 +182,7 @@ def test_a_part_replaces_what_was_between_its_markers():
 
 def test_the_document_has_a_place_for_every_study():
     text = study_tables.DOCUMENT.read_text(encoding="utf-8")
-    for name in (*study_plan.REAL, "tuning"):
+    for name in (*study_plan.REAL, "tuning", "mixing"):
         study_tables.put(text, name, "…", study_tables.DOCUMENT)
 
 
