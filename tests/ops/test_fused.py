@@ -280,6 +280,20 @@ def test_combine(device, routing, tokens, width):
 
 
 @on_device
+@routed_tokens
+def test_sum_rows(device, routing, tokens):
+    plan = sort(choices(routing, tokens, 2), GROUPS)
+    (rows,), exact = pairs(device, torch.randn(2 * tokens, 37))
+    y = combine_fused.sum_rows(rows, plan.token.to(device), plan.inverse.to(device))
+    expected = _gather_sum(*exact, torch.ones(tokens, 2, dtype=torch.float64), plan)
+    near(y, expected)
+    probe = torch.randn(tokens, 37)
+    y.backward(probe.to(device))
+    expected.backward(probe.double())
+    gradients_near((rows,), exact)
+
+
+@on_device
 @gates
 @pytest.mark.parametrize(
     ("blocks", "bases", "inputs", "outputs"), [(8, 16, 12, 20), (8, 5, 7, 11), (1, 40, 3, 300), (32, 33, 1, 9)]

@@ -60,7 +60,7 @@ def to_rows(x: Tensor, plan: Dispatch) -> Tensor:
     """(N, c) values of tokens → (M, c) values of their rows."""
     if not _differentiates(x):
         return x.index_select(0, plan.token)
-    return _ToRows.apply(x, plan.token, plan.inverse, plan.trimmed)
+    return _ToRows.apply(x, plan.token, plan.inverse, plan.trimmed, plan.plain)
 
 
 def spread(table: Tensor, plan: Dispatch) -> Tensor:
@@ -102,15 +102,21 @@ class _ToRows(Function):
     """Autograd would scatter the gradient of a gather; each token knows its k rows, so gather them instead."""
 
     @staticmethod
-    def forward(ctx, x, token, inverse, trimmed):
-        ctx.save_for_backward(inverse)
-        ctx.trimmed = trimmed
+    def forward(ctx, x, token, inverse, trimmed, plain):
+        ctx.save_for_backward(token, inverse)
+        ctx.trimmed, ctx.plain = trimmed, plain
         return x.index_select(0, token)
 
     @staticmethod
     def backward(ctx, grad):
-        (inverse,) = ctx.saved_tensors
-        return _rows_of_tokens(grad, inverse, ctx.trimmed).sum(1), None, None, None
+        token, inverse = ctx.saved_tensors
+        if not ctx.plain and usable(grad):
+            from intbmoe.ops.combine import fused
+
+            summed = fused.sum_rows(grad, token, inverse)
+        else:
+            summed = _rows_of_tokens(grad, inverse, ctx.trimmed).sum(1)
+        return summed, None, None, None, None
 
 
 class _Spread(Function):

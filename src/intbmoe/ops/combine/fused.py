@@ -2,6 +2,11 @@
 
 Forward, a program has some tokens and reads each one's k rows. Backward, it has some rows: each reads its token's
 gradient, writes its own, and leaves the product of the two, which is its weight's gradient.
+
+``sum_rows`` is the same without weights: the gradient of a gather of tokens into rows. It is an operation by itself for
+the compiler's sake too. Written in torch, Inductor fuses its gather into the backward of the norm before the layer, by
+loops of which the second reads what other threads stored in the first, without a barrier (pytorch/pytorch#190519): in
+bfloat16, with a class token, gradients were wrong by factors of a thousand.
 """
 
 import torch
@@ -16,6 +21,7 @@ from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows,
 TILING = Tiling(elements=512, per_lane=8)
 
 torch.library.define("intbmoe::combine", "(Tensor rows, Tensor weights, Tensor inverse) -> Tensor")
+torch.library.define("intbmoe::sum_rows", "(Tensor rows, Tensor token, Tensor inverse) -> Tensor")
 torch.library.define(
     "intbmoe::combine_backward",
     "(Tensor grad, Tensor rows, Tensor weights, Tensor token, Tensor choice) -> (Tensor, Tensor)",
@@ -25,6 +31,11 @@ torch.library.define(
 def combine(rows: Tensor, weights: Tensor, token: Tensor, choice: Tensor, inverse: Tensor) -> Tensor:
     """As ``naive.combine``; ``token`` and ``choice`` (M,) say whose each row is, for the gradient."""
     return _Combine.apply(rows, weights, token, choice, inverse)
+
+
+def sum_rows(rows: Tensor, token: Tensor, inverse: Tensor) -> Tensor:
+    """(M, c) rows, (M,) their tokens, (N, k) the row of each choice (M: none) → (N, c), in the type of ``rows``."""
+    return torch.ops.intbmoe.sum_rows(rows, token, inverse)
 
 
 class _Combine(torch.autograd.Function):
@@ -41,7 +52,7 @@ class _Combine(torch.autograd.Function):
 @triton.jit
 def _combine_forward(
     rows, weights, inverse, out, tokens, count,
-    ROW_STRIDE: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr,
+    ROW_STRIDE: tl.constexpr, CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -50,9 +61,11 @@ def _combine_forward(
     for number in tl.static_range(CHOICES):
         place = token * CHOICES + number
         row = tl.load(inverse + place, mask=token < tokens, other=count)
-        weight = tl.load(weights + place, mask=token < tokens, other=0.0).to(tl.float32)
         mask = (row < count)[:, None] & (column < WIDTH)[None, :]
-        total += weight[:, None] * load_rows(rows, row, column, ROW_STRIDE, mask)
+        values = load_rows(rows, row, column, ROW_STRIDE, mask)
+        if WEIGHTED:
+            values *= tl.load(weights + place, mask=token < tokens, other=0.0).to(tl.float32)[:, None]
+        total += values
     mask = (token < tokens)[:, None] & (column < WIDTH)[None, :]
     tl.store(out + token[:, None] * WIDTH + column[None, :], total.to(out.dtype.element_ty), mask=mask)
 
@@ -78,16 +91,23 @@ def _combine_backward(
 
 @torch.library.impl("intbmoe::combine", "default")
 def _run(rows, weights, inverse):
-    out = _allocate(rows, weights, inverse)
-    tokens, choices = inverse.shape
-    width = rows.shape[1]
+    return _launch(rows, weights.contiguous(), inverse, _allocate(rows, weights, inverse))
+
+
+@torch.library.impl("intbmoe::sum_rows", "default")
+def _run_sum(rows, token, inverse):
+    return _launch(rows, None, inverse, _allocate_sum(rows, token, inverse))
+
+
+def _launch(rows: Tensor, weights: Tensor | None, inverse: Tensor, out: Tensor) -> Tensor:
+    (tokens, choices), width = inverse.shape, rows.shape[1]
     sizes = TILING.tile(width)
     if tokens:
         rows = in_rows(rows)
         with on_device(rows):
             _combine_forward[(triton.cdiv(tokens, sizes["TILE"]),)](
-                rows, weights.contiguous(), inverse.contiguous(), out, tokens, rows.shape[0],
-                ROW_STRIDE=rows.stride(0), WIDTH=width, CHOICES=choices, **sizes,
+                rows, weights, inverse.contiguous(), out, tokens, rows.shape[0],
+                ROW_STRIDE=rows.stride(0), WIDTH=width, CHOICES=choices, WEIGHTED=weights is not None, **sizes,
             )  # fmt: skip
     return out
 
@@ -95,6 +115,18 @@ def _run(rows, weights, inverse):
 @torch.library.register_fake("intbmoe::combine")
 def _allocate(rows, weights, inverse):
     return weights.new_empty(inverse.shape[0], rows.shape[1])
+
+
+@torch.library.register_fake("intbmoe::sum_rows")
+def _allocate_sum(rows, token, inverse):
+    return rows.new_empty(inverse.shape[0], rows.shape[1])
+
+
+torch.library.register_autograd(
+    "intbmoe::sum_rows",
+    lambda ctx, grad: (grad.index_select(0, ctx.saved_tensors[0]), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
 
 
 @torch.library.impl("intbmoe::combine_backward", "default")

@@ -357,7 +357,7 @@ def _grad_mm(ctx, grad):
     x_grad = weight_grad = None
     if needs_x:
         row_grad = gathered_mm(grad, weight.mT, offsets, complete=ctx.complete)
-        x_grad = row_grad if token is None else _sum_rows(row_grad, inverse)
+        x_grad = row_grad if token is None else _sum_rows(row_grad, token, inverse)
     if needs_weight:
         weight_grad = gathered_outer(x, grad, offsets, token, inverse)
     return x_grad, weight_grad, None, None, None, None
@@ -371,17 +371,17 @@ def _grad_outer(ctx, outer_grad):
     x, grad, offsets, token, inverse = ctx.saved_tensors
     outer_grad = outer_grad.to(x.dtype)
     row_grad = gathered_mm(grad, outer_grad.mT, offsets)
-    x_grad = row_grad if token is None else _sum_rows(row_grad, inverse)
+    x_grad = row_grad if token is None else _sum_rows(row_grad, token, inverse)
     return x_grad, gathered_mm(x, outer_grad, offsets, token, inverse), None, None, None, None
 
 
-def _sum_rows(rows: Tensor, inverse: Tensor | None) -> Tensor:
+def _sum_rows(rows: Tensor, token: Tensor, inverse: Tensor | None) -> Tensor:
     """(M, c) rows → (N, c), the sum of each token's: a gather, where autograd would scatter with atomics."""
     if inverse is None:
         raise ValueError("the gradient of gathered tokens needs `inverse`, the row of each assignment: pass it")
-    if rows.shape[0] != inverse.numel():  # some assignments have no row and point one past the last
-        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    return rows.index_select(0, inverse.reshape(-1)).view(*inverse.shape, rows.shape[1]).sum(1)
+    from intbmoe.ops.combine import fused
+
+    return fused.sum_rows(rows, token, inverse)
 
 
 torch.library.register_autograd("intbmoe::gathered_mm", _grad_mm, setup_context=_save_mm)
