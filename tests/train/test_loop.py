@@ -1,5 +1,6 @@
 """A training from its recipe to its result, and the ways in which it can end."""
 
+import copy
 import errno
 import math
 import os
@@ -198,6 +199,21 @@ def test_blocks_are_compiled_where_all_mixtures_lie_in_such(monkeypatch):
     alone = intbmoe.IntBMoE(8, 12, experts=2)  # has lists of modules too, which are no blocks of a Transformer
     compile_in_place(alone)
     assert compiled == [alone]
+
+
+def test_compiled_backwards_keep_float32_where_the_layer_has_it(monkeypatch):
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compile_module(self, backend="aot_eager"))
+    ordinary = intbmoe.IntBMoE(16, 24, experts=4)
+    compiled = copy.deepcopy(ordinary)
+    compile_in_place(compiled)
+    x, probe = torch.randn(2, 3, 8, 16).unbind()
+    for layer in (ordinary, compiled):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer(x)
+        (y * probe).sum().backward()
+    for (name, a), b in zip(ordinary.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.slow

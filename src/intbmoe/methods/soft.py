@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from intbmoe.checks import require, require_bool, require_positive_int
 from intbmoe.layer import MoELayer, Quantities, Result
 from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.running_sum import running_sum
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
 
@@ -120,7 +121,7 @@ class Soft(MoELayer):
             _check_batch(state, x.shape[0])
             numerator = torch.cat([state.numerator.unsqueeze(2), numerator], 2)
             denominator = torch.cat([state.denominator.unsqueeze(2), denominator], 2)
-        numerator, denominator = numerator.cumsum(2), denominator.cumsum(2)
+        numerator, denominator = running_sum(numerator, 2), running_sum(denominator, 2)
         if state is not None:
             state.numerator, state.denominator = numerator[:, :, -1], denominator[:, :, -1]
             numerator, denominator = numerator[:, :, 1:], denominator[:, :, 1:]

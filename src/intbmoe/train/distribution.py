@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -35,7 +36,12 @@ def compile_in_place(model: nn.Module) -> None:
 
     Block by block, where all mixtures lie in such: equal blocks share a graph, and a deep model is compiled as fast as
     a shallow one.
+
+    Backward passes are compiled as they are run, outside of autocast. Left alone, the compiler puts them under the
+    forward's autocast, inside of which what a layer does in float32 (routers, hypernetworks) would get its gradients
+    from bfloat16 products.
     """
+    torch._functorch.config.backward_pass_autocast = "off"
     blocks = stacked_blocks(model)
     inside = {id(module) for block in blocks for module in block.modules()}
     for part in blocks if all(id(layer) in inside for _, layer in moe_layers(model)) and blocks else [model]:

@@ -1,0 +1,41 @@
+"""Sums over a dimension and all entries before, of which the compiler takes nothing apart.
+
+Inductor fuses what leads to a ``cumsum`` into its scan, and fails where that is a product of tensors of different
+shapes and the scan is long ("Unexpected tiling", and pytorch/pytorch#180221). An ordinary call scans a stored tensor
+too, so on a GPU the sum is an operation by itself. An exported program keeps the ``cumsum`` that every runtime has.
+"""
+
+import torch
+from torch import Tensor
+
+from intbmoe.ops.eager import exporting
+
+torch.library.define("intbmoe::running_sum", "(Tensor x, int dim) -> Tensor")
+
+
+def running_sum(x: Tensor, dim: int) -> Tensor:
+    """As ``x.cumsum(dim)``."""
+    if x.device.type != "cuda" or exporting():
+        return x.cumsum(dim)
+    return torch.ops.intbmoe.running_sum(x, dim)
+
+
+@torch.library.impl("intbmoe::running_sum", "default")
+def _run(x, dim):
+    return x.cumsum(dim).contiguous()
+
+
+@torch.library.register_fake("intbmoe::running_sum")
+def _allocate(x, dim):
+    return x.new_empty(x.shape)
+
+
+def _save(ctx, inputs, output):
+    ctx.dim = inputs[1]
+
+
+def _backward(ctx, grad):
+    return torch.ops.intbmoe.running_sum(grad.flip(ctx.dim), ctx.dim).flip(ctx.dim), None
+
+
+torch.library.register_autograd("intbmoe::running_sum", _backward, setup_context=_save)
