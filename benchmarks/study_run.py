@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from intbmoe.analysis.compare import Job, summarise
+from intbmoe.analysis.report.comparison import thin
 from intbmoe.recipes import recipe_from_dict
 from intbmoe.recipes.compute import training_flops
 from intbmoe.recipes.schema import Recipe
@@ -130,11 +131,7 @@ def _load(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def _curve(rows: list[dict[str, Any]], split: str, name: str = "loss") -> list[list[float]]:
     """[step, value], evenly thinned; the last stays."""
-    points = [[row["step"], row[name]] for row in rows if row["split"] == split and name in row]
-    if len(points) <= CURVE_POINTS:
-        return points
-    places = [round(index * (len(points) - 1) / (CURVE_POINTS - 1)) for index in range(CURVE_POINTS)]
-    return [points[place] for place in places]
+    return thin([[row["step"], row[name]] for row in rows if row["split"] == split and name in row], CURVE_POINTS)
 
 
 def write_run(run: RunDirectory, stem: Path) -> None:

@@ -1,11 +1,11 @@
 """The tables of docs/results.md, from the summaries of the study.
 
-    python benchmarks/study_tables.py                       # into docs/results.md, between its markers
+    python benchmarks/study_tables.py                       # into docs/results.md and README.md, between their markers
     python benchmarks/study_tables.py --print               # on the screen
 
 For each study: equal parameters, equal compute, ablations, and the commands of all rows. A table holds runs whose
 settings agree in everything but the method and the seed; if there are several such groups the one that is best on the
-validation split is shown, and a line says what was left out.
+validation split is shown, and a line says what was left out. Over all studies: an overview of a line each.
 """
 
 import argparse
@@ -26,11 +26,18 @@ from intbmoe.analysis.compare import confidence_interval
 from intbmoe.analysis.compare_report import format_metric
 from intbmoe.budget import TABLE_1, TABLE_2
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "results.md"
+HOUSE = Path(__file__).parents[1]
+DOCUMENT, README = HOUSE / "docs" / "results.md", HOUSE / "README.md"
 NOTHING = "–"
 SECOND = {"accuracy": "accuracy5", "loss": "perplexity", "HR@10": "HR@10 new"}
 """What is shown beside the metric that decides."""
 ORDER = {label: place for place, label in enumerate(dict.fromkeys((*TABLE_1, *TABLE_2)))}
+TITLES = {
+    "tiny-imagenet": "Images: Tiny-ImageNet",
+    "wikipedia": "Text: Wikipedia",
+    "foursquare": "Places: Foursquare, New York",
+    "foursquare-us": "Places: Foursquare, US",
+}
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -39,6 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Make the study's tables from its summaries.")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--document", type=Path, default=DOCUMENT)
+    parser.add_argument("--readme", type=Path, default=README)
     parser.add_argument("--studies", nargs="+", choices=list(STUDIES), default=list(REAL))
     parser.add_argument("--print", action="store_true", help="on the screen, and change no file")
     options = parser.parse_args()
@@ -46,14 +54,21 @@ def main() -> int:
     parts = {study: study_text(study, summaries, read_timing(options.results, study)) for study in options.studies}
     parts["tuning"] = tuning_text(summaries)
     parts["mixing"] = mixing_text(summaries)
+    parts["overview"] = overview_text([study for study in options.studies if study in TITLES], summaries)
     if options.print:
         print("\n\n".join(f"## {name}\n\n{text}" for name, text in parts.items()))
         return 0
-    text = options.document.read_text(encoding="utf-8")
-    for name, part in parts.items():
-        text = put(text, name, part, options.document)
-    options.document.write_text(text, encoding="utf-8")
+    fill(options.document, parts)
+    fill(options.readme, {"overview": parts["overview"]})
     return 0
+
+
+def fill(document: Path, parts: Mapping[str, str]) -> None:
+    """Put the parts where the document has their markers."""
+    text = document.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        text = put(text, name, part, document)
+    document.write_text(text, encoding="utf-8")
 
 
 def put(text: str, name: str, part: str, where: Path) -> str:
@@ -72,19 +87,12 @@ def read_timing(results: Path, study: str) -> dict[str, Any]:
 
 def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> str:
     """All tables of one study."""
-    own = [summary for summary in summaries if summary["study"] == study and summary["stage"] != TUNING]
-    if not own:
+    rows, left_out = find_rows(study, summaries)
+    if not rows:
         return "No run yet."
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for summary in own:
-        groups.setdefault(summary["shared_digest"], []).append(summary)
-    chosen = max(groups.values(), key=_standing)
-    rows: Rows = {}
-    for summary in sorted(chosen, key=lambda summary: (_place(summary), summary["seed"])):
-        rows.setdefault(summary["label"], []).append(summary)
-    parts = [_about(chosen, timing)]
-    if len(groups) > 1:
-        parts.append(f"{len(own) - len(chosen)} runs of other settings are left out.")
+    parts = [_about([run for runs in rows.values() for run in runs], timing)]
+    if left_out:
+        parts.append(f"{left_out} runs of other settings are left out.")
     compute = {
         label for label, found in rows.items() if found[0]["stage"] == "compute" or label.endswith(("-wide", "-more"))
     }
@@ -102,6 +110,42 @@ def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mappi
     commands = "\n".join(_command(found) for found in rows.values())
     parts.append(f"<details><summary>Commands</summary>\n\n```\n{commands}\n```\n\n</details>")
     return "\n\n".join(parts)
+
+
+def find_rows(study: str, summaries: Sequence[Mapping[str, Any]]) -> tuple[Rows, int]:
+    """The runs by which a study goes on, label by label in the paper's order, and how many others there are."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for summary in summaries:
+        if summary["study"] == study and summary["stage"] != TUNING:
+            groups.setdefault(summary["shared_digest"], []).append(summary)
+    chosen = max(groups.values(), key=_standing, default=[])
+    rows: Rows = {}
+    for summary in sorted(chosen, key=lambda summary: (_place(summary), summary["seed"])):
+        rows.setdefault(summary["label"], []).append(summary)
+    return rows, sum(map(len, groups.values())) - len(chosen)
+
+
+def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each study that has IntBMoE: beside dense, the best other method by validation, and equal compute."""
+    lines = [
+        _line(["Test", "Dense", "Best other method", "IntBMoE", "Dense SwiGLU, IntBMoE's FLOPs"]),
+        _line([":--", "--:", "--:", "--:", "--:"]),
+    ]
+    for study in studies:
+        rows, _ = find_rows(study, summaries)
+        if "intbmoe" not in rows:
+            continue
+        one = rows["intbmoe"][0]
+        metric, sign = one["metric"], 1 if one["higher_is_better"] else -1
+        others = [label for label in rows if label in ORDER and label not in TUNED]
+        best = max(others, key=lambda label: sign * _mean(rows[label], "valid", metric), default=None)
+        cells = [
+            _value(rows[label], "test", metric) if label in rows else NOTHING for label in ("dense", "swiglu-wide")
+        ]
+        other = f"{rows[best][0]['title']} {_value(rows[best], 'test', metric)}" if best else NOTHING
+        cells[1:1] = [other, _value(rows["intbmoe"], "test", metric)]
+        lines.append(_line([f"{TITLES[study]}, {metric}", *cells]))
+    return "\n".join(lines) if len(lines) > 2 else "No run yet."
 
 
 def _standing(group: Sequence[Mapping[str, Any]]) -> tuple[float, int]:

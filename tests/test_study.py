@@ -1,6 +1,7 @@
 """The study's scripts: which runs there are, when one counts as done, and what the tables say of them."""
 
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -182,8 +183,30 @@ def test_a_part_replaces_what_was_between_its_markers():
 
 def test_the_document_has_a_place_for_every_study():
     text = study_tables.DOCUMENT.read_text(encoding="utf-8")
-    for name in (*study_plan.REAL, "tuning", "mixing"):
+    for name in (*study_plan.REAL, "tuning", "mixing", "overview"):
         study_tables.put(text, name, "…", study_tables.DOCUMENT)
+
+
+def test_the_readme_shows_what_the_document_does():
+    """Both are written in one go: one of them alone was changed by hand, or forgotten."""
+    shown = [
+        re.search("<!-- study:overview -->(.*?)<!-- /study:overview -->", path.read_text(encoding="utf-8"), re.DOTALL)[
+            1
+        ]
+        for path in (study_tables.DOCUMENT, study_tables.README)
+    ]
+    assert shown[0] == shown[1]
+    assert all(title in shown[0] for title in ("Tiny-ImageNet", "New York"))
+
+
+def test_the_overview_names_the_other_method_that_is_best_on_validation(plan, monkeypatch):
+    monkeypatch.setitem(study_tables.TITLES, "digits", "Digits")
+    first = {entry.label: entry for entry in plan if entry.seed == 0}
+    runs = [summary_of(first["vmoe"], 0.7, test={"accuracy": 0.1}), summary_of(first["switch"], 0.6)]
+    assert study_tables.overview_text(["digits"], runs) == "No run yet.", "without IntBMoE there is nothing to compare"
+    runs += [summary_of(first["intbmoe"], 0.65), summary_of(first["intbmoe-no_gate"], 0.9)]
+    text = study_tables.overview_text(["digits"], runs)
+    assert text.splitlines()[2:] == ["| Digits, accuracy | – | V-MoE 10.00 % | 65.00 % | – |"]
 
 
 @pytest.mark.slow
