@@ -139,6 +139,7 @@ def compile_model(model: nn.Module, whole: bool, fullgraph: bool) -> None:
     """Mark the model, or its blocks, to be compiled when they first run."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    torch._functorch.config.backward_pass_autocast = "off"  # as in training, see ``compile_in_place``
     for part in [model] if whole else stacked_blocks(model):
         part.compile(fullgraph=fullgraph)
 

@@ -54,7 +54,7 @@ def main() -> int:
     parts = {study: study_text(study, summaries, read_timing(options.results, study)) for study in options.studies}
     parts["tuning"] = tuning_text(summaries)
     parts["mixing"] = mixing_text(summaries)
-    parts["overview"] = overview_text([study for study in options.studies if study in TITLES], summaries)
+    parts["overview"] = overview_text(list(TITLES), summaries)
     if options.print:
         print("\n\n".join(f"## {name}\n\n{text}" for name, text in parts.items()))
         return 0
@@ -151,8 +151,8 @@ def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]
 def _standing(group: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
     """By which of several settings the study goes on: dense and IntBMoE's mean on validation, then how many runs."""
     sign = 1 if group[0]["higher_is_better"] else -1
-    values = {run["label"]: sign * run["valid"][run["metric"]] for run in group if run["label"] in TUNED}
-    return fmean(values.values()) if len(values) == len(TUNED) else -math.inf, len(group)
+    found = [[sign * run["valid"][run["metric"]] for run in group if run["label"] == label] for label in TUNED]
+    return fmean(map(fmean, found)) if all(found) else -math.inf, len(group)
 
 
 def _place(summary: Mapping[str, Any]) -> tuple[bool, int, str]:

@@ -1,15 +1,15 @@
 """On a CUDA device: no wait for the device, parity with float64 on the CPU, exact repeats, CUDA graphs, compile.
 
-Run with ``pytest -m gpu tests/test_gpu.py`` on a machine with a GPU; needs nothing beyond torch and pytest.
+Run with ``pytest -m gpu tests/test_gpu.py`` on a machine with a GPU.
 """
 
 import copy
-import re
 
 import pytest
 import torch
 
 import intbmoe
+from inductor_code import read_backs
 from intbmoe.models.vit import Block, ViTConfig
 
 pytestmark = [
@@ -140,44 +140,34 @@ def test_compiled_gradients_are_the_ordinary_ones(name):
         assert (a - b).norm() <= 1e-4 * (b.norm() + 1e-3)
 
 
-def read_backs(code):
-    """Kernels of Inductor's code that load what they stored, with no barrier in between: other threads' stores may be
-    missing (pytorch/pytorch#190519)."""
-    found = []
-    for kernel in code.split("@triton.jit")[1:]:
-        stored = set()
-        for line in kernel.split("'''")[0].splitlines():
-            if "tl.debug_barrier" in line:
-                stored.clear()
-            if stored & set(re.findall(r"tl\.load\((\w+)", line)):
-                found.append(kernel)
-            stored.update(re.findall(r"tl\.store\((\w+)", line))
-    return found
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_compiled_blocks_train_as_ordinary_ones(name):
+@pytest.mark.parametrize(("name", "form"), [*((name, None) for name in METHODS), ("intbmoe", "grouped")])
+def test_compiled_blocks_train_as_ordinary_ones(name, form):
     """A block with a class token, in bfloat16: where a gather of the layer's, fused into the norm, went wrong."""
     from torch._inductor.utils import run_and_get_code
+
+    from intbmoe.train.distribution import compile_in_place
 
     torch.manual_seed(1)
     config = ViTConfig(image_size=32, patch_size=4, dim=192, heads=3, hidden=64)
     plain = Block(config, 0.0, intbmoe.create(name, 192, 64)).cuda().eval()
+    if form:
+        plain.moe.form = form
     compiled = copy.deepcopy(plain)
-    compiled.compile()
+    compile_in_place(compiled)
     x, probe = torch.randn(2, 64, 1 + config.patches, 192, device="cuda").unbind()
 
-    def gradients(block):
+    def outputs_and_gradients(block):
         block.zero_grad()
         inputs = x.clone().requires_grad_()
         with torch.autocast("cuda", dtype=torch.bfloat16):
             y = block(inputs)
         (y * probe).sum().backward()
-        return [inputs.grad, *(p.grad.clone() for p in block.parameters() if p.grad is not None)]
+        return [y.detach(), inputs.grad, *(p.grad.clone() for p in block.parameters() if p.grad is not None)]
 
-    expected, (found, codes) = gradients(plain), run_and_get_code(gradients, compiled)
+    expected, (found, codes) = outputs_and_gradients(plain), run_and_get_code(outputs_and_gradients, compiled)
+    assert len(codes) >= 2, "of forward and backward"
     assert not [kernel for code in codes for kernel in read_backs(code)]
-    for again in (found, gradients(compiled)):
+    for again in (found, outputs_and_gradients(compiled)):
         for a, b in zip(again, expected, strict=True):
             assert (a - b).norm() <= 0.1 * (b.norm() + 1e-3)
 

@@ -16,6 +16,7 @@ from intbmoe.ops import tiles
 from intbmoe.ops.combine import fused as combine_fused
 from intbmoe.ops.combine import naive as combine_naive
 from intbmoe.ops.combine.gated import gated_combine
+from intbmoe.ops.combine.rows import sum_rows
 from intbmoe.ops.compose import fused as compose_fused
 from intbmoe.ops.compose import naive as compose_naive
 from intbmoe.ops.dprg import fused as dprg_fused
@@ -281,16 +282,24 @@ def test_combine(device, routing, tokens, width):
 
 @on_device
 @routed_tokens
-def test_sum_rows(device, routing, tokens):
+@pytest.mark.parametrize("trimmed", [False, True], ids=["all", "trimmed"])
+def test_sum_rows(device, routing, tokens, trimmed):
     plan = sort(choices(routing, tokens, 2), GROUPS)
-    (rows,), exact = pairs(device, torch.randn(2 * tokens, 37))
-    y = combine_fused.sum_rows(rows, plan.token.to(device), plan.inverse.to(device))
-    expected = _gather_sum(*exact, torch.ones(tokens, 2, dtype=torch.float64), plan)
+    count = int(plan.ends[-1]) if trimmed else 2 * tokens  # rows of no group may be there or not
+    (rows,), exact = pairs(device, torch.randn(count, 37))
+    token, inverse = plan.token[:count].to(device), plan.inverse.clamp(max=count).to(device)
+    y = sum_rows(rows, token, inverse)
+    ones = torch.ones(tokens, 2, dtype=torch.float64)
+    expected = combine_naive.combine(*exact, ones, inverse.cpu()) if tokens < 100 else _gather_sum(*exact, ones, plan)
     near(y, expected)
-    probe = torch.randn(tokens, 37)
-    y.backward(probe.to(device))
-    expected.backward(probe.double())
-    gradients_near((rows,), exact)
+    near(sum_rows(rows, token, inverse, plain=True), expected)
+    if expected.requires_grad:
+        probe = torch.randn(tokens, 37)
+        y.backward(probe.to(device))
+        expected.backward(probe.double())
+        gradients_near((rows,), exact)
+    if tokens < 100:
+        torch.library.opcheck(torch.ops.intbmoe.sum_rows.default, (rows.detach(), token, inverse, False))
 
 
 @on_device

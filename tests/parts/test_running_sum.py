@@ -1,4 +1,4 @@
-"""The running sum that compiled code does not look into, called by name: ``running_sum`` itself takes it on a GPU."""
+"""The running sum that compiled code does not look into, called by name: only code compiled for a GPU takes it."""
 
 import pytest
 import torch

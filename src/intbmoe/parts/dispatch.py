@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from intbmoe.ops.combine.rows import rows_of_tokens, sum_rows
 from intbmoe.ops.eager import readable
 from intbmoe.ops.permute import permute
 from intbmoe.ops.triton_support import usable
@@ -60,7 +61,7 @@ def to_rows(x: Tensor, plan: Dispatch) -> Tensor:
     """(N, c) values of tokens → (M, c) values of their rows."""
     if not _differentiates(x):
         return x.index_select(0, plan.token)
-    return _ToRows.apply(x, plan.token, plan.inverse, plan.trimmed, plan.plain)
+    return _ToRows.apply(x, plan.token, plan.inverse, plan.plain)
 
 
 def spread(table: Tensor, plan: Dispatch) -> Tensor:
@@ -87,36 +88,23 @@ def _differentiates(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _rows_of_tokens(rows: Tensor, inverse: Tensor, trimmed: bool) -> Tensor:
-    """(M, c) rows → (N, k, c), each token's rows in the order of its choices; zero for those left out."""
-    if trimmed:
-        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    return rows.index_select(0, inverse.reshape(-1)).view(*inverse.shape, rows.shape[1])
-
-
 def _weighted_sum(rows: Tensor, weights: Tensor, inverse: Tensor, trimmed: bool) -> Tensor:
-    return (cast(_rows_of_tokens(rows, inverse, trimmed), weights.dtype) * weights.unsqueeze(-1)).sum(1)
+    return (cast(rows_of_tokens(rows, inverse, trimmed), weights.dtype) * weights.unsqueeze(-1)).sum(1)
 
 
 class _ToRows(Function):
     """Autograd would scatter the gradient of a gather; each token knows its k rows, so gather them instead."""
 
     @staticmethod
-    def forward(ctx, x, token, inverse, trimmed, plain):
+    def forward(ctx, x, token, inverse, plain):
         ctx.save_for_backward(token, inverse)
-        ctx.trimmed, ctx.plain = trimmed, plain
+        ctx.plain = plain
         return x.index_select(0, token)
 
     @staticmethod
     def backward(ctx, grad):
         token, inverse = ctx.saved_tensors
-        if not ctx.plain and usable(grad):
-            from intbmoe.ops.combine import fused
-
-            summed = fused.sum_rows(grad, token, inverse)
-        else:
-            summed = _rows_of_tokens(grad, inverse, ctx.trimmed).sum(1)
-        return summed, None, None, None, None
+        return sum_rows(grad, token, inverse, ctx.plain), None, None, None
 
 
 class _Spread(Function):
@@ -147,7 +135,7 @@ class _Combine(Function):
     def backward(ctx, grad):
         rows, weights, token, choice, inverse = ctx.saved_tensors
         row_grad = grad.index_select(0, token) * weights.reshape(-1).index_select(0, choice).unsqueeze(-1)
-        weight_grad = (_rows_of_tokens(rows, inverse, ctx.trimmed).to(grad.dtype) * grad.unsqueeze(1)).sum(-1)
+        weight_grad = (rows_of_tokens(rows, inverse, ctx.trimmed).to(grad.dtype) * grad.unsqueeze(1)).sum(-1)
         return row_grad.to(rows.dtype), weight_grad, None, None, None, None
 
 

@@ -2,7 +2,8 @@
 
 Inductor fuses what leads to a ``cumsum`` into its scan, and fails where that is a product of tensors of different
 shapes and the scan is long ("Unexpected tiling", and pytorch/pytorch#180221). An ordinary call scans a stored tensor
-too, so on a GPU the sum is an operation by itself. An exported program keeps the ``cumsum`` that every runtime has.
+too, so in compiled code for a GPU the sum is an operation by itself. Elsewhere it is torch's, with all its derivatives,
+and an exported program keeps the ``cumsum`` that every runtime has.
 """
 
 import torch
@@ -15,9 +16,9 @@ torch.library.define("intbmoe::running_sum", "(Tensor x, int dim) -> Tensor")
 
 def running_sum(x: Tensor, dim: int) -> Tensor:
     """As ``x.cumsum(dim)``."""
-    if x.device.type != "cuda" or exporting():
-        return x.cumsum(dim)
-    return torch.ops.intbmoe.running_sum(x, dim)
+    if x.device.type == "cuda" and torch.compiler.is_compiling() and not exporting():
+        return torch.ops.intbmoe.running_sum(x, dim)
+    return x.cumsum(dim)
 
 
 @torch.library.impl("intbmoe::running_sum", "default")

@@ -3,10 +3,7 @@
 Forward, a program has some tokens and reads each one's k rows. Backward, it has some rows: each reads its token's
 gradient, writes its own, and leaves the product of the two, which is its weight's gradient.
 
-``sum_rows`` is the same without weights: the gradient of a gather of tokens into rows. It is an operation by itself for
-the compiler's sake too. Written in torch, Inductor fuses its gather into the backward of the norm before the layer, by
-loops of which the second reads what other threads stored in the first, without a barrier (pytorch/pytorch#190519): in
-bfloat16, with a class token, gradients were wrong by factors of a thousand.
+Without weights it is the sum of each token's rows (``rows.py``).
 """
 
 import torch
@@ -21,7 +18,6 @@ from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows,
 TILING = Tiling(elements=512, per_lane=8)
 
 torch.library.define("intbmoe::combine", "(Tensor rows, Tensor weights, Tensor inverse) -> Tensor")
-torch.library.define("intbmoe::sum_rows", "(Tensor rows, Tensor token, Tensor inverse) -> Tensor")
 torch.library.define(
     "intbmoe::combine_backward",
     "(Tensor grad, Tensor rows, Tensor weights, Tensor token, Tensor choice) -> (Tensor, Tensor)",
@@ -31,11 +27,6 @@ torch.library.define(
 def combine(rows: Tensor, weights: Tensor, token: Tensor, choice: Tensor, inverse: Tensor) -> Tensor:
     """As ``naive.combine``; ``token`` and ``choice`` (M,) say whose each row is, for the gradient."""
     return _Combine.apply(rows, weights, token, choice, inverse)
-
-
-def sum_rows(rows: Tensor, token: Tensor, inverse: Tensor) -> Tensor:
-    """(M, c) rows, (M,) their tokens, (N, k) the row of each choice (M: none) → (N, c), in the type of ``rows``."""
-    return torch.ops.intbmoe.sum_rows(rows, token, inverse)
 
 
 class _Combine(torch.autograd.Function):
@@ -94,9 +85,9 @@ def _run(rows, weights, inverse):
     return _launch(rows, weights.contiguous(), inverse, _allocate(rows, weights, inverse))
 
 
-@torch.library.impl("intbmoe::sum_rows", "default")
-def _run_sum(rows, token, inverse):
-    return _launch(rows, None, inverse, _allocate_sum(rows, token, inverse))
+def run_sum(rows: Tensor, inverse: Tensor) -> Tensor:
+    """``rows.sum_rows`` by the kernel, without autograd."""
+    return _launch(rows, None, inverse, rows.new_empty(inverse.shape[0], rows.shape[1]))
 
 
 def _launch(rows: Tensor, weights: Tensor | None, inverse: Tensor, out: Tensor) -> Tensor:
@@ -115,18 +106,6 @@ def _launch(rows: Tensor, weights: Tensor | None, inverse: Tensor, out: Tensor) 
 @torch.library.register_fake("intbmoe::combine")
 def _allocate(rows, weights, inverse):
     return weights.new_empty(inverse.shape[0], rows.shape[1])
-
-
-@torch.library.register_fake("intbmoe::sum_rows")
-def _allocate_sum(rows, token, inverse):
-    return rows.new_empty(inverse.shape[0], rows.shape[1])
-
-
-torch.library.register_autograd(
-    "intbmoe::sum_rows",
-    lambda ctx, grad: (grad.index_select(0, ctx.saved_tensors[0]), None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
-)
 
 
 @torch.library.impl("intbmoe::combine_backward", "default")

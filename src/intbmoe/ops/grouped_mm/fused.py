@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from intbmoe.checks import require
+from intbmoe.ops.combine.rows import sum_rows
 from intbmoe.ops.triton_support import (
     ALIGNMENT,
     DTYPES,
@@ -379,9 +380,7 @@ def _sum_rows(rows: Tensor, token: Tensor, inverse: Tensor | None) -> Tensor:
     """(M, c) rows → (N, c), the sum of each token's: a gather, where autograd would scatter with atomics."""
     if inverse is None:
         raise ValueError("the gradient of gathered tokens needs `inverse`, the row of each assignment: pass it")
-    from intbmoe.ops.combine import fused
-
-    return fused.sum_rows(rows, token, inverse)
+    return sum_rows(rows, token, inverse)
 
 
 torch.library.register_autograd("intbmoe::gathered_mm", _grad_mm, setup_context=_save_mm)
