@@ -3,11 +3,13 @@
 import csv
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from intbmoe.analysis import analyse as analysis
 from intbmoe.analysis import run_cost
 from intbmoe.analysis.analyse import AnalyseOptions, analyse, read_summary, redraw
 from intbmoe.analysis.drawing import DRAWERS, draw_participation, draw_recipes, layer_title
@@ -124,13 +126,19 @@ def test_counts_of_load_and_routing_agree(analysed):
         assert sum(layer["counts"]) == 2 * layer["tokens"]
 
 
-def test_pictures_are_redrawn_identically_from_the_data_alone(analysed, tmp_path):
-    folder = analysed["digits"]
-    before = files(folder)
-    moved = tmp_path / "elsewhere"
-    shutil.copytree(folder / "data", moved / "data")
-    redraw(moved)
-    assert files(moved) == before
+def test_numbers_come_without_matplotlib_and_are_drawn_elsewhere(run, analysed, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as without:
+        for module in [name for name in sys.modules if name.split(".")[0] in ("matplotlib", "jinja2")]:
+            without.setitem(sys.modules, module, None)
+        without.setattr(analysis, "find_spec", lambda name: None)
+        with pytest.raises(SystemExit, match="matplotlib"):
+            main(["analyse", str(run), "--examples", "24"])
+        main(["analyse", str(run), "--examples", "24", "--numbers-only"])
+    assert f"draw it: intbmoe analyse {run} --redraw" in capsys.readouterr().out
+    assert [path.name for path in (run / "analysis").iterdir()] == ["data"]
+    elsewhere = shutil.copytree(run / "analysis", tmp_path / "elsewhere")
+    redraw(elsewhere)
+    assert files(elsewhere) == files(analysed["digits"])
 
 
 @pytest.mark.usefixtures("undrawn")

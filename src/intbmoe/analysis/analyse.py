@@ -56,6 +56,8 @@ class AnalyseOptions:
     split: str = "valid"
     examples: int = 1000
     """At most so many, evenly spread over the split."""
+    draw: bool = True
+    """Without it the numbers alone are left, which needs no matplotlib; ``redraw`` draws them, elsewhere too."""
 
 
 class LeftOut(Exception):  # noqa: N818 — not an error: a part that does not apply
@@ -66,8 +68,9 @@ def analyse(
     run: RunDirectory | str | Path, options: AnalyseOptions | None = None, tell: Tell = lambda line: None
 ) -> Path:
     """Analyse a finished run; returns the folder, in which an earlier analysis is replaced as a whole."""
-    require_matplotlib()
     options = options or AnalyseOptions()
+    if options.draw:
+        require_matplotlib()
     run = RunDirectory.existing(run)
     recipe, task, model = _open(run)
     ranks = Ranks(recipe.train.precision)
@@ -100,8 +103,9 @@ def analyse(
         for name, part in found.items():
             (data / f"{name}.json").write_bytes(to_json(asdict(part)))
             (data / f"{name}.csv").write_text(to_csv(part.rows()), encoding="utf-8", newline="")
-        _draw(data, beside / "pictures")
-        write_run_report(beside)
+        if options.draw:
+            _draw(data, beside / "pictures")
+            write_run_report(beside)
     return folder
 
 

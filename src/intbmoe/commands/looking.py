@@ -18,6 +18,7 @@ def analyse(
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
     split: Literal["valid", "test"] = "valid",
     examples: int = 1000,
+    numbers_only: bool = False,
     redraw: bool = False,
 ) -> None:
     """Look inside a finished run's model: what its experts do, where its tokens go; a report in RUN/analysis.
@@ -26,6 +27,7 @@ def analyse(
         run: A run directory: runs/<recipe>/<method>/<seed>.
         split: Which examples.
         examples: At most so many of them, evenly spread; more make small differences surer.
+        numbers_only: Draw nothing, for a machine without matplotlib; --redraw does it later, elsewhere too.
         redraw: Compute nothing, draw the pictures again from the data of an earlier analysis.
     """
     with explained(ModuleNotFoundError):
@@ -37,10 +39,11 @@ def analyse(
             say("\n".join(str(path) for path in analysis.redraw(run / analysis.FOLDER)))
             return
         with Console(stderr=True).status("") as status:
-            folder = analysis.analyse(run, analysis.AnalyseOptions(split, examples), status.update)
+            folder = analysis.analyse(run, analysis.AnalyseOptions(split, examples, not numbers_only), status.update)
     for part, reason in analysis.read_summary(folder)["left_out"].items():
         say(f"left out: {part}: {reason}")
-    say(f"analysed: {folder}\nlook at it: {folder / 'report.html'}")
+    then = f"draw it: intbmoe analyse {run} --redraw" if numbers_only else f"look at it: {folder / 'report.html'}"
+    say(f"analysed: {folder}\n{then}")
 
 
 def recipes() -> None:
