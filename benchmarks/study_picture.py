@@ -148,6 +148,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> list[Text]:
         if height != point.mean:
             style["marker"], text = "v" if point.mean < low else "^", f"{text}, at {point.mean:.4g}"
         filled = {"mfc": "white", "zorder": 4} if point.interval is None else {"zorder": 5}
+        filled["zorder"] += 2 * (point is own)
         ends = height + np.array([-1, 1]) * (point.interval or 0)
         axes.plot([point.flops] * 2, ends, color=style["color"], lw=1.2, marker="_")
         axes.plot(point.flops, height, **style, **filled, clip_on=False)
