@@ -19,7 +19,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, LogLocator
 from study import RESULTS
 from study_plan import REAL, read_summaries
-from study_tables import TITLES, Rows, find_rows
+from study_tables import ABLATIONS, COMPUTE, PARAMETERS, TITLES, Rows, find_rows, table_of
 
 from intbmoe.analysis.compare import confidence_interval
 from intbmoe.analysis.drawing.canvas import BLUE, GRID, ORANGE, tidy
@@ -27,7 +27,7 @@ from intbmoe.analysis.drawing.canvas import BLUE, GRID, ORANGE, tidy
 OUTPUT = Path(__file__).parents[1] / "docs" / "images" / "study.png"
 TESTED = {"tiny-imagenet": (10_000, "images"), "foursquare": (1_081, "users"), "foursquare-us": (4_874, "users")}
 """What an accuracy or a hit rate on the test split is a share of: summaries do not say it."""
-OWN, PARAMETERS, COMPUTE = "IntBMoE", "equal parameters (Dense: as in the backbone)", "equal compute"
+OWN = "IntBMoE"
 INK, DPI = "#444444", 150
 FAR = DPI / 72 * np.array([8, 15, 24, 36, 50, 66])  # from a point to its label, in pixels
 STYLES = {
@@ -86,9 +86,9 @@ def _panel(study: str, rows: Rows) -> Panel:
     metric, higher = runs[0]["metric"], runs[0]["higher_is_better"]
     factor, points = 100 if metric.startswith("accuracy") else 1, {}
     for label, found in rows.items():
-        if label.startswith("intbmoe-"):
+        family = OWN if label == "intbmoe" else table_of(label)
+        if family == ABLATIONS:
             continue
-        family = OWN if label == "intbmoe" else COMPUTE if label.endswith(("-wide", "-more")) else PARAMETERS
         values = [factor * run["test"][metric] for run in found]
         flops = fmean(run["flops_training"] for run in found)
         points[label] = Point(found[0]["title"], family, flops, fmean(values), confidence_interval(values))

@@ -38,6 +38,7 @@ TITLES = {
     "foursquare": "Places: Foursquare, New York",
     "foursquare-us": "Places: Foursquare, US",
 }
+PARAMETERS, COMPUTE, ABLATIONS = "Equal parameters", "Equal compute", "Ablations"
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -93,23 +94,21 @@ def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mappi
     parts = [_about([run for runs in rows.values() for run in runs], timing)]
     if left_out:
         parts.append(f"{left_out} runs of other settings are left out.")
-    compute = {
-        label for label, found in rows.items() if found[0]["stage"] == "compute" or label.endswith(("-wide", "-more"))
-    }
-    ablations = {label for label in rows if label.startswith("intbmoe-")}
-    tables = {
-        "Equal parameters": set(rows) - compute - ablations,
-        "Equal compute": compute | {"intbmoe"} if compute else set(),
-        "Ablations": ablations | {"intbmoe"} if ablations else set(),
-    }
-    for title, labels in tables.items():
-        shown = {label: found for label, found in rows.items() if label in labels}
-        if shown:
+    for title in (PARAMETERS, COMPUTE, ABLATIONS):
+        if any(table_of(label) == title for label in rows):
+            shown = {label: found for label, found in rows.items() if table_of(label) == title or label == "intbmoe"}
             parts.append(f"**{title}**\n\n{table(shown, timing['rows'])}")
     parts += _floors(rows)
     commands = "\n".join(_command(found) for found in rows.values())
     parts.append(f"<details><summary>Commands</summary>\n\n```\n{commands}\n```\n\n</details>")
     return "\n\n".join(parts)
+
+
+def table_of(label: str) -> str:
+    """Which table a variant stands in; IntBMoE itself stands in all."""
+    if label.endswith(("-wide", "-more")):
+        return COMPUTE
+    return ABLATIONS if label.startswith("intbmoe-") else PARAMETERS
 
 
 def find_rows(study: str, summaries: Sequence[Mapping[str, Any]]) -> tuple[Rows, int]:
@@ -139,11 +138,9 @@ def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]
         metric, sign = one["metric"], 1 if one["higher_is_better"] else -1
         others = [label for label in rows if label in ORDER and label not in TUNED]
         best = max(others, key=lambda label: sign * _mean(rows[label], "valid", metric), default=None)
-        cells = [
-            _value(rows[label], "test", metric) if label in rows else NOTHING for label in ("dense", "swiglu-wide")
-        ]
-        other = f"{rows[best][0]['title']} {_value(rows[best], 'test', metric)}" if best else NOTHING
-        cells[1:1] = [other, _value(rows["intbmoe"], "test", metric)]
+        values = {label: _value(found, "test", metric) for label, found in rows.items()}
+        other = f"{rows[best][0]['title']} {values[best]}" if best else NOTHING
+        cells = [values.get("dense", NOTHING), other, values["intbmoe"], values.get("swiglu-wide", NOTHING)]
         lines.append(_line([f"{TITLES[study]}, {metric}", *cells]))
     return "\n".join(lines) if len(lines) > 2 else "No run yet."
 

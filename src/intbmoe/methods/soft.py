@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require, require_bool, require_positive_int
 from intbmoe.layer import MoELayer, Quantities, Result
+from intbmoe.ops.running_sum import running_sum
 from intbmoe.parts.experts import ExpertsConfig
-from intbmoe.parts.running_sum import running_sum
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
 

@@ -15,6 +15,11 @@ def exporting() -> bool:
 exporting._dynamo_marked_constant = True
 
 
+def compiled_for_gpu(x: Tensor) -> bool:
+    """Whether what is done to ``x`` is being compiled for a GPU: there some things must be kept from the compiler."""
+    return x.device.type == "cuda" and torch.compiler.is_compiling() and not exporting()
+
+
 def readable(x: Tensor) -> bool:
     """Whether a number can be read from ``x`` without waiting for a device or breaking a graph."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():

@@ -9,7 +9,7 @@ gradients were wrong by factors of a thousand.
 import torch
 from torch import Tensor
 
-from intbmoe.ops.eager import exporting
+from intbmoe.ops.eager import compiled_for_gpu
 from intbmoe.ops.triton_support import usable
 
 torch.library.define("intbmoe::sum_rows", "(Tensor rows, Tensor token, Tensor inverse, bool plain) -> Tensor")
@@ -20,9 +20,7 @@ def sum_rows(rows: Tensor, token: Tensor, inverse: Tensor, plain: bool = False) 
 
     ``plain``: not by Triton, also where it runs.
     """
-    fused = not plain and usable(rows)
-    compiled = rows.device.type == "cuda" and torch.compiler.is_compiling() and not exporting()
-    if fused or compiled:
+    if (not plain and usable(rows)) or compiled_for_gpu(rows):
         return torch.ops.intbmoe.sum_rows(rows, token, inverse, plain)
     return rows_of_tokens(rows, inverse, rows.shape[0] != inverse.numel()).sum(1)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from intbmoe.parts.running_sum import running_sum
+from intbmoe.ops.running_sum import running_sum
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])

@@ -9,16 +9,14 @@ and an exported program keeps the ``cumsum`` that every runtime has.
 import torch
 from torch import Tensor
 
-from intbmoe.ops.eager import exporting
+from intbmoe.ops.eager import compiled_for_gpu
 
 torch.library.define("intbmoe::running_sum", "(Tensor x, int dim) -> Tensor")
 
 
 def running_sum(x: Tensor, dim: int) -> Tensor:
     """As ``x.cumsum(dim)``."""
-    if x.device.type == "cuda" and torch.compiler.is_compiling() and not exporting():
-        return torch.ops.intbmoe.running_sum(x, dim)
-    return x.cumsum(dim)
+    return torch.ops.intbmoe.running_sum(x, dim) if compiled_for_gpu(x) else x.cumsum(dim)
 
 
 @torch.library.impl("intbmoe::running_sum", "default")
