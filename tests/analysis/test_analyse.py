@@ -134,6 +134,8 @@ def test_numbers_come_without_matplotlib_and_are_drawn_elsewhere(run, analysed, 
         with pytest.raises(SystemExit, match="matplotlib"):
             main(["analyse", str(run), "--examples", "24"])
         main(["analyse", str(run), "--examples", "24", "--numbers-only"])
+        with pytest.raises(SystemExit, match="give one of them"):
+            main(["analyse", str(run), "--numbers-only", "--redraw"])
     assert f"draw it: intbmoe analyse {run} --redraw" in capsys.readouterr().out
     assert [path.name for path in (run / "analysis").iterdir()] == ["data"]
     elsewhere = shutil.copytree(run / "analysis", tmp_path / "elsewhere")

@@ -35,6 +35,8 @@ def analyse(
         from intbmoe.tasks import DataError
         from intbmoe.train import TrainingError
     with explained(TrainingError, DataError, ValueError, ModuleNotFoundError):
+        if numbers_only and redraw:
+            raise ValueError("--numbers-only draws nothing and --redraw computes nothing: give one of them")
         if redraw:
             say("\n".join(str(path) for path in analysis.redraw(run / analysis.FOLDER)))
             return
