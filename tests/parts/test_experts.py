@@ -51,7 +51,7 @@ def test_batch_runs_each_expert_on_its_own(kind):
 
 
 @kinds
-def test_merged_and_mixed_are_the_expert_of_averaged_parameters(kind):
+def test_merged_is_the_expert_of_averaged_parameters_for_groups_and_for_single_tokens(kind):
     made, x = experts(kind), torch.randn(3, 5, D, dtype=torch.float64)
     a = torch.rand(3, E, dtype=torch.float64).softmax(-1)
     averaged = kind(3, D, H).double()
@@ -61,7 +61,7 @@ def test_merged_and_mixed_are_the_expert_of_averaged_parameters(kind):
     expected = averaged.batch(x)
     torch.testing.assert_close(made.merged(x, a), expected)
     per_token = a.unsqueeze(1).expand(3, 5, E).reshape(15, E)
-    torch.testing.assert_close(made.mixed(x.view(15, D), per_token), expected.view(15, D))
+    torch.testing.assert_close(made.merged(x.view(15, 1, D), per_token), expected.view(15, 1, D))
 
 
 @kinds

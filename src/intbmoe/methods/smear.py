@@ -13,9 +13,9 @@ and a becomes (a + 1e-10) / Σ(a + 1e-10).
 Choices: the router is a plain linear map without a bias, as IntBMoE's parameter counts have it; the authors' also
 normalises the pooled vector and each expert's router vector. W_r starts as N(0, 0.01²), their law. Expert dropout is
 the authors' 0.1; IntBMoE does not say. Padding is left out of the mean; the authors include it. A sequence without a
-valid token has uniform a. The token level never builds a weight set for a token: Σ_e a_e (x W_e) is one product of
-all a_e x with the stacked weights, at the cost of E experts. The example level builds one a sequence, few at a time,
-and again in the backward pass.
+valid token has uniform a. Weight sets are built few at a time, and again in the backward pass. The token level never
+builds one: Σ_e a_e (x W_e) is one product of all a_e x with the stacked weights, at the cost of E experts; on a GPU
+the example level runs so too where sequences are short (``ops/merged_mm``).
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -76,7 +76,7 @@ class Smear(MoELayer):
         if self.config.level == "example":
             return Result(self.experts.merged(tokens, self._coefficients(_mean(wide(x), mask))))
         a = self._coefficients(wide(x).flatten(0, 1))
-        return Result(self.experts.mixed(tokens.flatten(0, 1), a).view(x.shape))
+        return Result(self.experts.merged(tokens.flatten(0, 1).unsqueeze(1), a).view(x.shape))
 
     def _coefficients(self, routed: Tensor) -> Tensor:
         """(n, d) pooled vectors or tokens → (n, E) coefficients that sum to one."""

@@ -1,11 +1,10 @@
-"""Expert networks: one that is always on, and E stacked ones that run in four ways.
+"""Expert networks: one that is always on, and E stacked ones that run in three ways.
 
-A stacked network is written once, over an open linear map that ``rows``, ``batch``, ``merged`` and ``mixed`` fill in:
+A stacked network is written once, over an open linear map that ``rows``, ``batch`` and ``merged`` fill in:
 
     rows      rows sorted by expert, each through its expert           sparse methods
     batch     (E, S, d), each expert on its own S inputs               Soft MoE, Expert Choice
-    merged    (G, S, d), group g through the expert Σ_e a_{g,e} θ_e    parameters merged, G weight sets built
-    mixed     (N, d), token n through the expert Σ_e a_{n,e} θ_e       parameters merged, no weight set built
+    merged    (G, S, d), group g through the expert Σ_e a_{g,e} θ_e    parameters merged
 """
 
 import math
@@ -74,19 +73,9 @@ class StackedLinear(nn.Module):
         return out if self.bias is None else out + self.bias.to(z.dtype).unsqueeze(1)
 
     def merged(self, z: Tensor, a: Tensor) -> Tensor:
-        """(G, S, i) inputs and (G, E) coefficients → (G, S, o), merging in the type of ``a``, some groups at a time."""
+        """(G, S, i) inputs and (G, E) coefficients → (G, S, o)."""
         out = merged_mm(z, a, self.weight)
         return out if self.bias is None else out + (a @ self.bias.to(a.dtype)).to(z.dtype).unsqueeze(1)
-
-    def mixed(self, z: Tensor, a: Tensor) -> Tensor:
-        """(N, i) inputs and (N, E) coefficients → (N, o).
-
-        Σ_e a_e (z W_e) is one product of the N × (E·i) matrix of all a_e z with the stacked weights.
-        """
-        experts, inputs, outputs = self.weight.shape
-        spread_out = (a.to(z.dtype).unsqueeze(2) * z.unsqueeze(1)).reshape(-1, experts * inputs)
-        out = spread_out @ self.weight.reshape(experts * inputs, outputs).to(z.dtype)
-        return out if self.bias is None else out + a.to(z.dtype) @ self.bias.to(z.dtype)
 
 
 Apply = Callable[[StackedLinear, Tensor], Tensor]
@@ -114,10 +103,6 @@ class StackedExperts(nn.Module):
     def merged(self, z: Tensor, a: Tensor) -> Tensor:
         """(G, S, d) through G merged experts with coefficients (G, E)."""
         return self.network(z, lambda layer, z: layer.merged(z, a))
-
-    def mixed(self, z: Tensor, a: Tensor) -> Tensor:
-        """(N, d) through one merged expert a token, coefficients (N, E), without building it."""
-        return self.network(z, lambda layer, z: layer.mixed(z, a))
 
     def route(self, x: Tensor, ids: Tensor, weights: Tensor, complete: bool = False) -> tuple[Tensor, Tensor]:
         """(N, d) tokens, (N, k) chosen experts (−1: none) and weights → weighted sums (N, d), load (E,).
