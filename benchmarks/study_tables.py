@@ -13,7 +13,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -207,16 +207,20 @@ def _about(runs: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> str:
     machines = sorted({run["environment"]["device"] for run in runs})
     torches = sorted({run["environment"]["packages"]["torch"] for run in runs})
     commits = sorted({_commit(run["environment"]["git"] or {}) for run in runs})
-    seconds = [run["seconds"] for run in runs]
-    beside = sorted({run["side_by_side"] for run in runs})
     text = (
-        f"{len(runs)} runs of {first['steps']:,} steps ({first['epochs']:g} epochs) on {', '.join(machines)}, torch "
+        f"{len(runs)} runs of {first['steps']:,} steps ({first['epochs']:.3g} epochs) on {', '.join(machines)}, torch "
         f"{', '.join(torches)}, source {', '.join(commits)}; "
-        f"{' or '.join(map(str, beside))} side by side, {min(seconds):.0f} to {max(seconds):.0f} s each."
+        f"{_span(run['side_by_side'] for run in runs)} side by side, {_span(run['seconds'] for run in runs)} s each."
     )
     if timing["rows"]:
         text += f" Milliseconds and memory: a training step alone on {timing['device']}."
     return text
+
+
+def _span(values: Iterable[float]) -> str:
+    found = list(values)
+    low, high = f"{min(found):.0f}", f"{max(found):.0f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _commit(git: Mapping[str, Any]) -> str:

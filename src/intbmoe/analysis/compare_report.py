@@ -172,8 +172,10 @@ def best_row(summaries: Sequence[Summary]) -> int:
 
 
 def format_metric(metric: str, value: float, interval: float | None) -> str:
-    """Accuracies in per cent, all else as it is; with ± where there is an interval."""
-    factor, digits, unit = (100, 2, " %") if metric.startswith("accuracy") else (1, 4, "")
+    """Accuracies in per cent, perplexities with two digits, all else with four; with ± where there is an interval."""
+    factor, digits, unit = (
+        (100, 2, " %") if metric.startswith("accuracy") else (1, 2 if metric == "perplexity" else 4, "")
+    )
     text = f"{value * factor:.{digits}f}"
     return f"{text}{unit}" if interval is None else f"{text} ± {interval * factor:.{digits}f}{unit}"
 
