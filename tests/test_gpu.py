@@ -10,7 +10,7 @@ import torch
 
 import intbmoe
 from inductor_code import read_backs
-from intbmoe.models.vit import Block, ViTConfig
+from intbmoe.models.vit import Block, ViT, ViTConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -140,11 +140,31 @@ def test_compiled_gradients_are_the_ordinary_ones(name):
         assert (a - b).norm() <= 1e-4 * (b.norm() + 1e-3)
 
 
-@pytest.mark.parametrize(("name", "form"), [*((name, None) for name in METHODS), ("intbmoe", "grouped")])
-def test_compiled_blocks_train_as_ordinary_ones(name, form):
-    """A block with a class token, in bfloat16: where a gather of the layer's, fused into the norm, went wrong."""
+def assert_trains_alike(plain, compiled, x):
+    """In bfloat16; the generated code is searched for kernels that read back what other threads stored."""
     from torch._inductor.utils import run_and_get_code
 
+    probe = torch.randn_like(plain(x))
+
+    def outputs_and_gradients(model):
+        model.zero_grad()
+        inputs = x.clone().requires_grad_()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            y = model(inputs)
+        (y * probe).sum().backward()
+        return [y.detach(), inputs.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    expected, (found, codes) = outputs_and_gradients(plain), run_and_get_code(outputs_and_gradients, compiled)
+    assert len(codes) >= 2, "of forward and backward"
+    assert not [kernel for code in codes for kernel in read_backs(code)]
+    for again in (found, outputs_and_gradients(compiled)):
+        for a, b in zip(again, expected, strict=True):
+            assert (a - b).norm() <= 0.1 * (b.norm() + 1e-3)
+
+
+@pytest.mark.parametrize(("name", "form"), [*((name, None) for name in METHODS), ("intbmoe", "grouped")])
+def test_compiled_blocks_train_as_ordinary_ones(name, form):
+    """A block with a class token: where a gather of the layer's, fused into the norm, went wrong."""
     from intbmoe.train.distribution import compile_in_place
 
     torch.manual_seed(1)
@@ -154,22 +174,17 @@ def test_compiled_blocks_train_as_ordinary_ones(name, form):
         plain.moe.form = form
     compiled = copy.deepcopy(plain)
     compile_in_place(compiled)
-    x, probe = torch.randn(2, 64, 1 + config.patches, 192, device="cuda").unbind()
+    assert_trains_alike(plain, compiled, torch.randn(64, 1 + config.patches, 192, device="cuda"))
 
-    def outputs_and_gradients(block):
-        block.zero_grad()
-        inputs = x.clone().requires_grad_()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            y = block(inputs)
-        (y * probe).sum().backward()
-        return [y.detach(), inputs.grad, *(p.grad.clone() for p in block.parameters() if p.grad is not None)]
 
-    expected, (found, codes) = outputs_and_gradients(plain), run_and_get_code(outputs_and_gradients, compiled)
-    assert len(codes) >= 2, "of forward and backward"
-    assert not [kernel for code in codes for kernel in read_backs(code)]
-    for again in (found, outputs_and_gradients(compiled)):
-        for a, b in zip(again, expected, strict=True):
-            assert (a - b).norm() <= 0.1 * (b.norm() + 1e-3)
+@pytest.mark.parametrize("name", [None, "vmoe", "intbmoe"])
+def test_a_whole_vit_compiled_at_once_trains_as_the_ordinary_one(name):
+    """Where patches, their class token and a norm meet, as in torch's own example of such kernels."""
+    torch.manual_seed(1)
+    config = ViTConfig(image_size=32, patch_size=4, hidden=64, depth=2, moe_layers=(0,), classes=10)
+    plain = ViT(config, (lambda: intbmoe.create(name, 192, 64)) if name else None).cuda().eval()
+    compiled = torch.compile(copy.deepcopy(plain), fullgraph=True)
+    assert_trains_alike(plain, compiled, torch.randn(64, 3, 32, 32, device="cuda"))
 
 
 def test_intbmoe_compiles_whole_and_trains():
