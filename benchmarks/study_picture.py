@@ -129,7 +129,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> list[Text]:
     axes.set_ylabel(f"{panel.metric}{' (%)' * percent}, {tested}; {better} is better", fontsize=9)
     tidy(axes)
     axes.grid(color=GRID, linewidth=0.5)
-    own, dense, wide, swiglu = map(panel.points.get, ("intbmoe", "dense", "dense-wide", "swiglu-wide"))
+    own, dense, gelu, swiglu = map(panel.points.get, ("intbmoe", "dense", "dense-wide", "swiglu-wide"))
     others = {"Dense": dense, "wide SwiGLU": swiglu}
     told = [f"IntBMoE − {n}: {own.mean - it.mean:+.{2 if percent else 4}f}" for n, it in others.items() if own and it]
     axes.set_title("\n".join([TITLES[panel.study], ",  ".join(told).replace("-", "−")]), loc="left", fontsize=10)
@@ -140,7 +140,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> list[Text]:
         axes.axhline(panel.floor[1], color=INK, linewidth=1, linestyle="--", zorder=1)
         told = f"no learning: {panel.floor[0]} {panel.floor[1]:.4g}"
         axes.text(0.01, panel.floor[1], told, transform=axes.get_yaxis_transform(), va="bottom", fontsize=8)
-    if dense and wide:
+    for wide in filter(None, (gelu, swiglu) if dense else ()):
         axes.plot([dense.flops, wide.flops], [dense.mean, wide.mean], color=BLUE, linewidth=1, zorder=2)
     labels = []
     for point in panel.points.values():

@@ -3,7 +3,8 @@
 At equal parameters IntBMoE runs more FLOPs than most of what it is compared with. These variants have its FLOPs
 instead, whatever their parameters:
 
-dense, swiglu     an inner width, in the layers that IntBMoE's mixtures take, that comes within ``TOLERANCE``
+dense, swiglu     a GELU and a SwiGLU FFN in the layers that IntBMoE's mixtures take, of a width that comes within
+                  ``TOLERANCE``; the backbone's own may be either
 vmoe, deepseek    the k that comes nearest; one more or less is a whole expert, so they can be some per cent off
 expert_choice     its capacity factor, the mean number of experts of a token (images only: it looks ahead)
 
@@ -93,7 +94,7 @@ def _widened(recipe: Recipe, name: str, target: float) -> tuple[str, MoESettings
         widened = replace(moe, options={"hidden": width})
         difference = _flops(recipe, widened) / target - 1
         if abs(difference) <= TOLERANCE:
-            return f"{find_method(name).title}, width {width}", widened
+            return f"Dense {'GELU' if name == 'dense' else 'SwiGLU'}, width {width}", widened
     raise ValueError(
         f"no width of {name} comes within {TOLERANCE:.0%} of IntBMoE's FLOPs: {width} is {difference:+.1%}"
     )
