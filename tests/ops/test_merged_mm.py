@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import intbmoe.ops.merged_mm as package
@@ -10,8 +11,8 @@ from intbmoe.ops.merged_mm import chunked, merged_mm, naive, spread
 FORMS = pytest.mark.parametrize("form", [chunked, spread], ids=["chunked", "spread"])
 
 
-def inputs(groups, dtype=torch.float64):
-    z = torch.randn(groups, 3, 4, dtype=dtype, requires_grad=True)
+def inputs(groups, dtype=torch.float64, size=3):
+    z = torch.randn(groups, size, 4, dtype=dtype, requires_grad=True)
     a = torch.randn(groups, 2, dtype=torch.promote_types(dtype, torch.float32)).softmax(-1).requires_grad_()
     return z, a, torch.randn(2, 4, 6, dtype=dtype, requires_grad=True)
 
@@ -24,9 +25,9 @@ def test_by_hand():
 
 
 @FORMS
-@pytest.mark.parametrize("groups", [0, 1, 2, 5, 6])
-def test_chunks_are_the_whole_with_gradients(form, groups):
-    leaves = inputs(groups)
+@pytest.mark.parametrize(("groups", "size"), [(0, 3), (1, 3), (2, 3), (5, 3), (6, 3), (3, 0), (3, 1)])
+def test_chunks_are_the_whole_with_gradients(form, groups, size):
+    leaves = inputs(groups, size=size)
     expected = naive.merged_mm(*leaves)
     found = form.merged_mm(*leaves, limit=2)
     torch.testing.assert_close(found, expected)
@@ -82,13 +83,67 @@ def test_gradients_have_the_types_of_their_inputs(form):
         assert grad.dtype == leaf.dtype
 
 
-def test_small_groups_build_no_matrix_and_large_ones_do(monkeypatch):
+@FORMS
+def test_frozen_matrices_get_no_gradient_and_change_no_other(form):
+    z, a, weight = inputs(5)
+    upstream = torch.randn(5, 3, 6, dtype=torch.float64)
+    expected = torch.autograd.grad(form.merged_mm(z, a, weight, limit=2), (z, a), upstream)
+    found = torch.autograd.grad(form.merged_mm(z, a, weight.detach(), limit=2), (z, a), upstream)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "size", "form"),
+    [
+        ("cpu", torch.float32, 1, spread),
+        ("cpu", torch.bfloat16, 2, chunked),
+        ("cuda", torch.bfloat16, 512 // 8, spread),
+        ("cuda", torch.bfloat16, 512 // 8 + 1, chunked),
+        ("cuda", torch.float32, 64 // 8, spread),
+        ("cuda", torch.float64, 64 // 8 + 1, chunked),
+    ],
+)
+def test_small_groups_build_no_matrix_and_large_ones_do(monkeypatch, device, dtype, size, form):
     called = []
-    for form in (chunked, spread):
-        monkeypatch.setattr(form, "merged_mm", lambda z, a, weight, limit, form=form: called.append(form))
-    for size in (1, package.SPREAD_INPUTS, package.SPREAD_INPUTS + 1):
-        merged_mm(torch.zeros(2, size, 4), torch.zeros(2, 3), torch.zeros(3, 4, 6))
-    assert called == [spread, spread, chunked]
+    for one in (chunked, spread):
+        monkeypatch.setattr(one, "merged_mm", lambda z, a, weight, limit, one=one: called.append(one))
+    with FakeTensorMode():
+        z, weight = torch.empty(2, size, 4, device=device, dtype=dtype), torch.empty(8, 4, 6, device=device)
+        merged_mm(z, torch.empty(2, 8, device=device), weight)
+    assert called == [form]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_exported_programs_take_any_number_and_size_of_groups(monkeypatch, size):
+    """Chunks would be counted once, at the example's size, and a form chosen by it."""
+    monkeypatch.setattr(package, "MAX_NUMBERS_IN_CACHE", 2 * 4 * 6)
+
+    class Layer(torch.nn.Module):
+        def forward(self, z, a, weight):
+            return merged_mm(z, a, weight)
+
+    groups, free = torch.export.Dim("groups", max=64), torch.export.Dim("size", max=64)
+    shapes = ({0: groups, 1: free} if size > 1 else {0: groups}, {0: groups}, None)
+    program = torch.export.export(Layer(), inputs(3, size=size), dynamic_shapes=shapes)
+    for groups, other in ((2, size), (40, size), *([(5, 2), (5, 40)] if size > 1 else [])):
+        leaves = inputs(groups, size=other)
+        torch.testing.assert_close(program.module()(*leaves), naive.merged_mm(*leaves))
+
+
+TRANSFORMS = {
+    "grad": lambda f, z, a, w: torch.func.grad(lambda w: f(z, a, w).square().sum())(w),
+    "jvp": lambda f, z, a, w: torch.func.jvp(f, (z, a, w), (z, a, w))[1],
+    "vmap": lambda f, z, a, w: torch.func.vmap(f, (0, None, None))(torch.stack([z, -z]), a, w),
+    "jacrev": lambda f, z, a, w: torch.func.jacrev(f, 1)(z, a, w),
+    "hessian": lambda f, z, a, w: torch.func.hessian(lambda a: f(z, a, w).square().sum())(a),
+}
+
+
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_function_transforms_see_through_it(transform, size):
+    leaves = [leaf.detach() for leaf in inputs(3, size=size)]
+    torch.testing.assert_close(transform(merged_mm, *leaves), transform(naive.merged_mm, *leaves))
 
 
 class _Largest(TorchDispatchMode):
@@ -108,7 +163,7 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("size", [1, 8])
 def test_no_more_than_the_limit_is_ever_built_or_kept(monkeypatch, size):
     """One row is spread, eight are not: the limit holds for both, and neither keeps what it built."""
-    monkeypatch.setitem(package.MAX_NUMBERS, "cpu", 2**12)
+    monkeypatch.setattr(package, "MAX_NUMBERS_IN_CACHE", 2**12)
     width, groups = 16, 512
     z = torch.randn(groups, size, width, requires_grad=True)
     a, weight = torch.rand(groups, 2, requires_grad=True), torch.randn(2, width, width, requires_grad=True)

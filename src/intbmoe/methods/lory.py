@@ -16,7 +16,7 @@ valid token says nothing: it hands on the weights it was given itself. Segments 
 included, and routing is by segment in evaluation and decoding too (the paper also keeps the prompt's one decision for
 a whole generation, and finds little difference). Decoding keeps the running mean of the open segment and the weights
 in force. The router has no bias. Similarity batching of documents and dense warm-up are training recipes and not part
-of the layer; there is no public code to differ from. Of the merged weight sets, one a segment, few exist at a time
+of the layer; there is no public code to differ from. Of the merged weight sets, one a segment, some exist at a time
 (the backward pass merges them again), or none where segments are short for the device (``ops/merged_mm``).
 """
 

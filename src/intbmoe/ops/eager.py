@@ -20,6 +20,13 @@ def compiled_for_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda" and torch.compiler.is_compiling() and not exporting()
 
 
+def transformed() -> bool:
+    """Whether torch.func or dual numbers follow what is done: they know torch's operations, not every one of ours."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
 def readable(x: Tensor) -> bool:
     """Whether a number can be read from ``x`` without waiting for a device or breaking a graph."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -34,6 +41,5 @@ def unobserved(x: Tensor) -> bool:
         readable(x)
         and not torch.is_grad_enabled()
         and torch._C._len_torch_dispatch_stack() == 0  # FlopCounterMode and the like
-        and torch._C._functorch.maybe_current_level() is None  # vmap, jvp
-        and forward_ad._current_level < 0  # dual tensors, which no_grad does not switch off
+        and not transformed()  # no_grad does not switch dual numbers off
     )

@@ -33,7 +33,7 @@ class _MergedMM(Function):
         z, a, weight = ctx.saved_tensors
         wide_weight = weight.to(a.dtype)
         flat_weight = wide_weight.view(weight.shape[0], -1)
-        flat_grad = torch.zeros_like(flat_weight)
+        flat_grad = torch.zeros_like(flat_weight) if ctx.needs_input_grad[2] else None
         z_grads, a_grads = [], []
         for z_part, a_part, grad_part in zip(
             z.split(ctx.limit), a.split(ctx.limit), grad.split(ctx.limit), strict=True
@@ -41,5 +41,7 @@ class _MergedMM(Function):
             z_grads.append(torch.bmm(grad_part, _merge(a_part, wide_weight, z.dtype).transpose(1, 2)))
             merged_grad = torch.bmm(z_part.transpose(1, 2), grad_part).flatten(1).to(a.dtype)
             a_grads.append(merged_grad @ flat_weight.t())
-            flat_grad = torch.addmm(flat_grad, a_part.t(), merged_grad)
-        return torch.cat(z_grads), torch.cat(a_grads), flat_grad.view_as(weight).to(weight.dtype), None
+            if flat_grad is not None:
+                flat_grad = torch.addmm(flat_grad, a_part.t(), merged_grad)
+        weight_grad = None if flat_grad is None else flat_grad.view_as(weight).to(weight.dtype)
+        return torch.cat(z_grads), torch.cat(a_grads), weight_grad, None

@@ -9,8 +9,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 
+def plain(z: Tensor, a: Tensor, weight: Tensor) -> Tensor:
+    """As ``naive.merged_mm``, with coefficients rounded to the type of ``z``, all at once."""
+    return (_spread(z, a.to(z.dtype)) @ weight.to(z.dtype).flatten(0, 1)).unflatten(0, z.shape[:2])
+
+
 def merged_mm(z: Tensor, a: Tensor, weight: Tensor, limit: int) -> Tensor:
-    """As ``naive.merged_mm``, ``limit`` groups at a time, with coefficients rounded to the type of ``z``."""
+    """As ``plain``, ``limit`` groups at a time."""
     return _SpreadMM.apply(z, a, weight, limit)
 
 
@@ -24,25 +29,26 @@ class _SpreadMM(Function):
     def forward(ctx, z, a, weight, limit):
         ctx.save_for_backward(z, a, weight)
         ctx.limit = limit
-        stacked = weight.to(z.dtype).flatten(0, 1)
-        chunks = zip(z.split(limit), a.to(z.dtype).split(limit), strict=True)
-        return torch.cat([_spread(z_part, a_part) @ stacked for z_part, a_part in chunks]).unflatten(0, z.shape[:2])
+        weight = weight.to(z.dtype)
+        return torch.cat([plain(*parts, weight) for parts in zip(z.split(limit), a.split(limit), strict=True)])
 
     @staticmethod
     def backward(ctx, grad):
         z, a, weight = ctx.saved_tensors
         stacked = weight.to(z.dtype).flatten(0, 1)
-        weight_grad = torch.zeros_like(stacked, dtype=a.dtype)
+        weight_grad = torch.zeros_like(stacked, dtype=a.dtype) if ctx.needs_input_grad[2] else None
         z_grads, a_grads = [], []
         for z_part, a_part, grad_part in zip(
             z.split(ctx.limit), a.to(z.dtype).split(ctx.limit), grad.split(ctx.limit), strict=True
         ):
             rows = grad_part.flatten(0, 1)
-            weight_grad = weight_grad + _spread(z_part, a_part).t() @ rows
+            if weight_grad is not None:
+                weight_grad = weight_grad + _spread(z_part, a_part).t() @ rows
             spread_grad = (rows @ stacked.t()).unflatten(1, weight.shape[:2])  # (rows, E, i)
             row_weights = a_part.unsqueeze(1).expand(-1, z.shape[1], -1).flatten(0, 1)
             z_grads.append(torch.bmm(row_weights.unsqueeze(1), spread_grad).squeeze(1))
             row_grads = torch.bmm(spread_grad, z_part.flatten(0, 1).unsqueeze(2)).squeeze(2)
             a_grads.append(row_grads.unflatten(0, z_part.shape[:2]).sum(1, dtype=a.dtype))
-        z_grad = torch.cat(z_grads).unflatten(0, z.shape[:2])
-        return z_grad, torch.cat(a_grads), weight_grad.view_as(weight).to(weight.dtype), None
+        if weight_grad is not None:
+            weight_grad = weight_grad.view_as(weight).to(weight.dtype)
+        return torch.cat(z_grads).unflatten(0, z.shape[:2]), torch.cat(a_grads), weight_grad, None
