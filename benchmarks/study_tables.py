@@ -182,7 +182,8 @@ def table(rows: Rows, timing: Mapping[str, Any]) -> str:
         cells += [f"{one['params'] / 1e6:.3f}", f"{about}{one['activated'] / 1e6:.3f}"]
         cells += [f"{about}{fmean(row[name] for row in found) / unit:.3f}" for name in ("flops", "flops_training")]
         cells.append(f"{measured['step_ms']:.1f}" if "step_ms" in measured else NOTHING)
-        cells.append(f"{measured['peak_gpu_bytes'] / 2**30:.1f}" if measured.get("peak_gpu_bytes") else NOTHING)
+        most = max(row["peak_gpu_bytes"] or 0 for row in found)
+        cells.append(f"{most / 2**30:.1f}" if most else NOTHING)
         cells.append(" ".join(str(row["seed"]) for row in found))
         lines.append(_line([f"**{cell}**" for cell in cells] if label == best and len(found) > 1 else cells))
     return "\n".join(lines)
@@ -213,7 +214,7 @@ def _about(runs: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> str:
         f"{_span(run['side_by_side'] for run in runs)} side by side, {_span(run['seconds'] for run in runs)} s each."
     )
     if timing["rows"]:
-        text += f" Milliseconds and memory: a training step alone on {timing['device']}."
+        text += f" Milliseconds: a training step alone on {timing['device']}."
     return text
 
 

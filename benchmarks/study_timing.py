@@ -1,4 +1,4 @@
-"""Training steps of the study's variants, alone on the device: milliseconds, memory, and whether they run at all.
+"""Training steps of the study's variants, alone on the device: milliseconds, and whether they run at all.
 
     python benchmarks/study_timing.py --plan plan.json --only tiny-imagenet --data tiny-imagenet=FILE.tar
 
@@ -11,12 +11,13 @@ import json
 import time
 import traceback
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from study import RESULTS
+from study import HERE, RESULTS
 from study_clock import TIMING
 from study_plan import Entry, free_settings, read_plan, with_settings
 
@@ -25,6 +26,7 @@ from intbmoe.recipes.schema import Recipe
 from intbmoe.tasks import make_task
 from intbmoe.tasks.base import Examples
 from intbmoe.train.distribution import Ranks
+from intbmoe.train.environment import git_state
 from intbmoe.train.files import replace_file, to_json
 from intbmoe.train.optimizer import make_optimizer
 from intbmoe.train.seeds import make_generator
@@ -47,6 +49,7 @@ def main() -> None:
     add("--pack", type=Path, help="a second folder for the file, that travels back")
     add("--seconds", type=float, default=120.0, help="when to stop; what is missing is measured by the next call")
     add("--steps", type=int, default=STEPS)
+    add("--commit", help="of the source, where it was copied from a checkout")
     options = parser.parse_args()
     began = time.monotonic()
     entries = [entry for entry in read_plan(options.plan) if entry.study == options.only]
@@ -59,13 +62,14 @@ def main() -> None:
         timing["rows"] = {label: row for label, row in found["rows"].items() if "step_ms" in row}
     timing["device"] = torch.cuda.get_device_name() if kind == "cuda" else "cpu"
     timing["torch"] = torch.__version__
-    examples = None
+    examples, commit = None, options.commit or (git_state(HERE.parent / "src" / "intbmoe") or {}).get("commit")
     for entry in entries:
         if entry.label in timing["rows"] or time.monotonic() - began > options.seconds:
             continue
         recipe = _recipe(entry, data.get(entry.study), options.run_with)
         examples = examples or make_task(recipe).split("train")
-        timing["rows"][entry.label] = row = _measure(recipe, examples, options.steps)
+        row = _measure(recipe, examples, options.steps)
+        timing["rows"][entry.label] = {**row, "commit": commit, "date": datetime.now(UTC).date().isoformat()}
         shown = f"{row['step_ms']:.1f} ms" if "step_ms" in row else row["error"].splitlines()[-1]
         print(f"{time.monotonic() - began:6.0f} s  {entry.label:28} {shown}", flush=True)
         for folder in filter(None, (options.output, options.pack)):
@@ -98,8 +102,6 @@ def _time(recipe: Recipe, examples: Examples, steps: int) -> dict[str, Any]:
     reads = [examples.batch(chosen[at : at + micro], 0, 0) for at in range(0, len(chosen), micro)]
     batches = [task.prepare(ranks.to_device(batch), make_generator(0, "prepare")) for batch in reads]
     on_gpu = ranks.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
     times = []
     for step in range(WARM_UPS + steps):
         begin = time.perf_counter()
@@ -110,7 +112,6 @@ def _time(recipe: Recipe, examples: Examples, steps: int) -> dict[str, Any]:
     return {
         "step_ms": median(times[WARM_UPS:]),
         "first_step_ms": times[0],
-        "peak_gpu_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "examples": len(chosen),
         "captured": getattr(settings, "capture", False),
     }

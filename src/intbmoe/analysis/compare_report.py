@@ -173,9 +173,11 @@ def best_row(summaries: Sequence[Summary]) -> int:
 
 def format_metric(metric: str, value: float, interval: float | None) -> str:
     """Accuracies in per cent, perplexities with two digits, all else with four; with ± where there is an interval."""
-    factor, digits, unit = (
-        (100, 2, " %") if metric.startswith("accuracy") else (1, 2 if metric == "perplexity" else 4, "")
-    )
+    factor, digits, unit = 1, 4, ""
+    if metric.startswith("accuracy"):
+        factor, digits, unit = 100, 2, " %"
+    elif metric == "perplexity":
+        digits = 2
     text = f"{value * factor:.{digits}f}"
     return f"{text}{unit}" if interval is None else f"{text} ± {interval * factor:.{digits}f}{unit}"
 
