@@ -133,7 +133,7 @@ def test_clients_that_leave_are_dropped(recommender):
 
     before = recommender.metrics()
     clients = []
-    body = json.dumps({"history": [SLOW + 15]}).encode()
+    body = json.dumps({"history": [SLOW + 60]}).encode()
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     for _ in range(8):
         client = socket.create_connection(("127.0.0.1", recommender.port))

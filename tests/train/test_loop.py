@@ -202,17 +202,17 @@ def test_blocks_are_compiled_where_all_mixtures_lie_in_such(monkeypatch):
 
 
 def test_compiled_backwards_keep_float32_where_the_layer_has_it(monkeypatch):
-    monkeypatch.setattr(torch._functorch.config, "backward_pass_autocast", "same_as_forward")  # and so again afterwards
     compile_module = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self: compile_module(self, backend="aot_eager"))
     ordinary = intbmoe.IntBMoE(16, 24, experts=4)
     compiled = copy.deepcopy(ordinary)
-    compile_in_place(compiled)
     x, probe = torch.randn(2, 3, 8, 16).unbind()
-    for layer in (ordinary, compiled):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = layer(x)
-        (y * probe).sum().backward()
+    with torch._functorch.config.patch(backward_pass_autocast="same_as_forward"):  # torch's default, and so afterwards
+        compile_in_place(compiled)
+        for layer in (ordinary, compiled):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = layer(x)
+            (y * probe).sum().backward()
     for (name, a), b in zip(ordinary.named_parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
