@@ -66,7 +66,7 @@ def test_a_head_sent_ahead_of_an_answer_is_bounded_too(server):
             for _ in range(100):
                 client.sendall(b"y" * HEADERS_BYTES)
                 sent += HEADERS_BYTES
-                time.sleep(0.005)
+                time.sleep(0.02)
         assert sent < 64 * HEADERS_BYTES
     assert open_connections(server, 0, 3) == 0
 
@@ -93,8 +93,9 @@ def test_who_does_not_read_is_cut_off(server):
 def test_few_requests_are_kept_for_who_sends_many_ahead(server):
     """Each answer let uvicorn read some thousand more."""
     with connect(server) as client:
+        end = time.monotonic() + 10
         with pytest.raises(ConnectionError):  # noqa: PT012 — what is under way may still be taken
-            for _ in range(1000):
+            while time.monotonic() < end:
                 client.sendall(PAGE * 100)
         for one in list(server.server_state.connections):
             assert len(one.pipeline) <= SENT_AHEAD
