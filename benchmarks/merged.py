@@ -9,7 +9,8 @@ ones in the same type.
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from unittest import mock
 
 import torch
 from gpu_timing import interleaved, print_table
@@ -17,7 +18,6 @@ from measure import machine
 from torch import Tensor
 
 import intbmoe.ops.merged_mm as package
-from intbmoe.ops.merged_mm import chunked, naive, spread
 
 INPUTS, OUTPUTS = 192, 768
 MATRICES = (4, 8, 16, 32)
@@ -54,16 +54,15 @@ def ratio(device: torch.device, dtype: torch.dtype, size: int, matrices: int) ->
     weight = (torch.randn(matrices, INPUTS, OUTPUTS, device=device) / INPUTS**0.5).requires_grad_()
     upstream = torch.randn(groups, size, OUTPUTS, device=device, dtype=dtype)
 
-    def gradients(y: Tensor) -> Sequence[Tensor]:
-        return torch.autograd.grad(y, (z, a, weight), upstream)
+    def gradients(form: Callable[..., Tensor]) -> Sequence[Tensor]:
+        return torch.autograd.grad(form(z, a, weight), (z, a, weight), upstream)
 
-    most = package.MAX_NUMBERS_IN_CACHE if z.is_cpu else package.MAX_NUMBERS
-    means, rows = max(1, most // (INPUTS * OUTPUTS)), max(1, most // (size * matrices * INPUTS))
-    calls = [
-        lambda: gradients(chunked.merged_mm(z, a, weight, means)),
-        lambda: gradients(spread.merged_mm(z, a, weight, rows)),
-    ]
-    expected = gradients(naive.merged_mm(z, a, weight))
+    def forced(spreading: bool) -> Sequence[Tensor]:
+        with mock.patch.object(package, "spreads", return_value=spreading):
+            return gradients(package.merged_mm)
+
+    calls = [lambda: forced(False), lambda: forced(True)]
+    expected = gradients(package.naive.merged_mm)
     for call in calls:
         for found, true in zip(call(), expected, strict=True):
             error = float((found - true).double().norm() / true.double().norm())

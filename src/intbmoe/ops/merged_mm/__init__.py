@@ -21,7 +21,8 @@ MAX_NUMBERS, MAX_NUMBERS_IN_CACHE = 2**27, 2**22
 in its cache, but for a GPU those are too little to do, and a compiler writes every chunk down."""
 SPREAD_PRODUCTS = {torch.bfloat16: 512, torch.float16: 512}
 SPREAD_PRODUCTS_WIDE = 64
-"""Inputs times matrices up to which a GPU spreads: there a mean is memory traffic, and narrow products are cheap."""
+"""Inputs times matrices up to which a GPU spreads: there a mean is memory traffic, and narrow products are cheap. Both
+are estimates from a GPU's rates (``docs/performance.md``)."""
 
 
 def merged_mm(z: Tensor, a: Tensor, weight: Tensor) -> Tensor:
