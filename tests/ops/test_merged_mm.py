@@ -84,6 +84,15 @@ def test_gradients_have_the_types_of_their_inputs(form):
 
 
 @FORMS
+def test_gradients_of_many_outputs_come_at_once(form):
+    """Of gradients that are batched torch knows ``reshape``, but not ``flatten``."""
+    leaves, upstream = inputs(5), torch.randn(7, 5, 3, 6, dtype=torch.float64)
+    ways = (lambda *leaves: form.merged_mm(*leaves, limit=2), naive.merged_mm)
+    found, expected = (torch.autograd.grad(way(*leaves), leaves, upstream, is_grads_batched=True) for way in ways)
+    torch.testing.assert_close(found, expected)
+
+
+@FORMS
 def test_frozen_matrices_get_no_gradient_and_change_no_other(form):
     z, a, weight = inputs(5)
     upstream = torch.randn(5, 3, 6, dtype=torch.float64)

@@ -39,7 +39,7 @@ class _MergedMM(Function):
             z.split(ctx.limit), a.split(ctx.limit), grad.split(ctx.limit), strict=True
         ):
             z_grads.append(torch.bmm(grad_part, _merge(a_part, wide_weight, z.dtype).transpose(1, 2)))
-            merged_grad = torch.bmm(z_part.transpose(1, 2), grad_part).flatten(1).to(a.dtype)
+            merged_grad = torch.bmm(z_part.transpose(1, 2), grad_part).reshape(-1, flat_weight.shape[1]).to(a.dtype)
             a_grads.append(merged_grad @ flat_weight.t())
             if flat_grad is not None:
                 flat_grad = torch.addmm(flat_grad, a_part.t(), merged_grad)

@@ -41,14 +41,14 @@ class _SpreadMM(Function):
         for z_part, a_part, grad_part in zip(
             z.split(ctx.limit), a.to(z.dtype).split(ctx.limit), grad.split(ctx.limit), strict=True
         ):
-            rows = grad_part.flatten(0, 1)
+            rows = grad_part.reshape(-1, weight.shape[2])
             if weight_grad is not None:
                 weight_grad = weight_grad + _spread(z_part, a_part).t() @ rows
-            spread_grad = (rows @ stacked.t()).unflatten(1, weight.shape[:2])  # (rows, E, i)
+            spread_grad = (rows @ stacked.t()).reshape(-1, *weight.shape[:2])  # (rows, E, i)
             row_weights = a_part.unsqueeze(1).expand(-1, z.shape[1], -1).flatten(0, 1)
             z_grads.append(torch.bmm(row_weights.unsqueeze(1), spread_grad).squeeze(1))
             row_grads = torch.bmm(spread_grad, z_part.flatten(0, 1).unsqueeze(2)).squeeze(2)
-            a_grads.append(row_grads.unflatten(0, z_part.shape[:2]).sum(1, dtype=a.dtype))
+            a_grads.append(row_grads.reshape(*z_part.shape[:2], weight.shape[0]).sum(1, dtype=a.dtype))
         if weight_grad is not None:
             weight_grad = weight_grad.view_as(weight).to(weight.dtype)
-        return torch.cat(z_grads).unflatten(0, z.shape[:2]), torch.cat(a_grads), weight_grad, None
+        return torch.cat(z_grads).reshape(z.shape), torch.cat(a_grads), weight_grad, None
