@@ -163,10 +163,16 @@ def run_all(waiting: list[Entry], lanes: Sequence[Lane], clock: Clock, options: 
                 _watch(running, ended, clock, call)
         except KeyboardInterrupt:
             call.say("asked to stop")
-        for one in running:
-            where = f"step {one.last[1]} of {one.entry.steps}" if one.last else "before its first line"
-            call.say(f"stopped   {one.entry.id} at {where}")
         stop(running)
+    for one in list(running):
+        if one.finished:  # it was at its end when it was asked to stop
+            running.remove(one)
+            ended.append(one)
+            call.say(one.told())
+        else:
+            where = f"at step {one.last[1]} of {one.entry.steps}" if one.last else "before its first line"
+            call.say(f"stopped   {one.entry.id} {where}")
+    pack(call.settings["pack"], ended)
     failed = sum(not one.finished for one in ended)
     call.say(f"{len(ended) - failed} finished, {failed} failed, {len(running)} stopped, {len(waiting)} wait")
     return 1 if failed else 0

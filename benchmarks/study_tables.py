@@ -5,7 +5,8 @@
 
 For each study: equal parameters, equal compute, ablations, and the commands of all rows. A table holds runs whose
 settings agree in everything but the method and the seed; if there are several such groups the one that is best on the
-validation split is shown, and a line says what was left out. Over all studies: an overview of a line each.
+validation split is shown, and a line says what was left out. Over all studies: an overview of a line each, and what
+the paper reports.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import Any
 
 from study import RESULTS
 from study_clock import TIMING
+from study_paper import gains
 from study_plan import REAL, STUDIES, TUNED, TUNING, read_summaries
 
 from intbmoe.analysis.compare import confidence_interval
@@ -56,6 +58,8 @@ def main() -> int:
     parts["tuning"] = tuning_text(summaries)
     parts["mixing"] = mixing_text(summaries)
     parts["overview"] = overview_text(list(TITLES), summaries)
+    found = {study: find_rows(study, summaries)[0] for study in REAL}
+    parts |= {name: _table(gains(found, base)) for name, base in (("gains", "dense"), ("ablations", "intbmoe"))}
     if options.print:
         print("\n\n".join(f"## {name}\n\n{text}" for name, text in parts.items()))
         return 0
@@ -126,10 +130,7 @@ def find_rows(study: str, summaries: Sequence[Mapping[str, Any]]) -> tuple[Rows,
 
 def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]) -> str:
     """A line for each study that has IntBMoE: beside dense, the best other method by validation, and equal compute."""
-    lines = [
-        _line(["Test", "Dense", "Best other method", "IntBMoE", "Dense SwiGLU, IntBMoE's FLOPs"]),
-        _line([":--", "--:", "--:", "--:", "--:"]),
-    ]
+    lines = [["Test", "Dense", "Best other method", "IntBMoE", "Dense SwiGLU, IntBMoE's FLOPs"]]
     for study in studies:
         rows, _ = find_rows(study, summaries)
         if "intbmoe" not in rows:
@@ -141,8 +142,8 @@ def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]
         values = {label: _value(found, "test", metric) for label, found in rows.items()}
         other = f"{rows[best][0]['title']} {values[best]}" if best else NOTHING
         cells = [values.get("dense", NOTHING), other, values["intbmoe"], values.get("swiglu-wide", NOTHING)]
-        lines.append(_line([f"{TITLES[study]}, {metric}", *cells]))
-    return "\n".join(lines) if len(lines) > 2 else "No run yet."
+        lines.append([f"{TITLES[study]}, {metric}", *cells])
+    return _table(lines) if len(lines) > 1 else "No run yet."
 
 
 def _standing(group: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
@@ -173,7 +174,7 @@ def table(rows: Rows, timing: Mapping[str, Any]) -> str:
     header += [f"FLOPs, one example ({letter})", f"in a batch ({letter})", "ms a step", "GiB", "Seeds"]
     sign = 1 if first["higher_is_better"] else -1
     best = max(rows, key=lambda label: sign * _mean(rows[label], "test", metric))
-    lines = [_line(header), _line([":--", *["--:"] * (len(header) - 1)])]
+    lines = [header]
     for label, found in rows.items():
         one, measured = found[0], timing.get(label, {})
         about = "~" if one["active_experts"] is not None else ""
@@ -185,8 +186,8 @@ def table(rows: Rows, timing: Mapping[str, Any]) -> str:
         most = max(row["peak_gpu_bytes"] or 0 for row in found)
         cells.append(f"{most / 2**30:.1f}" if most else NOTHING)
         cells.append(" ".join(str(row["seed"]) for row in found))
-        lines.append(_line([f"**{cell}**" for cell in cells] if label == best and len(found) > 1 else cells))
-    return "\n".join(lines)
+        lines.append([f"**{cell}**" for cell in cells] if label == best and len(found) > 1 else cells)
+    return _table(lines)
 
 
 def _mean(found: Sequence[Mapping[str, Any]], split: str, metric: str) -> float:
@@ -196,6 +197,11 @@ def _mean(found: Sequence[Mapping[str, Any]], split: str, metric: str) -> float:
 def _value(found: Sequence[Mapping[str, Any]], split: str, metric: str) -> str:
     values = [row[split][metric] for row in found]
     return format_metric(metric, fmean(values), confidence_interval(values))
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """The first row is the head, the first column are names."""
+    return "\n".join(map(_line, [rows[0], [":--", *["--:"] * (len(rows[0]) - 1)], *rows[1:]]))
 
 
 def _line(cells: Sequence[str]) -> str:

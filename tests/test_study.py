@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -14,10 +15,12 @@ import pytest
 SCRIPTS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(SCRIPTS))
 
+import study  # noqa: E402
+import study_paper  # noqa: E402
 import study_plan  # noqa: E402
 import study_tables  # noqa: E402
 from study_clock import START_SECONDS, TIMING, Clock  # noqa: E402
-from study_jobs import Lane, pack  # noqa: E402
+from study_jobs import Lane, Running, pack  # noqa: E402
 
 SHORT = ("train.epochs=1", "train.warmup=0.2")
 
@@ -183,7 +186,7 @@ def test_a_part_replaces_what_was_between_its_markers():
 
 def test_the_document_has_a_place_for_every_study():
     text = study_tables.DOCUMENT.read_text(encoding="utf-8")
-    for name in (*study_plan.REAL, "tuning", "mixing", "overview"):
+    for name in (*study_plan.REAL, "tuning", "mixing", "overview", "gains", "ablations"):
         study_tables.put(text, name, "…", study_tables.DOCUMENT)
 
 
@@ -207,6 +210,54 @@ def test_the_overview_names_the_other_method_that_is_best_on_validation(plan, mo
     runs += [summary_of(first["intbmoe"], 0.65), summary_of(first["intbmoe-no_gate"], 0.9)]
     text = study_tables.overview_text(["digits"], runs)
     assert text.splitlines()[2:] == ["| Digits, accuracy | – | V-MoE 10.00 % | 65.00 % | – |"]
+
+
+def test_a_run_that_ends_when_it_is_asked_to_stop_counts_as_finished(plan, tmp_path, monkeypatch, capsys):
+    def start(entry, lane, settings):
+        """A process that goes on until it is asked to stop, and then, if it is dense, has its summary."""
+        summary = tmp_path / entry.file
+        body = json.dumps({**summary_of(entry, 0.5), "steps_per_second": 1.0})
+        end = f"open({str(summary)!r}, 'w').write({body!r})" if entry.label == "dense" else "pass"
+        code = f"import signal\nsignal.sigwait([signal.SIGTERM])\n{end}"
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # inherited, so that none comes too early
+        process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        return Running(entry, lane, process, tmp_path / "log", summary, tmp_path / "none", 0.0)
+
+    monkeypatch.setattr(study, "start", start)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the command's own handler is not for these tests
+    settings = {
+        "output": tmp_path,
+        "root": tmp_path,
+        "pack": tmp_path / "pack",
+        "weights": [],
+        "run_with": [],
+        "data": [],
+    }
+    options = SimpleNamespace(**settings, seconds=13.0, unfinished=True, mps=False, commit="abc")
+    assert study.run_all(list(plan[:2]), [Lane("cpu", 2)], Clock(tmp_path, 2), options) == 0
+    told = capsys.readouterr().out
+    assert "finished  digits/dense/0: valid accuracy 0.5000" in told
+    assert "stopped   digits/intbmoe/0 before its first line" in told
+    assert "1 finished, 0 failed, 1 stopped, 0 wait" in told
+    with tarfile.open(tmp_path / "pack" / "study.tar") as tar:
+        assert tar.getnames() == [plan[0].file]
+
+
+def test_gains_are_above_zero_where_a_method_is_better_than_the_base():
+    def run(title, value, metric):
+        return {"title": title, "metric": metric, "test": {metric: value}}
+
+    found = {
+        "tiny-imagenet": {
+            "dense": [run("Dense", 0.30, "accuracy"), run("Dense", 0.32, "accuracy")],
+            "intbmoe": [run("IntBMoE", 0.34, "accuracy")],
+        },
+        "wikipedia": {"dense": [run("Dense", 4.9, "loss")], "intbmoe": [run("IntBMoE", 4.5, "loss")]},
+    }
+    assert study_paper.gains(found, "dense")[1:] == [["IntBMoE", "+3.00", "+7.36", "+0.400", "+0.133"]]
+    found["wikipedia"]["intbmoe-no_gate"] = [run("no gate", 4.6, "loss")]
+    assert study_paper.gains(found, "intbmoe")[1:] == [["no gate", "–", "−5.72", "−0.100", "−0.086"]]
 
 
 @pytest.mark.slow

@@ -1,0 +1,71 @@
+"""What the study found beside what the paper reports: each method against dense, each ablation against the whole."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+STUDIES = {"tiny-imagenet": ("Tiny-ImageNet", "ImageNet"), "wikipedia": ("Wikipedia", "MiniPile")}
+"""Which of the paper's experiments a study repeats on other data."""
+FIGURES = """
+dense               0.6640  2.8131
+switch              0.7004  2.7156
+deepseek            0.7078  2.7119
+remoe               0.6971  2.7346
+vmoe                0.7167  -
+expert_choice       0.7170  -
+dynmoe              0.6975  2.7108
+mass                0.7008  2.7608
+soft                0.7122  -
+soft_causal         -       2.7112
+smear               0.7178  -
+smear_token         -       2.7165
+lory                0.6956  2.7519
+mumoe_cp            0.7012  2.7101
+mumoe_tr            0.6962  2.7171
+intbmoe             0.7376  2.6802
+intbmoe-one_layer   0.6878  2.7174
+intbmoe-fixed_scale 0.7244  2.6938
+intbmoe-no_gate     0.6804  2.7660
+intbmoe-no_shared   0.7332  2.7281
+intbmoe-no_filter   0.7372  2.6829
+intbmoe-softmax     0.7263  2.7071
+"""
+"""The paper's top-1 accuracies on ImageNet and losses on MiniPile."""
+PAPER = {
+    label: dict(zip(STUDIES, values, strict=True)) for label, *values in map(str.split, FIGURES.strip().split("\n"))
+}
+NOTHING = "–"
+Rows = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+def gains(found: Mapping[str, Rows], base: str) -> list[list[str]]:
+    """A table's cells: by how much methods (base ``dense``), or ablations (base ``intbmoe``), are better than the base.
+
+    ``found`` has the runs of a study by label. Accuracies in points, losses in nats; above zero is better.
+    """
+    titles = {label: runs[0]["title"] for rows in found.values() for label, runs in rows.items()}
+    wanted = [label for label in PAPER if label != base and label.startswith("intbmoe-") == (base == "intbmoe")]
+    heads = [head for here, paper in STUDIES.values() for head in (f"{here}, here", f"{paper}, paper")]
+    table = [["Method", *heads]]
+    for label in wanted:
+        if label in titles:
+            cells = (cell for study in STUDIES for cell in _both(study, found.get(study, {}), label, base))
+            table.append([titles[label], *cells])
+    return table
+
+
+def _both(study: str, rows: Rows, label: str, base: str) -> tuple[str, str]:
+    """Here and in the paper."""
+    points = study == "tiny-imagenet"
+    here = paper = NOTHING
+    if label in rows and base in rows:
+        ours, theirs = (fmean(run["test"][run["metric"]] for run in rows[name]) for name in (label, base))
+        here = _gain(ours - theirs, points)
+    if PAPER[label][study] != "-":
+        paper = _gain(float(PAPER[label][study]) - float(PAPER[base][study]), points)
+    return here, paper
+
+
+def _gain(change: float, points: bool) -> str:
+    text = f"{100 * change:+.2f}" if points else f"{-change:+.3f}"
+    return text.replace("-", "−")
