@@ -164,15 +164,7 @@ def run_all(waiting: list[Entry], lanes: Sequence[Lane], clock: Clock, options: 
         except KeyboardInterrupt:
             call.say("asked to stop")
         stop(running)
-    for one in list(running):
-        if one.finished:  # it was at its end when it was asked to stop
-            running.remove(one)
-            ended.append(one)
-            call.say(one.told())
-        else:
-            where = f"at step {one.last[1]} of {one.entry.steps}" if one.last else "before its first line"
-            call.say(f"stopped   {one.entry.id} {where}")
-    pack(call.settings["pack"], ended)
+    _settle(running, ended, call)
     failed = sum(not one.finished for one in ended)
     call.say(f"{len(ended) - failed} finished, {failed} failed, {len(running)} stopped, {len(waiting)} wait")
     return 1 if failed else 0
@@ -203,6 +195,19 @@ def _watch(running: list[Running], ended: list[Running], clock: Clock, call: Cal
                 clock.learn_start(one.entry, one.lane.device, time.monotonic() - one.started, one.step_seconds)
             call.say(one.told())
             pack(call.settings["pack"], ended)
+
+
+def _settle(running: list[Running], ended: list[Running], call: Call) -> None:
+    """After all were asked to stop: one that was at its end is finished."""
+    for one in list(running):
+        if one.finished:
+            running.remove(one)
+            ended.append(one)
+            call.say(one.told())
+        else:
+            where = f"at step {one.last[1]} of {one.entry.steps}" if one.last else "before its first line"
+            call.say(f"stopped   {one.entry.id} {where}")
+    pack(call.settings["pack"], ended)
 
 
 if __name__ == "__main__":

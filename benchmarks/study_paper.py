@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-STUDIES = {"tiny-imagenet": ("Tiny-ImageNet", "ImageNet"), "wikipedia": ("Wikipedia", "MiniPile")}
+COUNTERPARTS = {"tiny-imagenet": ("Tiny-ImageNet", "ImageNet"), "wikipedia": ("Wikipedia", "MiniPile")}
 """Which of the paper's experiments a study repeats on other data."""
 FIGURES = """
 dense               0.6640  2.8131
@@ -32,8 +32,11 @@ intbmoe-softmax     0.7263  2.7071
 """
 """The paper's top-1 accuracies on ImageNet and losses on MiniPile."""
 PAPER = {
-    label: dict(zip(STUDIES, values, strict=True)) for label, *values in map(str.split, FIGURES.strip().split("\n"))
+    label: {study: None if value == "-" else float(value) for study, value in zip(COUNTERPARTS, values, strict=True)}
+    for label, *values in map(str.split, FIGURES.strip().split("\n"))
 }
+ABLATION = "intbmoe-"
+"""How labels of ablations begin."""
 NOTHING = "–"
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -41,31 +44,34 @@ Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 def gains(found: Mapping[str, Rows], base: str) -> list[list[str]]:
     """A table's cells: by how much methods (base ``dense``), or ablations (base ``intbmoe``), are better than the base.
 
-    ``found`` has the runs of a study by label. Accuracies in points, losses in nats; above zero is better.
+    ``found`` has the runs of a study by label; a method is compared over the seeds that it and the base both have.
+    Accuracies in points, losses in nats; above zero is better.
     """
     titles = {label: runs[0]["title"] for rows in found.values() for label, runs in rows.items()}
-    wanted = [label for label in PAPER if label != base and label.startswith("intbmoe-") == (base == "intbmoe")]
-    heads = [head for here, paper in STUDIES.values() for head in (f"{here}, here", f"{paper}, paper")]
+    ablations = base == "intbmoe"
+    wanted = [label for label in PAPER if label != base and label.startswith(ABLATION) == ablations]
+    heads = [head for here, paper in COUNTERPARTS.values() for head in (f"{here}, here", f"{paper}, paper")]
     table = [["Method", *heads]]
     for label in wanted:
         if label in titles:
-            cells = (cell for study in STUDIES for cell in _both(study, found.get(study, {}), label, base))
+            cells = (cell for study in COUNTERPARTS for cell in _both(study, found.get(study, {}), label, base))
             table.append([titles[label], *cells])
     return table
 
 
 def _both(study: str, rows: Rows, label: str, base: str) -> tuple[str, str]:
     """Here and in the paper."""
-    points = study == "tiny-imagenet"
     here = paper = NOTHING
-    if label in rows and base in rows:
-        ours, theirs = (fmean(run["test"][run["metric"]] for run in rows[name]) for name in (label, base))
-        here = _gain(ours - theirs, points)
-    if PAPER[label][study] != "-":
-        paper = _gain(float(PAPER[label][study]) - float(PAPER[base][study]), points)
+    values = [{run["seed"]: run["test"][run["metric"]] for run in rows.get(name, ())} for name in (label, base)]
+    seeds = values[0].keys() & values[1].keys()
+    if seeds:
+        here = _gain(study, *(fmean(value[seed] for seed in seeds) for value in values))
+    figures = [PAPER[name][study] for name in (label, base)]
+    if None not in figures:
+        paper = _gain(study, *figures)
     return here, paper
 
 
-def _gain(change: float, points: bool) -> str:
-    text = f"{100 * change:+.2f}" if points else f"{-change:+.3f}"
+def _gain(study: str, value: float, base: float) -> str:
+    text = f"{100 * (value - base):+.2f}" if study == "tiny-imagenet" else f"{base - value:+.3f}"
     return text.replace("-", "−")

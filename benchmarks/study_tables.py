@@ -180,7 +180,7 @@ def table(rows: Rows, timing: Mapping[str, Any]) -> str:
         about = "~" if one["active_experts"] is not None else ""
         cells = [one["title"], *(_value(found, split, metric) for split in ("test", "valid"))]
         cells += [_value(found, "test", second)] if second else []
-        cells += [f"{one['params'] / 1e6:.3f}", f"{about}{one['activated'] / 1e6:.3f}"]
+        cells += [f"{one['params'] / 1e6:.3f}", f"{about}{fmean(row['activated'] for row in found) / 1e6:.3f}"]
         cells += [f"{about}{fmean(row[name] for row in found) / unit:.3f}" for name in ("flops", "flops_training")]
         cells.append(f"{measured['step_ms']:.1f}" if "step_ms" in measured else NOTHING)
         most = max(row["peak_gpu_bytes"] or 0 for row in found)
@@ -255,31 +255,27 @@ def tuning_text(summaries: Sequence[Mapping[str, Any]]) -> str:
     runs = [summary for summary in summaries if summary["stage"] == TUNING]
     if not runs:
         return "No run yet."
-    lines = [
-        _line(["Study", "lr", "Method", "Steps", "Metric", "valid"]),
-        _line([":--", "--:", ":--", "--:", ":--", "--:"]),
-    ]
+    lines = [["Study", "lr", "Method", "Steps", "Metric", "valid"]]
     for run in sorted(runs, key=lambda run: (run["study"], run["recipe"]["train"]["lr"], run["label"])):
         value = format_metric(run["metric"], run["valid"][run["metric"]], None)
         rate = f"{run['recipe']['train']['lr']:g}"
-        lines.append(_line([run["study"], rate, run["title"], f"{run['steps']:,}", run["metric"], value]))
-    return "\n".join(lines)
+        lines.append([run["study"], rate, run["title"], f"{run['steps']:,}", run["metric"], value])
+    return _table(lines)
 
 
 def mixing_text(summaries: Sequence[Mapping[str, Any]]) -> str:
     """What the share of mixed batches was chosen by: full runs, on the validation split."""
     found: dict[float, dict[str, float]] = {}
     for summary in summaries:
-        first = summary["study"] == "tiny-imagenet" and summary["stage"] == "first" and summary["seed"] == 0
-        if first and summary["label"] in TUNED:
+        if summary["study"] == "tiny-imagenet" and summary["stage"] == "first" and summary["seed"] == 0:
             mix = summary["recipe"]["data"]["augmentation"]["mix_probability"]
             found.setdefault(mix, {})[summary["title"]] = summary["valid"][summary["metric"]]
     titles = sorted({title for values in found.values() for title in values})
-    lines = [_line(["Batches mixed", *titles]), _line(["--:"] * (1 + len(titles)))]
+    lines = [["Batches mixed", *titles]]
     for mix, values in sorted(found.items()):
         cells = [format_metric("accuracy", values[title], None) if title in values else NOTHING for title in titles]
-        lines.append(_line([f"{mix:g}", *cells]))
-    return "\n".join(lines) if found else "No run yet."
+        lines.append([f"{mix:g}", *cells])
+    return _table(lines) if found else "No run yet."
 
 
 if __name__ == "__main__":

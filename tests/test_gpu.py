@@ -140,8 +140,8 @@ def test_compiled_gradients_are_the_ordinary_ones(name):
         assert (a - b).norm() <= 1e-4 * (b.norm() + 1e-3)
 
 
-def assert_trains_alike(plain, compiled, x):
-    """In bfloat16; the generated code is searched for kernels that read back what other threads stored.
+def assert_trains_alike(plain, compiled, x, dtype=torch.bfloat16):
+    """Outputs and gradients; the generated code is searched for kernels that read back what other threads stored.
 
     Gradients of single numbers (λ) are left to float32: a sum over all tokens whose terms cancel, of which bfloat16's
     rounding can leave little.
@@ -153,10 +153,11 @@ def assert_trains_alike(plain, compiled, x):
     def outputs_and_gradients(model):
         model.zero_grad()
         inputs = x.clone().requires_grad_()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32):
             y = model(inputs)
         (y * probe).sum().backward()
-        gradients = (p.grad.clone() for p in model.parameters() if p.grad is not None and p.numel() > 1)
+        smallest = 1 if dtype == torch.float32 else 2
+        gradients = (p.grad.clone() for p in model.parameters() if p.grad is not None and p.numel() >= smallest)
         return [y.detach(), inputs.grad, *gradients]
 
     expected, (found, codes) = outputs_and_gradients(plain), run_and_get_code(outputs_and_gradients, compiled)
@@ -164,7 +165,7 @@ def assert_trains_alike(plain, compiled, x):
     assert not [kernel for code in codes for kernel in read_backs(code)]
     for again in (found, outputs_and_gradients(compiled)):
         for a, b in zip(again, expected, strict=True):
-            assert (a - b).norm() <= 0.1 * (b.norm() + 1e-3)
+            assert (a - b).norm() <= (1e-3 if dtype == torch.float32 else 0.1) * (b.norm() + 1e-3)
 
 
 @pytest.mark.parametrize(("name", "form"), [*((name, None) for name in METHODS), ("intbmoe", "grouped")])
@@ -182,14 +183,15 @@ def test_compiled_blocks_train_as_ordinary_ones(name, form):
     assert_trains_alike(plain, compiled, torch.randn(64, 1 + config.patches, 192, device="cuda"))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", [None, "vmoe", "intbmoe"])
-def test_a_whole_vit_compiled_at_once_trains_as_the_ordinary_one(name):
+def test_a_whole_vit_compiled_at_once_trains_as_the_ordinary_one(name, dtype):
     """Where patches, their class token and a norm meet, as in torch's own example of such kernels."""
     torch.manual_seed(1)
     config = ViTConfig(image_size=32, patch_size=4, hidden=64, depth=2, moe_layers=(0,), classes=10)
     plain = ViT(config, (lambda: intbmoe.create(name, 192, 64)) if name else None).cuda().eval()
     compiled = torch.compile(copy.deepcopy(plain), fullgraph=True)
-    assert_trains_alike(plain, compiled, torch.randn(64, 3, 32, 32, device="cuda"))
+    assert_trains_alike(plain, compiled, torch.randn(64, 3, 32, 32, device="cuda"), dtype)
 
 
 def test_intbmoe_compiles_whole_and_trains():

@@ -20,7 +20,7 @@ import study_paper  # noqa: E402
 import study_plan  # noqa: E402
 import study_tables  # noqa: E402
 from study_clock import START_SECONDS, TIMING, Clock  # noqa: E402
-from study_jobs import Lane, Running, pack  # noqa: E402
+from study_jobs import STOP_SECONDS, Lane, Running, pack  # noqa: E402
 
 SHORT = ("train.epochs=1", "train.warmup=0.2")
 
@@ -220,8 +220,10 @@ def test_a_run_that_ends_when_it_is_asked_to_stop_counts_as_finished(plan, tmp_p
         end = f"open({str(summary)!r}, 'w').write({body!r})" if entry.label == "dense" else "pass"
         code = f"import signal\nsignal.sigwait([signal.SIGTERM])\n{end}"
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # inherited, so that none comes too early
-        process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        try:
+            process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         return Running(entry, lane, process, tmp_path / "log", summary, tmp_path / "none", 0.0)
 
     monkeypatch.setattr(study, "start", start)
@@ -234,7 +236,7 @@ def test_a_run_that_ends_when_it_is_asked_to_stop_counts_as_finished(plan, tmp_p
         "run_with": [],
         "data": [],
     }
-    options = SimpleNamespace(**settings, seconds=13.0, unfinished=True, mps=False, commit="abc")
+    options = SimpleNamespace(**settings, seconds=STOP_SECONDS + 1, unfinished=True, mps=False, commit="abc")
     assert study.run_all(list(plan[:2]), [Lane("cpu", 2)], Clock(tmp_path, 2), options) == 0
     told = capsys.readouterr().out
     assert "finished  digits/dense/0: valid accuracy 0.5000" in told
@@ -245,18 +247,22 @@ def test_a_run_that_ends_when_it_is_asked_to_stop_counts_as_finished(plan, tmp_p
 
 
 def test_gains_are_above_zero_where_a_method_is_better_than_the_base():
-    def run(title, value, metric):
-        return {"title": title, "metric": metric, "test": {metric: value}}
+    def runs(title, metric, *values):
+        return [{"title": title, "seed": seed, "metric": metric, "test": {metric: v}} for seed, v in enumerate(values)]
 
     found = {
         "tiny-imagenet": {
-            "dense": [run("Dense", 0.30, "accuracy"), run("Dense", 0.32, "accuracy")],
-            "intbmoe": [run("IntBMoE", 0.34, "accuracy")],
+            "dense": runs("Dense", "accuracy", 0.30, 0.32),
+            "intbmoe": runs("IntBMoE", "accuracy", 0.34, 0.35),
+            "vmoe": runs("V-MoE", "accuracy", 0.31),
         },
-        "wikipedia": {"dense": [run("Dense", 4.9, "loss")], "intbmoe": [run("IntBMoE", 4.5, "loss")]},
+        "wikipedia": {"dense": runs("Dense", "loss", 4.9), "intbmoe": runs("IntBMoE", "loss", 4.5)},
     }
-    assert study_paper.gains(found, "dense")[1:] == [["IntBMoE", "+3.00", "+7.36", "+0.400", "+0.133"]]
-    found["wikipedia"]["intbmoe-no_gate"] = [run("no gate", 4.6, "loss")]
+    assert study_paper.gains(found, "dense")[1:] == [
+        ["V-MoE", "+1.00", "+5.27", "–", "–"],  # the seed that dense has too, not dense's mean
+        ["IntBMoE", "+3.50", "+7.36", "+0.400", "+0.133"],
+    ]
+    found["wikipedia"]["intbmoe-no_gate"] = runs("no gate", "loss", 4.6)
     assert study_paper.gains(found, "intbmoe")[1:] == [["no gate", "–", "−5.72", "−0.100", "−0.086"]]
 
 

@@ -22,7 +22,7 @@ in its cache, but for a GPU those are too little to do, and a compiler writes ev
 SPREAD_PRODUCTS = {torch.bfloat16: 512, torch.float16: 512}
 SPREAD_PRODUCTS_WIDE = 64
 """Inputs times matrices up to which a GPU spreads: there a mean is memory traffic, and narrow products are cheap. Both
-as measured on an H200 (``benchmarks/merged.py``): up to there spreading is faster, beyond mostly slower."""
+as measured on an H200 with matrices of 192 × 768 (``benchmarks/merged.py``): beyond them spreading is mostly slower."""
 
 
 def merged_mm(z: Tensor, a: Tensor, weight: Tensor) -> Tensor:
