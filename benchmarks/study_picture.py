@@ -18,8 +18,8 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, LogLocator
 from study import RESULTS
-from study_plan import REAL, read_summaries
-from study_tables import ABLATIONS, COMPUTE, PARAMETERS, TITLES, Rows, find_rows, table_of
+from study_plan import ONE_LAYER, REAL, read_summaries
+from study_tables import ABLATIONS, COMPUTE, NARROW, PARAMETERS, TITLES, Rows, find_rows, table_of
 
 from intbmoe.analysis.compare import confidence_interval
 from intbmoe.analysis.drawing.canvas import BLUE, GRID, ORANGE, tidy
@@ -30,6 +30,8 @@ TESTED = {"tiny-imagenet": (10_000, "images"), "foursquare": (1_081, "users"), "
 OWN = "IntBMoE"
 INK, DPI = "#444444", 150
 FAR = DPI / 72 * np.array([8, 15, 24, 36, 50, 66])  # from a point to its label, in pixels
+FAMILIES = {PARAMETERS: PARAMETERS, COMPUTE: COMPUTE, NARROW: COMPUTE, ABLATIONS: None}
+"""How points of a table are drawn; the other ablations are not."""
 STYLES = {
     OWN: {"color": ORANGE, "marker": "*", "ms": 14},
     COMPUTE: {"color": BLUE, "marker": "s", "ms": 6},
@@ -86,8 +88,8 @@ def _panel(study: str, rows: Rows) -> Panel:
     metric, higher = runs[0]["metric"], runs[0]["higher_is_better"]
     factor, points = 100 if metric.startswith("accuracy") else 1, {}
     for label, found in rows.items():
-        family = OWN if label == "intbmoe" else table_of(label)
-        if family == ABLATIONS:
+        family = OWN if label in ("intbmoe", ONE_LAYER) else FAMILIES[table_of(label)]
+        if family is None:
             continue
         values = [factor * run["test"][metric] for run in found]
         flops = fmean(run["flops_training"] for run in found)
@@ -129,7 +131,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> list[Text]:
     axes.set_ylabel(f"{panel.metric}{' (%)' * percent}, {tested}; {better} is better", fontsize=9)
     tidy(axes)
     axes.grid(color=GRID, linewidth=0.5)
-    own, dense, gelu, swiglu = map(panel.points.get, ("intbmoe", "dense", "dense-wide", "swiglu-wide"))
+    own, dense, swiglu = map(panel.points.get, ("intbmoe", "dense", "swiglu-wide"))
     others = {"Dense": dense, "wide SwiGLU": swiglu}
     told = [f"IntBMoE − {n}: {own.mean - it.mean:+.{2 if percent else 4}f}" for n, it in others.items() if own and it]
     axes.set_title("\n".join([TITLES[panel.study], ",  ".join(told).replace("-", "−")]), loc="left", fontsize=10)
@@ -140,8 +142,11 @@ def _draw_panel(axes: Axes, panel: Panel) -> list[Text]:
         axes.axhline(panel.floor[1], color=INK, linewidth=1, linestyle="--", zorder=1)
         told = f"no learning: {panel.floor[0]} {panel.floor[1]:.4g}"
         axes.text(0.01, panel.floor[1], told, transform=axes.get_yaxis_transform(), va="bottom", fontsize=8)
-    for wide in filter(None, (gelu, swiglu) if dense else ()):
-        axes.plot([dense.flops, wide.flops], [dense.mean, wide.mean], color=BLUE, linewidth=1, zorder=2)
+    for kind in ("dense", "swiglu"):
+        wider = [point for width in ("narrow", "wide") if (point := panel.points.get(f"{kind}-{width}"))]
+        if dense and wider:
+            line = [(point.flops, point.mean) for point in (dense, *wider)]
+            axes.plot(*zip(*line, strict=True), color=BLUE, linewidth=1, zorder=2)
     labels = []
     for point in panel.points.values():
         style, text, height = dict(STYLES[point.family]), point.title, min(max(point.mean, low), high)
@@ -162,7 +167,8 @@ def _span(panel: Panel) -> tuple[float, float]:
     first, third = np.quantile([point.mean for point in panel.points.values()], (0.25, 0.75))
     reach = 3 * (third - first) + panel.error
     near = [point for point in panel.points.values() if first - reach <= point.mean <= third + reach]
-    bars = [max(min(point.interval or 0, reach), panel.error * (point.family == OWN)) for point in near]
+    own = panel.points.get("intbmoe")
+    bars = [max(min(point.interval or 0, reach), panel.error * (point is own)) for point in near]
     ends = [point.mean + sign * bar for point, bar in zip(near, bars, strict=True) for sign in (-1, 1)]
     if panel.floor and abs(panel.floor[1] - fmean(ends)) < 2 * (max(ends) - min(ends)):
         ends.append(panel.floor[1])

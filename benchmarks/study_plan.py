@@ -16,6 +16,7 @@ import yaml
 
 from intbmoe.checks import require
 from intbmoe.recipes import load_recipe, recipe_from_dict, recipe_to_dict
+from intbmoe.recipes.compute import dense_of_compute
 from intbmoe.recipes.convert import to_plain
 from intbmoe.recipes.schema import MoESettings, Recipe
 from intbmoe.recipes.sets import Variant, find_variants
@@ -24,7 +25,7 @@ from intbmoe.train.run import FREE_TO_CHANGE
 STAGES = ("first", "methods", "compute", "ablations", "seeds", "rest")
 """first       dense, IntBMoE and the baselines expected to be best, first seed
 methods     all other methods, first seed
-compute     IntBMoE's compute, first seed
+compute     IntBMoE's compute, and dense networks of its one-layer form's, first seed
 ablations   of IntBMoE, first seed
 seeds       the two further seeds of dense, IntBMoE, the wide ones and the two best baselines by validation
 rest        the two further seeds of everything else"""
@@ -35,6 +36,8 @@ NOT_IN_DIGEST = (*FREE_TO_CHANGE, "data.path", "train.capture", "train.compile")
 """Settings that are about speed. A captured step has the kernels of an ordinary one; a compiled one rounds elsewhere
 and draws other random numbers, as another GPU would."""
 BASELINES_REPEATED = 2
+ONE_LAYER = "intbmoe-one_layer"
+"""The ablation that costs much less: it has dense networks of its own compute beside it."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
     for stage, choice in staged:
         if not set(stages) & {stage, "seeds", "rest"}:
             continue
-        for variant in find_variants(recipe, choice):
+        for variant in find_variants(recipe, choice) + (_narrow(recipe) if stage == "compute" else []):
             if variant.label not in seen:
                 seen[variant.label] = variant
                 entries.append(_entry(name, stage, recipe, variant, first_seed, {**study.settings, **given}))
@@ -166,6 +169,15 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
             stage = "seeds" if label in repeated else "rest"
             entries.append(_entry(name, stage, recipe, variant, seed, {**study.settings, **given}))
     return [entry for entry in entries if entry.stage in stages]
+
+
+def _narrow(recipe: Recipe) -> list[Variant]:
+    """Dense networks with the compute of IntBMoE's one-layer ablation."""
+    one_layer = next(variant for variant in find_variants(recipe, "ablations") if variant.label == ONE_LAYER)
+    return [
+        Variant(title, replace(moe, label=f"{moe.name}-narrow"))
+        for title, moe in dense_of_compute(recipe, one_layer.moe)
+    ]
 
 
 def _repeated(entries: Sequence[Entry], summaries: Sequence[Mapping[str, Any]]) -> set[str]:

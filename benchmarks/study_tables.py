@@ -22,7 +22,7 @@ from typing import Any
 from study import RESULTS
 from study_clock import TIMING
 from study_paper import gains
-from study_plan import REAL, STUDIES, TUNED, TUNING, read_summaries
+from study_plan import ONE_LAYER, REAL, STUDIES, TUNED, TUNING, read_summaries
 
 from intbmoe.analysis.compare import confidence_interval
 from intbmoe.analysis.compare_report import format_metric
@@ -41,6 +41,9 @@ TITLES = {
     "foursquare-us": "Places: Foursquare, US",
 }
 PARAMETERS, COMPUTE, ABLATIONS = "Equal parameters", "Equal compute", "Ablations"
+NARROW = "Equal compute with one layer"
+BESIDE = {PARAMETERS: "intbmoe", COMPUTE: "intbmoe", NARROW: ONE_LAYER, ABLATIONS: "intbmoe"}
+"""Which IntBMoE stands in a table, in the order of the tables."""
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -98,9 +101,9 @@ def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mappi
     parts = [_about([run for runs in rows.values() for run in runs], timing)]
     if left_out:
         parts.append(f"{left_out} runs of other settings are left out.")
-    for title in (PARAMETERS, COMPUTE, ABLATIONS):
+    for title, beside in BESIDE.items():
         if any(table_of(label) == title for label in rows):
-            shown = {label: found for label, found in rows.items() if table_of(label) == title or label == "intbmoe"}
+            shown = {label: found for label, found in rows.items() if table_of(label) == title or label == beside}
             parts.append(f"**{title}**\n\n{table(shown, timing['rows'])}")
     parts += _floors(rows)
     commands = "\n".join(_command(found) for found in rows.values())
@@ -109,7 +112,9 @@ def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mappi
 
 
 def table_of(label: str) -> str:
-    """Which table a variant stands in; IntBMoE itself stands in all."""
+    """Which table a variant stands in; IntBMoE itself stands in others too."""
+    if label.endswith("-narrow"):
+        return NARROW
     if label.endswith(("-wide", "-more")):
         return COMPUTE
     return ABLATIONS if label.startswith("intbmoe-") else PARAMETERS

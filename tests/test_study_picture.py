@@ -40,6 +40,7 @@ def summaries():
     runs = [summary(images, "dense", value, seed) for seed, value in enumerate((0.36, 0.38, 0.40))]
     runs += [summary(images, "intbmoe", 0.41, flops=3e8), summary(images, "intbmoe-no_gate", 0.2, flops=2e8)]
     runs += [summary(images, "dense-wide", 0.42, flops=3e8), summary(images, "swiglu-wide", 0.43, flops=3e8)]
+    runs += [summary(images, "intbmoe-one_layer", 0.41, flops=2e8), summary(images, "swiglu-narrow", 0.4, flops=2e8)]
     runs += [summary(images, "vmoe", 0.99, shared_digest="b"), summary(images, "soft", 0.99, stage="tune")]
     floors = {"popularity": {"HR@10": 0.05}, "visit counter": {"HR@10": 0.4}}
     runs += [summary(places, f"method{place}", 0.5 + place / 1e4, flops=1e8 + 1e6 * place) for place in range(12)]
@@ -49,10 +50,18 @@ def summaries():
 def test_a_panel_holds_the_runs_of_its_tables_without_ablations(summaries):
     images, places = study_picture.gather(summaries)
     assert (images.study, places.study) == ("tiny-imagenet", "foursquare")
-    assert images.points.keys() == {"dense", "intbmoe", "dense-wide", "swiglu-wide"}
+    assert images.points.keys() == {
+        "dense",
+        "intbmoe",
+        "intbmoe-one_layer",
+        "dense-wide",
+        "swiglu-wide",
+        "swiglu-narrow",
+    }
     assert len(places.points) == 14
     families = {label: point.family for label, point in images.points.items()}
-    assert families["dense-wide"] == families["swiglu-wide"] == study_picture.COMPUTE
+    assert families["dense-wide"] == families["swiglu-narrow"] == study_picture.COMPUTE
+    assert families["intbmoe-one_layer"] == study_picture.OWN
     assert (families["dense"], families["intbmoe"]) == (study_picture.PARAMETERS, study_picture.OWN)
     dense = images.points["dense"]
     assert (dense.mean, dense.interval) == pytest.approx((38, 4.968), abs=1e-3), (
@@ -64,7 +73,7 @@ def test_a_panel_holds_the_runs_of_its_tables_without_ablations(summaries):
 
 
 def test_ablations_alone_make_no_panel(summaries):
-    assert study_picture.gather([run for run in summaries if run["label"].startswith("intbmoe-")]) == []
+    assert study_picture.gather([run for run in summaries if run["label"] == "intbmoe-no_gate"]) == []
 
 
 def test_where_less_is_better_so_is_the_floor():

@@ -40,7 +40,8 @@ def flops_of_a_batch(recipe, moe):
     torch.manual_seed(0)
     model = task.make_model().eval()
     (example,) = task.example_inputs()
-    counted = count_flops(model, example.repeat(recipe.train.batch, *[1] * (example.dim() - 1)))
+    active = moe.options["top_k"] if moe.name == "remoe" else None
+    counted = count_flops(model, example.repeat(recipe.train.batch, *[1] * (example.dim() - 1)), active=active)
     return (counted.executed + counted.formulation) / recipe.train.batch
 
 
@@ -50,16 +51,14 @@ def test_every_variant_has_intbmoes_flops(name):
     intbmoe, *variants = find_variants(recipe, "compute")
     target = flops_of_a_batch(recipe, intbmoe.moe)
     flops = {variant.label: flops_of_a_batch(recipe, variant.moe) for variant in variants}
-    causal = name != "digits"
-    assert (
-        list(flops) == ["dense-wide", "swiglu-wide", "vmoe-more", "deepseek-more", "expert_choice-more"][: 5 - causal]
-    )
+    expected = ["dense-wide", "swiglu-wide", "vmoe-more", "deepseek-more", "remoe-more"]
+    assert list(flops) == ([*expected, "expert_choice-more"] if name == "digits" else expected)
     for label in ("dense-wide", "swiglu-wide"):
         assert flops[label] == pytest.approx(target, rel=TOLERANCE)
     for variant in variants:
-        if variant.moe.name in ("vmoe", "deepseek"):
+        if "top_k" in variant.moe.options:
             k = variant.moe.options["top_k"]
-            most = 7 if variant.moe.name == "vmoe" else 6
+            most = 6 if variant.moe.name == "deepseek" else 7
             for other in {max(1, k - 1), min(most, k + 1)} - {k}:
                 beside = replace(variant.moe, options={"top_k": other})
                 assert abs(flops[variant.label] - target) <= abs(flops_of_a_batch(recipe, beside) - target)

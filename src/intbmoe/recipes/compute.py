@@ -6,9 +6,10 @@ instead, whatever their parameters:
 dense, swiglu     a GELU and a SwiGLU FFN in the layers that IntBMoE's mixtures take, of a width that comes within
                   ``TOLERANCE``; the backbone's own may be either
 vmoe, deepseek    the k that comes nearest; one more or less is a whole expert, so they can be some per cent off
+remoe             the k that its router is steered to, as if it were there from the beginning: at first more are open
 expert_choice     its capacity factor, the mean number of experts of a token (images only: it looks ahead)
 
-Switch has k = 1 by definition and becomes V-MoE with more; in ReMoE, DynMoE and MASS the trained router decides.
+Switch has k = 1 by definition and becomes V-MoE with more; in DynMoE and MASS the trained router decides.
 
 What is matched is the forward of one training example. IntBMoE composes its blocks once a forward, for all examples in
 it: at the batch size 1 of the paper's cost tables that is a large share, at a training batch next to nothing. So the
@@ -38,11 +39,17 @@ def equal_compute(recipe: Recipe, intbmoe: MoESettings) -> list[tuple[str, MoESe
     from intbmoe.tasks import find_task  # tasks import the schema beside this file
 
     target = _flops(recipe, intbmoe)
-    variants = [_widened(recipe, name, target) for name in ("dense", "swiglu")]
-    options = {"vmoe": "top_k", "deepseek": "top_k"}
+    options = {"vmoe": "top_k", "deepseek": "top_k", "remoe": "top_k"}
     if not find_task(recipe.task).causal:
         options["expert_choice"] = "capacity_factor"
-    return variants + [_with_more_experts(recipe, name, option, target) for name, option in options.items()]
+    more = [_with_more_experts(recipe, name, option, target) for name, option in options.items()]
+    return dense_of_compute(recipe, intbmoe) + more
+
+
+def dense_of_compute(recipe: Recipe, intbmoe: MoESettings) -> list[tuple[str, MoESettings]]:
+    """Those of them that are dense."""
+    target = _flops(recipe, intbmoe)
+    return [_widened(recipe, name, target) for name in ("dense", "swiglu")]
 
 
 def training_flops(model: nn.Module, inputs: tuple[Any, ...], batch: int, active: float | None = None) -> float:
@@ -76,7 +83,8 @@ def _flops(recipe: Recipe, moe: MoESettings) -> float:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = task.make_model().eval()
-    return training_flops(model, task.example_inputs(), recipe.train.device_batch or recipe.train.batch)
+    active = moe.options["top_k"] if moe.name == "remoe" else None
+    return training_flops(model, task.example_inputs(), recipe.train.device_batch or recipe.train.batch, active)
 
 
 def _solve(recipe: Recipe, moe: MoESettings, option: str, first: tuple[int, int], target: float) -> float:
