@@ -94,6 +94,18 @@ def test_gradients_agree_with_finite_differences(name, masked):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("gradients", [False, True])
+@dtypes
+def test_the_default_device_says_nothing_about_the_tensors(name, gradients, dtype):
+    """What a layer makes on the way lies where its input does; the compiled library would write to another address."""
+    layer, x, mask = make(name, dtype).eval(), tokens(2, 4, dtype=dtype), random_mask(2, 4)
+    with torch.set_grad_enabled(gradients):
+        expected = layer(x, mask)
+        with torch.device("meta"):
+            assert torch.equal(layer(x, mask), expected)
+
+
+@pytest.mark.parametrize("name", METHODS)
 @dtypes
 def test_every_parameter_gets_a_finite_gradient_though_experts_starve(name, dtype):
     layer = make(name, dtype)

@@ -39,7 +39,6 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from intbmoe.checks import require, require_finite, require_positive_int
 from intbmoe.layer import Result, Routing
@@ -74,18 +73,6 @@ class DynMoEConfig(PoolConfig):
         require_positive_int("update_every", self.update_every)
 
 
-class _SignThrough(Function):
-    """The sign, whose gradient passes unchanged."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
 @register("dynmoe", title="DynMoE", paper="Guo et al., 2025", participation="sparse")
 class DynMoE(PoolLayer):
     """Top-any token choice by cosine and threshold, with a pool that follows what tokens ask for."""
@@ -112,7 +99,9 @@ class DynMoE(PoolLayer):
         cosine = linear(unit(seen), unit(wide(self.embeddings)))
         scores = torch.where(self.active, (c.temperature * cosine).sigmoid(), 0)
         margin = F.relu(scores - (c.temperature * wide(self.thresholds)).sigmoid())
-        gates = _SignThrough.apply(margin) if self.training else margin.sign()
+        gates = margin.sign()
+        if self.training:
+            gates = gates + (margin - margin.detach())  # the sign, whose gradient passes unchanged
         if mask is not None:
             gates = torch.where(mask.reshape(-1, 1), gates, 0)
         count = (gates.detach() > 0).sum(-1, keepdim=True)

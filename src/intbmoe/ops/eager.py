@@ -24,7 +24,12 @@ def transformed() -> bool:
     """Whether torch.func or dual numbers follow what is done: they know torch's operations, not every one of ours."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+    return torch._C._functorch.maybe_current_level() is not None or has_dual_numbers()
+
+
+def has_dual_numbers() -> bool:
+    """Whether derivatives are carried forward, by torch.func or torch.autograd.forward_ad."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
 def readable(x: Tensor) -> bool:

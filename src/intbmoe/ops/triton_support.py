@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from intbmoe.ops.eager import exporting
+from intbmoe.ops.eager import exporting, transformed
 
 INSTALLED = find_spec("triton") is not None and os.environ.get("INTBMOE_TRITON") != "0"
 """Whether Triton is there. ``INTBMOE_TRITON=0`` does without it: for a GPU or a driver that it does not compile for."""
@@ -23,8 +23,9 @@ ALIGNMENT = 16
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether Triton's kernels run on ``device``, and are to: an exported program must not need them."""
-    if not INSTALLED or exporting():
+    """Whether Triton's kernels run on ``device``, and are to: an exported program must not need them, and torch.func
+    does not know them."""
+    if not INSTALLED or exporting() or transformed():
         return False
     return device.type == "cuda" or (INTERPRETING and device.type == "cpu")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from intbmoe.ops.combine.rows import rows_of_tokens, sum_rows
-from intbmoe.ops.eager import readable
+from intbmoe.ops.eager import readable, transformed
 from intbmoe.ops.permute import permute
 from intbmoe.ops.triton_support import usable
 from intbmoe.precision import cast
@@ -85,7 +85,8 @@ def combine(rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
 
 
 def _differentiates(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    """Whether our own derivatives are asked for; torch.func takes those of plain operations."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors) and not transformed()
 
 
 def _weighted_sum(rows: Tensor, weights: Tensor, inverse: Tensor, trimmed: bool) -> Tensor:
@@ -160,11 +161,15 @@ def places(token: Tensor, tokens: int) -> Places:
 
 def to_places(x: Tensor, plan: Places) -> Tensor:
     """(N, c) values of tokens → (M, c) values of their places."""
+    if not _differentiates(x):
+        return x.index_select(0, plan.token)
     return _ToPlaces.apply(x, plan.token, plan.order, plan.starts)
 
 
 def sum_places(values: Tensor, plan: Places) -> Tensor:
     """(M, c) values of places → (N, c), for each token the sum over the places it stands in."""
+    if transformed():
+        return values.new_zeros(plan.starts.shape[0], values.shape[1]).index_add(0, plan.token, values)
     return _SumPlaces.apply(values, plan.token, plan.order, plan.starts)
 
 

@@ -11,10 +11,35 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from intbmoe.ops.eager import transformed
+
 
 def entmax15(scores: Tensor) -> Tensor:
     """(…, E) scores → (…, E) weights that sum to 1, in the type of ``scores``; a score of −inf gives weight 0."""
-    return _Entmax15.apply(scores)
+    return _weights(scores) if transformed() else _Entmax15.apply(scores)
+
+
+def _root(x: Tensor) -> Tensor:
+    """√x, and 0 where x is not positive; never of 0, where its derivative is infinite."""
+    inside = x > 0
+    return torch.where(inside, torch.where(inside, x, 1).sqrt(), 0)
+
+
+def _weights(scores: Tensor) -> Tensor:
+    half = scores / 2
+    half = half - half.amax(-1, keepdim=True)
+    # Whatever lies 1 or more below the largest has weight 0 and does not touch τ. Moved away from that border it
+    # stays out despite rounding, and the sums of squares stay small, hence accurate, for any scores.
+    half = torch.where(half <= -1, -2, half)
+    ordered = half.sort(dim=-1, descending=True).values
+    count = torch.arange(1, half.shape[-1] + 1, dtype=half.dtype, device=half.device)
+    mean = ordered.cumsum(-1) / count
+    spread = ordered.square().cumsum(-1) - count * mean.square()
+    # τ_j solves Σ (z/2 − τ)² = 1 over the j largest scores; the right j is the last that keeps all of its j.
+    thresholds = mean - _root((1 - spread) / count)
+    support = (thresholds <= ordered).sum(-1, keepdim=True)
+    threshold = thresholds.gather(-1, (support - 1).clamp(min=0))  # no support only where a score is NaN
+    return (half - threshold).clamp(min=0).square()
 
 
 class _Entmax15(Function):
@@ -22,27 +47,13 @@ class _Entmax15(Function):
 
     @staticmethod
     def forward(ctx, scores):
-        half = scores / 2
-        half = half - half.amax(-1, keepdim=True)
-        # Whatever lies 1 or more below the largest has weight 0 and does not touch τ. Moved away from that border it
-        # stays out despite rounding, and the sums of squares stay small, hence accurate, for any scores.
-        half = torch.where(half <= -1, -2, half)
-        ordered = half.sort(dim=-1, descending=True).values
-        count = torch.arange(1, half.shape[-1] + 1, dtype=half.dtype, device=half.device)
-        mean = ordered.cumsum(-1) / count
-        spread = ordered.square().cumsum(-1) - count * mean.square()
-        # τ_j solves Σ (z/2 − τ)² = 1 over the j largest scores; the right j is the last that keeps all of its j.
-        thresholds = mean - ((1 - spread) / count).clamp(min=0).sqrt()
-        support = (thresholds <= ordered).sum(-1, keepdim=True)
-        threshold = thresholds.gather(-1, (support - 1).clamp(min=0))  # no support only where a score is NaN
-        weights = (half - threshold).clamp(min=0).square()
+        weights = _weights(scores)
         ctx.save_for_backward(weights)
         return weights
 
     @staticmethod
     def backward(ctx, grad):
         (weights,) = ctx.saved_tensors
-        inside = weights > 0
-        root = torch.where(inside, torch.where(inside, weights, 1).sqrt(), 0)  # no √0: its derivative is infinite
+        root = _root(weights)
         centre = (grad * root).sum(-1, keepdim=True) / root.sum(-1, keepdim=True)
         return root * (grad - centre)

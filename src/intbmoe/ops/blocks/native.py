@@ -43,7 +43,7 @@ def run_blocks(x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, b
     paths = 1 if blocks.scale is None else 2
     widths = [dim, *[weight.shape[2] // paths for weight in blocks.weights]]
     ids = ids.contiguous()
-    y, load = x.new_empty(tokens, dim), torch.empty(count, dtype=torch.int64)
+    y, load = x.new_empty(tokens, dim), x.new_empty(count, dtype=torch.int64)
     problem = _Problem(tokens, ids.shape[1], count, len(blocks.weights), torch.get_num_threads(), dtype.itemsize == 8)
     pointers = {
         "widths": (ctypes.c_int64 * len(widths))(*widths),
@@ -67,9 +67,9 @@ def run_blocks(x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, b
         problem.shared, problem.shared_stride = at(shared), dim
     if blocks.scale is not None:
         problem.scale = at(cast(blocks.scale, dtype))
-    problem.y, problem.load = y.data_ptr(), load.data_ptr()
+    problem.y, problem.load = address(y, dtype), address(load, torch.int64)
     reference = ctypes.byref(problem)
-    scratch = torch.empty(LIBRARY.intbmoe_scratch_bytes(reference), dtype=torch.uint8)
-    problem.scratch = scratch.data_ptr()
+    scratch = x.new_empty(LIBRARY.intbmoe_scratch_bytes(reference), dtype=torch.uint8)
+    problem.scratch = address(scratch, torch.uint8)
     LIBRARY.intbmoe_run_blocks(reference)
     return y, load

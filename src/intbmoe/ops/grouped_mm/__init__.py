@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from intbmoe.checks import require
-from intbmoe.ops.eager import exporting
+from intbmoe.ops.eager import exporting, has_dual_numbers, transformed
 from intbmoe.ops.grouped_mm import fused, grouped, naive, tiled
 from intbmoe.ops.triton_support import runs_on
 
@@ -17,7 +17,7 @@ def choose_form(x: Tensor) -> str:
     On CUDA that is the Triton kernel. Without Triton, torch's grouped GEMM is one kernel only in bfloat16 from compute
     capability 9.0 on; elsewhere it copies the offsets to the host and loops, so the tiles are used.
     """
-    if exporting() or x.dtype not in grouped.DTYPES:
+    if exporting() or transformed() or x.dtype not in grouped.DTYPES:
         return "tiled"
     if x.device.type == "cuda":
         if runs_on(x.device):
@@ -33,6 +33,8 @@ def grouped_mm(
     """(M, i) rows sorted by group, (G, i, o) weights, (G,) end offsets → (M, o); zero after the last group."""
     form = form or choose_form(x)
     require(form in FORMS, "form", form, f"one of {', '.join(FORMS)}")
+    if form in ("fused", "grouped") and has_dual_numbers():  # torch would drop their tangents without a word
+        raise RuntimeError(f"form {form!r} has no forward-mode derivative: leave layer.form None, or take 'tiled'")
     if form == "fused":
         return fused.gathered_mm(x, weight, offsets, complete=complete)
     if form == "grouped":

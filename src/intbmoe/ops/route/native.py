@@ -10,10 +10,10 @@ def route(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """As ``naive.route``."""
     scores = scores.contiguous()
     tokens, blocks = scores.shape
-    ids = torch.empty(tokens, k, dtype=torch.int64)
+    ids = scores.new_empty(tokens, k, dtype=torch.int64)
     weights = scores.new_empty(tokens, k)
     LIBRARY.intbmoe_route(
         scores.dtype == torch.float64, torch.get_num_threads(), tokens, blocks, k,
-        address(scores, scores.dtype), ids.data_ptr(), weights.data_ptr(),
+        address(scores, scores.dtype), address(ids, torch.int64), address(weights, scores.dtype),
     )  # fmt: skip
     return ids, weights

@@ -1,0 +1,67 @@
+"""Derivatives by torch.func and dual numbers: of every method as finite differences and autograd say."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import intbmoe
+
+DIM, HIDDEN = 8, 12
+METHODS = intbmoe.list_methods()
+
+
+def make(name, dtype):
+    torch.manual_seed(1)
+    options = {"segment": 2} if name == "lory" else {}
+    return intbmoe.create(name, DIM, HIDDEN, **options).to(dtype).eval()
+
+
+def batch(dtype):
+    generator = torch.Generator().manual_seed(2)
+    x, t = (torch.randn(2, 5, DIM, dtype=torch.float64, generator=generator).to(dtype) for _ in range(2))
+    return x, t, torch.tensor([[True] * 5, [True, False, True, True, False]])
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_tangents_agree_with_finite_differences(name, dtype, frozen):
+    """A custom operation without a forward formula would drop them in silence; float32 runs other ones than float64."""
+    layer, (x, t, mask) = make(name, dtype).requires_grad_(not frozen), batch(dtype)
+    exact, step = make(name, torch.float64), 1e-6
+    with torch.no_grad():
+        ends = [exact(x.double() + sign * step * t.double(), mask) for sign in (1, -1)]
+    expected = (ends[0] - ends[1]) / (2 * step)
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-6
+    y, tangent = torch.func.jvp(lambda x: layer(x, mask), (x,), (t,))
+    assert (tangent - expected).norm() <= tolerance * expected.norm()
+    assert (y - exact(x.double(), mask)).norm() <= tolerance * y.norm()
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, t), mask))
+    assert (dual.tangent - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("training", [False, True])
+def test_gradients_of_torch_func_are_autograds(name, training):
+    layer, (x, t, mask) = make(name, torch.float32).train(training), batch(torch.float32)
+
+    def loss(parameters, x):
+        torch.manual_seed(3)  # some methods draw random numbers in training
+        return (torch.func.functional_call(layer, parameters, (x, mask)) * t).sum()
+
+    parameters = dict(layer.named_parameters())
+    frozen = {name: parameter.detach() for name, parameter in parameters.items()}
+    found, x_grad = torch.func.grad(loss, argnums=(0, 1))(frozen, x)
+    x = x.clone().requires_grad_()
+    loss(parameters, x).backward()
+    torch.testing.assert_close(x_grad, x.grad, rtol=1e-4, atol=1e-5)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_form_without_tangents_refuses_to_drop_them():
+    layer, (x, t, _) = make("intbmoe", torch.float32), batch(torch.float32)
+    layer.form = "grouped"
+    with pytest.raises(RuntimeError, match=r"form 'grouped' has no forward-mode derivative: leave layer\.form None"):
+        torch.func.jvp(layer, (x,), (t,))
