@@ -59,6 +59,12 @@ def test_every_registered_method_has_a_budget_near_switch_s():
             assert abs(count(name, **backbone) / switch - 1) < expert / 2, name
 
 
+@pytest.mark.parametrize("name", intbmoe.list_methods())
+def test_one_expert_is_enough(name):
+    options = intbmoe.match_budget(name, 8, 12, experts=1)
+    assert intbmoe.create(name, 8, **options)(torch.randn(2, 4, 8)).shape == (2, 4, 8)
+
+
 @pytest.mark.parametrize(("name", "rank"), [("mumoe_cp", 2594), ("mumoe_tr", 654)])
 def test_ranks_on_imagenet_are_the_table_s(name, rank):
     assert match_budget(name, **IMAGENET) == {"hidden": 768, "experts": 17, "rank": rank}

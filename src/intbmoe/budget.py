@@ -98,7 +98,8 @@ def match_budget(
         case "swiglu":
             return {"hidden": swiglu_width}
         case "deepseek":
-            return {"hidden": swiglu_width, "experts": experts, "expert": "swiglu"}
+            few = {"top_k": 1} if experts == 1 else {}  # its own k is 2
+            return {"hidden": swiglu_width, "experts": experts, "expert": "swiglu", **few}
         case "lory":
             return {"hidden": swiglu_width, "experts": experts + 1, "expert": "swiglu"}
         case "dynmoe" | "mass":

@@ -98,6 +98,8 @@ class MoELayer(nn.Module):
     """
 
     Config: ClassVar[type[LayerConfig]] = LayerConfig
+    KEPT_WIDE: ClassVar[tuple[str, ...]] = ("router",)
+    """What decides where tokens go: a half-precision copy that is to serve keeps it as it is, see ``kept_wide``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -214,12 +216,24 @@ class MoELayer(nn.Module):
     @property
     def weight_dtype(self) -> torch.dtype:
         """The type the large weights are stored in, which inputs must have outside autocast."""
-        return next(self.parameters()).dtype
+        experts = getattr(self, "experts", None)  # a router may be kept in another
+        return next((experts if isinstance(experts, nn.Module) else self).parameters()).dtype
+
+    def kept_wide(self) -> Iterator[Tensor]:
+        """The tensors behind ``KEPT_WIDE``."""
+        for name in self.KEPT_WIDE:
+            part = getattr(self, name, None)
+            if isinstance(part, nn.Module):
+                yield from part.parameters()
+            elif part is not None:
+                yield part
 
     def _check_input(self, x: Tensor, mask: Tensor | None) -> None:
         dim = self.config.dim
         if x.dim() < 2 or x.shape[-1] != dim:
             raise ValueError(f"x has shape {tuple(x.shape)}: expected (…, tokens, dim) with dim={dim}")
+        if not x.is_floating_point():
+            raise TypeError(f"x is {x.dtype}: expected floating-point numbers, such as {self.weight_dtype}")
         if autocast_dtype(x) is None and x.dtype != self.weight_dtype:
             raise TypeError(
                 f"x is {x.dtype} but the layer's weights are {self.weight_dtype}: "
@@ -227,8 +241,9 @@ class MoELayer(nn.Module):
             )
         if mask is None:
             return
-        if mask.dtype != torch.bool:
-            raise TypeError(f"mask is {mask.dtype}: expected torch.bool, True where a token is valid (mask.bool())")
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            found = mask.dtype if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+            raise TypeError(f"mask is {found}: expected torch.bool, True where a token is valid (mask.bool())")
         if mask.shape != x.shape[:-1]:
             raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {tuple(x.shape[:-1])}, as x without dim")
 

@@ -5,25 +5,31 @@ import copy
 import torch
 from torch import nn
 
-from intbmoe.layer import unwrap
-from intbmoe.methods.intbmoe import IntBMoE
+from intbmoe.layer import moe_layers, unwrap
+from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 
 
 def precompose(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy of ``model`` with every IntBMoE replaced by its precomposed form; the pools are not copied.
 
-    With a ``dtype`` the whole copy is cast to it, routers excepted.
+    With a ``dtype`` the whole copy is cast to it, except what decides where tokens go: routers and their state.
     """
     model = unwrap(model)
     layers = [module for module in model.modules() if isinstance(module, IntBMoE)]
     if not layers:
         raise ValueError(f"{type(model).__name__} holds no IntBMoE layer, so there is nothing to precompose")
     composed = {id(layer): layer.precompose(dtype) for layer in layers}
-    inside = {id(module) for layer in composed.values() for module in layer.modules()}
     served = copy.deepcopy(model, memo=dict(composed))
-    for module in served.modules():
-        if dtype is not None and id(module) not in inside:
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(dtype)
+    if dtype is not None:
+        cast_for_serving(served, dtype)
     return served
+
+
+def cast_for_serving(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast ``model`` in place, except what decides where tokens go, and precomposed layers, which have their types."""
+    spared = {id(tensor) for _, layer in moe_layers(model) for tensor in layer.kept_wide()}
+    for layer in (module for module in model.modules() if isinstance(module, ComposedMoE)):
+        spared |= {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() and id(tensor) not in spared:
+            tensor.data = tensor.data.to(dtype)

@@ -43,6 +43,11 @@ class Method:
 _methods: dict[str, Method] = {}
 
 
+def _full_name(layer: type) -> str:
+    """The same for a module that is loaded again."""
+    return f"{layer.__module__}.{layer.__qualname__}"
+
+
 def register(
     name: str, *, title: str, paper: str, participation: Participation, **presets: Any
 ) -> Callable[[type], type]:
@@ -50,8 +55,8 @@ def register(
 
     def add(layer: type) -> type:
         known = _methods.get(name)
-        if known is not None and known.layer.__qualname__ != layer.__qualname__:
-            raise ValueError(f"the method name {name!r} is taken by {known.layer.__qualname__}")
+        if known is not None and _full_name(known.layer) != _full_name(layer):
+            raise ValueError(f"the method name {name!r} is taken by {_full_name(known.layer)}")
         _methods[name] = Method(name, layer, title, paper, participation, presets)
         return layer
 

@@ -54,7 +54,8 @@ def add_sums(layer: MoELayer, sums: dict[str, Tensor]) -> None:
     """Add a micro-batch's statistics to those that ``after_step`` hands on."""
     for key, value in sums.items():
         value = value.detach()
-        layer._pending[key] = layer._pending[key] + value if key in layer._pending else value
+        # A copy: under torch.compile(mode="reduce-overhead") the next forward writes over what this one returned.
+        layer._pending[key] = layer._pending[key] + value if key in layer._pending else value.clone()
 
 
 def before_step(model: nn.Module, optimizer: Any, reevaluate: Callable[[], Tensor] | None = None) -> None:

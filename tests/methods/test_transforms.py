@@ -4,16 +4,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-import intbmoe
-
-DIM, HIDDEN = 8, 12
-METHODS = intbmoe.list_methods()
-
-
-def make(name, dtype):
-    torch.manual_seed(1)
-    options = {"segment": 2} if name == "lory" else {}
-    return intbmoe.create(name, DIM, HIDDEN, **options).to(dtype).eval()
+from small_methods import DIM, METHODS, make
 
 
 def batch(dtype):
@@ -27,8 +18,8 @@ def batch(dtype):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_tangents_agree_with_finite_differences(name, dtype, frozen):
     """A custom operation without a forward formula would drop them in silence; float32 runs other ones than float64."""
-    layer, (x, t, mask) = make(name, dtype).requires_grad_(not frozen), batch(dtype)
-    exact, step = make(name, torch.float64), 1e-6
+    layer, (x, t, mask) = make(name, dtype).eval().requires_grad_(not frozen), batch(dtype)
+    exact, step = make(name, torch.float64).eval(), 1e-6
     with torch.no_grad():
         ends = [exact(x.double() + sign * step * t.double(), mask) for sign in (1, -1)]
     expected = (ends[0] - ends[1]) / (2 * step)
@@ -36,9 +27,26 @@ def test_tangents_agree_with_finite_differences(name, dtype, frozen):
     y, tangent = torch.func.jvp(lambda x: layer(x, mask), (x,), (t,))
     assert (tangent - expected).norm() <= tolerance * expected.norm()
     assert (y - exact(x.double(), mask)).norm() <= tolerance * y.norm()
-    with forward_ad.dual_level():
-        dual = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, t), mask))
-    assert (dual.tangent - expected).norm() <= tolerance * expected.norm()
+    for gradients in (True, False):
+        with forward_ad.dual_level(), torch.set_grad_enabled(gradients):
+            dual = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, t), mask))
+        assert (dual.tangent - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_gradients_of_single_sequences_by_vmap(name):
+    layer, (x, t, mask) = make(name, torch.float32).eval(), batch(torch.float32)
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+
+    def loss(parameters, x, t, mask):
+        return (torch.func.functional_call(layer, parameters, (x[None], mask[None])) * t).sum()
+
+    gradients = torch.func.grad(loss)
+    found = torch.func.vmap(gradients, in_dims=(None, 0, 0, 0))(parameters, x, t, mask)
+    for place in range(2):
+        expected = gradients(parameters, x[place], t[place], mask[place])
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name][place], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -61,7 +69,7 @@ def test_gradients_of_torch_func_are_autograds(name, training):
 
 
 def test_a_form_without_tangents_refuses_to_drop_them():
-    layer, (x, t, _) = make("intbmoe", torch.float32), batch(torch.float32)
+    layer, (x, t, _) = make("intbmoe", torch.float32).eval(), batch(torch.float32)
     layer.form = "grouped"
     with pytest.raises(RuntimeError, match=r"form 'grouped' has no forward-mode derivative: leave layer\.form None"):
         torch.func.jvp(layer, (x,), (t,))

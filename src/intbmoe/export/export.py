@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from intbmoe.export.errors import ExportError
 from intbmoe.export.graphs import Graph
 from intbmoe.export.parity import Parity
 from intbmoe.methods.intbmoe import IntBMoE
+from intbmoe.precomposition import cast_for_serving
 from intbmoe.precomposition import precompose as precompose_model
 from intbmoe.recipes import recipe_to_dict
 from intbmoe.tasks import make_task
@@ -34,8 +36,6 @@ FORMATS = {
 }
 TRACED_ROWS, TRACED_LENGTH = 3, 7
 """The example that graphs are traced with: sizes that no check uses."""
-KEPT_WIDE = ("router", "codebook", "hypernetwork")
-"""What of an IntBMoE that is not precomposed stays in float32, so that it routes and composes as it was trained to."""
 
 
 def export_run(
@@ -89,7 +89,7 @@ def describe(written: Artifact) -> str:
     lines.append(f"compared with the trained model: {checked}, tolerance {outputs['tolerance']:.2g}")
     for layer, blocks in parity["unreached_blocks"].items():
         lines.append(f"no validation input reaches {layer}: {', '.join(map(str, blocks))}")
-    return "\n".join([*lines, f"serve it: intbmoe serve {written.path}"])
+    return "\n".join([*lines, f"serve it: intbmoe serve {shlex.quote(str(written.path))}"])
 
 
 def cast_model(trained: nn.Module, dtype: torch.dtype, *, precompose: bool) -> nn.Module:
@@ -97,11 +97,7 @@ def cast_model(trained: nn.Module, dtype: torch.dtype, *, precompose: bool) -> n
     if precompose and any(isinstance(module, IntBMoE) for module in trained.modules()):
         return precompose_model(trained, dtype)
     model = copy.deepcopy(trained)
-    wide = [getattr(layer, name) for layer in model.modules() if isinstance(layer, IntBMoE) for name in KEPT_WIDE]
-    spared = {id(t) for part in wide for t in ([part] if isinstance(part, nn.Parameter) else part.parameters())}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point() and id(tensor) not in spared:
-            tensor.data = tensor.data.to(dtype)
+    cast_for_serving(model, dtype)
     return model
 
 

@@ -78,17 +78,19 @@ class DynMoE(PoolLayer):
     """Top-any token choice by cosine and threshold, with a pool that follows what tokens ask for."""
 
     Config = DynMoEConfig
+    KEPT_WIDE = ("embeddings", "thresholds")
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         c = self.config
         self.embeddings = nn.Parameter(torch.empty(c.experts, c.dim))
         self.thresholds = nn.Parameter(torch.zeros(c.experts))
-        nn.init.orthogonal_(self.embeddings)
+        with torch.no_grad():  # not in place: torch has no QR of half-precision matrices
+            self.embeddings.copy_(nn.init.orthogonal_(wide(torch.empty_like(self.embeddings))))
         # What the current span of steps has recorded.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("activations", torch.zeros(c.experts, dtype=torch.int64))  # R_E
-        self.register_buffer("uncovered_input", torch.zeros(c.dim))  # R_S
+        self.register_buffer("uncovered_input", torch.zeros(c.dim, dtype=torch.float32))  # R_S
 
     def _expected_choices(self) -> float:
         return max(1.0, self.config.start / 2)

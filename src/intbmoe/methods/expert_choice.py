@@ -79,7 +79,7 @@ class ExpertChoice(MoELayer):
         # its sequence with weight 0: shapes stay fixed, and nothing flows through it either way.
         first = tokens * torch.arange(batch, device=x.device).view(-1, 1, 1)
         plan = places((taken + first).permute(2, 0, 1).reshape(-1), batch * tokens)
-        weights = torch.where(filled, gates.take_along_dim(taken, 1), 0).permute(2, 0, 1).reshape(-1, 1)
+        weights = torch.where(filled, gates.gather(1, taken), 0).permute(2, 0, 1).reshape(-1, 1)
         z = to_places(x.reshape(-1, c.dim).to(dtype), plan)
         z = self.experts.batch(z.view(c.experts, batch * taken.shape[1], c.dim)).reshape(-1, c.dim)
         y = sum_places(z * weights, plan)

@@ -209,6 +209,8 @@ class BlockLayer(MoELayer):
 class IntBMoE(BlockLayer):
     """The trainable layer: K blocks are composed from the pools at every forward."""
 
+    KEPT_WIDE = ("router", "codebook", "hypernetwork")
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         c = self.config
@@ -379,5 +381,5 @@ class ComposedMoE(BlockLayer):
         """All but the blocks that one token does not visit."""
         per_block = [*self.block_weights, *self.block_biases]
         per_block += [] if self.block_filter is None else [self.block_filter]
-        idle = sum(tensor[0].numel() for tensor in per_block) * (self.config.blocks - self.config.top_k)
+        idle = sum(tensor.numel() // tensor.shape[0] for tensor in per_block) * (self.config.blocks - self.config.top_k)
         return super().active_parameters() - idle

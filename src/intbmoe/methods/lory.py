@@ -146,7 +146,8 @@ def _skip_empty(in_force: Tensor, filled: Tensor) -> Tensor:
     rows = in_force.shape[1]
     own = torch.arange(1, rows, device=filled.device) * filled
     source = F.pad(own, (1, 0)).cummax(1).values
-    return (F.one_hot(source, rows).unsqueeze(-1) * in_force.unsqueeze(1)).sum(2)
+    chosen = source.unsqueeze(-1) == torch.arange(rows, device=filled.device)
+    return (chosen.unsqueeze(-1) * in_force.unsqueeze(1)).sum(2)
 
 
 def _check_batch(state: LoryState, batch: int) -> None:

@@ -116,8 +116,8 @@ class MASS(PoolLayer):
         self.router = nn.Linear(c.dim, c.experts, bias=False)
         # The open slots are always the first ones: only the last added is ever closed.
         self.register_buffer("source", torch.full((c.experts,), -1))
-        self.register_buffer("norms", torch.zeros(c.experts, c.window))
-        self.register_buffer("scores", torch.zeros(c.experts, c.window))
+        self.register_buffer("norms", torch.zeros(c.experts, c.window, dtype=torch.float32))
+        self.register_buffer("scores", torch.zeros(c.experts, c.window, dtype=torch.float32))
         self.register_buffer("norms_seen", torch.zeros(c.experts, dtype=torch.int64))
         self.register_buffer("scores_seen", torch.zeros(c.experts, dtype=torch.int64))
         self.register_buffer("waited", torch.zeros(c.experts, dtype=torch.int64))

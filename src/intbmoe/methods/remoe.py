@@ -91,7 +91,7 @@ class ReMoE(WideBuffers):
         c = self.config
         # A masked token is zero, so its scores are zero and nothing of it is active.
         scores = linear(wide(x), self.router.weight).flatten(0, 1).relu()
-        ids, weights = pack_choices(scores, scores > 0)
+        ids, weights = pack_choices(scores, ~(scores <= 0))  # NaN is active, so that it shows
         y, load = self.experts.route(x.reshape(-1, c.dim).to(dtype), ids, weights)
         losses = {}
         if self.training:

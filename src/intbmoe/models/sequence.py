@@ -80,6 +80,8 @@ class SequenceModel(nn.Module):
     def forward(self, items: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, T) items from old to new, ``PADDING`` after the last → (B, V): log P(next item) of each sequence.
 
+        A sequence has one item at least: from none nothing can be told.
+
         With ``targets`` (B, T), ``PADDING`` where there is none: log P(target | items up to its place), one number for
         each target, in the order of rows and then places. Only that is computed in training.
         """

@@ -50,7 +50,7 @@ class Dispatch:
 def dispatch(ids: Tensor, groups: int, complete: bool = False, *, plain: bool = False) -> Dispatch:
     """Sort the assignments ``ids`` (N, k), −1 for none, by group. Pass ``complete`` if none is −1."""
     token, choice, inverse, group, offsets, counts = permute(ids, groups, complete, plain=plain)
-    trimmed = not complete and readable(ids)
+    trimmed = not complete and readable(ids) and not transformed()
     if trimmed:
         last = int(offsets[-1])
         token, choice, group, inverse = token[:last], choice[:last], group[:last], inverse.clamp(max=last)
@@ -224,10 +224,11 @@ def limit_capacity(ids: Tensor, experts: int, capacity: int | Tensor, priority: 
     batch, tokens, k = ids.shape
     if priority is not None:
         order = priority.argsort(dim=1, descending=True, stable=True)
-        kept = limit_capacity(ids.take_along_dim(order.unsqueeze(-1), 1), experts, capacity)
-        return kept.take_along_dim(order.argsort(dim=1).unsqueeze(-1), 1)
+        # ``take_along_dim`` would bind sizes that a compiler or exporter leaves free.
+        kept = limit_capacity(ids.gather(1, order.unsqueeze(-1).expand_as(ids)), experts, capacity)
+        return kept.gather(1, order.argsort(dim=1).unsqueeze(-1).expand_as(ids))
     ranked = ids.transpose(1, 2).reshape(batch, k * tokens)
-    member = F.one_hot(torch.where(ranked < 0, experts, ranked), experts + 1)[..., :experts]
+    member = ranked.unsqueeze(-1) == torch.arange(experts, device=ids.device)
     position = (member.cumsum(1) * member).sum(-1)  # 1 for the first at its expert
     kept = torch.where(position <= capacity, ranked, -1)
     return kept.view(batch, k, tokens).transpose(1, 2)

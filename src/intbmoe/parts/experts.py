@@ -114,7 +114,7 @@ class StackedExperts(nn.Module):
 
     def expert_parameters(self) -> int:
         """Parameters of one expert."""
-        return sum(parameter[0].numel() for parameter in self.parameters())
+        return sum(parameter.numel() // parameter.shape[0] for parameter in self.parameters())  # indexing would gather
 
 
 class FFNExperts(StackedExperts):

@@ -25,7 +25,7 @@ class LoadStatistics:
     dropped: float = 0.0
     """Share of the wanted assignments that found their expert full."""
     untaken: float | None = None
-    """Share of the tokens that no expert took; None for a method that does not count them."""
+    """Share of the tokens that no expert took; None if the method does not count them, or assigned nothing."""
 
 
 def load_statistics_of(

@@ -43,7 +43,7 @@ class PoolLayer(WideBuffers):
         super().__init__(*args, **options)
         self.experts = self.config.make_experts()
         self.register_buffer("active", torch.arange(self.config.experts) < self.config.start)
-        self.register_buffer("mean_choices", torch.tensor(self._expected_choices()))
+        self.register_buffer("mean_choices", torch.tensor(self._expected_choices(), dtype=torch.float32))
 
     def _expected_choices(self) -> float:
         """Experts a token uses before training, until a step has measured it."""

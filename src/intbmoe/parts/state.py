@@ -1,6 +1,6 @@
 """State that gradients do not move: buffers that ``family_after_step`` changes a little at every step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Self
 
 import torch
@@ -22,6 +22,10 @@ class WideBuffers(MoELayer):
             new = self._buffers[name]
             if old is not None and old.is_floating_point():
                 dtype = torch.promote_types(new.dtype, torch.float32)
-                if dtype != new.dtype:
-                    self._buffers[name] = old.to(new.device, dtype)
+                if dtype != new.dtype:  # from the old one, which has not lost digits; on meta there are none
+                    self._buffers[name] = new.to(dtype) if old.is_meta else old.to(new.device, dtype)
         return self
+
+    def kept_wide(self) -> Iterator[Tensor]:
+        yield from super().kept_wide()
+        yield from (buffer for buffer in self.buffers(recurse=False) if buffer.is_floating_point())

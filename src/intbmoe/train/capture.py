@@ -119,7 +119,7 @@ class CapturedBackward:
         if added:
             torch._foreach_add_(added, values)
         for layer, sums in zip(self.layers, recording.sums, strict=True):
-            add_sums(layer, {key: value.clone() for key, value in sums.items()})
+            add_sums(layer, sums)
 
     def own_gradients(self) -> None:
         """Between micro-batches: gradients that belong to a graph become copies that no replay overwrites."""

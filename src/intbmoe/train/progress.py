@@ -100,7 +100,8 @@ class PreparationProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        if self.console.is_terminal:  # a bar that was never started would leave an empty line
+            self._bar.stop()
 
     def show(self, stage: str, done: int, total: int | None) -> None:
         """So much of ``stage`` is done, of ``total`` (None: unknown)."""

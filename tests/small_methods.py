@@ -1,0 +1,54 @@
+"""Every registered method, small enough for finite differences; used by several tests."""
+
+import pytest
+import torch
+
+import intbmoe
+
+DIM, HIDDEN = 8, 12
+
+# Options that make a method small enough for finite differences; a method not named here runs with its defaults.
+TINY = {
+    "intbmoe": {"experts": 3, "blocks": 4, "top_k": 2, "code_dim": 3, "router_dim": 5, "hyper_dim": 4},
+    "deepseek": {"experts": 4},
+    "remoe": {"experts": 4},
+    "vmoe": {"experts": 4},
+    "expert_choice": {"experts": 4},
+    "lory": {"segment": 2},
+    "dynmoe": {"experts": 4, "update_every": 2},
+    "mass": {"experts": 4, "window": 2, "warmup": 2, "significance": 0.9, "similarity": 1.0},
+}
+# Options that switch a method's random noise off, for comparisons across processes.
+QUIET = {
+    "switch": {"jitter": 0.0},
+    "vmoe": {"noise": 0.0},
+    "smear": {"expert_dropout": 0.0},
+    "smear_token": {"expert_dropout": 0.0},
+}
+METHODS = intbmoe.list_methods()
+
+
+# Float64 shows the mathematics, by the tiles; float32 and bfloat16 run the grouped product that users run.
+dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+
+
+def make(name, dtype=torch.float64, **options):
+    torch.manual_seed(1)
+    return intbmoe.create(name, DIM, HIDDEN, **{**TINY.get(name, {}), **options}).to(dtype)
+
+
+def tokens(*shape, seed=2, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, DIM, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def token_wise(layer):
+    """Whether a token's output depends on that token alone: causal, and with nothing to remember for decoding."""
+    return layer.config.noncausal_reason() is None and layer.new_state(1) is None
+
+
+def random_mask(*shape, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(*shape, generator=generator) > 0.3
+    mask[..., 0] = True
+    return mask
