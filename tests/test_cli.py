@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from io import BytesIO, TextIOWrapper
 
 import pytest
 
@@ -16,6 +17,17 @@ def test_methods_lists_every_method(capsys):
     for name in intbmoe.list_methods():
         assert name in table
         assert find_method(name).title in table
+
+
+@pytest.mark.parametrize(("command", "names"), [("methods", intbmoe.list_methods()), ("recipes", list_recipes())])
+def test_names_to_type_stay_whole_in_a_narrow_terminal(command, names, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    main([command])
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()[0]) == 40
+    for name in names:
+        assert f" {name} " in shown
 
 
 def test_methods_as_json(capsys):
@@ -102,6 +114,14 @@ def test_what_is_prepared_can_be_trained_on(tmp_path, monkeypatch, capsys):
     small = ["--data.source", "inttravel", "--data.path", "ready", "--moe.name", "dense", "--train.steps", "2"]
     main(["train", "journeys", *small, "--quiet", "True"])
     assert "HR@5" in capsys.readouterr().out
+
+
+def test_letters_that_the_terminal_does_not_have_are_escaped(monkeypatch):
+    printed = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(printed, encoding="ascii"))
+    main(["methods", "--json"])
+    rows = json.loads(printed.getvalue().decode("ascii").replace("\\x", "\\u00"))
+    assert [row["title"] for row in rows] == [find_method(name).title for name in intbmoe.list_methods()]
 
 
 def test_no_command_shows_the_help(capsys):

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from intbmoe.analysis.compare import CompareOptions
 from intbmoe.overrides import parse_recipe, setting_texts
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.schema import MoESettings, TrainSettings
@@ -19,6 +20,11 @@ class Own:
 
 def parse(*args):
     return parse_recipe("train", Own(), args, "Train.")
+
+
+def shown_text(capsys):
+    """What was printed, without the box around it and the line breaks in it."""
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("name", ["digits", "imagenet", "tiny-imagenet"])
@@ -72,7 +78,6 @@ def test_the_options_of_every_method_can_be_parsed(method):
     ("args", "message"),
     [
         (["--train.epoch", "3"], "--train.epochs"),
-        (["--moe.options.topk", "3"], "--moe.options.top-k"),
         (["--train.epochs", "many"], "many"),
         (["--train.epochs", "0"], "train.epochs"),
     ],
@@ -82,6 +87,27 @@ def test_a_wrong_option_ends_with_a_suggestion_or_a_reason(args, message, capsys
         parse("digits", *args)
     assert exit_info.value.code != 0
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--moe.options.topk", "3"], r"moe\.options\.topk: intbmoe has no such option: did you mean 'top_k'\?"),
+        (
+            ["--moe.name", "switch", "--moe.options.top-k=3"],
+            "top_k: switch has no such option: known: balance,",
+        ),
+    ],
+)
+def test_an_option_that_the_method_does_not_have_is_named_beside_those_it_has(args, message):
+    with pytest.raises(ValueError, match=message):
+        parse("digits", *args)
+
+
+def test_a_commands_own_option_is_explained_in_its_own_words(capsys):
+    with pytest.raises(SystemExit):
+        parse_recipe("compare", CompareOptions(), ["digits", "--help"], "Compare.")
+    assert f"{setting_texts(CompareOptions)['seeds']} (default: 1)" in shown_text(capsys)
 
 
 def test_names_are_suggested_before_anything_is_parsed():
@@ -99,7 +125,7 @@ def test_the_help_shows_every_setting_with_its_text(capsys):
     with pytest.raises(SystemExit) as exit_info:
         parse("imagenet", "--moe.name", "switch", "--help")
     assert exit_info.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = shown_text(capsys)
     for option in ("--root", "--moe.options.jitter", "--train.lr", "--model.heads", "--data.augmentation.mixup"):
         assert option in shown
     assert "Peak learning rate. (default: 0.0005)" in shown

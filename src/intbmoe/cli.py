@@ -6,6 +6,7 @@ get their arguments unparsed (``overrides.py``).
 
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 
 import tyro
 
@@ -34,6 +35,8 @@ TAKE_A_RECIPE = ("train", "compare")
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line on ``args``, by default those the process was given."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: a letter is no reason to stop midway
     args = list(sys.argv[1:] if args is None else args) or ["--help"]
     command = args[0]
     if command == "--version":

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 import tyro
 
 from intbmoe.recipes import list_recipes, load_recipe
-from intbmoe.recipes.convert import check_options, option_types
+from intbmoe.recipes.convert import check_options, option_types, require_options
 from intbmoe.recipes.schema import MoESettings, Recipe
 from intbmoe.registry import find_method
 
@@ -38,6 +38,7 @@ def parse_recipe(command: str, options: Options, args: Sequence[str], descriptio
         raise KeyError(f"intbmoe {command} starts with a recipe: {', '.join(list_recipes())}, or a .yaml file of yours")
     recipe = load_recipe(name)
     method = _chosen_method(recipe, rest)
+    require_options(method, _given_options(rest))  # the parser knows nothing of other methods' options
     defaults = _arguments(recipe, options, method)
     parsed = tyro.cli(
         type(defaults),
@@ -68,6 +69,13 @@ def _chosen_method(recipe: Recipe, args: Sequence[str]) -> str:
             value = value or (args[index + 1] if index + 1 < len(args) else "")
             name = find_method(value).name
     return name
+
+
+def _given_options(args: Sequence[str]) -> list[str]:
+    """The names that follow ``--moe.options.``, as the Configs spell them."""
+    prefix = "--moe.options."
+    options = [argument.partition("=")[0] for argument in args if argument.startswith(prefix)]
+    return [option.removeprefix(prefix).replace("-", "_") for option in options]
 
 
 def _options_type(method: str) -> type:
@@ -103,7 +111,7 @@ def _arguments(recipe: Recipe, options: Any, method: str) -> Any:
         options=_with_tuples(recipe.moe.options) if own else {},
         label=recipe.moe.label if own else None,
     )
-    kinds, texts = {}, setting_texts(type(options)) | setting_texts(Recipe)
+    kinds, texts = {}, setting_texts(Recipe) | setting_texts(type(options))  # compare's seeds are not the recipe's
     kinds |= get_type_hints(type(options))
     kinds |= {"name": str, "moe": type(moe)}  # what is changed most often comes first
     kinds |= {name: kind for name, kind in get_type_hints(type(recipe)).items() if name not in (*NOT_OPTIONS, "moe")}

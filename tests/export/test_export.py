@@ -159,10 +159,11 @@ def test_where_the_data_lay_is_nobody_elses_business(tmp_path):
 
 
 def test_the_command(tmp_path, capsys):
-    run, to = small_run("vision", tmp_path), tmp_path / "to"
+    run, to = small_run("vision", tmp_path), tmp_path / "to here"
     cli.main(["export", str(run.path), "--to", str(to), "--dtype", "bfloat16", "--no-precompose"])
     said = capsys.readouterr().out
     assert f"exported: {to}" in said
+    assert f"serve it: intbmoe serve '{to}'" in said, "can be pasted"
     assert "compared with the trained model" in said
     about = json.loads((to / ABOUT).read_bytes())
     assert (about["dtype"], about["precomposed"]) == ("bfloat16", False)

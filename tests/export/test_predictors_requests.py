@@ -25,6 +25,8 @@ JSON = st.recursive(
     max_leaves=12,
 )
 NAMES = ["history", "now", "profile", "image", "prompt", "top_n", "visited", "explain", "max_tokens", "seed", "time"]
+REQUIRED = {"classify": "image", "items": "history", "places": "now", "generate": "prompt"}
+"""The field that may not be left out."""
 
 
 def refusal(kind, request):
@@ -67,9 +69,14 @@ def test_one_bad_value_in_a_good_request_is_refused_by_name(kind, data):
 
 
 @kinds
+def test_a_field_that_is_not_there_is_said_to_be_missing(kind):
+    assert str(refusal(kind, {})) == f"{REQUIRED[kind]} is missing: {REQUIRED[kind]} must be given"
+
+
+@kinds
 def test_bad_fields_are_named(kind):
     encode, good = predictor(kind).encode, requests(kind, 1)[0]
-    required = {"classify": "image", "items": "history", "places": "now", "generate": "prompt"}[kind]
+    required = REQUIRED[kind]
     cases = [
         ({name: value for name, value in good.items() if name != required}, required),
         ({**good, required: 3}, required),

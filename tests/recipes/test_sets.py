@@ -28,7 +28,11 @@ def test_the_methods_are_the_papers_table(recipe):
     assert [variant.moe.name for variant in variants] == list(TABLE_1)
     assert len(TABLE_1) == 14
     assert [variant.label for variant in variants] == list(TABLE_1)
-    assert find_variants(recipe, "methods") == variants
+
+
+def test_no_set_is_listed_twice():
+    summaries = [found.summary for found in SETS.values()]
+    assert len(set(summaries)) == len(summaries)
 
 
 def test_ablations_are_those_of_the_configuration(recipe):

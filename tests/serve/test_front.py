@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from intbmoe.export.predictor import Encoded, Limits, RequestError
-from intbmoe.serve.front import _encode
+from intbmoe.serve.front import _encode, parse_json
 from intbmoe.serve.links import Call
+from intbmoe.serve.responses import HttpError
 
 
 class Encoder:
@@ -62,3 +63,18 @@ def test_encoding_ends_with_the_deadline():
 def test_what_is_refused_is_refused_beside_the_loop_too(size):
     with pytest.raises(RequestError, match="bad=1 is not allowed"):
         encode(Encoder(0, image_pixels=None), size=size, request={"bad": 1})
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (b"null", "null"),
+        (b"[]", "array"),
+        (b'""', "string"),
+        (b"1", "number"),
+        (b"true", "boolean"),
+    ],
+)
+def test_json_that_is_no_object_is_called_what_json_calls_it(body, kind):
+    with pytest.raises(HttpError, match=f"the body is a JSON {kind}: it must be an object"):
+        parse_json(body)

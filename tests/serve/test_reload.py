@@ -12,8 +12,10 @@ from fake_model import write_artifact
 from server import Server
 from test_server import PATH, load_during
 
+from intbmoe.export import ArtifactError
 from intbmoe.serve import supervisor as supervising
 from intbmoe.serve.children import Child
+from intbmoe.serve.control import reason
 from intbmoe.serve.crew import StartError
 from intbmoe.serve.front_process import FrontProcess
 from intbmoe.serve.links import Dispatcher, Generation
@@ -232,6 +234,15 @@ def test_too_long_a_path_for_sockets_is_named_with_what_to_do(tmp_path, monkeypa
     with pytest.raises(OSError, match=f"{folder}.* has too long a path for sockets: set TMPDIR to a shorter one"):
         supervising.serve(Settings(artifact=""), print)
     assert list(folder.iterdir()) == []
+
+
+def test_our_own_errors_are_told_by_their_message_alone_and_others_by_their_kind_too():
+    assert reason(ArtifactError("model.safetensors is missing")) == "model.safetensors is missing"
+    assert reason(type("Own", (RuntimeError,), {"__module__": "__main__"})("of the process itself")) == (
+        "of the process itself"
+    )
+    assert reason(KeyError("files")) == "KeyError: 'files'"
+    assert len(reason(ArtifactError("x" * 10_000))) == 2000
 
 
 @pytest.mark.parametrize("error", [StartError("torn"), OSError("torn"), KeyError("torn")])

@@ -310,7 +310,7 @@ def test_reload_under_load_fails_no_request(recommender):
     ("about", "why"),
     [
         pytest.param({"broken": "its weights are torn"}, "its weights are torn", marks=pytest.mark.slow),
-        ({"wrong_golden": True}, "golden request 0"),
+        ({"wrong_golden": True}, "serves on: golden request 0"),
     ],
 )
 def test_a_broken_artifact_leaves_the_old_one_serving(recommender, about, why):

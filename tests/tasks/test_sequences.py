@@ -55,6 +55,20 @@ def test_the_task_has_all_that_the_loop_asks_for(file):
     assert task.metric == "HR@10"
 
 
+@pytest.mark.parametrize(
+    ("histories", "message"),
+    [
+        (([0, 1], [4]), "some.npz leaves nothing to evaluate: expected users with 3 events or more"),
+        (([0, 1, 4], [2]), "some.npz leaves nothing to train on: expected users with 4 events or more"),
+    ],
+)
+def test_histories_that_are_all_too_short_are_refused_with_the_file(tmp_path, histories, message):
+    task = make_task(recipe(write(tmp_path / "some.npz", check_ins(*histories))))
+    for split in ("train", "valid", "test"):
+        with pytest.raises(DataError, match=message):
+            task.split(split)
+
+
 @pytest.mark.parametrize(("source", "make"), [("check-ins", check_ins), ("item-lists", item_lists)])
 def test_both_sources_give_the_same_splits(tmp_path, source, make):
     task = make_task(recipe(write(tmp_path / "some.npz", make(*HISTORIES)), source=source))

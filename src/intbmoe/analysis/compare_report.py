@@ -23,7 +23,7 @@ from intbmoe.tasks import find_task, make_task
 
 Floors = Mapping[str, Mapping[str, float]]
 NOTHING = "–"
-STEMS = {"K": "blocks", "k": "top_k", "E": "experts", "L": "layers", "methods": "all"}
+STEMS = {"K": "blocks", "k": "top_k", "E": "experts", "L": "layers"}
 """Names of files for sets whose own would differ in case alone."""
 LONGEST_STEM = 60
 COLUMNS = (
@@ -68,12 +68,14 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
         command = shlex.join(["intbmoe", "compare", *_with_root(plan, options, settings), *chosen])
         comparison = Comparison(plan, sound, summaries, floors, left_out, options.methods, command)
         written.append(write_comparison_report(comparison))
-        console.print(f"\nSaved: {', '.join(str(path) for path in written)}", soft_wrap=True)
+        console.print(f"\nSaved: {', '.join(str(path) for path in written)}", markup=False, soft_wrap=True)
     damaged = _tell_damaged(console, plan, left_out)
     _tell_failures(console, plan, failures)
+    if not plan.jobs:
+        console.print(f"Nothing is left of --methods {options.methods} to compare: choose others.", markup=False)
     console.print(f"Done in {_duration(time.monotonic() - started)}.")
     if summaries and not failures:
-        console.print(f"\nNext:\n{what_next(plan, options, settings)}", soft_wrap=True)
+        console.print(f"\nNext:\n{what_next(plan, options, settings)}", markup=False, soft_wrap=True)
     return 1 if failures or damaged or not summaries else 0
 
 
@@ -206,7 +208,7 @@ def _list(values: Sequence[int]) -> str:
 def file_stem(methods: str) -> str:
     """The name of the result files for a choice of ``--methods``."""
     names = [STEMS.get(name.strip(), name.strip()) for name in methods.split(",") if name.strip()]
-    return "+".join(names)[:LONGEST_STEM]
+    return "+".join(dict.fromkeys(names))[:LONGEST_STEM]
 
 
 def write_files(
@@ -254,16 +256,17 @@ def _line(texts: Sequence[str]) -> str:
 
 def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> str:
     """Commands that lead on from here; with the same settings they find the finished runs again."""
-    program = "intbmoe" if shutil.which("intbmoe") else os.path.relpath(sys.argv[0])
+    program = shlex.quote("intbmoe" if shutil.which("intbmoe") else os.path.relpath(sys.argv[0]))
     recipe = shlex.join(_with_root(plan, options, settings))
     last = plan.jobs[-1]
-    own = f"--moe.name {last.variant.moe.name} --moe.experts 32 --moe.label more-experts"
+    named = any(setting.partition("=")[0] == "--moe.name" for setting in settings)
+    own = f"{'' if named else f'--moe.name {last.variant.moe.name} '}--moe.experts 32 --moe.label more-experts"
     more = 3 if options.seeds < 3 else options.seeds + 2
     steps = [
-        (f"compare {recipe} --methods {options.methods} --seeds {more}", "more seeds, for intervals"),
+        (f"compare {recipe} --methods {shlex.quote(options.methods)} --seeds {more}", "more seeds, for intervals"),
         (f"compare {recipe} --methods ablations", "IntBMoE with one part left out at a time"),
         (f"train {recipe} {own}", "a run of your own"),
-        (f"eval {last.run.path}", "the metrics of a trained model"),
+        (f"eval {shlex.quote(str(last.run.path))}", "the metrics of a trained model"),
         ("recipes", "which experiments there are"),
     ]
     return "\n".join(f"  {program} {command}   # {purpose}" for command, purpose in steps)

@@ -10,6 +10,8 @@ from rich.table import Table
 
 def show(table: Table) -> None:
     """Print a table."""
+    first = table.columns[0]
+    first.no_wrap = all(" " not in str(cell) for cell in first.cells)  # names, to be typed: all else is shortened first
     # Away from a terminal there is no width to fit into, and a cell broken over lines cannot be searched.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 

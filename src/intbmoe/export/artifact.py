@@ -100,8 +100,7 @@ class Artifact:
 
         It is laid out without memory and given the file's tensors: pools are never allocated, whatever E is.
         """
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise ArtifactError(f"device={str(device)!r} is not there: torch finds no GPU, --device cpu needs none")
+        _require_device(str(device))
         model = make_skeleton(self.recipe, precomposed=self.about["precomposed"])
         tensors = self.read_tensors(MODEL, device)
         try:
@@ -192,6 +191,16 @@ def file_digest(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _require_device(name: str) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ArtifactError(f"device={name!r} is no device: give cpu, cuda or, of several GPUs, cuda:1") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise ArtifactError(f"device={name!r} is not there, of GPUs torch finds {found}: --device cpu needs none")
 
 
 def _parse_json(path: Path) -> Any:

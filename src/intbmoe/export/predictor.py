@@ -26,13 +26,18 @@ SHOWN = 60
 """Characters of a refused value that its message repeats."""
 
 
+ABSENT = object()
+"""In place of the value of a field that is not there."""
+
+
 class RequestError(ValueError):
     """A request that cannot be answered as it is. ``field`` says where, such as ``history[3].place``."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        """``allowed`` completes the sentence "… must be"."""
+        """``allowed`` completes the sentence "… must be"; ``value`` may be ``ABSENT``."""
         self.field = _printable(field)
-        super().__init__(f"{self.field}={shown(value)} is not allowed: {self.field} must be {allowed}")
+        found = " is missing" if value is ABSENT else f"={shown(value)} is not allowed"
+        super().__init__(f"{self.field}{found}: {self.field} must be {allowed}")
 
 
 def shown(value: object) -> str:

@@ -5,7 +5,7 @@
 """
 
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -143,12 +143,18 @@ def option_types(method: str) -> dict[str, Any]:
     return {name: int if kind is Any else kind for name, kind in kinds.items()}
 
 
-def check_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """``options`` with names, types and values checked against the method's Config, as plain data."""
+def require_options(method: str, names: Iterable[str]) -> None:
+    """Raise unless the method has options of these names."""
     known = option_types(method)
-    for name in options:
+    for name in names:
         if name not in known:
             raise ValueError(f"moe.options.{name}: {method} has no such option: {did_you_mean(name, known)}")
+
+
+def check_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` with names, types and values checked against the method's Config, as plain data."""
+    require_options(method, options)
+    known = option_types(method)
     typed = {name: from_plain(known[name], value, f"moe.options.{name}") for name, value in options.items()}
     try:
         find_method(method).config(**{"dim": 8, "hidden": 8, **typed})  # sizes that any option goes with

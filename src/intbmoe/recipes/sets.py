@@ -184,4 +184,3 @@ SETS: dict[str, VariantSet] = {
     "E": VariantSet(f"IntBMoE with E = {', '.join(map(str, EXPERTS))} experts", _experts),
     "L": VariantSet(f"IntBMoE with L = {', '.join(map(str, LAYERS))} layers in a block", _layers),
 }
-SETS["methods"] = SETS["all"]

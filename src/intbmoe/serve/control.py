@@ -20,11 +20,19 @@ import socket
 from typing import Any
 
 LONGEST = 1024 * 1024
+OWN = ("intbmoe", "__main__")
+"""Where this program's errors are defined; the module that a process is started with is its ``__main__``."""
 
 
 def to_line(message: dict[str, Any]) -> bytes:
     """One message as it is sent."""
     return json.dumps(message).encode() + b"\n"
+
+
+def reason(error: Exception) -> str:
+    """``why`` something cannot be: our own errors explain themselves, of others the kind says more than the message."""
+    own = type(error).__module__.partition(".")[0] in OWN
+    return (str(error) if own else f"{type(error).__name__}: {error}")[:2000]
 
 
 class Lines:

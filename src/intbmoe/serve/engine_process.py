@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from intbmoe.serve import wire
-from intbmoe.serve.control import Lines, inherited_socket, to_line
+from intbmoe.serve.control import Lines, inherited_socket, reason, to_line
 from intbmoe.serve.engine import Engine, Reply
 from intbmoe.serve.metrics import EngineMetrics
 from intbmoe.serve.settings import Settings
@@ -204,7 +204,7 @@ def main(args: list[str]) -> None:
         gc.freeze()
     except Exception as error:
         log.debug("not started", exc_info=True)
-        tell(control, {"event": "broken", "why": f"{type(error).__name__}: {error}"[:2000]})
+        tell(control, {"event": "broken", "why": reason(error)})
         os._exit(1)
     tell(control, {"event": "ready", "version": opened.version})
     status = 0

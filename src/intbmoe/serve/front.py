@@ -256,6 +256,9 @@ async def _watch(request: Request, call: Call) -> None:
         call.finish(LEFT)
 
 
+JSON_KINDS = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
+
+
 def parse_json(body: bytes) -> dict[str, Any]:
     """The request's object."""
     try:
@@ -263,7 +266,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise HttpError(422, f"the body is not JSON: {error}"[:200], field="body", outcome="bad") from error
     if not isinstance(content, dict):
-        message = f"the body is a JSON {type(content).__name__}: it must be an object"
+        message = f"the body is a JSON {JSON_KINDS[type(content)]}: it must be an object"
         raise HttpError(422, message, field="body", outcome="bad")
     return content
 

@@ -20,7 +20,7 @@ import uvicorn
 import uvloop
 
 from intbmoe.serve.connection import patient_protocol
-from intbmoe.serve.control import Lines, inherited_socket, to_line
+from intbmoe.serve.control import Lines, inherited_socket, reason, to_line
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, Generation
 from intbmoe.serve.metrics import FrontMetrics
@@ -122,9 +122,8 @@ class FrontProcess:
                 self._serve(generation)
         except Exception as error:
             log.exception("generation %d cannot be served", number)
-            why = f"{type(error).__name__}: {error}"[:2000]
             other = isinstance(error, OtherVersionError)
-            self._tell({"event": "cannot", "generation": number, "why": why, "other": other})
+            self._tell({"event": "cannot", "generation": number, "why": reason(error), "other": other})
             if self._when_ready and not self._ready.is_set():
                 await asyncio.sleep(TOLD_S)
                 os._exit(1)  # nobody can be answered: the next one may do better

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from intbmoe.serve.children import Child
+from intbmoe.serve.control import reason
 from intbmoe.serve.crew import FIRST_PAUSE_S, LONGEST_PAUSE_S, START_S, Crew, Places, StartError
 from intbmoe.serve.metrics import forget_process
 from intbmoe.serve.settings import Settings
@@ -216,7 +217,7 @@ class Supervisor:
                 return {"ok": False, "why": f"version {old.version} serves on: {error}"}
             except Exception as error:  # whoever asked for it waits for an answer
                 log.exception("the reload failed")
-                return {"ok": False, "why": f"version {old.version} serves on: {type(error).__name__}: {error}"}
+                return {"ok": False, "why": f"version {old.version} serves on: {reason(error)}"}
             finally:
                 if self._crew is not new:
                     for child in self._fronts.values():

@@ -10,6 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from intbmoe.tasks.errors import DataError
+
 Progress = Callable[[str, int, int | None], None]
 """(what is being done, how much of it is, of how much: None where that is not known)."""
 
@@ -25,6 +27,11 @@ class Preparation:
 
     def run(self, source: Path, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
         """Make ``target`` from ``source``. A malformed row raises ``DataError``, or is counted with ``skip_bad``."""
+        if source.resolve() == target.resolve():
+            raise DataError(f"{target} is the source itself: give another target, for what is made of it")
+        in_the_way = next((path for path in (target, *target.parents) if path.exists() and not path.is_dir()), None)
+        if in_the_way is not None:
+            raise DataError(f"{in_the_way} is not a folder: give another target")
         module, name = self.function.split(":")
         return getattr(import_module(module), name)(source, target, skip_bad=skip_bad, progress=progress)
 

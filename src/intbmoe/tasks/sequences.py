@@ -18,7 +18,7 @@ from intbmoe.checks import did_you_mean, require
 from intbmoe.models.sequence import PADDING, SequenceConfig, SequenceModel
 from intbmoe.recipes.schema import Recipe
 from intbmoe.tasks.base import Batch, Examples
-from intbmoe.tasks.items.examples import HeldOutEvents, TrainingWindows
+from intbmoe.tasks.items.examples import HeldOutEvents, TrainingWindows, require_splits
 from intbmoe.tasks.items.floors import item_floors
 from intbmoe.tasks.items.ranking import rank_of, ranking_metrics, ranking_sums
 from intbmoe.tasks.items.source import ItemSequences, read_check_ins, read_item_lists
@@ -84,7 +84,9 @@ class SequencesTask:
         """The data, read at the first call."""
         if self._sequences is None:
             data = self.recipe.data
-            self._sequences = SOURCES[data.source](data.path, self.recipe.model.items)
+            found = SOURCES[data.source](data.path, self.recipe.model.items)
+            require_splits(found, str(data.path))
+            self._sequences = found
         return self._sequences
 
     def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:

@@ -11,12 +11,13 @@ from made_up_comparison import HOSTILE, compare_runs, made_up, made_up_curves, m
 
 from intbmoe.analysis.compare import CompareOptions, shares_of
 from intbmoe.analysis.compare_report import compare, file_stem
+from intbmoe.analysis.report import trace
 from intbmoe.analysis.report.comparison import collect, thin
 from intbmoe.analysis.report.comparison_pictures import draw_comparison
 from intbmoe.analysis.report.comparison_report import comparison_page, redraw_comparison, write_comparison_report
 from intbmoe.analysis.report.page import render
 from intbmoe.analysis.report.trace import find_flaw, sort_out, trace_run
-from intbmoe.train import RunDirectory, load
+from intbmoe.train import RunDirectory, environment, load, train
 from intbmoe.train.files import digest
 
 
@@ -142,6 +143,20 @@ def test_results_without_environment_still_stand(runs):
     (run.path / "environment.json").unlink()
     assert trace_run(run)["command"] is None
     assert find_flaw(run, "accuracy") is None
+
+
+def test_a_package_outside_of_a_checkout_has_results_too(small_recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "git_state", lambda folder: None)
+    run = train(replace(small_recipe, train=replace(small_recipe.train, steps=1)), tmp_path, quiet=True)
+    assert find_flaw(run, "accuracy") is None
+    assert trace_run(run)["commit"] is None
+    assert trace_run(run)["torch"] == torch.__version__
+
+
+def test_a_mistake_of_ours_is_not_a_damaged_run(trained, monkeypatch):
+    monkeypatch.setattr(trace, "_command", lambda words: words.nothing_of_the_kind)
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        find_flaw(RunDirectory(trained / "digits/intbmoe/0"), "accuracy")
 
 
 # Made up by hand.

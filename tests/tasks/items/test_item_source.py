@@ -64,7 +64,14 @@ BAD_CHECK_INS = {
     "above": (lambda a: with_value(a, "poi", 0, 9), r"'poi', row 0, is 9: expected ids from 0 to 4"),
     "users": (lambda a: with_value(a, "user", 4, 7), r"'user', row 5, is 2: expected rows in the order of \(user"),
     "times": (lambda a: with_value(a, "time", 3, 5), r"'time', row 3, is 5: expected rows of a user in the order"),
-    "objects": (lambda a: {**a, "poi": np.array([{}] * 8)}, r"the array 'poi' cannot be read: Object arrays"),
+    "objects": (
+        lambda a: {**a, "poi": np.array([{}] * 8)},
+        r"'poi' cannot be read: Object arrays.*store whole",
+    ),
+    "beyond": (
+        lambda a: with_value({**a, "poi": a["poi"].astype(np.uint64)}, "poi", 3, 2**63),
+        r"'poi', row 3, is 9223372036854775808: expected numbers of at most 9223372036854775807",
+    ),
 }
 BAD_ITEM_LISTS = {
     "missing": (lambda a: without(a, "offsets"), r"the array 'offsets' is missing"),

@@ -198,6 +198,22 @@ def test_only_one_process_at_a_time(name, sources, tmp_path):
     prepare(name, sources[name], tmp_path, progress=meddle)
 
 
+@pytest.mark.parametrize("name", sorted(PREPARATIONS))
+def test_a_target_that_cannot_be_one_is_refused_before_anything_is_written(name, tmp_path):
+    source, file = tmp_path / "source", tmp_path / "file"
+    source.mkdir()
+    file.write_text("in the way")
+    for target, message in [
+        (source, "is the source itself"),
+        (tmp_path / "source" / ".." / "source", "is the source itself"),
+        (file, f"{file} is not a folder"),
+        (file / "below", f"{file} is not a folder"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            prepare(name, source, target)
+    assert sorted(tmp_path.rglob("*")) == [file, source]
+
+
 def test_other_files_than_before_are_refused(sources, whole, tmp_path):
     folder, _ = whole["wikipedia"]
     other = write_wikipedia(tmp_path / "other", optional=False)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from intbmoe.checks import did_you_mean
-from intbmoe.export.predictor import SHOWN, RequestError
+from intbmoe.export.predictor import ABSENT, SHOWN, RequestError
 
 
 class Field(Protocol):
@@ -173,7 +173,7 @@ class Record:
             if name in value:
                 found[name] = kind.read(before + name, value[name])
             elif default is REQUIRED:
-                raise RequestError(before + name, None, "given: it is required")
+                raise RequestError(before + name, ABSENT, "given")
             else:
                 found[name] = default
         return found

@@ -17,6 +17,7 @@ import torch
 
 from intbmoe.models.sequence import PADDING
 from intbmoe.tasks.base import Batch
+from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.items.source import ItemSequences
 
 HELD_OUT = {"valid": 2, "test": 1}
@@ -34,6 +35,14 @@ def training_ends(sequences: ItemSequences) -> np.ndarray:
     """(users,) where the training events of each user end in ``sequences.items``."""
     held_out = np.where(sequences.lengths >= FEWEST, len(HELD_OUT), 0)
     return sequences.offsets[1:] - held_out
+
+
+def require_splits(sequences: ItemSequences, file: str) -> None:
+    """Raise unless there is something to train on and something to evaluate."""
+    if not (sequences.lengths >= FEWEST).any():
+        raise DataError(f"{file} leaves nothing to evaluate: expected users with {FEWEST} events or more")
+    if not (training_ends(sequences) - sequences.offsets[:-1] > 1).any():
+        raise DataError(f"{file} leaves nothing to train on: expected users with {FEWEST + 1} events or more")
 
 
 class TrainingWindows:

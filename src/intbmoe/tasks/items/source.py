@@ -18,6 +18,7 @@ from intbmoe.tasks.errors import DataError
 WHAT = "an .npz file of item sequences"
 CHECK_INS = ("user", "poi", "time")
 ITEM_LISTS = ("items", "offsets")
+LARGEST = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,15 @@ def _read_arrays(file: Path, names: tuple[str, ...]) -> Mapping[str, np.ndarray]
             try:
                 arrays[name] = opened[name]
             except broken as error:
-                raise DataError(f"{file}: the array {name!r} cannot be read: {error}; get the file again") from error
+                fix = "store whole numbers in it" if "Object arrays" in str(error) else "get the file again"
+                raise DataError(f"{file}: the array {name!r} cannot be read: {error}; {fix}") from error
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu":
             found = f"{array.dtype} of shape {array.shape}"
             raise DataError(f"{file}: {name!r} is {found}: expected whole numbers in one dimension")
         if len(array) == 0:
             raise DataError(f"{file}: {name!r} is empty: expected at least one row")
+        _refuse(array > LARGEST, f"{file}: {name!r}", array, f"numbers of at most {LARGEST}")
     # Unsigned differences would wrap around.
     return {name: array.astype(np.int64) for name, array in arrays.items()}
 
