@@ -1,6 +1,7 @@
 """Whole runs of the embedded recipes, trained for a few steps, analysed and drawn."""
 
 import csv
+import errno
 import json
 import shutil
 import sys
@@ -176,6 +177,18 @@ def test_a_failed_analysis_leaves_the_earlier_one(run, analysed, monkeypatch):
         analyse(run, FEW)
     assert files(run / "analysis") == before
     assert not list(run.glob(".analysis*"))
+
+
+def test_a_full_disk_is_explained_and_nothing_is_left(runs, monkeypatch):
+    def full(value):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(analysis, "to_json", full)
+    run = runs["digits/dense"]
+    before = set(run.iterdir())
+    with pytest.raises(SystemExit, match=r"no space left to write .*dense/0/analysis: free some space"):
+        main(["analyse", str(run), "--numbers-only", "--examples", "8"])
+    assert set(run.iterdir()) == before
 
 
 def test_unfinished_and_damaged_runs_are_errors_with_a_message(run, tmp_path):

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,7 +24,16 @@ from intbmoe.analysis.compare import (
     summarise,
 )
 from intbmoe.analysis.compare_jobs import choose_jobs, cores, run_jobs
-from intbmoe.analysis.compare_report import cells, file_stem, floor_cells, format_metric, make_table, notes, write_files
+from intbmoe.analysis.compare_report import (
+    cells,
+    file_stem,
+    floor_cells,
+    format_metric,
+    make_table,
+    notes,
+    what_next,
+    write_files,
+)
 from intbmoe.cli import main
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import find_variants
@@ -252,6 +262,33 @@ def test_files_of_different_sets_have_different_names_also_where_case_does_not_c
     names = [file_stem(name) for name in ("all", "ablations", "K", "k", "E", "L", "dense, switch")]
     assert len({name.lower() for name in names}) == len(names)
     assert len(file_stem(",".join(f"method{index}" for index in range(99)))) <= 60
+    assert file_stem("dense, dense,switch") == "dense+switch", "as often as it stands in the table"
+
+
+def test_the_commands_that_lead_on_can_be_pasted(recipe, tmp_path):
+    options = CompareOptions(methods="dense, switch", root=tmp_path / "my runs")
+    plan = make_plan(recipe, options)
+
+    def commands(*settings):
+        return [shlex.split(line, comments=True) for line in what_next(plan, options, settings).splitlines()]
+
+    more, ablations, own, evaluate, _ = commands("digits", "--name", "a b")
+    given = ["digits", "--name", "a b", "--root", str(options.root)]
+    assert more[1:] == ["compare", *given, "--methods", "dense, switch", "--seeds", "3"]
+    assert ablations[1:] == ["compare", *given, "--methods", "ablations"]
+    label = ["--moe.experts", "32", "--moe.label", "more-experts"]
+    assert own[1:] == ["train", *given, "--moe.name", "switch", *label]
+    assert evaluate[1:] == ["eval", str(options.root / "digits/switch/0")]
+    named = commands("digits", "--moe.name=dense")[2]
+    assert named[1:] == ["train", "digits", "--moe.name=dense", "--root", str(options.root), *label], "named once"
+
+
+def test_it_is_said_that_nothing_is_left_to_compare(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "stdlib", "--methods", "soft"])
+    assert ended.value.code == 1
+    assert "Nothing is left of --methods soft to compare" in capsys.readouterr().out
 
 
 def test_variants_of_a_set_are_compared_like_methods(recipe, tmp_path):

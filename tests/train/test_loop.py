@@ -3,8 +3,10 @@
 import copy
 import errno
 import math
+import multiprocessing
 import os
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,8 +15,9 @@ from tiny_task import TinyTask, assert_close_metrics, still, tiny_recipe
 from torch import nn
 
 import intbmoe
+from intbmoe.tasks import DataError
+from intbmoe.train import RunDirectory, evaluate, load, train
 from intbmoe.train import checkpoint as checkpoint_module
-from intbmoe.train import evaluate, load, train
 from intbmoe.train.distribution import compile_in_place
 from intbmoe.train.errors import (
     DamagedFileError,
@@ -25,6 +28,7 @@ from intbmoe.train.errors import (
     TrainingInterrupted,
 )
 from intbmoe.train.files import read_tensors
+from intbmoe.train.lock import RunLock
 from intbmoe.train.step import Stepper
 
 
@@ -77,6 +81,47 @@ def test_a_finished_run_is_not_trained_again(finished):
     assert (finished.path / "done.json").stat().st_mtime_ns == stamp
     with pytest.raises(RunConflictError, match=r"train\.lr"):
         train(replace(finished.recipe, train=replace(finished.recipe.train, lr=1.0)), finished.path.parents[2])
+
+
+def test_a_start_that_failed_on_its_data_is_corrected_by_the_next(tmp_path, monkeypatch):
+    def fail(self, name):
+        raise DataError("set data.path")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TinyTask, "split", fail)
+        with pytest.raises(DataError):
+            train(tiny_recipe(steps=1), tmp_path, quiet=True)
+    corrected = tiny_recipe(steps=1, data={"examples": 24})
+    assert train(corrected, tmp_path, quiet=True).recipe == corrected
+
+
+def test_a_run_that_another_process_has_is_waited_for(tmp_path):
+    recipe, fork = tiny_recipe(steps=1), multiprocessing.get_context("fork")
+    run = RunDirectory.of(recipe, tmp_path)
+    run.path.mkdir(parents=True)
+    held, told = fork.Event(), fork.Event()
+
+    def other():
+        with RunLock(run.path):
+            held.set()
+            told.wait(10)
+            time.sleep(0.3)  # enough to begin for one that does not wait
+            (run.path / "seen by the other").write_text("begun" if run.config_path.is_file() else "nothing")
+
+    def wait(message):
+        assert message == f"process {holder.pid} trains into {run.path}: waiting for its end"
+        assert not run.begun
+        told.set()
+
+    holder = fork.Process(target=other)
+    holder.start()
+    assert held.wait(10)
+    with pytest.raises(RunConflictError, match=f"kill {holder.pid}"):
+        train(recipe, tmp_path, quiet=True)
+    train(recipe, tmp_path, quiet=True, wait=wait)
+    holder.join()
+    assert (run.path / "seen by the other").read_text() == "nothing"
+    assert run.finished
 
 
 def test_an_altered_model_is_refused(tmp_path):

@@ -10,12 +10,13 @@ import pytest
 import yaml
 from tiny_task import tiny_recipe
 
-from intbmoe.recipes import recipe_to_dict
+from intbmoe.recipes import load_recipe, recipe_to_dict
+from intbmoe.tasks import DataError
 from intbmoe.train import RunDirectory, find_runs
 from intbmoe.train.environment import describe_environment, git_state
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
 from intbmoe.train.lock import RunLock
-from intbmoe.train.run import MetricsFile, differing_keys
+from intbmoe.train.run import MetricsFile, differing_keys, moved_data_is_explained
 
 
 @pytest.fixture
@@ -39,7 +40,13 @@ def test_the_recipe_comes_back(run):
     assert yaml.safe_load(run.config_path.read_text()) == recipe_to_dict(tiny_recipe())
 
 
+def begin(run):
+    """As if it had been trained for a step."""
+    run.metrics_path.write_text('{"step": 1}\n')
+
+
 def test_another_configuration_is_refused_by_the_keys_that_differ(run):
+    begin(run)
     with pytest.raises(RunConflictError) as caught:
         run.claim(tiny_recipe(lr=0.5, betas=(0.8, 0.9)))
     message = str(caught.value)
@@ -50,7 +57,50 @@ def test_another_configuration_is_refused_by_the_keys_that_differ(run):
     assert run.recipe == tiny_recipe()
 
 
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/step-00000003/state.json", "done.json"])
+def test_before_anything_is_trained_settings_may_be_corrected(run, left):
+    run.metrics_path.touch()
+    run.config_path.write_text("")  # not even read
+    run.claim(tiny_recipe(lr=0.5))
+    assert run.recipe == tiny_recipe(lr=0.5)
+    (run.path / left).parent.mkdir(parents=True, exist_ok=True)
+    (run.path / left).write_text("{}\n")
+    with pytest.raises(RunConflictError, match=r"train\.lr"):
+        run.claim(tiny_recipe())
+
+
+def test_data_is_found_from_any_working_directory(tmp_path, monkeypatch):
+    def recipe(path):
+        known = load_recipe("foursquare")
+        return replace(known, data=replace(known.data, path=path))
+
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path / "data")
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    run.claim(recipe("some.npz"))
+    begin(run)
+    assert run.recipe.data.path == str(tmp_path / "data" / "some.npz")
+    for spelling in ("some.npz", "./some.npz", str(tmp_path / "data/some.npz")):
+        run.claim(recipe(spelling))
+    monkeypatch.chdir(tmp_path)
+    run.claim(recipe("data/some.npz"))
+    with pytest.raises(RunConflictError, match=r"If the same data has moved, set data\.path in .*config\.yaml"):
+        run.claim(recipe("some.npz"))
+    with pytest.raises(DataError, match=r"^gone\n.*the one in .*run/config\.yaml"), moved_data_is_explained(run.path):
+        raise DataError("gone")
+    run.config_path.write_text(run.config_path.read_text().replace(str(tmp_path / "data/some.npz"), "data/some.npz"))
+    run.claim(recipe("data/some.npz"))  # as runs of old have it
+
+
+@pytest.mark.parametrize("name", ["", " ", ".", "..", "a/b", "../x", "/x", "a\\b"])
+def test_a_run_stays_inside_its_root(tmp_path, name):
+    with pytest.raises(ValueError, match=r"name=.* must be usable as the name of a folder"):
+        RunDirectory.of(replace(tiny_recipe(), name=name), tmp_path)
+
+
 def test_what_computes_nothing_else_may_change(run):
+    begin(run)
     run.claim(tiny_recipe(workers=3, keep_checkpoints=7))
     assert run.recipe.train.workers == 3
 
@@ -92,6 +142,41 @@ def test_unfinished_and_absent_runs_say_so(run, tmp_path):
     with pytest.raises(TrainingError, match="not a run directory"):
         RunDirectory.existing(tmp_path)
     assert [found.path for found in find_runs(tmp_path)] == [run.path]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"- 1\n", b"task: 3\n", b"task: [1]\n", b"\xff\xfe", b"a: {", b"task: tiny\n"]
+)
+def test_a_damaged_config_is_named(run, content):
+    begin(run)
+    run.config_path.write_bytes(content)
+    with pytest.raises(DamagedFileError, match=r"config\.yaml cannot be read"):
+        run.recipe  # noqa: B018
+    with pytest.raises(TrainingError, match=r"config\.yaml cannot be read|another configuration"):
+        run.claim(tiny_recipe())
+
+
+SUM = {"model.safetensors": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [[], {}, {"test": {}}, {"sha256": SUM}, {"test": [], "sha256": SUM}, {"test": {"loss": "1"}, "sha256": SUM},
+     {"test": {}, "sha256": "model.safetensors"}, {"test": {}, "sha256": {"model.safetensors": None}}],
+)  # fmt: skip
+def test_a_damaged_result_is_named(run, content):
+    (run.path / "done.json").write_text(json.dumps(content))
+    with pytest.raises(DamagedFileError, match=r"done\.json cannot be read back"):
+        run.result  # noqa: B018
+    (run.path / "done.json").write_text(json.dumps({"test": {"loss": 1}, "sha256": SUM}))
+    assert run.result["test"] == {"loss": 1}
+
+
+@pytest.mark.parametrize("line", [b"\xff\n", b"3\n"])
+def test_lines_of_something_else_are_named(run, line):
+    run.metrics_path.write_bytes(b'{"step": 1}\n' + line)
+    with pytest.raises(DamagedFileError, match=r"metrics\.jsonl line 2 is not"):
+        run.metrics()
 
 
 def test_two_processes_do_not_train_into_one_directory(tmp_path):

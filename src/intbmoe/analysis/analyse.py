@@ -41,7 +41,7 @@ from intbmoe.registry import find_method
 from intbmoe.tasks import Task, make_task
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import DamagedFileError, TrainingError
-from intbmoe.train.files import read_json, remove_folder, to_json
+from intbmoe.train.files import full_disk_is_explained, read_json, remove_folder, to_json
 from intbmoe.train.loading import BATCH, load
 from intbmoe.train.run import RunDirectory
 
@@ -96,7 +96,7 @@ def analyse(
             left_out[name] = str(reason)
     summary = {**_describe(run, recipe, sample), "parts": list(found), "left_out": left_out}
     folder = run.path / FOLDER
-    with _replacing(folder) as beside:
+    with full_disk_is_explained(folder, "free some space and analyse again"), _replacing(folder) as beside:
         data = beside / "data"
         data.mkdir()
         (data / "analysis.json").write_bytes(to_json(summary))
@@ -117,9 +117,10 @@ def redraw(folder: str | Path) -> list[Path]:
         raise TrainingError(f"{folder} holds no analysis: it has no data/analysis.json; intbmoe analyse RUN makes one")
     if "run" not in read_summary(folder):
         raise TrainingError(f"{folder} is of an earlier version of intbmoe: analyse its run again")
-    with _replacing(folder / "pictures") as beside:
-        _draw(folder / "data", beside)
-    write_run_report(folder)
+    with full_disk_is_explained(folder, "free some space and draw again"):
+        with _replacing(folder / "pictures") as beside:
+            _draw(folder / "data", beside)
+        write_run_report(folder)
     return sorted((folder / "pictures").iterdir())
 
 
@@ -131,12 +132,11 @@ def require_matplotlib() -> None:
 
 def _open(run: RunDirectory) -> tuple[Recipe, Task, nn.Module]:
     """What a run was and what came of it; anything wrong with its files is said in one sentence."""
+    recipe = run.recipe
     try:
-        recipe = run.recipe
         return recipe, make_task(recipe), load(run)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        message = error.args[0] if isinstance(error, KeyError) and error.args else error
-        raise DamagedFileError(f"{run.path} cannot be read back: {message}") from error
+    except ValueError as error:
+        raise DamagedFileError(f"{run.path} cannot be read back: {error}") from error
 
 
 def _describe(run: RunDirectory, recipe: Recipe, sample: Sample) -> dict[str, Any]:

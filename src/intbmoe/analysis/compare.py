@@ -29,7 +29,7 @@ from intbmoe.recipes.sets import Variant, find_variants
 from intbmoe.routing import record_routing
 from intbmoe.tasks import Task, make_task
 from intbmoe.train import RunDirectory, TrainingError, load
-from intbmoe.train.run import FREE_TO_CHANGE, differing_keys
+from intbmoe.train.run import FREE_TO_CHANGE, differing_settings
 
 ROUTED_EXAMPLES = 64
 """Test examples on which the experts of a token are counted, where a trained router decides on their number."""
@@ -128,14 +128,14 @@ def choose_seeds(named: Sequence[int], number: int) -> list[int]:
 
 def _require_same(run: RunDirectory, recipe: Recipe) -> None:
     """A finished run of other settings may not stand in the table."""
-    if not run.config_path.is_file():
+    if not run.begun or not run.config_path.is_file():
         return
     try:
         there = recipe_to_dict(run.recipe)
-    except (TrainingError, ValueError, TypeError):
+    except TrainingError:
         return  # a damaged run: if it counts as finished it is left out of the result, else its training says why
-    differing = differing_keys(there, recipe_to_dict(recipe))
-    differing = {key: values for key, values in differing.items() if key not in (*FREE_TO_CHANGE, "seeds")}
+    differing = differing_settings(there, recipe)
+    differing = {key: values for key, values in differing.items() if key not in FREE_TO_CHANGE}
     if differing:
         listed = ", ".join(f"{key} {old!r} there, {new!r} now" for key, (old, new) in differing.items())
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +24,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from intbmoe.analysis.compare import Job, Plan
 from intbmoe.recipes import recipe_to_dict
 from intbmoe.recipes.schema import TrainSettings
+from intbmoe.train.errors import RunConflictError
+from intbmoe.train.files import full_disk_is_explained
+from intbmoe.train.lock import RunLock
+from intbmoe.train.parent import STARTED_BY
 
 POLL_SECONDS = 0.3
 GRACE_SECONDS = 120
@@ -46,6 +52,8 @@ class _Process:
     popen: subprocess.Popen
     slot: int
     log: Path
+    log_start: int
+    """Where in the log this start begins: earlier ones stay above it."""
     started: float
     bar: TaskID | None = None
     metrics: "_Tail" = field(init=False)
@@ -93,6 +101,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads(jobs: int) -> int:
+    """Threads of one of ``jobs`` runs: its share of the cores, or fewer where OMP_NUM_THREADS says so."""
+    share = max(1, cores() // jobs)
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is for nested regions
+    return min(share, int(wanted)) if wanted.isdecimal() and int(wanted) else share
+
+
 def run_jobs(plan: Plan, waiting: Sequence[Job], jobs: int, console: Console) -> list[Failure]:
     """Train all ``waiting`` runs, ``jobs`` at a time; returns those that failed.
 
@@ -105,6 +120,7 @@ def run_jobs(plan: Plan, waiting: Sequence[Job], jobs: int, console: Console) ->
         try:
             while queue or running:
                 while queue and free:
+                    report.waiting(queue[0])
                     running.append(_start(plan, queue.popleft(), free.popleft(), jobs))
                     report.started(running[-1])
                 time.sleep(POLL_SECONDS)
@@ -127,24 +143,32 @@ def run_jobs(plan: Plan, waiting: Sequence[Job], jobs: int, console: Console) ->
 def _start(plan: Plan, job: Job, slot: int, jobs: int) -> _Process:
     """The ordinary ``intbmoe train`` on a recipe written out: the same by hand if something goes wrong."""
     folder = plan.folder / "jobs"
-    folder.mkdir(parents=True, exist_ok=True)
     stem = f"{job.variant.label}-{job.seed}"
     recipe, log = folder / f"{stem}.yaml", folder / f"{stem}.log"
-    recipe.write_text(yaml.safe_dump(recipe_to_dict(job.recipe), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    text = yaml.safe_dump(recipe_to_dict(job.recipe), sort_keys=False, allow_unicode=True)
     root = plan.folder.parent.parent
-    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, cores() // jobs)), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "intbmoe.cli", "train", str(recipe), "--root", str(root)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads(jobs)), "PYTHONUNBUFFERED": "1"}
+    environment[STARTED_BY] = str(os.getpid())
     if torch.cuda.is_available():
         environment["CUDA_VISIBLE_DEVICES"] = _visible_gpus()[slot % torch.cuda.device_count()]
-    with open(log, "wb") as output:
-        popen = subprocess.Popen(
-            [sys.executable, "-m", "intbmoe.cli", "train", str(recipe), "--root", str(root)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then asks the runs to stop
-        )
-    return _Process(job, popen, slot, log, time.monotonic())
+    with full_disk_is_explained(folder, "free some space and start again; the runs go on where they were"):
+        folder.mkdir(parents=True, exist_ok=True)
+        recipe.write_text(text, encoding="utf-8")
+        # Appended to: a run of a comparison that was killed may still have it open.
+        with open(log, "ab") as output:
+            output.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {shlex.join(command)}\n".encode())
+            output.flush()
+            log_start = output.tell()
+            popen = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then asks the runs to stop
+            )
+    return _Process(job, popen, slot, log, log_start, time.monotonic())
 
 
 def _visible_gpus() -> list[str]:
@@ -153,7 +177,7 @@ def _visible_gpus() -> list[str]:
 
 
 def _failure(process: _Process) -> Failure:
-    lines = process.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = process.log.read_bytes()[process.log_start :].decode(errors="replace").splitlines()
     tail = [line for line in lines if line.strip()][-LOG_LINES:]
     code = process.popen.returncode
     ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
@@ -206,6 +230,16 @@ class _Report:
 
     def _share(self) -> str:
         return f"{self.done}/{self.total}"
+
+    def waiting(self, job: Job) -> None:
+        """Say so if another process has the run: the one about to be started then waits for it."""
+        if not job.run.path.is_dir():
+            return
+        try:
+            with RunLock(job.run.path):
+                pass
+        except RunConflictError as conflict:
+            self._print(f"waiting  {job.title}: {conflict}")
 
     def started(self, process: _Process) -> None:
         process.bar = self.bars.add_task(process.job.title, total=1.0, state="starting")

@@ -1,6 +1,7 @@
 """Commands that look: inside a run, at what there is, at what it costs, at this machine."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -34,7 +35,9 @@ def analyse(
         from intbmoe.analysis import analyse as analysis
         from intbmoe.tasks import DataError
         from intbmoe.train import TrainingError
-    with explained(TrainingError, DataError, ValueError, ModuleNotFoundError):
+        from intbmoe.train.run import moved_data_is_explained
+    kinds = (TrainingError, DataError, ValueError, OSError, ModuleNotFoundError)
+    with explained(*kinds), moved_data_is_explained(run):
         if numbers_only and redraw:
             raise ValueError("--numbers-only draws nothing and --redraw computes nothing: give one of them")
         if redraw:
@@ -44,8 +47,8 @@ def analyse(
             folder = analysis.analyse(run, analysis.AnalyseOptions(split, examples, not numbers_only), status.update)
     for part, reason in analysis.read_summary(folder)["left_out"].items():
         say(f"left out: {part}: {reason}")
-    then = f"draw it: intbmoe analyse {run} --redraw" if numbers_only else f"look at it: {folder / 'report.html'}"
-    say(f"analysed: {folder}\n{then}")
+    draw = f"draw it: intbmoe analyse {shlex.quote(str(run))} --redraw"
+    say(f"analysed: {folder}\n{draw if numbers_only else f'look at it: {folder}/report.html'}")
 
 
 def recipes() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,13 +37,18 @@ def train(args: Unparsed) -> None:
 
         recipe, options = parse_recipe("train", TrainOptions(), args, _first_line(train))
         from intbmoe.tasks import DataError
-        from intbmoe.train import TrainingError
+        from intbmoe.train import RunDirectory, TrainingError
         from intbmoe.train import train as run_training
-    with explained(TrainingError, DataError):
-        run = run_training(recipe, root=options.root, quiet=options.quiet)
+        from intbmoe.train.parent import belongs_to_another
+
+        already = "already " if RunDirectory.of(recipe, options.root).finished else ""
+    with explained(TrainingError, DataError, OSError):
+        wait = say if belongs_to_another() else None  # a comparison's run may still be held by an earlier attempt's
+        run = run_training(recipe, root=options.root, quiet=options.quiet, wait=wait)
         if int(os.environ.get("RANK", "0")) == 0:
             test = "  ".join(f"{name} {value:.4f}" for name, value in run.result["test"].items())
-            say(f"finished: {run.path}\ntest: {test}\nevaluate it again: intbmoe eval {run.path}")
+            again = f"intbmoe eval {shlex.quote(str(run.path))}"
+            say(f"{already}finished: {run.path}\ntest: {test}\nevaluate it again: {again}")
 
 
 def evaluate(
@@ -61,7 +67,8 @@ def evaluate(
         from intbmoe.tasks import DataError
         from intbmoe.train import TrainingError
         from intbmoe.train import evaluate as evaluate_run
-    with explained(TrainingError, DataError):
+        from intbmoe.train.run import moved_data_is_explained
+    with explained(TrainingError, DataError, OSError), moved_data_is_explained(run):
         metrics = evaluate_run(run, split)
     if as_json:
         say(json.dumps(metrics, indent=2))
@@ -86,7 +93,12 @@ def compare(args: Unparsed) -> None:
         recipe, options = parse_recipe("compare", CompareOptions(), args, _first_line(compare))
         if recipe.moe.label is not None:
             raise ValueError("--moe.label is the comparison's own choice: give it a name with --name")
-    with explained(TrainingError, DataError, ValueError, KeyError):
+        if _without(args, "--train.seed") != list(args):
+            raise ValueError(
+                "--train.seed is the comparison's own choice: --seeds N takes the first N of the recipe's seeds "
+                f"({', '.join(map(str, recipe.seeds))}), which a .yaml file of yours can set (seeds:)"
+            )
+    with explained(TrainingError, DataError, ValueError, KeyError, OSError):
         status = run_comparison(recipe, options, _without(args, "--methods", "--seeds", "--jobs", "--root"))
     sys.exit(status)
 
@@ -117,13 +129,14 @@ def prepare(
         with explained(DataError, OSError, ModuleNotFoundError), PreparationProgress() as progress:
             counted = PREPARATIONS[name].run(source, target, skip_bad=skip_bad, progress=progress.show)
     except KeyboardInterrupt:
-        sys.exit(f"stopped: intbmoe prepare {name} {source} {target} goes on from what is finished")
+        again = shlex.join(["intbmoe", "prepare", name, str(source), str(target)])
+        sys.exit(f"stopped: {again} goes on from what is finished")
     say(
         "\n".join(
             f"{key}: {value:,}" if isinstance(value, int) else f"{key}: {value}" for key, value in counted.items()
         )
     )
-    say(f"ready: {target}\ntrain on it: intbmoe train {name} --data.path {target}")
+    say(f"ready: {target}\ntrain on it: intbmoe train {name} --data.path {shlex.quote(str(target))}")
 
 
 def _without(args: Sequence[str], *options: str) -> list[str]:

@@ -10,6 +10,12 @@ from typing import Any, Literal
 from intbmoe.checks import require, require_bool, require_finite, require_positive_int
 
 
+def require_folder_name(name: str, value: str) -> None:
+    """Raise unless a setting can be the name of one folder, inside the one that it is meant for."""
+    usable = value.strip() not in ("", ".", "..") and not set(value) & set("/\\\0")
+    require(usable, name, value, "usable as the name of a folder")
+
+
 @dataclass(frozen=True)
 class MoESettings:
     """Which method stands in place of the FFN."""
@@ -28,8 +34,8 @@ class MoESettings:
         # YAML knows lists only; with one kind of sequence a recipe read back equals the one written.
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()}
         object.__setattr__(self, "options", plain)
-        path = self.label is None or (self.label not in ("", ".", "..") and not set(self.label) & set("/\\"))
-        require(path, "moe.label", self.label, "usable as the name of a folder")
+        if self.label is not None:
+            require_folder_name("moe.label", self.label)
 
 
 @dataclass(frozen=True)

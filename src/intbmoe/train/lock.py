@@ -6,6 +6,7 @@ worker that outlives its parent for a moment does not keep the run locked).
 
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from intbmoe.train.errors import RunConflictError
@@ -14,10 +15,14 @@ _held: set[Path] = set()  # record locks do not exclude a second attempt of the 
 
 
 class RunLock:
-    """``with RunLock(folder): …``; raises ``RunConflictError``, naming the holder's process, when it is taken."""
+    """``with RunLock(folder): …``; raises ``RunConflictError``, naming the holder's process, when it is taken.
 
-    def __init__(self, folder: Path) -> None:
+    With ``wait`` the holder's end is waited for instead, after ``wait`` was told of it.
+    """
+
+    def __init__(self, folder: Path, wait: Callable[[str], None] | None = None) -> None:
         self.path = folder.resolve() / "lock"
+        self._wait = wait
         self._descriptor = -1
 
     def __enter__(self) -> "RunLock":
@@ -25,17 +30,25 @@ class RunLock:
             raise RunConflictError(f"this process already trains into {self.path.parent}")
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(self._descriptor, 32).decode(errors="replace").strip() or "unknown"
+            self._take()
+        except BaseException:
             os.close(self._descriptor)
-            raise RunConflictError(
-                f"process {holder} trains into {self.path.parent}: wait for it, or stop it (kill {holder})"
-            ) from error
+            raise
         os.ftruncate(self._descriptor, 0)
-        os.write(self._descriptor, f"{os.getpid()}\n".encode())
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
         _held.add(self.path)
         return self
+
+    def _take(self) -> None:
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:  # either may stand for a lock that is taken
+            holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            taken = f"process {holder} trains into {self.path.parent}"
+            if self._wait is None:
+                raise RunConflictError(f"{taken}: wait for it, or stop it (kill {holder})") from error
+            self._wait(f"{taken}: waiting for its end")
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
 
     def __exit__(self, *_: object) -> None:
         # The file stays: removing it would let two later processes hold locks on two files of one name.

@@ -6,7 +6,7 @@ It knows tasks, never a method by name: auxiliary losses and state come through 
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,17 @@ from intbmoe.train.state import collect_tensors, describe_optimizer, restore, wa
 from intbmoe.train.step import Stepper, StepResult
 
 
-def train(recipe: Recipe, root: str | Path = Path("runs"), quiet: bool = False) -> RunDirectory:
+def train(
+    recipe: Recipe,
+    root: str | Path = Path("runs"),
+    quiet: bool = False,
+    wait: Callable[[str], None] | None = None,
+) -> RunDirectory:
     """Start or continue root/<recipe>/<method>/<seed>; returns when it is finished, at once if it was.
 
     Ctrl-C and SIGTERM end in ``TrainingInterrupted`` (exit code 130 or 143) after saving; what else can go wrong is a
-    ``TrainingError`` that says what to do. Calling again goes on from the last checkpoint.
+    ``TrainingError`` that says what to do. Calling again goes on from the last checkpoint. Another process that trains
+    into the same run is an error too, unless ``wait`` is given: it is told of it, and the other's end is waited for.
     """
     settings = recipe.train
     run = RunDirectory.of(recipe, root)
@@ -47,7 +53,7 @@ def train(recipe: Recipe, root: str | Path = Path("runs"), quiet: bool = False) 
     with ExitStack() as stack:
         if ranks.main:
             run.path.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(RunLock(run.path))
+            stack.enter_context(RunLock(run.path, wait))
             run.claim(recipe)
         if ranks.from_main(int(run.finished)):
             return run

@@ -12,14 +12,16 @@ done.json            the results, once finished
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from intbmoe.recipes import recipe_from_dict, recipe_to_dict
-from intbmoe.recipes.schema import Recipe
+from intbmoe.recipes.schema import Recipe, require_folder_name
+from intbmoe.tasks.errors import DataError
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
 from intbmoe.train.files import full_disk_is_explained, read_json, replace_file, to_json
 
@@ -36,6 +38,7 @@ class RunDirectory:
     @classmethod
     def of(cls, recipe: Recipe, root: str | Path) -> "RunDirectory":
         """Where a recipe's run belongs: root/<recipe>/<label or method>/<seed>."""
+        require_folder_name("name", recipe.name)
         return cls(Path(root) / recipe.name / (recipe.moe.label or recipe.moe.name) / str(recipe.train.seed))
 
     @classmethod
@@ -72,7 +75,10 @@ class RunDirectory:
     @property
     def recipe(self) -> Recipe:
         """The recipe this run was started with."""
-        return recipe_from_dict(self._config())
+        try:
+            return recipe_from_dict(self._config())
+        except (ValueError, TypeError) as error:
+            raise DamagedFileError(f"{self.config_path} cannot be read back: {error}") from error
 
     @property
     def finished(self) -> bool:
@@ -80,11 +86,22 @@ class RunDirectory:
         return (self.path / "done.json").is_file()
 
     @property
+    def begun(self) -> bool:
+        """Whether anything is left of a training here. A start that failed on its data leaves a config.yaml alone."""
+        written = self.metrics_path.is_file() and self.metrics_path.stat().st_size > 0
+        return self.finished or written or any(self.path.glob("checkpoints/step-*"))
+
+    @property
     def result(self) -> dict[str, Any]:
         """The final metrics of ``valid`` and ``test``, and what it took to get there."""
         if not self.finished:
             raise TrainingError(f"{self.path} is not finished: train it to its end first")
-        return read_json(self.path / "done.json")
+        path = self.path / "done.json"
+        result = read_json(path)
+        sound = isinstance(result, dict) and _numbers(result.get("test")) and isinstance(result.get("sha256"), dict)
+        if not sound or not isinstance(result["sha256"].get("model.safetensors"), str):
+            raise DamagedFileError(f"{path} cannot be read back: it lacks the metrics (test) or checksums (sha256)")
+        return result
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of metrics. A last line that a kill cut short is left out."""
@@ -96,28 +113,34 @@ class RunDirectory:
 
     def _config(self) -> dict[str, Any]:
         try:
-            return yaml.safe_load(self.config_path.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
+            found = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
             raise DamagedFileError(f"{self.config_path} cannot be read: {error}") from error
+        if not isinstance(found, dict):
+            raise DamagedFileError(f"{self.config_path} cannot be read back: it holds no settings")
+        return found
 
     # What training does.
 
     def claim(self, recipe: Recipe) -> None:
         """Write ``config.yaml``, or make sure that the run there is of the same recipe."""
-        wanted = recipe_to_dict(recipe)
-        if self.config_path.is_file():
-            differing = differing_keys(self._config(), wanted)
+        if self.begun:
+            if not self.config_path.is_file():
+                raise RunConflictError(
+                    f"{self.path} has been trained but has no config.yaml: restore it, or remove the folder"
+                )
+            differing = differing_settings(self._config(), recipe)
             if set(differing) - set(FREE_TO_CHANGE):
                 listed = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, (old, new) in differing.items())
+                moved = f"\nIf the same data has moved, set data.path in {self.config_path}."
                 raise RunConflictError(
                     f"{self.path} holds a run of another configuration:\n{listed}\nRepeat its settings to go on with "
                     f"it, give the new one its own name (moe.label) or another root, or remove the folder."
+                    f"{moved if 'data.path' in differing else ''}"
                 )
             if not differing:
                 return
-        elif self.path.is_dir() and any(self.path.glob("checkpoints/step-*")):
-            raise RunConflictError(f"{self.path} has checkpoints but no config.yaml: restore it, or remove the folder")
-        text = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(_from_anywhere(recipe_to_dict(recipe)), sort_keys=False, allow_unicode=True)
         self.write("config.yaml", text.encode())
 
     def add_environment(self, entry: Mapping[str, Any]) -> None:
@@ -135,15 +158,43 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     rows = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError as error:
-            if number == len(lines) and not line.endswith("\n"):
+            if number == len(lines) and not line.endswith(b"\n"):
                 break
             raise DamagedFileError(f"{path} line {number} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise DamagedFileError(f"{path} line {number} is not an object with names and values")
+        rows.append(row)
     return rows
+
+
+def _numbers(values: Any) -> bool:
+    return isinstance(values, dict) and all(isinstance(value, int | float) for value in values.values())
+
+
+def _from_anywhere(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings whose data is found from other working directories too."""
+    data = config.get("data")
+    if not isinstance(data, dict) or not isinstance(data.get("path"), str):
+        return config
+    return {**config, "data": {**data, "path": os.path.abspath(data["path"])}}
+
+
+@contextmanager
+def moved_data_is_explained(path: str | Path) -> Iterator[None]:
+    """Say where a run's data was to be found, if it is not there any more."""
+    try:
+        yield
+    except DataError as error:
+        run = RunDirectory(path)
+        if getattr(run.recipe.data, "path", None) is None:
+            raise
+        where = f"data.path is the one in {run.config_path}: set it there if the data has moved"
+        raise DataError(f"{error}\n({where})") from error
 
 
 class MetricsFile:
@@ -179,6 +230,11 @@ class MetricsFile:
 def find_runs(root: str | Path = "runs") -> list[RunDirectory]:
     """All runs below a folder, by path."""
     return [RunDirectory(path.parent) for path in sorted(Path(root).rglob("config.yaml"))]
+
+
+def differing_settings(config: dict[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Dotted key → (there, now) of the settings in which ``recipe`` is another than a run's, free ones included."""
+    return differing_keys(_from_anywhere(config), _from_anywhere(recipe_to_dict(recipe)))
 
 
 def differing_keys(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -27,8 +27,8 @@ def trace_run(run: RunDirectory) -> dict[str, Any]:
         "starts": len(starts),
         "started": last.get("time"),
         "device": last.get("device"),
-        "torch": last.get("packages", {}).get("torch"),
-        "commit": last.get("git", {}).get("commit"),
+        "torch": _inside(last.get("packages"), "torch"),
+        "commit": _inside(last.get("git"), "commit"),  # a package that lies in no checkout has none
         "test": result["test"],
         "params": result.get("params"),
         "steps": result.get("steps"),
@@ -44,6 +44,10 @@ def _starts(run: RunDirectory) -> list[dict[str, Any]]:
         return []
     found = read_json(path)
     return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+
+
+def _inside(found: Any, name: str) -> Any:
+    return found.get(name) if isinstance(found, dict) else None
 
 
 def _command(words: Any) -> str | None:
@@ -72,16 +76,21 @@ def find_flaw(run: RunDirectory, metric: str) -> str | None:
         return "not finished"
     try:
         result = run.result
-        if not math.isfinite(result["test"][metric]) or not math.isfinite(result["seconds"]):
+        missing = [name for name in ("seconds", "higher_is_better", "steps", "epochs") if name not in result]
+        missing += [] if metric in result["test"] else [metric]
+        if missing:
+            return f"damaged: {missing[0]!r} is missing from its done.json"
+        if not _finite(result["test"][metric]) or not _finite(result["seconds"]):
             return "done.json: a result is not a finite number"
-        _ = result["higher_is_better"], result["steps"], result["epochs"]
         read_bytes(run.model_path, result["sha256"]["model.safetensors"])
         run.metrics()
         trace_run(run)
     except TrainingError as error:
         return str(error)
-    except KeyError as error:
-        return f"damaged: {error} is missing from its files"
-    except (TypeError, ValueError, AttributeError, OSError) as error:
+    except OSError as error:
         return f"damaged: {error}"
     return None
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
