@@ -110,3 +110,9 @@ def test_parameters_that_share_storage_count_once():
     model[1].weight = model[0].weight
     x = torch.zeros(10, 100)
     assert peak_memory(Chain(), x) + 4 * 10 <= peak_memory(model, x) <= peak_memory(Chain(), x) + 4 * (10 + 1000)
+
+
+def test_float64_is_refused_because_its_tiles_would_count():
+    layer = intbmoe.create("switch", 8, 12).double()
+    with pytest.raises(ValueError, match=r"count model\.float\(\) instead"):
+        count_flops(layer, torch.randn(1, 5, 8, dtype=torch.float64))

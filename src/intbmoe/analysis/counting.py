@@ -54,6 +54,8 @@ def count_flops(model: nn.Module, *inputs: Tensor, active: float | None = None) 
     nothing, so the experts' part is scaled from the assignments there were to ``active`` a token.
     """
     layers = dict(moe_layers(model))
+    if any(layer.weight_dtype == torch.float64 for layer in layers.values()):
+        raise ValueError("in float64 layers run tiles, whose padding would be counted: count model.float() instead")
     formulas = {_CPU_ATTENTION: _attention_formula, _GROUPED: _grouped_formula(scaled=active is not None)}
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     with record_routing(model) if layers else nullcontext({}) as log, torch.no_grad(), counter:

@@ -32,8 +32,9 @@ def export(
         from intbmoe.export.export import describe, export_run
         from intbmoe.tasks import DataError
         from intbmoe.train import TrainingError
+        from intbmoe.train.run import moved_data_is_explained
     refusals = (ExportError, TrainingError, DataError, ValueError, ModuleNotFoundError, OSError)
-    with explained(*refusals), Console(stderr=True).status("") as status:
+    with explained(*refusals), moved_data_is_explained(run), Console(stderr=True).status("") as status:
         options = {"dtype": dtype, "formats": format, "precompose": not no_precompose}
         artifact = export_run(run, to, **options, tell=status.update)
     say(describe(artifact))
