@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from intbmoe.analysis.compare_report import NOTHING
+
 COUNTERPARTS = {"tiny-imagenet": ("Tiny-ImageNet", "ImageNet"), "wikipedia": ("Wikipedia", "MiniPile")}
 """Which of the paper's experiments a study repeats on other data."""
 FIGURES = """
@@ -37,7 +39,6 @@ PAPER = {
 }
 ABLATION = "intbmoe-"
 """How labels of ablations begin."""
-NOTHING = "–"
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 
 

@@ -25,12 +25,11 @@ from study_paper import gains
 from study_plan import ONE_LAYER, REAL, STUDIES, TUNED, TUNING, read_summaries
 
 from intbmoe.analysis.compare import confidence_interval
-from intbmoe.analysis.compare_report import format_metric
+from intbmoe.analysis.compare_report import NOTHING, format_metric
 from intbmoe.budget import TABLE_1, TABLE_2
 
 HOUSE = Path(__file__).parents[1]
 DOCUMENT, README = HOUSE / "docs" / "results.md", HOUSE / "README.md"
-NOTHING = "–"
 SECOND = {"accuracy": "accuracy5", "loss": "perplexity", "HR@10": "HR@10 new"}
 """What is shown beside the metric that decides."""
 ORDER = {label: place for place, label in enumerate(dict.fromkeys((*TABLE_1, *TABLE_2)))}

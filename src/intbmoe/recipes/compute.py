@@ -43,13 +43,12 @@ def equal_compute(recipe: Recipe, intbmoe: MoESettings) -> list[tuple[str, MoESe
     if not find_task(recipe.task).causal:
         options["expert_choice"] = "capacity_factor"
     more = [_with_more_experts(recipe, name, option, target) for name, option in options.items()]
-    return dense_of_compute(recipe, intbmoe) + more
+    return _dense(recipe, target) + more
 
 
 def dense_of_compute(recipe: Recipe, intbmoe: MoESettings) -> list[tuple[str, MoESettings]]:
     """Those of them that are dense."""
-    target = _flops(recipe, intbmoe)
-    return [_widened(recipe, name, target) for name in ("dense", "swiglu")]
+    return _dense(recipe, _flops(recipe, intbmoe))
 
 
 def training_flops(model: nn.Module, inputs: tuple[Any, ...], batch: int, active: float | None = None) -> float:
@@ -92,6 +91,10 @@ def _solve(recipe: Recipe, moe: MoESettings, option: str, first: tuple[int, int]
     low, high = (_flops(recipe, replace(moe, options={option: value})) for value in first)
     require(high > low, option, first, "of some effect on the model's FLOPs")
     return first[0] + (target - low) * (first[1] - first[0]) / (high - low)
+
+
+def _dense(recipe: Recipe, target: float) -> list[tuple[str, MoESettings]]:
+    return [_widened(recipe, name, target) for name in ("dense", "swiglu")]
 
 
 def _widened(recipe: Recipe, name: str, target: float) -> tuple[str, MoESettings]:
