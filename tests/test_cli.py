@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from io import BytesIO, TextIOWrapper
@@ -153,3 +154,15 @@ def test_importing_the_library_stays_light_and_leaves_the_command_line_alone():
     code = f"import sys, intbmoe; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("args", [["--help"], ["methods"], ["train", "digits", "--help"]])
+def test_a_reader_that_has_seen_enough_is_no_error(args):
+    """``intbmoe methods | head -3``, at its worst: the reader is gone before the first line."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-m", "intbmoe.cli", *args], stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")

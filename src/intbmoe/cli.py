@@ -4,6 +4,8 @@
 get their arguments unparsed (``overrides.py``).
 """
 
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
@@ -37,7 +39,26 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line on ``args``, by default those the process was given."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: a letter is no reason to stop midway
-    args = list(sys.argv[1:] if args is None else args) or ["--help"]
+    try:
+        try:
+            _run(list(sys.argv[1:] if args is None else args) or ["--help"])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads(sys.stdout.fileno()):
+            raise
+        # ``head`` and the like have seen enough. What is left goes nowhere, or Python would complain at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _nobody_reads(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(args: Sequence[str]) -> None:
     command = args[0]
     if command == "--version":
         sys.stdout.write(f"intbmoe {program_version()}\n")

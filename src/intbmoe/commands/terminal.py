@@ -27,6 +27,8 @@ def explained(*kinds: type[Exception]) -> Iterator[None]:
     """Errors whose messages are for the person at the keyboard end the program with the message alone."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # an OSError, but of whoever reads the output: see ``cli.main``
     except kinds as error:
         # A KeyError shows its message in quotes; a missing module's says what to install where it is one of ours.
         message = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
