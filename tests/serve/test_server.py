@@ -173,7 +173,8 @@ def test_random_bytes_do_no_harm(recommender):
         path = rng.choice([PATH, "/v1/%00", "/" + "x" * 3000, "/..%2f..%2fetc/passwd", "/v1/model?" + "a=1&" * 100])
         answer = recommender.request(rng.choice(["POST", "PUT", "DELETE", "OPTIONS"]), path, body)
         assert 400 <= answer.status < 500, (number, path)
-    assert recommender.post(PATH, {"history": [1]}).status == 200
+    # Batches that the clients of the test before left behind may still be computed: an engine does not stop midway.
+    assert recommender.post(PATH, {"history": [1]}, {"x-deadline-ms": "20000"}).status == 200
 
 
 def test_slow_clients_are_cut_off_and_hold_nobody_up(recommender):
