@@ -165,7 +165,7 @@ def assert_trains_alike(plain, compiled, x, dtype=torch.bfloat16):
     assert not [kernel for code in codes for kernel in read_backs(code)]
     for again in (found, outputs_and_gradients(compiled)):
         for a, b in zip(again, expected, strict=True):
-            assert (a - b).norm() <= (1e-3 if dtype == torch.float32 else 0.1) * (b.norm() + 1e-3)
+            assert (a - b).norm() <= (1e-4 if dtype == torch.float32 else 0.1) * (b.norm() + 1e-3)
 
 
 @pytest.mark.parametrize(("name", "form"), [*((name, None) for name in METHODS), ("intbmoe", "grouped")])
@@ -185,8 +185,12 @@ def test_compiled_blocks_train_as_ordinary_ones(name, form):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", [None, "vmoe", "intbmoe"])
-def test_a_whole_vit_compiled_at_once_trains_as_the_ordinary_one(name, dtype):
-    """Where patches, their class token and a norm meet, as in torch's own example of such kernels."""
+def test_a_whole_vit_compiled_at_once_trains_as_the_ordinary_one(name, dtype, monkeypatch):
+    """Where patches, their class token and a norm meet, as in torch's own example of such kernels.
+
+    Float32 without TF32, which the patches' convolution uses by itself: its rounding can send a token to other experts.
+    """
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(1)
     config = ViTConfig(image_size=32, patch_size=4, hidden=64, depth=2, moe_layers=(0,), classes=10)
     plain = ViT(config, (lambda: intbmoe.create(name, 192, 64)) if name else None).cuda().eval()
