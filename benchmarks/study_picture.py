@@ -18,8 +18,8 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, LogLocator
 from study import RESULTS
-from study_plan import ONE_LAYER, REAL, read_summaries
-from study_tables import ABLATIONS, COMPUTE, NARROW, PARAMETERS, TITLES, Rows, find_rows, table_of
+from study_plan import ONE_LAYER, PLACED, REAL, read_summaries
+from study_tables import ABLATIONS, COMPUTE, CONTROL, NARROW, PARAMETERS, TITLES, Rows, find_rows, table_of
 
 from intbmoe.analysis.compare import confidence_interval
 from intbmoe.analysis.drawing.canvas import BLUE, GRID, ORANGE, tidy
@@ -30,7 +30,7 @@ TESTED = {"tiny-imagenet": (10_000, "images"), "foursquare": (1_081, "users"), "
 OWN = "IntBMoE"
 INK, DPI = "#444444", 150
 FAR = DPI / 72 * np.array([8, 15, 24, 36, 50, 66])  # from a point to its label, in pixels
-FAMILIES = {PARAMETERS: PARAMETERS, COMPUTE: COMPUTE, NARROW: COMPUTE, ABLATIONS: None}
+FAMILIES = {PARAMETERS: PARAMETERS, COMPUTE: COMPUTE, NARROW: COMPUTE, CONTROL: COMPUTE, ABLATIONS: None}
 """How points of a table are drawn; the other ablations are not."""
 STYLES = {
     OWN: {"color": ORANGE, "marker": "*", "ms": 14},
@@ -144,8 +144,9 @@ def _draw_panel(axes: Axes, panel: Panel) -> list[Text]:
         axes.text(0.01, panel.floor[1], told, transform=axes.get_yaxis_transform(), va="bottom", fontsize=8)
     for kind in ("dense", "swiglu"):
         wider = [point for width in ("narrow", "wide") if (point := panel.points.get(f"{kind}-{width}"))]
-        if dense and wider:
-            line = [(point.flops, point.mean) for point in (dense, *wider)]
+        base = panel.points.get(PLACED, dense)
+        if base and wider:
+            line = [(point.flops, point.mean) for point in (base, *wider)]
             axes.plot(*zip(*line, strict=True), color=BLUE, linewidth=1, zorder=2)
     labels = []
     for point in panel.points.values():

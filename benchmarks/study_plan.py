@@ -25,7 +25,7 @@ from intbmoe.train.run import FREE_TO_CHANGE
 STAGES = ("first", "methods", "compute", "ablations", "seeds", "rest")
 """first       dense, IntBMoE and the baselines expected to be best, first seed
 methods     all other methods, first seed
-compute     IntBMoE's compute, and dense networks of its one-layer form's, first seed
+compute     IntBMoE's compute, dense networks of its one-layer form's, and the backbone's FFN as a mixture, first seed
 ablations   of IntBMoE, first seed
 seeds       the two further seeds of dense, IntBMoE, the wide ones and the two best baselines by validation
 rest        the two further seeds of everything else"""
@@ -38,6 +38,8 @@ and draws other random numbers, as another GPU would."""
 BASELINES_REPEATED = 2
 ONE_LAYER = "intbmoe-one_layer"
 """The ablation that costs much less: it has dense networks of its own compute beside it."""
+PLACED = "dense-placed"
+"""The backbone's FFN where a mixture would stand, with all that a mixture gets there."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class Study:
     """Further settings of that stage."""
     on_cpu: bool = False
     """So small that a core is enough."""
+    own: str | None = None
+    """The method that is the backbone's own FFN, where a mixture gets more than its place: other starting weights,
+    and on images a class token with an FFN of its own."""
 
 
 GPU = {"train.checkpoint_every": 1_000_000, "train.keep_checkpoints": 1}
@@ -76,6 +81,7 @@ STUDIES = {
         epoch_steps=95_000 // 512,
         rates=(5e-4, 1e-3, 2e-3),
         tuning={"train.epochs": 5.0, "train.warmup": 0.5},
+        own="dense",
     ),
     "wikipedia": Study(
         "wikipedia",
@@ -84,6 +90,7 @@ STUDIES = {
         epoch_steps=40_000_000 // (32 * 512),  # the first 40 M of the 93.5 M tokens
         rates=(5e-4, 1e-3, 2e-3),
         tuning={"train.steps": 200, "train.warmup": 0.01},
+        own="swiglu",
     ),
     "foursquare": Study(
         "foursquare",
@@ -101,8 +108,8 @@ STUDIES = {
         rates=(1e-3, 3e-3, 1e-2),
     ),
     # Dry runs: they need no data and no GPU, and are part of no table.
-    "digits": Study("digits", {}, ("dense", "intbmoe", "vmoe"), 20, (1e-3, 2e-3), on_cpu=True),
-    "stdlib": Study("stdlib", {}, ("dense", "intbmoe", "deepseek"), 600, (5e-3, 1e-2), on_cpu=True),
+    "digits": Study("digits", {}, ("dense", "intbmoe", "vmoe"), 20, (1e-3, 2e-3), on_cpu=True, own="dense"),
+    "stdlib": Study("stdlib", {}, ("dense", "intbmoe", "deepseek"), 600, (5e-3, 1e-2), on_cpu=True, own="swiglu"),
 }
 REAL = ("tiny-imagenet", "wikipedia", "foursquare", "foursquare-us")
 
@@ -159,7 +166,7 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
     for stage, choice in staged:
         if not set(stages) & {stage, "seeds", "rest"}:
             continue
-        for variant in find_variants(recipe, choice) + (_narrow(recipe) if stage == "compute" else []):
+        for variant in find_variants(recipe, choice) + (_controls(study, recipe) if stage == "compute" else []):
             if variant.label not in seen:
                 seen[variant.label] = variant
                 entries.append(_entry(name, stage, recipe, variant, first_seed, {**study.settings, **given}))
@@ -171,18 +178,22 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
     return [entry for entry in entries if entry.stage in stages]
 
 
-def _narrow(recipe: Recipe) -> list[Variant]:
-    """Dense networks with the compute of IntBMoE's one-layer ablation."""
+def _controls(study: Study, recipe: Recipe) -> list[Variant]:
+    """Dense networks with the compute of IntBMoE's one-layer form; the backbone's own FFN in the mixture's place."""
     one_layer = next(variant for variant in find_variants(recipe, "ablations") if variant.label == ONE_LAYER)
-    return [
+    controls = [
         Variant(title, replace(moe, label=f"{moe.name}-narrow"))
         for title, moe in dense_of_compute(recipe, one_layer.moe)
     ]
+    if study.own:
+        moe = replace(recipe.moe, name=study.own, label=PLACED, options={"hidden": recipe.model.hidden})
+        controls.append(Variant("Dense in the mixture's place", moe))
+    return controls
 
 
 def _repeated(entries: Sequence[Entry], summaries: Sequence[Mapping[str, Any]]) -> set[str]:
     """Labels that get three seeds first: chosen by the validation split, so that the test split decides nothing."""
-    always = {"dense", "intbmoe", "dense-wide", "swiglu-wide"}
+    always = {"dense", "intbmoe", "dense-wide", "swiglu-wide", PLACED}
     methods = {entry.digest: entry.label for entry in entries if entry.stage in ("first", "methods")}
     found = [summary for summary in summaries if methods.get(summary["digest"], "dense") not in always]
     sign = {True: 1, False: -1}

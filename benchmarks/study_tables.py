@@ -22,7 +22,7 @@ from typing import Any
 from study import RESULTS
 from study_clock import TIMING
 from study_paper import gains
-from study_plan import ONE_LAYER, REAL, STUDIES, TUNED, TUNING, read_summaries
+from study_plan import ONE_LAYER, PLACED, REAL, STUDIES, TUNED, TUNING, read_summaries
 
 from intbmoe.analysis.compare import confidence_interval
 from intbmoe.analysis.compare_report import NOTHING, format_metric
@@ -40,9 +40,9 @@ TITLES = {
     "foursquare-us": "Places: Foursquare, US",
 }
 PARAMETERS, COMPUTE, ABLATIONS = "Equal parameters", "Equal compute", "Ablations"
-NARROW = "Equal compute with one layer"
-BESIDE = {PARAMETERS: "intbmoe", COMPUTE: "intbmoe", NARROW: ONE_LAYER, ABLATIONS: "intbmoe"}
-"""Which IntBMoE stands in a table, in the order of the tables."""
+NARROW, CONTROL = "Equal compute with one layer", "The backbone's FFN in the mixture's place"
+BESIDE = {PARAMETERS: "intbmoe", COMPUTE: "intbmoe", NARROW: ONE_LAYER, CONTROL: "dense", ABLATIONS: "intbmoe"}
+"""Which row of another table stands in a table too, in the order of the tables."""
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -112,6 +112,8 @@ def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mappi
 
 def table_of(label: str) -> str:
     """Which table a variant stands in; IntBMoE itself stands in others too."""
+    if label == PLACED:
+        return CONTROL
     if label.endswith("-narrow"):
         return NARROW
     if label.endswith(("-wide", "-more")):

@@ -12,6 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from intbmoe.layer import MoELayer
+from intbmoe.recipes import recipe_from_dict
+from intbmoe.tasks import make_task
+
 SCRIPTS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(SCRIPTS))
 
@@ -70,7 +74,22 @@ def test_the_best_baselines_by_validation_are_repeated_first(plan):
     found = [{**s, "test": {"accuracy": 1 - s["test"]["accuracy"]}} for s in found]
     again = study_plan.make_plan(["digits"], SHORT, ["first", "methods", "seeds"], found)
     repeated = {entry.label for entry in again if entry.stage == "seeds"}
-    assert repeated == {"dense", "intbmoe", "dense-wide", "swiglu-wide", "switch", "soft"}
+    assert repeated == {"dense", "intbmoe", "dense-wide", "swiglu-wide", "dense-placed", "switch", "soft"}
+
+
+@pytest.mark.parametrize(("study", "method"), [("digits", "dense"), ("stdlib", "swiglu")])
+def test_the_backbones_ffn_in_the_mixtures_place_has_its_kind_and_width(study, method):
+    placed = next(e for e in study_plan.make_plan([study], (), ["compute"]) if e.label == study_plan.PLACED)
+    recipe = recipe_from_dict(placed.recipe)
+    assert (recipe.moe.name, recipe.moe.options) == (method, {"hidden": recipe.model.hidden})
+    dense = replace(recipe, moe=replace(recipe.moe, name="dense", label=None, options={}))
+    mixtures = {name: count_mixtures(make_task(it).make_model()) for name, it in (("placed", recipe), ("dense", dense))}
+    assert mixtures["dense"] == 0 < mixtures["placed"]
+    assert study_tables.table_of(placed.label) == study_tables.CONTROL
+
+
+def count_mixtures(model):
+    return sum(isinstance(module, MoELayer) for module in model.modules())
 
 
 def test_a_digest_covers_what_can_change_a_result_and_nothing_else(plan):

@@ -41,6 +41,7 @@ def summaries():
     runs += [summary(images, "intbmoe", 0.41, flops=3e8), summary(images, "intbmoe-no_gate", 0.2, flops=2e8)]
     runs += [summary(images, "dense-wide", 0.42, flops=3e8), summary(images, "swiglu-wide", 0.43, flops=3e8)]
     runs += [summary(images, "intbmoe-one_layer", 0.41, flops=2e8), summary(images, "swiglu-narrow", 0.4, flops=2e8)]
+    runs.append(summary(images, "dense-placed", 0.39))
     runs += [summary(images, "vmoe", 0.99, shared_digest="b"), summary(images, "soft", 0.99, stage="tune")]
     floors = {"popularity": {"HR@10": 0.05}, "visit counter": {"HR@10": 0.4}}
     runs += [summary(places, f"method{place}", 0.5 + place / 1e4, flops=1e8 + 1e6 * place) for place in range(12)]
@@ -57,10 +58,11 @@ def test_a_panel_holds_the_runs_of_its_tables_without_ablations(summaries):
         "dense-wide",
         "swiglu-wide",
         "swiglu-narrow",
+        "dense-placed",
     }
     assert len(places.points) == 14
     families = {label: point.family for label, point in images.points.items()}
-    assert families["dense-wide"] == families["swiglu-narrow"] == study_picture.COMPUTE
+    assert families["dense-wide"] == families["swiglu-narrow"] == families["dense-placed"] == study_picture.COMPUTE
     assert families["intbmoe-one_layer"] == study_picture.OWN
     assert (families["dense"], families["intbmoe"]) == (study_picture.PARAMETERS, study_picture.OWN)
     dense = images.points["dense"]
