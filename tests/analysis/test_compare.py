@@ -281,6 +281,8 @@ def test_the_commands_that_lead_on_can_be_pasted(recipe, tmp_path):
     assert evaluate[1:] == ["eval", str(options.root / "digits/switch/0")]
     named = commands("digits", "--moe.name=dense")[2]
     assert named[1:] == ["train", "digits", "--moe.name=dense", "--root", str(options.root), *label], "named once"
+    given = ["digits", "--moe.options.blocks", "4", "--root", str(options.root)]
+    assert commands(*given[:3])[2][1:] == ["train", *given, *label], "no method that lacks the option"
 
 
 def test_it_is_said_that_nothing_is_left_to_compare(tmp_path, monkeypatch, capsys):

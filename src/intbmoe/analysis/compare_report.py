@@ -259,7 +259,8 @@ def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> s
     program = shlex.quote("intbmoe" if shutil.which("intbmoe") else os.path.relpath(sys.argv[0]))
     recipe = shlex.join(_with_root(plan, options, settings))
     last = plan.jobs[-1]
-    named = any(setting.partition("=")[0] == "--moe.name" for setting in settings)
+    # Options belong to one method, the recipe's where none is named.
+    named = any(setting.startswith(("--moe.name", "--moe.options.")) for setting in settings)
     own = f"{'' if named else f'--moe.name {last.variant.moe.name} '}--moe.experts 32 --moe.label more-experts"
     more = 3 if options.seeds < 3 else options.seeds + 2
     steps = [
