@@ -37,7 +37,7 @@ STYLES = {
     COMPUTE: {"color": BLUE, "marker": "s", "ms": 6},
     PARAMETERS: {"color": INK, "marker": "o", "ms": 6},
     "hollow: one seed; else mean, 95 % interval": {"color": INK, "marker": "o", "mfc": "white"},
-    "Dense made wider: what compute alone buys": {"color": BLUE, "lw": 1, "ls": "-"},
+    "Dense FFNs made wider, in the mixture's place": {"color": BLUE, "lw": 1, "ls": "-"},
     "IntBMoE's compute": {"color": ORANGE, "lw": 1, "ls": ":"},
     "IntBMoE ± one standard error of the test split": {"color": ORANGE, "lw": 8, "ls": "-", "alpha": 0.15},
 }
