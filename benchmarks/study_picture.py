@@ -142,9 +142,9 @@ def _draw_panel(axes: Axes, panel: Panel) -> list[Text]:
         axes.axhline(panel.floor[1], color=INK, linewidth=1, linestyle="--", zorder=1)
         told = f"no learning: {panel.floor[0]} {panel.floor[1]:.4g}"
         axes.text(0.01, panel.floor[1], told, transform=axes.get_yaxis_transform(), va="bottom", fontsize=8)
+    base = panel.points.get(PLACED, dense)
     for kind in ("dense", "swiglu"):
         wider = [point for width in ("narrow", "wide") if (point := panel.points.get(f"{kind}-{width}"))]
-        base = panel.points.get(PLACED, dense)
         if base and wider:
             line = [(point.flops, point.mean) for point in (base, *wider)]
             axes.plot(*zip(*line, strict=True), color=BLUE, linewidth=1, zorder=2)

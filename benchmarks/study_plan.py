@@ -27,8 +27,8 @@ STAGES = ("first", "methods", "compute", "ablations", "seeds", "rest")
 methods     all other methods, first seed
 compute     IntBMoE's compute, dense networks of its one-layer form's, and the backbone's FFN as a mixture, first seed
 ablations   of IntBMoE, first seed
-seeds       the two further seeds of dense, IntBMoE, the wide ones and the two best baselines by validation
-rest        the two further seeds of everything else"""
+seeds       two more seeds of dense (in both places), IntBMoE, the wide ones and the two best baselines by validation
+rest        two more seeds of everything else"""
 TUNING = "tune"
 """A stage of its own, only on demand: short runs over learning rates, whose test metrics are thrown away."""
 TUNED = ("dense", "intbmoe")

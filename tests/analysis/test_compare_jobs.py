@@ -1,6 +1,5 @@
 """How runs of a comparison are started, with something quicker in place of a training."""
 
-import multiprocessing
 import os
 import subprocess
 from dataclasses import replace
@@ -13,10 +12,8 @@ from intbmoe.analysis import compare_jobs
 from intbmoe.analysis.compare import CompareOptions, make_plan
 from intbmoe.analysis.compare_jobs import run_jobs, threads
 from intbmoe.recipes import load_recipe
-from intbmoe.train.lock import RunLock
 from intbmoe.train.parent import STARTED_BY
-
-FORK = multiprocessing.get_context("fork")
+from lock_holder import locked_by_another
 
 
 @pytest.fixture
@@ -66,20 +63,8 @@ def test_a_log_keeps_what_earlier_starts_wrote_and_the_failure_shows_this_one(pl
 def test_a_run_that_another_process_has_is_said_to_be_waited_for(plan):
     run = plan.jobs[0].run
     assert "waiting" not in start(plan)[1]
-    run.path.mkdir(parents=True)
-    held, told = FORK.Event(), FORK.Event()
-
-    def other():
-        with RunLock(run.path):
-            held.set()
-            told.wait(10)
-
-    holder = FORK.Process(target=other)
-    holder.start()
-    assert held.wait(10)
-    said = start(plan)[1]
-    told.set()
-    holder.join()
+    with locked_by_another(run.path) as (holder, _):
+        said = start(plan)[1]
     assert f"waiting  Dense, seed 0: process {holder.pid} trains into {run.path}" in said
 
 

@@ -3,7 +3,6 @@
 import copy
 import errno
 import math
-import multiprocessing
 import os
 import signal
 import time
@@ -28,8 +27,8 @@ from intbmoe.train.errors import (
     TrainingInterrupted,
 )
 from intbmoe.train.files import read_tensors
-from intbmoe.train.lock import RunLock
 from intbmoe.train.step import Stepper
+from lock_holder import locked_by_another
 
 
 @pytest.fixture(scope="module")
@@ -96,30 +95,22 @@ def test_a_start_that_failed_on_its_data_is_corrected_by_the_next(tmp_path, monk
 
 
 def test_a_run_that_another_process_has_is_waited_for(tmp_path):
-    recipe, fork = tiny_recipe(steps=1), multiprocessing.get_context("fork")
+    recipe = tiny_recipe(steps=1)
     run = RunDirectory.of(recipe, tmp_path)
-    run.path.mkdir(parents=True)
-    held, told = fork.Event(), fork.Event()
 
-    def other():
-        with RunLock(run.path):
-            held.set()
-            told.wait(10)
-            time.sleep(0.3)  # enough to begin for one that does not wait
-            (run.path / "seen by the other").write_text("begun" if run.config_path.is_file() else "nothing")
+    def look():
+        time.sleep(0.3)  # enough to begin for one that does not wait
+        (run.path / "seen by the other").write_text("begun" if run.config_path.is_file() else "nothing")
 
     def wait(message):
         assert message == f"process {holder.pid} trains into {run.path}: waiting for its end"
         assert not run.begun
-        told.set()
+        let_go.set()
 
-    holder = fork.Process(target=other)
-    holder.start()
-    assert held.wait(10)
-    with pytest.raises(RunConflictError, match=f"kill {holder.pid}"):
-        train(recipe, tmp_path, quiet=True)
-    train(recipe, tmp_path, quiet=True, wait=wait)
-    holder.join()
+    with locked_by_another(run.path, look) as (holder, let_go):
+        with pytest.raises(RunConflictError, match=f"kill {holder.pid}"):
+            train(recipe, tmp_path, quiet=True)
+        train(recipe, tmp_path, quiet=True, wait=wait)
     assert (run.path / "seen by the other").read_text() == "nothing"
     assert run.finished
 

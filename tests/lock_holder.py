@@ -1,0 +1,34 @@
+"""A process that has a run's lock, for tests of those who come second."""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+from intbmoe.train.lock import RunLock
+
+FORK = multiprocessing.get_context("fork")
+
+
+@contextmanager
+def locked_by_another(path: Path, at_last: Callable[[], object] = bool) -> Iterator[tuple[BaseProcess, Event]]:
+    """The process and its event to let go, which it does after ``at_last``; at the block's end it has ended."""
+    path.mkdir(parents=True)
+    held, let_go = FORK.Event(), FORK.Event()
+
+    def hold() -> None:
+        with RunLock(path):
+            held.set()
+            let_go.wait(10)
+            at_last()
+
+    holder = FORK.Process(target=hold)
+    holder.start()
+    try:
+        assert held.wait(10)
+        yield holder, let_go
+    finally:
+        let_go.set()
+        holder.join()
