@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 
 from intbmoe import doctor
@@ -27,6 +29,18 @@ def test_a_form_that_fails_is_told_with_its_error(monkeypatch):
     findings = [finding for finding in doctor.examine() if finding.good is False]
     assert len(findings) >= 3
     assert "RuntimeError: no kernel image" in findings[0].value
+
+
+def test_a_warning_is_a_line_beside_the_verdict(monkeypatch, recwarn):
+    def warn(*_):
+        warnings.warn("slow on this CPU\nframe #0: …\nframe #1: …", stacklevel=1)
+        return 0.0
+
+    monkeypatch.setattr(doctor, "_distance", warn)
+    checked = [finding.value for finding in doctor.examine() if finding.good]
+    assert len(checked) >= 3
+    assert all(value.endswith("right, 0.0e+00 from float64; warning: slow on this CPU") for value in checked)
+    assert not recwarn
 
 
 def test_missing_extras_are_named_with_the_command(monkeypatch, capsys):

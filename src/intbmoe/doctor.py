@@ -6,6 +6,7 @@ gradients.
 
 import copy
 import platform
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -54,8 +55,9 @@ def _machine() -> list[Finding]:
             found.append(Finding(f"cuda:{index}", name))
     else:
         found.append(Finding("cuda", "no device"))
-    threads = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-    return [*found, Finding("cpu", threads)]
+    instructions = torch.backends.cpu.get_cpu_capability()
+    name = platform.machine() if instructions == "DEFAULT" else f"{platform.machine()}, {instructions}"
+    return [*found, Finding("cpu", f"{torch.get_num_threads()} threads, {name}")]
 
 
 def _packages() -> list[Finding]:
@@ -103,12 +105,16 @@ def _check(case: _Case) -> Finding:
     name = f"IntBMoE on {case.device.type} in {str(case.dtype).removeprefix('torch.')}{inference}"
     kernels = ", by Triton" if chosen == "fused" and usable(like) else ""
     try:
-        error = _distance(case)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            error = _distance(case)
     except Exception as failure:  # a broken driver, a missing compiler: what doctor is there to tell
         return Finding(name, f"form {chosen}{kernels}: {type(failure).__name__}: {failure}", False)
     good = error <= BOUNDS[case.dtype]
     verdict = "right" if good else "WRONG"
-    return Finding(name, f"form {chosen}{kernels}: {verdict}, {error:.1e} from float64", good)
+    # The first line: below it torch may have written the calls of its own code.
+    warned = "".join(f"; warning: {line}" for line in dict.fromkeys(str(w.message).splitlines()[0] for w in said))
+    return Finding(name, f"form {chosen}{kernels}: {verdict}, {error:.1e} from float64{warned}", good)
 
 
 def _distance(case: _Case) -> float:

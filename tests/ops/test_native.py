@@ -27,7 +27,7 @@ TOLERANCE = {dtype: 16 * torch.finfo(dtype).eps / naive.LAYER_NORM_EPS**0.5 for 
 dtypes = pytest.mark.parametrize("dtype", library.DTYPES)
 
 
-@pytest.fixture(params=["avx512", "avx2", "plain"])
+@pytest.fixture(params=["avx512", "avx2", "neon", "plain"])
 def instructions(request):
     if library.LIBRARY.intbmoe_select(request.param.encode()) is None:
         pytest.skip(f"this CPU has no {request.param}")

@@ -45,3 +45,4 @@ static const Kernels TABLE(SET) = {
 #undef SET
 #undef VECTOR_BYTES
 #undef ROWS_AT_ONCE
+#undef FACTORS_BY_LANE

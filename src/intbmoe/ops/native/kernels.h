@@ -2,7 +2,8 @@
  *
  * Given by the includer: REAL and BITS, the number and the unsigned integer of its size; EXPONENT_SHIFT and
  * EXPONENT_BIAS of its format; ROUND_BY_ADDING, 1.5 · 2^(bits of the fraction); TERMS of the exponential's series;
- * SQUARE_ROOT, the C library's; VECTOR_BYTES and ROWS_AT_ONCE, at most 12, of the product; NAME(x), a name of this pair.
+ * SQUARE_ROOT, the C library's; VECTOR_BYTES and ROWS_AT_ONCE, at most 12, of the product; FACTORS_BY_LANE where an
+ * instruction can multiply by one lane of a register, which saves loads; NAME(x), a name of this pair.
  *
  * Every sum runs in an order that depends on the width alone, so a row's result depends neither on the rows beside it
  * nor on how rows are dealt to threads.
@@ -10,6 +11,7 @@
 
 #define LANES (VECTOR_BYTES / (int64_t)sizeof(REAL))
 #define PANEL (2 * LANES)
+#define STRIP (STRIP_BYTES / (int64_t)sizeof(REAL))
 #define UNROLL _Pragma("GCC unroll 16")
 #define CASE(n) case n: NAME(multiply_rows)(n, inner, from, a_stride, panel, to, out_stride); break;
 
@@ -44,7 +46,23 @@ static inline __attribute__((always_inline)) void NAME(multiply_rows)(
     REAL *restrict out, int64_t out_stride) {
     NAME(vector) sum[ROWS_AT_ONCE][2];
     UNROLL for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (NAME(vector)){0};
-    for (int64_t i = 0; i < inner; i++) {
+    int64_t i = 0;
+#ifdef FACTORS_BY_LANE
+    for (; i + LANES <= inner; i += LANES) {
+        NAME(vector) factors[ROWS_AT_ONCE];
+        UNROLL for (int r = 0; r < rows; r++) factors[r] = *(const NAME(unaligned) *)(a + r * a_stride + i);
+        UNROLL for (int lane = 0; lane < LANES; lane++) {
+            NAME(vector) left = *(const NAME(vector) *)(panel + (i + lane) * PANEL);
+            NAME(vector) right = *(const NAME(vector) *)(panel + (i + lane) * PANEL + LANES);
+            UNROLL for (int r = 0; r < rows; r++) {
+                NAME(vector) factor = factors[r][lane] - (NAME(vector)){0};
+                sum[r][0] += factor * left;
+                sum[r][1] += factor * right;
+            }
+        }
+    }
+#endif
+    for (; i < inner; i++) {
         NAME(vector) left = *(const NAME(vector) *)(panel + i * PANEL);
         NAME(vector) right = *(const NAME(vector) *)(panel + i * PANEL + LANES);
         UNROLL for (int r = 0; r < rows; r++) {
@@ -59,30 +77,32 @@ static inline __attribute__((always_inline)) void NAME(multiply_rows)(
     }
 }
 
-/* One panel of the weight's columns, the last one filled up with zeros; the next panel is on its way meanwhile. */
-static void NAME(pack)(int64_t inner, int64_t columns, const REAL *restrict weight, int64_t stride, int64_t left,
-                       REAL *restrict panel) {
-    for (int64_t i = 0; i < inner; i++, weight += stride, panel += PANEL) {
-        if (columns == PANEL) {
-            *(NAME(vector) *)panel = *(const NAME(unaligned) *)weight;
-            *(NAME(vector) *)(panel + LANES) = *(const NAME(unaligned) *)(weight + LANES);
-            if (left > PANEL) {
-                for (int64_t ahead = 0; ahead < PANEL; ahead += 64 / (int64_t)sizeof(REAL))
-                    __builtin_prefetch(weight + PANEL + ahead);
-            }
+/* A strip of the weight's columns as panels, one after another; columns beyond the last are zeros. The next strip is on
+ * its way meanwhile. */
+static void NAME(pack)(int64_t inner, int64_t columns, const REAL *restrict weight, int64_t stride,
+                       REAL *restrict panels) {
+    for (int64_t i = 0; i < inner; i++, weight += stride, panels += PANEL) {
+        if (columns >= STRIP) {
+            UNROLL for (int64_t c = 0; c < STRIP; c += LANES)
+                *(NAME(vector) *)(panels + c / PANEL * inner * PANEL + c % PANEL) =
+                    *(const NAME(unaligned) *)(weight + c);
+            if (columns > STRIP)
+                for (int64_t ahead = 0; ahead < STRIP; ahead += 64 / (int64_t)sizeof(REAL))
+                    __builtin_prefetch(weight + STRIP + ahead);
         } else {
-            for (int64_t c = 0; c < PANEL; c++) panel[c] = c < columns ? weight[c] : 0;
+            for (int64_t c = 0; c < STRIP; c++)
+                panels[c / PANEL * inner * PANEL + c % PANEL] = c < columns ? weight[c] : 0;
         }
     }
 }
 
 /* out (rows, ≥ columns) = a (rows, inner) · weight (inner, columns); out_stride is a multiple of PANEL. */
 static void NAME(multiply)(int64_t rows, int64_t inner, int64_t columns, const REAL *a, int64_t a_stride,
-                           const REAL *weight, REAL *out, int64_t out_stride, REAL *panel) {
+                           const REAL *weight, REAL *out, int64_t out_stride, REAL *panels) {
     int64_t pieces = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     for (int64_t c = 0; c < columns; c += PANEL) {
-        int64_t left = columns - c;
-        NAME(pack)(inner, left < PANEL ? left : PANEL, weight + c, columns, left, panel);
+        const REAL *panel = panels + c % STRIP * inner;
+        if (panel == panels) NAME(pack)(inner, columns - c, weight + c, columns, panels);
         for (int64_t piece = 0; piece < pieces; piece++) {
             int64_t first = rows * piece / pieces, count = rows * (piece + 1) / pieces - first;
             const REAL *from = a + first * a_stride;
@@ -93,7 +113,10 @@ static void NAME(multiply)(int64_t rows, int64_t inner, int64_t columns, const R
                 CASE(5) CASE(6)
 #endif
 #if ROWS_AT_ONCE > 6
-                CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+                CASE(7) CASE(8)
+#endif
+#if ROWS_AT_ONCE > 8
+                CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
             }
         }
@@ -144,7 +167,7 @@ static void NAME(normalise_row)(int64_t width, REAL *restrict z, const REAL *res
 /* Some rows of one block from their tokens to their outputs. ``z`` and ``product`` are a thread's own. */
 static void NAME(run_rows)(const Problem *p, int64_t block, int64_t first, int64_t rows, void *scratch) {
     const int64_t dim = p->widths[0];
-    REAL *panel = scratch, *z = panel + p->most_inner * PANEL, *product = z + p->rows_at_once * p->most_inner;
+    REAL *panels = scratch, *z = panels + p->most_inner * STRIP, *product = z + p->rows_at_once * p->most_inner;
     for (int64_t r = 0; r < rows; r++) {
         int64_t token = p->token[first + r];
         const REAL *x = (const REAL *)p->x + token * p->x_stride;
@@ -160,7 +183,7 @@ static void NAME(run_rows)(const Problem *p, int64_t block, int64_t first, int64
         const REAL *weight = (const REAL *)p->weights[layer] + block * inner * columns;
         const REAL *bias = (const REAL *)p->biases[layer] + block * columns;
         const int last = layer == p->layers - 1;
-        NAME(multiply)(rows, inner, columns, z, inner, weight, product, stride, panel);
+        NAME(multiply)(rows, inner, columns, z, inner, weight, product, stride, panels);
         for (int64_t r = 0; r < rows; r++) {
             REAL *to = last ? (REAL *)p->rows + (first + r) * dim : z + r * width;
             if (p->scale)
@@ -217,5 +240,6 @@ static void NAME(route)(int64_t first, int64_t end, int64_t blocks, int64_t choi
 
 #undef LANES
 #undef PANEL
+#undef STRIP
 #undef UNROLL
 #undef CASE

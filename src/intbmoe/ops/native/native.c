@@ -4,8 +4,8 @@
  * and read between them, and products of some ten rows that two threads share badly. Here each thread takes some rows
  * of one block all the way through, in memory that stays in its cache.
  *
- * ``kernels.h`` has the arithmetic, in float and double, compiled for three sets of instructions; which one runs is
- * decided when the library is loaded. ctypes calls the functions that are not static; ``ops/blocks/naive.py`` and
+ * ``kernels.h`` has the arithmetic, in float and double, compiled for each set of instructions below; which one runs
+ * is decided when the library is loaded. ctypes calls the functions that are not static; ``ops/blocks/naive.py`` and
  * ``ops/route/naive.py`` are their specification.
  */
 
@@ -22,6 +22,7 @@
 #define FEWEST_ROWS 12 /* that a thread takes at once: the rest waits */
 #define MOST_ROWS 128  /* beyond these, what a thread holds leaves its cache */
 #define TOKENS_AT_ONCE 512
+#define STRIP_BYTES 128 /* of each row of a weight that are packed at once: whole lines of the cache */
 
 /* What ``ops/blocks/native.py`` fills in; the two must agree field by field. Widths are d_0 … d_L. */
 typedef struct {
@@ -71,6 +72,14 @@ typedef struct {
 #define ROWS_AT_ONCE 4
 #include "instructions.h"
 
+#ifdef __aarch64__ /* every such CPU has these instructions, and 32 registers for sums where ``plain`` counts on 16 */
+#define SET neon
+#define VECTOR_BYTES 16
+#define ROWS_AT_ONCE 8
+#define FACTORS_BY_LANE
+#include "instructions.h"
+#endif
+
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define X86
 #pragma GCC push_options
@@ -95,6 +104,9 @@ static const Kernels *kernels = &plain_kernels;
 /* Use the instructions so named, or with "" the best there are; their name, or NULL when the CPU has them not. */
 API const char *intbmoe_select(const char *name) {
     const Kernels *found = !*name || !strcmp(name, "plain") ? &plain_kernels : NULL;
+#ifdef __aarch64__
+    if (!*name || !strcmp(name, "neon")) found = &neon_kernels;
+#endif
 #ifdef X86
     __builtin_cpu_init();
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -114,11 +126,11 @@ static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t round_up(int64_t bytes) { return (bytes + 127) / 128 * 128; }
 
-/* Bytes that a thread needs for itself: a panel of a weight, its rows, and their product. */
+/* Bytes that a thread needs for itself: a strip of a weight, its rows, and their product. */
 static int64_t thread_bytes(const Problem *p) {
     int64_t size = p->is_double ? sizeof(double) : sizeof(float);
     int64_t product = round_up(p->most_columns * size);
-    return round_up(p->most_inner * 128 + p->rows_at_once * (p->most_inner * size + product));
+    return round_up(p->most_inner * STRIP_BYTES + p->rows_at_once * (p->most_inner * size + product));
 }
 
 /* Bytes of ``scratch``; fills in the sizes that it and ``intbmoe_run_blocks`` need. */
