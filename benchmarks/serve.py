@@ -267,7 +267,7 @@ def main(options: Options) -> None:
     experts = options.usual.experts if options.experts is None else options.experts
     with tempfile.TemporaryDirectory(prefix="serve-benchmark-") as folder:
         done = Bench(options, Path(folder), end).run(make_variants(options.variants, experts), tell)
-    tables.print_summary(console, done, options.ladder[0])
+        tables.print_summary(console, done, options.ladder[0])
     if options.recipe == "inttravel-like":
         tables.print_target(console, done, TARGET)
     if any(measured.failure for measured in done):

@@ -131,7 +131,7 @@ def print_steps(console: Console, measured: Measured, budget: Budget) -> None:
 
 def _highest(measured: Measured) -> str:
     if measured.highest is None:
-        return "none that was tried"
+        return "none that was tried" if measured.steps else "none was tried: time was over"
     text = f"{measured.highest:.0f}/s"
     if measured.out_of_time:
         text += ", at least: time was over"

@@ -35,6 +35,13 @@ def autocast_off(x: Tensor) -> AbstractContextManager:
     return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
+def bfloat16_is_slow(device: torch.device | str) -> bool:
+    """Whether torch multiplies matrices in bfloat16 number by number there: on a CPU without instructions for it."""
+    if torch.device(device).type != "cpu":
+        return False
+    return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A linear map in the type of ``x``, whatever the type of the parameters."""
     return F.linear(x, cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype))

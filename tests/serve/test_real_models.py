@@ -8,9 +8,11 @@ from server import Server
 from test_page import browser, fits, open_page  # noqa: F401 — fixtures
 
 from export.small_runs import TASKS, small_run
+from intbmoe import precision
 from intbmoe.export.artifact import load_artifact
 from intbmoe.export.export import export_run
 from intbmoe.export.golden import compare_answers
+from intbmoe.serve.loading import open_predictor
 from intbmoe.serve.local import build_app
 from intbmoe.serve.settings import Settings
 
@@ -44,6 +46,17 @@ def test_golden_requests_alone_and_together(artifact):
         assert {len(layer["tokens"]) for layer in answer["blocks"]} == {len(answer["tokens"])}
     metrics = call(app, "/metrics")[1].decode()
     assert "intbmoe_block_tokens_total{" in metrics
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_bfloat16_where_it_is_slow_is_told_with_the_remedy(tmp_path, monkeypatch, caplog, slow):
+    monkeypatch.setattr(precision, "bfloat16_is_slow", lambda device: slow)
+    run = small_run("vision", tmp_path)
+    for dtype in ("float32", "bfloat16"):
+        export_run(run, tmp_path / dtype, dtype=dtype)
+        caplog.clear()
+        open_predictor(str(tmp_path / dtype), "cpu")
+        assert ("export it with --dtype float32" in caplog.text) == (slow and dtype == "bfloat16")
 
 
 def test_a_stream_is_the_whole_text(artifact):

@@ -15,7 +15,7 @@ from torch import nn
 
 import intbmoe
 from intbmoe.tasks import DataError
-from intbmoe.train import RunDirectory, evaluate, load, train
+from intbmoe.train import RunDirectory, evaluate, load, loop, train
 from intbmoe.train import checkpoint as checkpoint_module
 from intbmoe.train.distribution import compile_in_place
 from intbmoe.train.errors import (
@@ -208,6 +208,15 @@ def test_bfloat16_trains_and_keeps_its_weights_wide(tmp_path):
     run = train(tiny_recipe("intbmoe", precision="bfloat16"), tmp_path, quiet=True)
     assert all(v.dtype == torch.float32 for v in read_tensors(run.model_path).values() if v.is_floating_point())
     assert all(math.isfinite(row["loss"]) for row in run.metrics())
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_bfloat16_where_it_is_slow_is_told_with_the_remedy(tmp_path, monkeypatch, capsys, slow):
+    monkeypatch.setattr(loop, "bfloat16_is_slow", lambda device: slow)
+    for precision in ("float32", "bfloat16"):
+        train(tiny_recipe(precision=precision, steps=1), tmp_path / precision, quiet=True)
+        said = "--train.precision float32" in capsys.readouterr().err
+        assert said == (slow and precision == "bfloat16")
 
 
 def test_torch_is_left_as_it_was_found(tmp_path):

@@ -1,11 +1,14 @@
 """Opening an artifact for a front (no weights) and for an engine."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from intbmoe.export import load_artifact
 from intbmoe.export.predictor import Encoder, Predictor, make_encoder, make_predictor
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,12 @@ def open_encoder(path: str) -> Opened:
 
 def open_predictor(path: str, device: str) -> Opened:
     """For an engine."""
-    return _open(path, device)
+    from intbmoe.precision import bfloat16_is_slow  # with torch, which a front does without
+
+    opened = _open(path, device)
+    if opened.about["dtype"] == "bfloat16" and bfloat16_is_slow(device):
+        log.warning("%s is in bfloat16, for which this CPU has no instructions: export it with --dtype float32", path)
+    return opened
 
 
 def _open(path: str, device: str | None) -> Opened:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from intbmoe.layer import moe_layers
+from intbmoe.precision import bfloat16_is_slow
 from intbmoe.recipes.schema import Recipe
 from intbmoe.tasks import make_task
 from intbmoe.tasks.base import Batch
@@ -81,6 +82,11 @@ class Training:
         self.checkpoints = CheckpointFolder(run.path / "checkpoints", self.settings.keep_checkpoints)
         title = "/".join(run.path.parts[-3:])
         self.progress = TrainingProgress(title, self.plan.steps, quiet or not ranks.main)
+        if self.settings.precision == "bfloat16" and bfloat16_is_slow(ranks.device) and ranks.main:
+            self.progress.warn(
+                "train.precision='bfloat16' is far slower than float32 on this CPU, which has no instructions for it: "
+                "--train.precision float32"
+            )
         warmup = self.plan.epochs_to_steps(self.settings.warmup) if self.settings.warmup else 0
         if warmup > self.plan.steps and ranks.main:
             self.progress.warn(
