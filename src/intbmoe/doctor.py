@@ -113,7 +113,7 @@ def _check(case: _Case) -> Finding:
     good = error <= BOUNDS[case.dtype]
     verdict = "right" if good else "WRONG"
     # The first line: below it torch may have written the calls of its own code.
-    warned = "".join(f"; warning: {line}" for line in dict.fromkeys(str(w.message).splitlines()[0] for w in said))
+    warned = "".join(f"; warning: {line}" for line in dict.fromkeys(str(w.message).partition("\n")[0] for w in said))
     return Finding(name, f"form {chosen}{kernels}: {verdict}, {error:.1e} from float64{warned}", good)
 
 

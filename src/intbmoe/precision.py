@@ -36,10 +36,12 @@ def autocast_off(x: Tensor) -> AbstractContextManager:
 
 
 def bfloat16_is_slow(device: torch.device | str) -> bool:
-    """Whether torch multiplies matrices in bfloat16 number by number there: on a CPU without instructions for it."""
-    if torch.device(device).type != "cpu":
-        return False
-    return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether torch multiplies matrices in bfloat16 number by number there: on a CPU without instructions for it.
+
+    It is oneDNN that knows; of a torch without it nothing is claimed.
+    """
+    on_cpu = torch.device(device).type == "cpu" and torch.backends.mkldnn.is_available()
+    return on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
