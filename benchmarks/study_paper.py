@@ -1,4 +1,4 @@
-"""What the study found beside what the paper reports: each method against dense, each ablation against the whole."""
+"""What the study found beside what the paper reports: methods against dense, ablations against the whole."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -42,35 +42,34 @@ ABLATION = "intbmoe-"
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
-def gains(found: Mapping[str, Rows], base: str) -> list[list[str]]:
-    """A table's cells: by how much methods (base ``dense``), or ablations (base ``intbmoe``), are better than the base.
+def gains(found: Mapping[str, Rows], bases: Mapping[str, str]) -> list[list[str]]:
+    """A table's cells: by how much methods, or ablations where a base is IntBMoE, are better than the bases.
 
-    ``found`` has the runs of a study by label; a method is compared over the seeds that it and the base both have.
-    Accuracies in points, losses in nats; above zero is better.
+    ``found`` has the runs of a study by label, ``bases`` what the columns against each are called; the paper's column
+    is against the first. A method is compared over the seeds that it and the base both have. Accuracies in points,
+    losses in nats; above zero is better.
     """
     titles = {label: runs[0]["title"] for rows in found.values() for label, runs in rows.items()}
-    ablations = base == "intbmoe"
-    wanted = [label for label in PAPER if label != base and label.startswith(ABLATION) == ablations]
-    heads = [head for here, paper in COUNTERPARTS.values() for head in (f"{here}, here", f"{paper}, paper")]
-    table = [["Method", *heads]]
+    wanted = [label for label in PAPER if label not in bases and label.startswith(ABLATION) == ("intbmoe" in bases)]
+    table = [["Method"]]
+    for here, paper in COUNTERPARTS.values():
+        table[0] += [*(f"{here}, {name}" for name in bases.values()), f"{paper}, paper"]
     for label in wanted:
         if label in titles:
-            cells = (cell for study in COUNTERPARTS for cell in _both(study, found.get(study, {}), label, base))
+            cells = (cell for study in COUNTERPARTS for cell in _cells(study, found.get(study, {}), label, [*bases]))
             table.append([titles[label], *cells])
     return table
 
 
-def _both(study: str, rows: Rows, label: str, base: str) -> tuple[str, str]:
-    """Here and in the paper."""
-    here = paper = NOTHING
-    values = [{run["seed"]: run["test"][run["metric"]] for run in rows.get(name, ())} for name in (label, base)]
-    seeds = values[0].keys() & values[1].keys()
-    if seeds:
-        here = _gain(study, *(fmean(value[seed] for seed in seeds) for value in values))
-    figures = [PAPER[name][study] for name in (label, base)]
-    if None not in figures:
-        paper = _gain(study, *figures)
-    return here, paper
+def _cells(study: str, rows: Rows, label: str, bases: Sequence[str]) -> list[str]:
+    """Here against each base, and in the paper."""
+    cells = []
+    for base in bases:
+        values = [{run["seed"]: run["test"][run["metric"]] for run in rows.get(name, ())} for name in (label, base)]
+        seeds = values[0].keys() & values[1].keys()
+        cells.append(_gain(study, *(fmean(value[seed] for seed in seeds) for value in values)) if seeds else NOTHING)
+    figures = [PAPER[name][study] for name in (label, bases[0])]
+    return [*cells, NOTHING if None in figures else _gain(study, *figures)]
 
 
 def _gain(study: str, value: float, base: float) -> str:

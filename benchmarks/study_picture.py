@@ -6,6 +6,7 @@ It shows the runs that the tables of ``study_tables.py`` show, without the ablat
 """
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -18,11 +19,12 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, LogLocator
 from study import RESULTS
-from study_plan import ONE_LAYER, PLACED, REAL, read_summaries
+from study_plan import ONE_LAYER, REAL, read_summaries
 from study_tables import ABLATIONS, COMPUTE, CONTROL, NARROW, PARAMETERS, TITLES, Rows, find_rows, table_of
 
 from intbmoe.analysis.compare import confidence_interval
 from intbmoe.analysis.drawing.canvas import BLUE, GRID, ORANGE, tidy
+from intbmoe.recipes.sets import PLACED
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "images" / "study.png"
 TESTED = {"tiny-imagenet": (10_000, "images"), "foursquare": (1_081, "users"), "foursquare-us": (4_874, "users")}
@@ -93,13 +95,18 @@ def _panel(study: str, rows: Rows) -> Panel:
             continue
         values = [factor * run["test"][metric] for run in found]
         flops = fmean(run["flops_training"] for run in found)
-        points[label] = Point(found[0]["title"], family, flops, fmean(values), confidence_interval(values))
+        points[label] = Point(_short(found[0]["title"]), family, flops, fmean(values), confidence_interval(values))
     floors = next((run["floors"] for run in runs if run.get("floors")), {})
     reached = {name: factor * values[metric] for name, values in floors.items()}
     best = (max if higher else min)(reached.items(), key=lambda item: item[1], default=None)
     share = points["intbmoe"].mean / factor if study in TESTED and "intbmoe" in points else 0
     error = factor * (share * (1 - share) / TESTED[study][0]) ** 0.5 if share else 0
     return Panel(study, metric, higher, points, best, error)
+
+
+def _short(title: str) -> str:
+    """There is little room: a width and a colour say that a network is dense."""
+    return re.sub(r"^Dense (.+), width (\d+)$", r"\1 \2", title).replace("the mixture's", "its")
 
 
 def draw(panels: Sequence[Panel]) -> Figure:
@@ -131,10 +138,12 @@ def _draw_panel(axes: Axes, panel: Panel) -> list[Text]:
     axes.set_ylabel(f"{panel.metric}{' (%)' * percent}, {tested}; {better} is better", fontsize=9)
     tidy(axes)
     axes.grid(color=GRID, linewidth=0.5)
-    own, dense, swiglu = map(panel.points.get, ("intbmoe", "dense", "swiglu-wide"))
-    others = {"Dense": dense, "wide SwiGLU": swiglu}
-    told = [f"IntBMoE − {n}: {own.mean - it.mean:+.{2 if percent else 4}f}" for n, it in others.items() if own and it]
-    axes.set_title("\n".join([TITLES[panel.study], ",  ".join(told).replace("-", "−")]), loc="left", fontsize=10)
+    own, dense, placed, swiglu = map(panel.points.get, ("intbmoe", "dense", PLACED, "swiglu-wide"))
+    others = {"dense": dense, "in its place": placed, "wide SwiGLU": swiglu}
+    digits = 2 if percent else 4 if panel.higher_is_better else 3
+    told = [f"{name} {own.mean - it.mean:+.{digits}f}" for name, it in others.items() if own and it]
+    against = f"IntBMoE against {', '.join(told)}".replace("-", "−") if told else ""
+    axes.set_title(f"{TITLES[panel.study]}\n{against}", loc="left", fontsize=9)
     if own:
         axes.axvline(own.flops, color=ORANGE, linewidth=1, linestyle=":", zorder=1)
         axes.axhspan(own.mean - panel.error, own.mean + panel.error, color=ORANGE, alpha=0.15, linewidth=0)
@@ -142,7 +151,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> list[Text]:
         axes.axhline(panel.floor[1], color=INK, linewidth=1, linestyle="--", zorder=1)
         told = f"no learning: {panel.floor[0]} {panel.floor[1]:.4g}"
         axes.text(0.01, panel.floor[1], told, transform=axes.get_yaxis_transform(), va="bottom", fontsize=8)
-    base = panel.points.get(PLACED, dense)
+    base = placed or dense
     for kind in ("dense", "swiglu"):
         wider = [point for width in ("narrow", "wide") if (point := panel.points.get(f"{kind}-{width}"))]
         if base and wider:

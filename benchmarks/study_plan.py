@@ -19,7 +19,7 @@ from intbmoe.recipes import load_recipe, recipe_from_dict, recipe_to_dict
 from intbmoe.recipes.compute import dense_of_compute
 from intbmoe.recipes.convert import to_plain
 from intbmoe.recipes.schema import MoESettings, Recipe
-from intbmoe.recipes.sets import Variant, find_variants
+from intbmoe.recipes.sets import PLACED, Variant, find_variants
 from intbmoe.train.run import FREE_TO_CHANGE
 
 STAGES = ("first", "methods", "compute", "ablations", "seeds", "rest")
@@ -38,8 +38,6 @@ and draws other random numbers, as another GPU would."""
 BASELINES_REPEATED = 2
 ONE_LAYER = "intbmoe-one_layer"
 """The ablation that costs much less: it has dense networks of its own compute beside it."""
-PLACED = "dense-placed"
-"""The backbone's FFN where a mixture would stand, with all that a mixture gets there."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,6 @@ class Study:
     """Further settings of that stage."""
     on_cpu: bool = False
     """So small that a core is enough."""
-    own: str | None = None
-    """The method that is the backbone's own FFN, where a mixture gets more than its place: other starting weights,
-    and on images a class token with an FFN of its own."""
 
 
 GPU = {"train.checkpoint_every": 1_000_000, "train.keep_checkpoints": 1}
@@ -81,7 +76,6 @@ STUDIES = {
         epoch_steps=95_000 // 512,
         rates=(5e-4, 1e-3, 2e-3),
         tuning={"train.epochs": 5.0, "train.warmup": 0.5},
-        own="dense",
     ),
     "wikipedia": Study(
         "wikipedia",
@@ -90,7 +84,6 @@ STUDIES = {
         epoch_steps=40_000_000 // (32 * 512),  # the first 40 M of the 93.5 M tokens
         rates=(5e-4, 1e-3, 2e-3),
         tuning={"train.steps": 200, "train.warmup": 0.01},
-        own="swiglu",
     ),
     "foursquare": Study(
         "foursquare",
@@ -108,8 +101,8 @@ STUDIES = {
         rates=(1e-3, 3e-3, 1e-2),
     ),
     # Dry runs: they need no data and no GPU, and are part of no table.
-    "digits": Study("digits", {}, ("dense", "intbmoe", "vmoe"), 20, (1e-3, 2e-3), on_cpu=True, own="dense"),
-    "stdlib": Study("stdlib", {}, ("dense", "intbmoe", "deepseek"), 600, (5e-3, 1e-2), on_cpu=True, own="swiglu"),
+    "digits": Study("digits", {}, ("dense", "intbmoe", "vmoe"), 20, (1e-3, 2e-3), on_cpu=True),
+    "stdlib": Study("stdlib", {}, ("dense", "intbmoe", "deepseek"), 600, (5e-3, 1e-2), on_cpu=True),
 }
 REAL = ("tiny-imagenet", "wikipedia", "foursquare", "foursquare-us")
 
@@ -160,13 +153,13 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
     recipe = with_settings(load_recipe(study.recipe), {**study.settings, **given})
     if TUNING in stages:
         return _tuning(name, study, recipe, given)
-    staged = [("first", ",".join(study.first)), ("methods", "all"), ("compute", "compute"), ("ablations", "ablations")]
+    staged = {"first": ",".join(study.first), "methods": "all", "compute": "compute,place", "ablations": "ablations"}
     first_seed, *more = recipe.seeds
     entries, seen = [], {}
-    for stage, choice in staged:
+    for stage, choice in staged.items():
         if not set(stages) & {stage, "seeds", "rest"}:
             continue
-        for variant in find_variants(recipe, choice) + (_controls(study, recipe) if stage == "compute" else []):
+        for variant in find_variants(recipe, choice) + (_narrow(recipe) if stage == "compute" else []):
             if variant.label not in seen:
                 seen[variant.label] = variant
                 entries.append(_entry(name, stage, recipe, variant, first_seed, {**study.settings, **given}))
@@ -178,17 +171,11 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
     return [entry for entry in entries if entry.stage in stages]
 
 
-def _controls(study: Study, recipe: Recipe) -> list[Variant]:
-    """Dense networks with the compute of IntBMoE's one-layer form; the backbone's own FFN in the mixture's place."""
+def _narrow(recipe: Recipe) -> list[Variant]:
+    """Dense networks with the compute of IntBMoE's one-layer form."""
     one_layer = next(variant for variant in find_variants(recipe, "ablations") if variant.label == ONE_LAYER)
-    controls = [
-        Variant(title, replace(moe, label=f"{moe.name}-narrow"))
-        for title, moe in dense_of_compute(recipe, one_layer.moe)
-    ]
-    if study.own:
-        moe = replace(recipe.moe, name=study.own, label=PLACED, options={"hidden": recipe.model.hidden})
-        controls.append(Variant("Dense in the mixture's place", moe))
-    return controls
+    found = dense_of_compute(recipe, one_layer.moe)
+    return [Variant(title, replace(moe, label=f"{moe.name}-narrow")) for title, moe in found]
 
 
 def _repeated(entries: Sequence[Entry], summaries: Sequence[Mapping[str, Any]]) -> set[str]:

@@ -22,11 +22,12 @@ from typing import Any
 from study import RESULTS
 from study_clock import TIMING
 from study_paper import gains
-from study_plan import ONE_LAYER, PLACED, REAL, STUDIES, TUNED, TUNING, read_summaries
+from study_plan import ONE_LAYER, REAL, STUDIES, TUNED, TUNING, read_summaries
 
 from intbmoe.analysis.compare import confidence_interval
 from intbmoe.analysis.compare_report import NOTHING, format_metric
 from intbmoe.budget import TABLE_1, TABLE_2
+from intbmoe.recipes.sets import PLACED
 
 HOUSE = Path(__file__).parents[1]
 DOCUMENT, README = HOUSE / "docs" / "results.md", HOUSE / "README.md"
@@ -61,7 +62,8 @@ def main() -> int:
     parts["mixing"] = mixing_text(summaries)
     parts["overview"] = overview_text(list(TITLES), summaries)
     found = {study: find_rows(study, summaries)[0] for study in REAL}
-    parts |= {name: _table(gains(found, base)) for name, base in (("gains", "dense"), ("ablations", "intbmoe"))}
+    parts["gains"] = _table(gains(found, {"dense": "over dense", PLACED: "over dense in its place"}))
+    parts["ablations"] = _table(gains(found, {"intbmoe": "here"}))
     if options.print:
         print("\n\n".join(f"## {name}\n\n{text}" for name, text in parts.items()))
         return 0
@@ -136,7 +138,8 @@ def find_rows(study: str, summaries: Sequence[Mapping[str, Any]]) -> tuple[Rows,
 
 def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]) -> str:
     """A line for each study that has IntBMoE: beside dense, the best other method by validation, and equal compute."""
-    lines = [["Test", "Dense", "Best other method", "IntBMoE", "Dense SwiGLU, IntBMoE's FLOPs"]]
+    dense = ["Dense", "Dense in the mixture's place"]
+    lines = [["Test", *dense, "Best other method", "IntBMoE", "Dense SwiGLU, IntBMoE's FLOPs"]]
     for study in studies:
         rows, _ = find_rows(study, summaries)
         if "intbmoe" not in rows:
@@ -147,8 +150,8 @@ def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]
         best = max(others, key=lambda label: sign * _mean(rows[label], "valid", metric), default=None)
         values = {label: _value(found, "test", metric) for label, found in rows.items()}
         other = f"{rows[best][0]['title']} {values[best]}" if best else NOTHING
-        cells = [values.get("dense", NOTHING), other, values["intbmoe"], values.get("swiglu-wide", NOTHING)]
-        lines.append([f"{TITLES[study]}, {metric}", *cells])
+        plain, placed, wide = (values.get(label, NOTHING) for label in ("dense", PLACED, "swiglu-wide"))
+        lines.append([f"{TITLES[study]}, {metric}", plain, placed, other, values["intbmoe"], wide])
     return _table(lines) if len(lines) > 1 else "No run yet."
 
 

@@ -1,6 +1,7 @@
 from dataclasses import fields, replace
 
 import pytest
+import torch
 
 from intbmoe.layer import moe_layers
 from intbmoe.recipes import SETS, load_recipe
@@ -87,6 +88,30 @@ def test_depth_keeps_an_experts_weights(recipe):
 def test_the_choice_of_k_ends_at_the_number_of_blocks(recipe):
     four = replace(recipe, moe=MoESettings("intbmoe", 16, {"blocks": 4}))
     assert [config_of(four, variant).top_k for variant in find_variants(four, "k")] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(("name", "method"), [("digits", "dense"), ("stdlib", "swiglu")])
+def test_in_its_place_dense_has_the_backbones_kind_and_width_where_mixtures_stand(name, method):
+    recipe = load_recipe(name)
+    dense, placed = find_variants(recipe, "place")
+    assert (placed.moe.name, placed.moe.options) == (method, {"hidden": recipe.model.hidden})
+    mixture = find_variants(recipe, "vmoe")[0]
+    places = [layers_of(replace(recipe, moe=variant.moe)) for variant in (dense, placed, mixture)]
+    assert places[0] == [] != places[1] == places[2]
+
+
+def layers_of(recipe):
+    return [name for name, _ in moe_layers(make_task(recipe).make_model())]
+
+
+def test_where_dense_stands_as_a_mixture_does_it_is_alone():
+    recipe = load_recipe("journeys")
+    (dense,) = find_variants(recipe, "place")
+    states = []
+    for options in ({}, {"hidden": recipe.model.hidden}):
+        torch.manual_seed(0)
+        states.append(make_task(replace(recipe, moe=replace(dense.moe, options=options))).make_model().state_dict())
+    torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
 def test_labels_are_distinct_also_where_case_does_not_count(recipe):

@@ -80,8 +80,8 @@ def compare(args: Unparsed) -> None:
     """Compare methods: intbmoe compare RECIPE --methods all --seeds 3.
 
     Trains what is not finished, several runs side by side, and prints accuracy, parameters and FLOPs. --methods takes
-    methods and sets (all, ablations, compute, K, k, E, L) with commas between them. Every setting of the recipe is an
-    option.
+    methods and sets (all, ablations, compute, place, K, k, E, L) with commas between them. Every setting of the recipe
+    is an option.
     """
     with explained(KeyError, ValueError, OSError, ModuleNotFoundError):
         from intbmoe.analysis.compare import CompareOptions

@@ -1,5 +1,5 @@
-"""Named sets of variants for ``intbmoe compare``: the paper's methods, its ablations, its sensitivity grid, and models
-of IntBMoE's compute (``compute.py``).
+"""Named sets of variants for ``intbmoe compare``: the paper's methods, its ablations, its sensitivity grid, models of
+IntBMoE's compute (``compute.py``), and dense in the place of a mixture.
 
 Each set makes variants of a recipe: what stands in place of the FFN changes, and nothing else. A variant is a title for
 the table and ``MoESettings`` whose label names its runs; a variant that changes nothing is the plain IntBMoE run, which
@@ -32,6 +32,8 @@ ABLATIONS = {
     "no_filter": "w/o filter",
     "softmax": "softmax coefficients",
 }
+PLACED = "dense-placed"
+"""The label of the backbone's FFN where a mixture would stand."""
 BLOCKS = (1, 2, 4, 8, 16, 32)
 TOP_K = (1, 2, 4, 8)
 EXPERTS = (1, 2, 4, 8, 16, 32, 64)
@@ -146,6 +148,17 @@ def _compute(recipe: Recipe) -> list[Variant]:
     return [full, *(Variant(title, moe) for title, moe in equal_compute(recipe, full.moe))]
 
 
+def _place(recipe: Recipe) -> list[Variant]:
+    """What a mixture is to be compared with: it may get more than its experts, see ``Task.backbone_ffn``."""
+    from intbmoe.tasks import find_task  # tasks import the schema beside this file
+
+    dense, own = _method(recipe, "dense"), find_task(recipe.task).backbone_ffn
+    if own is None:
+        return [dense]
+    moe = MoESettings(own, recipe.moe.experts, {"hidden": recipe.model.hidden}, label=PLACED)
+    return [dense, Variant("Dense in the mixture's place", moe)]
+
+
 def _equal_widths(config: IntBMoEConfig, count: int) -> tuple[int, ...]:
     """``count`` equal inner widths w with the weights of ``config``'s expert: 2·d·w + (count − 1)·w² = W."""
     d, weights = config.dim, config.expert_weights
@@ -179,6 +192,7 @@ SETS: dict[str, VariantSet] = {
     "all": VariantSet("the methods of the paper's table for the task", _methods),
     "ablations": VariantSet("IntBMoE and its six ablations", _ablations),
     "compute": VariantSet("IntBMoE, and dense and sparse models with as many FLOPs in a training step", _compute),
+    "place": VariantSet("dense, and its FFN with all that a mixture gets in its place but experts", _place),
     "K": VariantSet(f"IntBMoE with K = {', '.join(map(str, BLOCKS))} blocks", _blocks),
     "k": VariantSet(f"IntBMoE with k = {', '.join(map(str, TOP_K))} blocks a token", _top_k),
     "E": VariantSet(f"IntBMoE with E = {', '.join(map(str, EXPERTS))} experts", _experts),
