@@ -272,17 +272,25 @@ def test_the_commands_that_lead_on_can_be_pasted(recipe, tmp_path):
     def commands(*settings):
         return [shlex.split(line, comments=True) for line in what_next(plan, options, settings).splitlines()]
 
-    more, ablations, own, evaluate, _ = commands("digits", "--name", "a b")
+    more, place, ablations, own, evaluate, _ = commands("digits", "--name", "a b")
     given = ["digits", "--name", "a b", "--root", str(options.root)]
     assert more[1:] == ["compare", *given, "--methods", "dense, switch", "--seeds", "3"]
+    assert place[1:] == ["compare", *given, "--methods", "dense, switch,place", "--seeds", "1"]
     assert ablations[1:] == ["compare", *given, "--methods", "ablations"]
     label = ["--moe.experts", "32", "--moe.label", "more-experts"]
     assert own[1:] == ["train", *given, "--moe.name", "switch", *label]
     assert evaluate[1:] == ["eval", str(options.root / "digits/switch/0")]
-    named = commands("digits", "--moe.name=dense")[2]
+    named = commands("digits", "--moe.name=dense")[3]
     assert named[1:] == ["train", "digits", "--moe.name=dense", "--root", str(options.root), *label], "named once"
     given = ["digits", "--moe.options.blocks", "4", "--root", str(options.root)]
-    assert commands(*given[:3])[2][1:] == ["train", *given, *label], "no method that lacks the option"
+    assert commands(*given[:3])[3][1:] == ["train", *given, *label], "no method that lacks the option"
+
+
+@pytest.mark.parametrize(("name", "methods"), [("digits", "place"), ("digits", "switch"), ("journeys", "dense")])
+def test_dense_in_its_place_is_proposed_only_where_it_is_missing_and_differs(name, methods, tmp_path):
+    options = CompareOptions(methods=methods, root=tmp_path)
+    plan = make_plan(load_recipe(name), options)
+    assert ",place" not in what_next(plan, options, [name])
 
 
 def test_it_is_said_that_nothing_is_left_to_compare(tmp_path, monkeypatch, capsys):

@@ -19,6 +19,7 @@ from intbmoe.analysis.compare import CompareOptions, Job, Plan, Summary, make_pl
 from intbmoe.analysis.compare_jobs import Failure, choose_jobs, run_jobs
 from intbmoe.analysis.report.trace import sort_out
 from intbmoe.recipes.schema import Recipe
+from intbmoe.recipes.sets import PLACED
 from intbmoe.tasks import find_task, make_task
 
 Floors = Mapping[str, Mapping[str, float]]
@@ -270,6 +271,11 @@ def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> s
         (f"eval {shlex.quote(str(last.run.path))}", "the metrics of a trained model"),
         ("recipes", "which experiments there are"),
     ]
+    labels = {job.variant.label for job in plan.jobs}
+    if "dense" in labels and PLACED not in labels and find_task(plan.recipe.task).backbone_ffn:
+        beside = shlex.quote(f"{options.methods},place")
+        about = "dense with all that a mixture gets besides its experts"
+        steps.insert(1, (f"compare {recipe} --methods {beside} --seeds {options.seeds}", about))
     return "\n".join(f"  {program} {command}   # {purpose}" for command, purpose in steps)
 
 
