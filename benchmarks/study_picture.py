@@ -32,14 +32,15 @@ TESTED = {"tiny-imagenet": (10_000, "images"), "foursquare": (1_081, "users"), "
 OWN = "IntBMoE"
 INK, DPI = "#444444", 150
 FAR = DPI / 72 * np.array([8, 15, 24, 36, 50, 66])  # from a point to its label, in pixels
-FAMILIES = {PARAMETERS: PARAMETERS, COMPUTE: COMPUTE, NARROW: COMPUTE, CONTROL: COMPUTE, ABLATIONS: None}
+CONTROLS = "Equal compute; dense in the mixture's place"
+FAMILIES = {PARAMETERS: PARAMETERS, COMPUTE: CONTROLS, NARROW: CONTROLS, CONTROL: CONTROLS, ABLATIONS: None}
 """How points of a table are drawn; the other ablations are not."""
 STYLES = {
     OWN: {"color": ORANGE, "marker": "*", "ms": 14},
-    COMPUTE: {"color": BLUE, "marker": "s", "ms": 6},
+    CONTROLS: {"color": BLUE, "marker": "s", "ms": 6},
     PARAMETERS: {"color": INK, "marker": "o", "ms": 6},
     "hollow: one seed; else mean, 95 % interval": {"color": INK, "marker": "o", "mfc": "white"},
-    "Dense FFNs made wider, in the mixture's place": {"color": BLUE, "lw": 1, "ls": "-"},
+    "Dense FFNs made wider there": {"color": BLUE, "lw": 1, "ls": "-"},
     "IntBMoE's compute": {"color": ORANGE, "lw": 1, "ls": ":"},
     "IntBMoE ± one standard error of the test split": {"color": ORANGE, "lw": 8, "ls": "-", "alpha": 0.15},
 }
@@ -140,9 +141,9 @@ def _draw_panel(axes: Axes, panel: Panel) -> list[Text]:
     axes.grid(color=GRID, linewidth=0.5)
     own, dense, placed, swiglu = map(panel.points.get, ("intbmoe", "dense", PLACED, "swiglu-wide"))
     others = {"dense": dense, "in its place": placed, "wide SwiGLU": swiglu}
-    digits = 2 if percent else 4 if panel.higher_is_better else 3
-    told = [f"{name} {own.mean - it.mean:+.{digits}f}" for name, it in others.items() if own and it]
-    against = f"IntBMoE against {', '.join(told)}".replace("-", "−") if told else ""
+    digits = 2 if percent else 3 if panel.metric == "loss" else 4
+    leads = [f"{name} {own.mean - it.mean:+.{digits}f}" for name, it in others.items() if own and it]
+    against = f"IntBMoE against {', '.join(leads)}".replace("-", "−") if leads else ""
     axes.set_title(f"{TITLES[panel.study]}\n{against}", loc="left", fontsize=9)
     if own:
         axes.axvline(own.flops, color=ORANGE, linewidth=1, linestyle=":", zorder=1)

@@ -3,10 +3,10 @@
     python benchmarks/study_tables.py                       # into docs/results.md and README.md, between their markers
     python benchmarks/study_tables.py --print               # on the screen
 
-For each study: equal parameters, equal compute, ablations, and the commands of all rows. A table holds runs whose
-settings agree in everything but the method and the seed; if there are several such groups the one that is best on the
-validation split is shown, and a line says what was left out. Over all studies: an overview of a line each, and what
-the paper reports.
+For each study: equal parameters, equal compute (with IntBMoE's one-layer form too), dense in the mixture's place,
+ablations, and the commands of all rows. A table holds runs whose settings agree in everything but the method and the
+seed; if there are several such groups the one that is best on the validation split is shown, and a line says what was
+left out. Over all studies: an overview of a line each, and what the paper reports.
 """
 
 import argparse
@@ -137,7 +137,8 @@ def find_rows(study: str, summaries: Sequence[Mapping[str, Any]]) -> tuple[Rows,
 
 
 def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each study that has IntBMoE: beside dense, the best other method by validation, and equal compute."""
+    """A line for each study that has IntBMoE: beside dense in both places, the best other method by validation, and
+    equal compute."""
     dense = ["Dense", "Dense in the mixture's place"]
     lines = [["Test", *dense, "Best other method", "IntBMoE", "Dense SwiGLU, IntBMoE's FLOPs"]]
     for study in studies:

@@ -62,7 +62,7 @@ def test_a_panel_holds_the_runs_of_its_tables_without_ablations(summaries):
     }
     assert len(places.points) == 14
     families = {label: point.family for label, point in images.points.items()}
-    assert families["dense-wide"] == families["swiglu-narrow"] == families["dense-placed"] == study_picture.COMPUTE
+    assert families["dense-wide"] == families["swiglu-narrow"] == families["dense-placed"] == study_picture.CONTROLS
     assert families["intbmoe-one_layer"] == study_picture.OWN
     assert (families["dense"], families["intbmoe"]) == (study_picture.PARAMETERS, study_picture.OWN)
     dense = images.points["dense"]

@@ -96,16 +96,17 @@ def test_in_its_place_dense_has_the_backbones_kind_and_width_where_mixtures_stan
     dense, placed = find_variants(recipe, "place")
     assert (placed.moe.name, placed.moe.options) == (method, {"hidden": recipe.model.hidden})
     mixture = find_variants(recipe, "vmoe")[0]
-    places = [layers_of(replace(recipe, moe=variant.moe)) for variant in (dense, placed, mixture)]
-    assert places[0] == [] != places[1] == places[2]
+    assert layers_of(replace(recipe, moe=dense.moe)) == []
+    assert layers_of(replace(recipe, moe=placed.moe)) == layers_of(replace(recipe, moe=mixture.moe)) != []
 
 
 def layers_of(recipe):
     return [name for name, _ in moe_layers(make_task(recipe).make_model())]
 
 
-def test_where_dense_stands_as_a_mixture_does_it_is_alone():
-    recipe = load_recipe("journeys")
+@pytest.mark.parametrize("name", ["journeys", "foursquare"])
+def test_where_dense_stands_as_a_mixture_does_it_is_alone(name):
+    recipe = load_recipe(name)
     (dense,) = find_variants(recipe, "place")
     states = []
     for options in ({}, {"hidden": recipe.model.hidden}):

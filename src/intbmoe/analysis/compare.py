@@ -48,7 +48,7 @@ class CompareOptions:
     """What ``compare`` takes beside the recipe's settings."""
 
     methods: str = "all"
-    """Methods and sets, with commas between them: all, ablations, compute, K, k, E, L, switch,intbmoe, …"""
+    """Methods and sets, with commas between them: all, ablations, compute, place, K, k, E, L, switch,intbmoe, …"""
     seeds: int = 1
     """Runs of each, over the recipe's seeds from the first on; with two or more there is an interval."""
     jobs: int | None = None

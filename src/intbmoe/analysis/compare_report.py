@@ -272,7 +272,7 @@ def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> s
         ("recipes", "which experiments there are"),
     ]
     labels = {job.variant.label for job in plan.jobs}
-    if "dense" in labels and PLACED not in labels and find_task(plan.recipe.task).backbone_ffn:
+    if "dense" in labels and PLACED not in labels and find_task(plan.recipe.task).dense_in_place:
         beside = shlex.quote(f"{options.methods},place")
         about = "dense with all that a mixture gets besides its experts"
         steps.insert(1, (f"compare {recipe} --methods {beside} --seeds {options.seeds}", about))

@@ -149,10 +149,10 @@ def _compute(recipe: Recipe) -> list[Variant]:
 
 
 def _place(recipe: Recipe) -> list[Variant]:
-    """What a mixture is to be compared with: it may get more than its experts, see ``Task.backbone_ffn``."""
+    """What a mixture is to be compared with: it may get more than its experts, see ``Task.dense_in_place``."""
     from intbmoe.tasks import find_task  # tasks import the schema beside this file
 
-    dense, own = _method(recipe, "dense"), find_task(recipe.task).backbone_ffn
+    dense, own = _method(recipe, "dense"), find_task(recipe.task).dense_in_place
     if own is None:
         return [dense]
     moe = MoESettings(own, recipe.moe.experts, {"hidden": recipe.model.hidden}, label=PLACED)

@@ -35,9 +35,9 @@ class Task(Protocol):
     higher_is_better: ClassVar[bool]
     causal: ClassVar[bool]
     """Whether the model predicts what comes next, so that no layer of it may look ahead."""
-    backbone_ffn: ClassVar[str | None]
-    """The method that is the backbone's own FFN, where a mixture gets more than its place: other starting weights, and
-    on images a class token with an FFN of its own. None where dense stands as a mixture does."""
+    dense_in_place: ClassVar[str | None]
+    """The method that makes the backbone's own FFN where a mixture stands, if dense itself does not stand so: a mixture
+    may get other starting weights, and on images a class token with an FFN of its own. None if it does."""
 
     def __init__(self, recipe: Recipe) -> None: ...
 

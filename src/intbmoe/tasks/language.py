@@ -74,7 +74,7 @@ class LanguageTask:
     metric: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
     causal: ClassVar[bool] = True
-    backbone_ffn: ClassVar[str | None] = "swiglu"
+    dense_in_place: ClassVar[str | None] = "swiglu"
 
     def __init__(self, recipe: LanguageRecipe) -> None:
         self.recipe = recipe

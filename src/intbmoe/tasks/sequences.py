@@ -61,7 +61,7 @@ class SequencesTask:
     metric: ClassVar[str] = "HR@10"
     higher_is_better: ClassVar[bool] = True
     causal: ClassVar[bool] = True
-    backbone_ffn: ClassVar[str | None] = None
+    dense_in_place: ClassVar[str | None] = None
 
     def __init__(self, recipe: SequencesRecipe) -> None:
         self.recipe = recipe

@@ -70,7 +70,7 @@ class TravelTask:
     metric: ClassVar[str] = "HR@5"
     higher_is_better: ClassVar[bool] = True
     causal: ClassVar[bool] = True
-    backbone_ffn: ClassVar[str | None] = None
+    dense_in_place: ClassVar[str | None] = None
 
     def __init__(self, recipe: TravelRecipe) -> None:
         self.recipe = recipe

@@ -70,7 +70,7 @@ class VisionTask:
     metric: ClassVar[str] = "accuracy"
     higher_is_better: ClassVar[bool] = True
     causal: ClassVar[bool] = False
-    backbone_ffn: ClassVar[str | None] = "dense"
+    dense_in_place: ClassVar[str | None] = "dense"
 
     def __init__(self, recipe: VisionRecipe) -> None:
         self.recipe = recipe
