@@ -6,6 +6,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from matplotlib.text import Text
 
 SCRIPTS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(SCRIPTS))
@@ -97,6 +98,21 @@ def test_labels_hide_neither_each_other_nor_leave_the_panel(summaries):
         assert all(frame.contains(*corner) for box in boxes for corner in box.get_points())
     told = [text.get_text() for text in figure.axes[1].texts]
     assert "Broken, at 0.1" in told, "far from all others: at the edge, with its value"
+
+
+def test_headings_say_the_differences_and_are_not_cut():
+    studies = {"tiny-imagenet": 0.4, "wikipedia": 4.5}
+    labels = ("dense", "dense-placed", "swiglu-wide", "intbmoe")
+    runs = [
+        summary(study, label, value + n / 100) for study, value in studies.items() for n, label in enumerate(labels)
+    ]
+    figure = study_picture.draw(study_picture.gather(runs))
+    told = [axes.get_title(loc="left") for axes in figure.axes]
+    assert told[0].endswith("dense +3.00, in its place +2.00, wide SwiGLU +1.00")
+    assert told[1].endswith("dense +0.030, in its place +0.020, wide SwiGLU +0.010")
+    first, second = (text.get_window_extent() for text in figure.findobj(Text) if text.get_text() in told)
+    assert first.x1 < second.x0
+    assert second.x1 < figure.bbox.width
 
 
 def test_a_picture_comes_out(summaries, tmp_path, monkeypatch):
