@@ -18,9 +18,9 @@ import tyro
 from measure import MIB, console, in_fresh_process, machine, peak_growth, write
 from rich.table import Table
 
-from intbmoe.tasks.journeys.generator import make_journeys
-from intbmoe.tasks.journeys.inttravel import Budget, prepare
-from intbmoe.tasks.journeys.write import write_tables
+from intbmoe.tasks.travel.generator import make_journeys
+from intbmoe.tasks.travel.inttravel import Budget, prepare
+from intbmoe.tasks.travel.write import write_tables
 
 SESSIONS = (40, 80)
 BUDGET = Budget(block_bytes=1 << 20, chunk_bytes=4 << 20, shard_rows=50_000)

@@ -39,7 +39,7 @@ from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.models.travel import PLACE
 from intbmoe.recipes import Recipe, load_recipe, recipe_to_dict
 from intbmoe.tasks import make_task
-from intbmoe.tasks.journeys.examples import HOUR, SCORE_CODES
+from intbmoe.tasks.travel.examples import HOUR, SCORE_CODES
 from intbmoe.train.files import pack_tensors, to_json
 
 REQUESTS = 256

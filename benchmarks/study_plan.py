@@ -17,9 +17,9 @@ import yaml
 from intbmoe.checks import require
 from intbmoe.recipes import load_recipe, recipe_from_dict, recipe_to_dict
 from intbmoe.recipes.compute import dense_of_compute
-from intbmoe.recipes.convert import to_plain
-from intbmoe.recipes.schema import MoESettings, Recipe
 from intbmoe.recipes.sets import PLACED, Variant, find_variants
+from intbmoe.settings import to_plain
+from intbmoe.tasks.recipe import MoESettings, Recipe
 from intbmoe.train.run import FREE_TO_CHANGE
 
 STAGES = ("first", "methods", "compute", "ablations", "seeds", "rest")

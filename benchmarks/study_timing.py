@@ -22,9 +22,9 @@ from study_clock import TIMING
 from study_plan import Entry, free_settings, read_plan, with_settings
 
 from intbmoe.recipes import recipe_from_dict
-from intbmoe.recipes.schema import Recipe
 from intbmoe.tasks import make_task
 from intbmoe.tasks.base import Examples
+from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.environment import git_state
 from intbmoe.train.files import replace_file, to_json

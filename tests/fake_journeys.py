@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from intbmoe.tasks.journeys.data import JourneyData, Places, Sessions, Sizes, group_by_cell
+from intbmoe.tasks.travel.data import JourneyData, Places, Sessions, Sizes, group_by_cell
 
 PLACES, CELLS, HOUR = 90, 7, 3_600_000
 SHARDS = ((5, 0, 13, 1, 30), (8, 3, 0, 21))

@@ -6,8 +6,8 @@ import pytest
 from intbmoe.analysis.compare import CompareOptions
 from intbmoe.overrides import parse_recipe, setting_texts
 from intbmoe.recipes import load_recipe
-from intbmoe.recipes.schema import MoESettings, TrainSettings
 from intbmoe.registry import list_methods
+from intbmoe.tasks.recipe import MoESettings, TrainSettings
 
 
 @dataclass(frozen=True)

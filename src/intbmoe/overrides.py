@@ -16,9 +16,9 @@ from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 import tyro
 
 from intbmoe.recipes import list_recipes, load_recipe
-from intbmoe.recipes.convert import check_options, option_types, require_options
-from intbmoe.recipes.schema import MoESettings, Recipe
 from intbmoe.registry import find_method
+from intbmoe.settings import check_options, option_types, require_options
+from intbmoe.tasks.recipe import MoESettings, Recipe
 
 Options = TypeVar("Options")
 HELP = ("-h", "--help")

@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from intbmoe.analysis import cost_report
 from intbmoe.analysis.cost import PRECOMPOSED, Setting, measure, sweep_experts
-from intbmoe.analysis.counting import count_flops
 from intbmoe.analysis.settings import INTTRAVEL, MINIPILE, SETTINGS
 from intbmoe.budget import match_budget
 from intbmoe.cli import main
+from intbmoe.counting import count_flops
 from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.registry import create
 

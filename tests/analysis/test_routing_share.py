@@ -104,7 +104,7 @@ def test_bytes_have_the_kind_of_their_character():
 
 def test_ids_of_a_prepared_folder_are_read_with_its_tokenizer(tmp_path):
     pytest.importorskip("tokenizers")
-    from intbmoe.tasks.text.tokenizer import train_bpe
+    from intbmoe.tasks.language.tokenizer import train_bpe
 
     (tmp_path / "tokenizer.json").write_text(train_bpe(["the cat = 12 ", "the cat"] * 20, 300), encoding="utf-8")
     texts = tokenizer_texts(tmp_path)

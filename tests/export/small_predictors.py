@@ -22,7 +22,7 @@ from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.models.sequence import SequenceConfig, SequenceModel
 from intbmoe.models.travel import TravelConfig, TravelModel
 from intbmoe.models.vit import ViT, ViTConfig
-from intbmoe.tasks.journeys.examples import place_codes
+from intbmoe.tasks.travel.examples import place_codes
 
 KINDS = ("classify", "items", "places", "generate")
 TINY = {

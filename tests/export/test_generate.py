@@ -136,7 +136,7 @@ def test_half_a_character_at_the_end_is_said_to_be_one():
 
 def byte_pairs():
     pytest.importorskip("tokenizers")
-    from intbmoe.tasks.text.tokenizer import train_bpe
+    from intbmoe.tasks.language.tokenizer import train_bpe
 
     return BytePairs(train_bpe(["to be or not to be, that is the question"] * 20, 290), 0)
 

@@ -18,11 +18,11 @@ from intbmoe.export.predictor import from_wire, to_wire
 from intbmoe.export.predictors.classify import ClassifyEncoder, ImageFormat
 from intbmoe.export.predictors.recommend_places import COLUMNS
 from intbmoe.models.travel import FEEDBACK, SCENARIO
-from intbmoe.tasks.images.decode import middle_square
-from intbmoe.tasks.images.examples import ImageExamples
-from intbmoe.tasks.images.settings import Augmentation
-from intbmoe.tasks.images.source import ArrayImages, Normalisation
-from intbmoe.tasks.journeys.examples import JourneyReader, Windows
+from intbmoe.tasks.travel.examples import JourneyReader, Windows
+from intbmoe.tasks.vision.decode import middle_square
+from intbmoe.tasks.vision.examples import ImageExamples
+from intbmoe.tasks.vision.settings import Augmentation
+from intbmoe.tasks.vision.source import ArrayImages, Normalisation
 
 METHODS = {"classify": ("dense", "intbmoe", "soft", "expert_choice"), "items": ("intbmoe", "switch", "lory")}
 METHODS |= {"places": ("dense", "intbmoe", "lory", "soft_causal"), "generate": ("dense", "intbmoe", "lory", "vmoe")}

@@ -12,10 +12,10 @@ from small_predictors import CELL_VALUES, ITEMS, KINDS, bfloat16, predictor
 from fake_journeys import HOUR, fake_journeys
 from intbmoe.export.golden import check_golden, compare_rankings, make_golden
 from intbmoe.recipes import load_recipe
-from intbmoe.tasks.items.examples import HeldOutEvents
-from intbmoe.tasks.items.source import ItemSequences
-from intbmoe.tasks.journeys.examples import JourneyExamples, JourneyReader
-from intbmoe.tasks.text.packed import TokenExamples
+from intbmoe.tasks.language.packed import TokenExamples
+from intbmoe.tasks.sequences.examples import HeldOutEvents
+from intbmoe.tasks.sequences.source import ItemSequences
+from intbmoe.tasks.travel.examples import JourneyExamples, JourneyReader
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 RECIPES = {"classify": "digits", "items": "beauty", "places": "journeys", "generate": "stdlib"}

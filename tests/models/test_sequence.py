@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import intbmoe
 from intbmoe.budget import TABLE_2
 from intbmoe.models.sequence import PADDING, SequenceConfig, SequenceModel
-from intbmoe.recipes.schema import MoESettings
 from intbmoe.tasks.mixture import ffn_maker
+from intbmoe.tasks.recipe import MoESettings
 
 SMALL = SequenceConfig(items=11, length=8, dim=12, depth=2, heads=2, hidden=24)
 HISTORIES = ([3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8])

@@ -7,7 +7,7 @@ import intbmoe
 from fake_journeys import CELLS, PLACES, fake_journeys
 from intbmoe.models.recommender import Recommender, RecommenderConfig
 from intbmoe.models.travel import FIELDS, TravelConfig, TravelModel
-from intbmoe.tasks.journeys.examples import JourneyExamples, JourneyReader, place_codes
+from intbmoe.tasks.travel.examples import JourneyExamples, JourneyReader, place_codes
 
 SMALL = TravelConfig(dim=16, depth=2, heads=2, hidden=24, sessions=12, place_rows=31, cell_rows=8, code_rows=64)
 ANSWERS = ("place", "feedback", "via")

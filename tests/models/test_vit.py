@@ -8,7 +8,7 @@ from torch import nn
 
 import intbmoe
 from intbmoe.models.vit import DropPath, ViT, ViTConfig
-from intbmoe.tasks.images.timm_data import timm_data
+from intbmoe.tasks.vision.timm_data import timm_data
 
 SMALL = ViTConfig(
     image_size=8, patch_size=4, classes=5, dim=12, depth=3, heads=3, hidden=16, moe_layers=(0, 2), drop_path=0.0

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from intbmoe.analysis.counting import count_flops
+from intbmoe.counting import count_flops
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.compute import TOLERANCE, training_flops
-from intbmoe.recipes.schema import MoESettings
 from intbmoe.recipes.sets import find_variants
 from intbmoe.tasks import make_task
+from intbmoe.tasks.recipe import MoESettings
 
 RECIPES = {
     "digits": {"dim": 24, "hidden": 96, "heads": 2},

@@ -6,8 +6,8 @@ import yaml
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.recipes import describe_recipe, list_recipes, load_recipe, recipe_from_dict, recipe_to_dict
-from intbmoe.recipes.schema import MoESettings
 from intbmoe.tasks import make_task
+from intbmoe.tasks.recipe import MoESettings
 
 
 @pytest.mark.parametrize("name", list_recipes())

@@ -5,10 +5,10 @@ import torch
 
 from intbmoe.layer import moe_layers
 from intbmoe.recipes import SETS, load_recipe
-from intbmoe.recipes.convert import check_options
-from intbmoe.recipes.schema import MoESettings
 from intbmoe.recipes.sets import TABLE_1, find_variants
+from intbmoe.settings import check_options
 from intbmoe.tasks import make_task
+from intbmoe.tasks.recipe import MoESettings
 
 
 @pytest.fixture(scope="module")

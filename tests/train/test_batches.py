@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_task import TinyData, TinyExamples
 
-from intbmoe.recipes.schema import TrainSettings
+from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.data import epoch_order, evaluation_batches, micro_batches, plan_batches, read_ahead
 from intbmoe.train.errors import TrainingError
 

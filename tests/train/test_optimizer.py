@@ -6,7 +6,7 @@ from tiny_task import DIM, TinyTask, tiny_recipe
 from torch import nn
 
 import intbmoe
-from intbmoe.recipes.schema import TrainSettings
+from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.data import plan_batches
 from intbmoe.train.optimizer import learning_rate, make_optimizer, spared_from_decay
 

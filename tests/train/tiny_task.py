@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import intbmoe
-from intbmoe.recipes.schema import MoESettings, Recipe, TrainSettings
 from intbmoe.tasks import TASKS
+from intbmoe.tasks.recipe import MoESettings, Recipe, TrainSettings
 from intbmoe.train.seeds import make_generator
 
 DIM, TOKENS, CLASSES = 8, 4, 3

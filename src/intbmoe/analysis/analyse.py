@@ -36,9 +36,9 @@ from intbmoe.analysis.run_cost import measure_run_cost
 from intbmoe.analysis.sample import Sample
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoE
-from intbmoe.recipes.schema import Recipe
 from intbmoe.registry import find_method
 from intbmoe.tasks import Task, make_task
+from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import DamagedFileError, TrainingError
 from intbmoe.train.files import full_disk_is_explained, read_json, remove_folder, to_json

@@ -24,10 +24,10 @@ from intbmoe.layer import moe_layers
 from intbmoe.models.vit import ViT
 from intbmoe.precomposition import precompose
 from intbmoe.recipes import recipe_to_dict
-from intbmoe.recipes.schema import Recipe
 from intbmoe.recipes.sets import Variant, find_variants
 from intbmoe.routing import record_routing
 from intbmoe.tasks import Task, make_task
+from intbmoe.tasks.recipe import Recipe
 from intbmoe.train import RunDirectory, TrainingError, load
 from intbmoe.train.run import FREE_TO_CHANGE, differing_settings
 

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from intbmoe.analysis.compare import Job, Plan
 from intbmoe.recipes import recipe_to_dict
-from intbmoe.recipes.schema import TrainSettings
+from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.errors import RunConflictError
 from intbmoe.train.files import full_disk_is_explained
 from intbmoe.train.lock import RunLock

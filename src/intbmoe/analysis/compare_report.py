@@ -18,9 +18,9 @@ from rich.table import Table
 from intbmoe.analysis.compare import CompareOptions, Job, Plan, Summary, make_plan, summarise
 from intbmoe.analysis.compare_jobs import Failure, choose_jobs, run_jobs
 from intbmoe.analysis.report.trace import sort_out
-from intbmoe.recipes.schema import Recipe
 from intbmoe.recipes.sets import PLACED
 from intbmoe.tasks import find_task, make_task
+from intbmoe.tasks.recipe import Recipe
 
 Floors = Mapping[str, Mapping[str, float]]
 NOTHING = "–"

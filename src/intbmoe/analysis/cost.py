@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from intbmoe.analysis.counting import Flops, count_flops, peak_memory
+from intbmoe.counting import Flops, count_flops, peak_memory
 from intbmoe.layer import MoELayer, moe_layers
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 from intbmoe.parts.experts import StackedExperts

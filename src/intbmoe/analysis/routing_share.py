@@ -21,7 +21,7 @@ from intbmoe.analysis.sample import Sample
 from intbmoe.models.sequence import PADDING
 from intbmoe.models.travel import PROFILE_TOKENS, SESSION_TOKENS
 from intbmoe.tasks.base import Batch, Task
-from intbmoe.tasks.journeys.city import CATEGORY_NAMES
+from intbmoe.tasks.travel.city import CATEGORY_NAMES
 
 NO_LABEL = -1
 """The label of tokens that a view does not count: padding, and what it does not speak of."""
@@ -101,7 +101,7 @@ def _position_view(length: int, valid: Callable[[Batch], Tensor]) -> View:
 
 def category_names(task: Task) -> tuple[str, ...]:
     """The categories of places, code 1 first: names where the embedded journeys have them all, else codes."""
-    from intbmoe.tasks.travel import open_data
+    from intbmoe.tasks.travel.task import open_data
 
     data = task.recipe.data
     known = open_data(data).sizes.categories - 1
@@ -127,7 +127,7 @@ def tokenizer_texts(folder: Path) -> list[str]:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("telling tokens apart needs tokenizers: pip install 'intbmoe[text]'") from error
-    from intbmoe.tasks.text.packed import TOKENIZER
+    from intbmoe.tasks.language.packed import TOKENIZER
 
     tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
     return [tokenizer.decode([index]) for index in range(tokenizer.get_vocab_size(with_added_tokens=True))]

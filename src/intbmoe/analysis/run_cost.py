@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map
 
 from intbmoe.analysis.cost import SWEEP, Setting, sweep_experts
 from intbmoe.precomposition import precompose
-from intbmoe.recipes.schema import Recipe
 from intbmoe.tasks import make_task
+from intbmoe.tasks.recipe import Recipe
 
 MOST_BYTES = 2**32
 """Of a model's parameters: a sweep leaves out larger ones, which a machine at hand may not hold."""

@@ -42,12 +42,12 @@ def _vision(task: Any) -> Catalogue:
 
 
 def _language(task: Any) -> Catalogue:
-    from intbmoe.tasks.text import packed, stdlib
+    from intbmoe.tasks.language import packed, stdlib
 
     data = task.recipe.data
     if data.source == "stdlib":
         return Catalogue({"tokenizer": None, "end_of_text": stdlib.END_OF_TEXT})
-    from intbmoe.tasks.text.tokenizer import Encoder, require_tokenizers
+    from intbmoe.tasks.language.tokenizer import Encoder, require_tokenizers
 
     require_tokenizers()
     file = Path(data.path).expanduser() / packed.TOKENIZER
@@ -61,8 +61,8 @@ def _sequences(task: Any) -> Catalogue:
 
 
 def _travel(task: Any) -> Catalogue:
-    from intbmoe.tasks.journeys.examples import place_codes
-    from intbmoe.tasks.travel import open_data
+    from intbmoe.tasks.travel.examples import place_codes
+    from intbmoe.tasks.travel.task import open_data
 
     settings = task.recipe.data
     data = open_data(settings)

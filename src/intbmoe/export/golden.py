@@ -18,7 +18,7 @@ import torch
 
 from intbmoe.export.predictor import Answer, Predictor
 from intbmoe.tasks.base import Task
-from intbmoe.tasks.journeys.examples import JourneyExamples
+from intbmoe.tasks.travel.examples import JourneyExamples
 
 COUNT = 8
 SAFETY = 8

@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from intbmoe.checks import did_you_mean
-from intbmoe.recipes.convert import check_options, from_plain, to_plain
-from intbmoe.recipes.schema import MoESettings, Recipe, TrainSettings
 from intbmoe.recipes.sets import SETS
+from intbmoe.settings import check_options, from_plain, to_plain
+from intbmoe.tasks.recipe import MoESettings, Recipe, TrainSettings
 
 __all__ = [
     "SETS",

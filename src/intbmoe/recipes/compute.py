@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.checks import require
-from intbmoe.recipes.schema import MoESettings, Recipe
 from intbmoe.registry import find_method
+from intbmoe.tasks.recipe import MoESettings, Recipe
 
 TOLERANCE = 0.02
 WIDTH_STEP = 16
@@ -63,7 +63,7 @@ def training_flops(model: nn.Module, inputs: tuple[Any, ...], batch: int, active
 
 
 def _forward_flops(model: nn.Module, inputs: tuple[Any, ...], active: float | None) -> int:
-    from intbmoe.analysis.counting import count_flops  # the analysis imports recipes
+    from intbmoe.counting import count_flops  # the analysis imports recipes
 
     counted = count_flops(model, *inputs, active=active)
     return counted.executed + counted.formulation

@@ -21,8 +21,8 @@ from intbmoe.checks import did_you_mean
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoEConfig
 from intbmoe.recipes.compute import equal_compute
-from intbmoe.recipes.schema import MoESettings, Recipe
 from intbmoe.registry import find_method, list_methods
+from intbmoe.tasks.recipe import MoESettings, Recipe
 
 ABLATIONS = {
     "one_layer": "1-layer",

@@ -1,13 +1,13 @@
 """Benchmarks: for each its data, its model, its loss and its metrics. ``base.py`` says what the loop asks of one."""
 
 from intbmoe.checks import did_you_mean
-from intbmoe.recipes.schema import Recipe
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.language import LanguageTask
-from intbmoe.tasks.sequences import SequencesTask
-from intbmoe.tasks.travel import TravelTask
-from intbmoe.tasks.vision import VisionTask
+from intbmoe.tasks.language.task import LanguageTask
+from intbmoe.tasks.recipe import Recipe
+from intbmoe.tasks.sequences.task import SequencesTask
+from intbmoe.tasks.travel.task import TravelTask
+from intbmoe.tasks.vision.task import VisionTask
 
 TASKS: dict[str, type[Task]] = {
     "vision": VisionTask,

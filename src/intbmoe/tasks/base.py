@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from intbmoe.recipes.schema import Recipe
+from intbmoe.tasks.recipe import Recipe
 
 Batch = dict[str, Tensor]
 

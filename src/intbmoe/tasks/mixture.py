@@ -7,8 +7,8 @@ from torch import nn
 
 from intbmoe.budget import match_budget
 from intbmoe.checks import require
-from intbmoe.recipes.schema import MoESettings
 from intbmoe.registry import create, find_method
+from intbmoe.tasks.recipe import MoESettings
 
 
 def ffn_maker(moe: MoESettings, dim: int, hidden: int, **backbone: Any) -> Callable[[], nn.Module] | None:

@@ -38,10 +38,10 @@ class Preparation:
 
 PREPARATIONS: dict[str, Preparation] = {
     "minipile": Preparation(
-        "a folder of MiniPile's parquet files, as Hugging Face has them", "intbmoe.tasks.text.minipile:prepare"
+        "a folder of MiniPile's parquet files, as Hugging Face has them", "intbmoe.tasks.language.minipile:prepare"
     ),
     "wikipedia": Preparation(
-        "a folder with wiki_*.txt.xz and a tokenizer, see docs/data.md", "intbmoe.tasks.text.wikipedia:prepare"
+        "a folder with wiki_*.txt.xz and a tokenizer, see docs/data.md", "intbmoe.tasks.language.wikipedia:prepare"
     ),
-    "inttravel": Preparation("a folder with IntTravel's four tables", "intbmoe.tasks.journeys.inttravel:prepare"),
+    "inttravel": Preparation("a folder with IntTravel's four tables", "intbmoe.tasks.travel.inttravel:prepare"),
 }

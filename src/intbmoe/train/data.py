@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from intbmoe.recipes.schema import TrainSettings
 from intbmoe.tasks.base import Batch, Examples
+from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.errors import TrainingError
 from intbmoe.train.seeds import make_generator
 

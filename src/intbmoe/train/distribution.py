@@ -19,7 +19,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from intbmoe.layer import moe_layers
-from intbmoe.recipes.schema import TrainSettings
+from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.errors import TrainingError
 
 

@@ -15,9 +15,9 @@ import torch
 
 from intbmoe.layer import moe_layers
 from intbmoe.precision import bfloat16_is_slow
-from intbmoe.recipes.schema import Recipe
 from intbmoe.tasks import make_task
 from intbmoe.tasks.base import Batch
+from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.checkpoint import Checkpoint, CheckpointFolder
 from intbmoe.train.data import micro_batches, plan_batches, read_ahead
 from intbmoe.train.distribution import Ranks, bare

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.layer import moe_layers
-from intbmoe.recipes.schema import TrainSettings
+from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.data import BatchPlan
 
 ROUTING_PARAMETERS = frozenset({"router", "codebook", "phi", "embeddings", "gate"})

@@ -20,8 +20,8 @@ from typing import Any
 import yaml
 
 from intbmoe.recipes import recipe_from_dict, recipe_to_dict
-from intbmoe.recipes.schema import Recipe, require_folder_name
 from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.recipe import Recipe, require_folder_name
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
 from intbmoe.train.files import full_disk_is_explained, read_json, replace_file, to_json
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.layer import moe_layers
-from intbmoe.recipes.schema import TrainSettings
 from intbmoe.steps import after_step, aux_loss, before_step
 from intbmoe.tasks.base import Batch, Task
+from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.capture import CapturedBackward
 from intbmoe.train.distribution import Ranks, bare, whole
 from intbmoe.train.errors import NonFiniteLossError, TrainingError

@@ -7,9 +7,9 @@ from typing import Any
 
 from intbmoe.analysis.compare import Job, Plan, Summary, confidence_interval
 from intbmoe.analysis.report.trace import trace_run
-from intbmoe.recipes.schema import Recipe
 from intbmoe.recipes.sets import SETS
 from intbmoe.tasks import find_task
+from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.metrics import LOAD_RATIOS
 
 GRIDS = ("K", "k", "E", "L")

@@ -97,7 +97,7 @@ class ClassifyEncoder:
 
     def _pixels(self, image: "Image") -> np.ndarray:
         """(size, size, channels), as in evaluation."""
-        from intbmoe.tasks.images.decode import middle_square
+        from intbmoe.tasks.vision.decode import middle_square
 
         size = self.images.config.image_size
         if self.images.cropped:

@@ -1,4 +1,4 @@
-"""The fields of a journey in a request, and the codes they become, as ``tasks/journeys/examples.py`` makes them."""
+"""The fields of a journey in a request, and the codes they become, as ``tasks/travel/examples.py`` makes them."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 from intbmoe.export.predictor import RequestError
 from intbmoe.export.predictors.fields import Integer, unknown_field
 from intbmoe.models.travel import PROFILE_TOKENS, SCENARIO
-from intbmoe.tasks.journeys.examples import HOUR
+from intbmoe.tasks.travel.examples import HOUR
 
 MISSING = np.iinfo(np.int64).min
 MINUTE = HOUR // 60

@@ -1,0 +1,100 @@
+"""MiniPile (Kaddour, 2023) from Hugging Face's parquet files, with a byte-level BPE of 32,000 trained on it.
+
+    data/train-*.parquet, data/validation-*.parquet, data/test-*.parquet      a column ``text``, one document a row
+
+The tokenizer is trained on every tenth document of the training split, which is some 600 MB of text.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.language.packing import Corpus, Malformed, Part, Report, pack, usable
+from intbmoe.tasks.language.tokenizer import train_bpe
+from intbmoe.tasks.preparation import Progress
+
+NAME = "minipile"
+FILES = {"train": "train", "valid": "validation", "test": "test"}
+COLUMN = "text"
+VOCABULARY = 32_000
+TRAIN_EVERY = 10
+READ_ROWS = 256
+BUFFER_BYTES = 2**20
+
+
+def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
+    """Make the packed folder ``target`` from the folder ``source``, the one with ``data`` in it."""
+    parts = []
+    for split, name in FILES.items():
+        files = sorted((source / "data").glob(f"{name}-*.parquet"))
+        if not files:
+            raise DataError(f"{source / 'data'} has no {name}-*.parquet: expected one or more (see docs/data.md)")
+        parts += [Part(split, file) for file in files]
+
+    def make_tokenizer(skip_bad: bool, progress: Progress) -> str:
+        train = [part.file for part in parts if part.split == "train"]
+        return train_bpe(_sample(train, skip_bad, progress), VOCABULARY)
+
+    corpus = Corpus(NAME, parts, read_documents, make_tokenizer)
+    return pack(corpus, target, skip_bad=skip_bad, progress=progress)
+
+
+def _sample(files: list[Path], skip_bad: bool, progress: Progress) -> Iterator[str]:
+    """The texts the tokenizer is trained on."""
+    stage = f"tokenizer of {VOCABULARY:,}: files read"
+    for index, file in enumerate(files):
+        progress(stage, index, len(files))
+        documents = read_documents(file, lambda done, total: None, every=TRAIN_EVERY)
+        yield from usable(documents, skip_bad)
+    progress(stage, len(files), len(files))
+
+
+def read_documents(file: Path, report: Report, every: int = 1) -> Iterator[str | Malformed]:
+    """The rows of a parquet file, one at a time; of ``every`` rows the first."""
+    opened = _open(file)
+    from pyarrow import ArrowException
+
+    row, total = 0, opened.metadata.num_rows
+    batches = opened.iter_batches(batch_size=READ_ROWS, columns=[COLUMN])
+    while True:
+        try:
+            batch = next(batches, None)
+        except (ArrowException, OSError) as error:
+            raise DataError(f"{file} is truncated or damaged after row {row}: {error}; get it again") from error
+        if batch is None:
+            break
+        for value in batch.column(0):
+            if row % every == 0:
+                yield _text(value, file, row)
+            row += 1
+        report(row, total)
+    report(total, total)
+
+
+def _open(file: Path) -> Any:
+    try:
+        from pyarrow import ArrowException, types
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("parquet files need pyarrow: pip install 'intbmoe[text]'") from error
+    try:
+        # Without the buffers a whole row group, which may be the whole file, would be in memory.
+        opened = ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{file} cannot be read as parquet: {error}; get it again") from error
+    schema = opened.schema_arrow
+    if COLUMN not in schema.names:
+        raise DataError(f"{file} has no column {COLUMN!r}, only {', '.join(schema.names)}")
+    kind = schema.field(COLUMN).type
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+        raise DataError(f"{file}: the column {COLUMN!r} holds {kind}, expected text")
+    return opened
+
+
+def _text(value: Any, file: Path, row: int) -> str | Malformed:
+    try:
+        text = value.as_py()
+    except UnicodeDecodeError as error:
+        return Malformed(f"{file}, row {row}: {COLUMN!r} is not UTF-8 ({error.reason} at byte {error.start} of it)")
+    return Malformed(f"{file}, row {row}: {COLUMN!r} is null, expected text") if text is None else text

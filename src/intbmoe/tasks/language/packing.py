@@ -1,0 +1,216 @@
+"""Make a packed folder (``packed.py``) from files of documents, one file after another.
+
+Each source file becomes a finished pair in TARGET/unfinished, ``<split>-<number>.bin`` and, after it, ``….json``. Only
+when all are there are they joined, and ``meta.json`` is the last thing written. Every file is written beside its place
+and renamed, so that one that is there is whole: a preparation that was killed at any moment goes on at the first source
+file that is not finished, and ends with the same bytes.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.language.packed import META, SPLITS, TOKENIZER, VERSION, read_meta, tokens_name
+from intbmoe.tasks.language.tokenizer import Encoder, require_tokenizers
+from intbmoe.tasks.preparation import Progress
+
+UNFINISHED = "unfinished"
+PLAN = "plan.json"
+COPIED_BYTES = 2**22
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """A document that cannot be used."""
+
+    problem: str
+    """File, row and what is wrong."""
+
+
+Report = Callable[[int, int | None], None]
+"""(how much of a file is read, of how much)."""
+Reader = Callable[[Path, Report], Iterator[str | Malformed]]
+"""The documents of a file, in order. What spoils the whole file is raised as ``DataError``."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source file."""
+
+    split: str
+    file: Path
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What is to be packed."""
+
+    name: str
+    """What ``intbmoe prepare`` and ``data.source`` call it."""
+    parts: Sequence[Part]
+    """In the order in which their documents stand in a split."""
+    read: Reader
+    make_tokenizer: Callable[[bool, Progress], str]
+    """(skip malformed documents, progress) → the JSON of the tokenizer; always the same for the same files."""
+    other_files: Sequence[Path] = ()
+    """Files beside the parts on which the result depends."""
+
+    def files(self) -> dict[str, int]:
+        """Name and size of every source file: by these another corpus is told from this one."""
+        return {file.name: file.stat().st_size for file in (*self.other_files, *(part.file for part in self.parts))}
+
+
+def pack(corpus: Corpus, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
+    """Make ``target``, or go on with it; returns what is in it. A finished one is left as it is."""
+    require_tokenizers()
+    if (target / META).is_file():
+        meta = read_meta(target, corpus.name)
+        _require_same_files(meta["files"], corpus, target)
+        shutil.rmtree(target / UNFINISHED, ignore_errors=True)
+        return _counts(meta)
+    folder = target / UNFINISHED
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder, target):
+        _claim(folder, corpus, target)
+        if not (folder / TOKENIZER).is_file():
+            replace_file(folder / TOKENIZER, corpus.make_tokenizer(skip_bad, progress).encode())
+        tokenizer = (folder / TOKENIZER).read_bytes()
+        encoder = Encoder(tokenizer.decode(), str(folder / TOKENIZER))
+        records = [_pack_part(corpus, encoder, folder, index, skip_bad, progress) for index in range(len(corpus.parts))]
+        meta = {
+            "version": VERSION,
+            "name": corpus.name,
+            "files": corpus.files(),
+            "vocabulary": encoder.vocabulary,
+            "end_of_text": encoder.end_of_text,
+            "dtype": encoder.dtype.name,
+            "splits": {split: _join(corpus, folder, target, split, records) for split in SPLITS},
+        }
+        replace_file(target / TOKENIZER, tokenizer)
+        replace_file(target / META, _to_json(meta))
+    shutil.rmtree(folder)
+    return _counts(meta)
+
+
+def usable(documents: Iterable[str | Malformed], skip_bad: bool, skipped: list[str] | None = None) -> Iterator[str]:
+    """The documents that are text. The first other one raises, or with ``skip_bad`` goes to ``skipped``."""
+    for document in documents:
+        if isinstance(document, str):
+            yield document
+        elif not skip_bad:
+            raise DataError(f"{document.problem} (--skip-bad leaves such rows out)")
+        elif skipped is not None:
+            skipped.append(document.problem)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write beside and rename: ``path`` is never half written."""
+    with _written_beside(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def _written_beside(path: Path) -> Iterator[BinaryIO]:
+    beside = path.with_name(f".{path.name}.part")
+    with open(beside, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+@contextmanager
+def _locked(folder: Path, target: Path) -> Iterator[None]:
+    """One process at a time; the system drops the lock when its holder dies."""
+    with open(folder / "lock", "wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DataError(f"another process is preparing {target}: wait for it, or stop it") from error
+        yield
+
+
+def _claim(folder: Path, corpus: Corpus, target: Path) -> None:
+    """Write down what is being made, or check that it is what was begun here."""
+    plan = {"version": VERSION, "name": corpus.name, "files": corpus.files()}
+    if not (folder / PLAN).is_file():
+        replace_file(folder / PLAN, _to_json(plan))
+        return
+    begun = json.loads((folder / PLAN).read_bytes())
+    if (begun["version"], begun["name"]) != (VERSION, corpus.name):
+        other = f"{begun['name']}, version {begun['version']}"
+        raise DataError(
+            f"{target} holds the beginning of another preparation ({other}): remove it, or choose another folder"
+        )
+    _require_same_files(begun["files"], corpus, target)
+
+
+def _require_same_files(before: Mapping[str, int], corpus: Corpus, target: Path) -> None:
+    now = corpus.files()
+    if before != now:
+        differing = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+        raise DataError(
+            f"{target} was made from other files than these ({', '.join(differing)} differ): remove it, or choose "
+            f"another folder"
+        )
+
+
+def _pack_part(
+    corpus: Corpus, encoder: Encoder, folder: Path, index: int, skip_bad: bool, progress: Progress
+) -> dict[str, Any]:
+    """The record of part ``index``, which is encoded unless it was."""
+    part = corpus.parts[index]
+    stem = f"{part.split}-{index:05d}"
+    record_path = folder / f"{stem}.json"
+    if record_path.is_file():
+        record = json.loads(record_path.read_bytes())
+        if skip_bad or not record["skipped"]:
+            return record
+    stage = f"tokens of {part.file.name}"
+    documents, tokens, skipped = 0, 0, []
+    texts = usable(corpus.read(part.file, lambda done, total: progress(stage, done, total)), skip_bad, skipped)
+    with _written_beside(folder / f"{stem}.bin") as file:
+        for count, ids in encoder.encode(texts):
+            file.write(ids.tobytes())
+            documents += count
+            tokens += len(ids)
+    record = {"documents": documents, "tokens": tokens, "skipped": len(skipped)}
+    replace_file(record_path, _to_json(record))
+    return record
+
+
+def _join(
+    corpus: Corpus, folder: Path, target: Path, split: str, records: Sequence[Mapping[str, int]]
+) -> dict[str, Any]:
+    """All parts of a split in one file; what ``meta.json`` says of it."""
+    path, sha256 = target / tokens_name(split), hashlib.sha256()
+    own = [index for index, part in enumerate(corpus.parts) if part.split == split]
+    with _written_beside(path) as joined:
+        for index in own:
+            with open(folder / f"{split}-{index:05d}.bin", "rb") as file:
+                while block := file.read(COPIED_BYTES):
+                    joined.write(block)
+                    sha256.update(block)
+    summed = {key: sum(records[index][key] for index in own) for key in ("documents", "tokens", "skipped")}
+    return {**summed, "bytes": path.stat().st_size, "sha256": sha256.hexdigest()}
+
+
+def _counts(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """For a person to read."""
+    counted: dict[str, Any] = {"vocabulary": meta["vocabulary"]}
+    for split, found in meta["splits"].items():
+        counted[f"{split} documents"] = found["documents"]
+        counted[f"{split} tokens"] = found["tokens"]
+    return {**counted, "skipped": sum(found["skipped"] for found in meta["splits"].values())}
+
+
+def _to_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,179 @@
+"""Language modelling with the Llama-style decoder: MiniPile, Wikipedia, Python's standard library.
+
+A batch has ``ids`` and ``targets``, (B, length) each: the target of a token is the next one.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from intbmoe.checks import did_you_mean, require, require_positive_int
+from intbmoe.models.llama import Llama, LlamaConfig
+from intbmoe.precision import wide
+from intbmoe.tasks.base import Batch, Examples
+from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.language import packed, stdlib
+from intbmoe.tasks.language.packed import SPLITS, TokenExamples, TokenSource
+from intbmoe.tasks.mixture import ffn_maker
+from intbmoe.tasks.recipe import Recipe
+
+PREPARED = ("wikipedia", "minipile")
+WIDE_SCORES = 2**26
+"""Scores that the loss has in float32 at a time: 256 MiB."""
+COUNTED_TOKENS = 2**24
+LARGEST_LOSS = 700.0
+"""Whose perplexity is still a number: e^700 is as good as infinite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageData:
+    """Which text, and how it is cut."""
+
+    source: Literal["stdlib", "wikipedia", "minipile"] = "stdlib"
+    """stdlib comes with Python; docs/data.md says how to get the others."""
+    path: str | None = None
+    """The folder that intbmoe prepare made. stdlib needs none."""
+    length: int = 1024
+    """Tokens of an example."""
+    max_bytes: int | None = None
+    """stdlib only: about how much of the text is used, over all splits; None for all of it."""
+
+    def __post_init__(self) -> None:
+        sources = ("stdlib", *PREPARED)
+        require(self.source in sources, "data.source", self.source, f"one of {', '.join(sources)}")
+        require_positive_int("data.length", self.length)
+        if self.max_bytes is not None:
+            require_positive_int("data.max_bytes", self.max_bytes)
+            only = self.source == "stdlib"
+            require(only, "data.max_bytes", self.max_bytes, f"None for {self.source}, which is used as it was prepared")
+
+
+@dataclass(frozen=True)
+class LanguageRecipe(Recipe):
+    """A recipe of the language task."""
+
+    data: LanguageData
+    model: LlamaConfig
+
+    def __post_init__(self) -> None:
+        require(self.task == "language", "task", self.task, "'language' in a recipe with text")
+
+
+class LanguageTask:
+    """Predicting the next token."""
+
+    recipe_type: ClassVar[type[Recipe]] = LanguageRecipe
+    metric: ClassVar[str] = "loss"
+    higher_is_better: ClassVar[bool] = False
+    causal: ClassVar[bool] = True
+    dense_in_place: ClassVar[str | None] = "swiglu"
+
+    def __init__(self, recipe: LanguageRecipe) -> None:
+        self.recipe = recipe
+        self._source: TokenSource | None = None
+
+    def make_model(self) -> nn.Module:
+        """The decoder with the recipe's method in every layer under the paper's budget; "dense" is the plain one."""
+        config = self.recipe.model
+        return Llama(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, expert="swiglu"))
+
+    def split(self, name: str) -> Examples:
+        """``train``, ``valid`` or ``test``: other documents each, and always the same."""
+        if name not in SPLITS:
+            raise KeyError(f"no split is called {name!r}: {did_you_mean(name, SPLITS)}")
+        source, length = self._read(), self.recipe.data.length
+        examples = TokenExamples(source.splits[name], length)
+        if len(examples) == 0:
+            raise DataError(
+                f"{source.where}: the {name} split has {len(examples.tokens)} tokens, an example takes {length + 1}: "
+                f"lower data.length ({length})"
+            )
+        return examples
+
+    def _read(self) -> TokenSource:
+        if self._source is None:
+            data, vocabulary = self.recipe.data, self.recipe.model.vocabulary
+            if data.source == "stdlib":
+                source = stdlib.read(data.path, data.max_bytes)
+            else:
+                source = packed.read(data.path, data.source)
+            if source.vocabulary != vocabulary:
+                raise DataError(
+                    f"{source.where} has a vocabulary of {source.vocabulary}: set model.vocabulary="
+                    f"{source.vocabulary} (it is {vocabulary})"
+                )
+            self._source = source
+        return self._source
+
+    def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:
+        """Nothing."""
+        return batch
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sum of the cross-entropy over the tokens, and their number."""
+        targets = batch["targets"]
+        total = cross_entropy_sum(model(batch["ids"]), targets)
+        return total, targets.new_full((), targets.numel(), dtype=torch.int64)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Sums over the tokens: count, loss."""
+        total, count = self.loss(model, batch)
+        return {"count": count, "loss": total}
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Mean cross-entropy of a token in nats, and its exponential."""
+        count = float(sums["count"])
+        require(count > 0, "count", count, "positive: no token was evaluated")
+        return _metrics(float(sums["loss"]) / count)
+
+    def floors(self) -> Mapping[str, Mapping[str, float]]:
+        """ "unigram": every token by its share of the training split alone (each counted once more than it occurs)."""
+        train, test = self.split("train"), self.split("test")
+        vocabulary = self.recipe.model.vocabulary
+        known = _count_tokens(train.tokens, vocabulary) + 1
+        asked = _count_tokens(test.tokens[1 : len(test) * test.length + 1], vocabulary)
+        loss = -(asked * np.log(known / known.sum())).sum() / asked.sum()
+        return {"unigram": _metrics(float(loss))}
+
+    def example_inputs(self) -> tuple[Tensor]:
+        """One sequence."""
+        return (torch.zeros(1, self.recipe.data.length, dtype=torch.int64),)
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """(…, V) scores and (…) ids → the sum of the cross-entropy, computed in float32 at least.
+
+    Scores of a large vocabulary are the largest tensor of a model: 1 GiB in float32 for 8,192 tokens and 32,000. They
+    are widened some tokens at a time, and again in backward, so that no float32 copy and no gradient of it is kept.
+    """
+    logits, targets = logits.flatten(0, -2), targets.flatten()
+    tokens = max(1, WIDE_SCORES // logits.shape[-1])
+    if len(targets) <= tokens:
+        return _cross_entropy(logits, targets)
+    again: Callable[..., Tensor] = partial(checkpoint, _cross_entropy, use_reentrant=False, preserve_rng_state=False)
+    parts = zip(logits.split(tokens), targets.split(tokens), strict=True)
+    return torch.stack([again(*part) for part in parts]).sum()
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(wide(logits), targets, reduction="sum")
+
+
+def _metrics(loss: float) -> dict[str, float]:
+    return {"loss": loss, "perplexity": math.exp(min(loss, LARGEST_LOSS))}
+
+
+def _count_tokens(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
+    """(V,) how often each id occurs; the tokens are read a stretch at a time."""
+    counts = np.zeros(vocabulary, dtype=np.int64)
+    for start in range(0, len(tokens), COUNTED_TOKENS):
+        counts += np.bincount(tokens[start : start + COUNTED_TOKENS], minlength=vocabulary)
+    return counts

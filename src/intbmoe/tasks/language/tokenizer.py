@@ -1,0 +1,83 @@
+"""Byte-level BPE by Hugging Face's ``tokenizers``: read from a file, trained, and applied to documents."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.language.packed import token_type
+
+END_OF_TEXT = "<|endoftext|>"
+BATCH_DOCUMENTS = 256
+BATCH_CHARACTERS = 2**20
+"""What is encoded at a time: enough for all cores, little enough for the memory (some 100 bytes a token)."""
+
+
+def require_tokenizers() -> None:
+    """Raise, saying what to install, where the package is missing."""
+    try:
+        import tokenizers  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("preparing text needs tokenizers: pip install 'intbmoe[text]'") from error
+
+
+def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
+    """The JSON of a byte-level BPE of at most ``vocabulary`` tokens, the end of text (id 0) among them.
+
+    The same texts in the same order give the same JSON on any number of cores.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # so that every byte has a token, seen or not
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str(pretty=True)
+
+
+class Encoder:
+    """Documents to ids."""
+
+    def __init__(self, content: str, where: str) -> None:
+        """``content`` is the JSON of a tokenizer, ``where`` the file it is from."""
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer: Tokenizer = Tokenizer.from_str(content)
+        except Exception as error:  # the package raises plain Exception
+            raise DataError(f"{where} is not a tokenizer of Hugging Face's tokenizers: {error}") from error
+        end = self._tokenizer.token_to_id(END_OF_TEXT)
+        if end is None:
+            raise DataError(f"{where} has no token {END_OF_TEXT!r}: expected one, which ends every document")
+        self.end_of_text: int = end
+        self.vocabulary: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.dtype = token_type(self.vocabulary)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # A document may speak of "<|endoftext|>": those are letters, not its end.
+        self._tokenizer.encode_special_tokens = True
+
+    def encode(self, documents: Iterable[str]) -> Iterator[tuple[int, np.ndarray]]:
+        """(number of documents, their ids with an end of text after each), batch by batch."""
+        for batch in _batches(documents):
+            encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+            ids = [np.array([*document.ids, self.end_of_text], dtype=self.dtype) for document in encoded]
+            yield len(batch), np.concatenate(ids)
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    batch, characters = [], 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        if len(batch) == BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,89 @@
+"""The places among which a destination has to be found: the true one and others that it is ranked against.
+
+Of 64 others up to half are neighbours, places of the true one's cell, as many as the cell has; the rest are places of
+other cells. Both are drawn uniformly, no place twice. So a model must know where a user goes, and what she does there;
+with places from anywhere only, any place of the right neighbourhood would do.
+
+A draw follows from (seed, epoch, shard, session) by counter-based random numbers: no generator carries over from one
+session to the next, and drawing for a million sessions takes no Python loop over them.
+"""
+
+import numpy as np
+
+from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.travel.data import Places
+
+NEGATIVES = 64
+
+
+class Candidates:
+    """Draws candidates among the places of a data set."""
+
+    def __init__(self, places: Places, negatives: int = NEGATIVES) -> None:
+        total = len(places.cell_places)
+        if total <= negatives:
+            raise DataError(f"there are {total} places: {negatives} negatives and a true one need {negatives + 1}")
+        self.places = places
+        self.negatives = negatives
+        self._position = np.empty(total, np.int64)
+        """Where a place stands in ``cell_places``, in which the places of a cell are neighbours."""
+        self._position[places.cell_places] = np.arange(total)
+
+    def draw(self, answers: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """(N,) true places, (N,) random keys → (N, 1 + negatives) places, the true one first."""
+        total, n = len(self._position), self.negatives
+        position = self._position[answers]
+        cell = self.places.cell[answers]
+        start, stop = self.places.cell_offsets[cell], self.places.cell_offsets[cell + 1]
+        near, far = stop - start - 1, total - (stop - start)
+        # Half are neighbours; fewer where there are fewer, more where there is hardly anything else.
+        neighbours = np.maximum(np.minimum(n // 2, near), n - far)
+        bits = random_bits(keys, 2 * n)
+        local = start[:, None] + _distinct(bits[:, :n], near, neighbours)
+        local += local >= position[:, None]  # the true place is passed over
+        distant = _distinct(bits[:, n:], far, n - neighbours)
+        distant += np.where(distant >= start[:, None], (stop - start)[:, None], 0)  # and here its cell
+        column = np.arange(n)
+        late = np.maximum(column - neighbours[:, None], 0)
+        chosen = np.where(column < neighbours[:, None], local, np.take_along_axis(distant, late, 1))
+        return np.concatenate([np.asarray(answers)[:, None], self.places.cell_places[chosen]], 1)
+
+
+def _distinct(bits: np.ndarray, population: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """In row r: ``count[r]`` different numbers below ``population[r]``, uniformly; columns after them mean nothing.
+
+    Floyd's way: number j is drawn below population − count + j + 1, and where it was drawn before, the largest of these
+    takes its place, which cannot have been.
+    """
+    chosen = np.empty(bits.shape, np.int64)
+    for column in range(bits.shape[1]):
+        largest = np.maximum(population - count + column, 0)
+        drawn = (bits[:, column] % (largest + 1).astype(np.uint64)).astype(np.int64)
+        again = (chosen[:, :column] == drawn[:, None]).any(1)
+        chosen[:, column] = np.where(again, largest, drawn)
+    return chosen
+
+
+def session_keys(seed: int, epoch: int, shard: int, sessions: np.ndarray) -> np.ndarray:
+    """(N,) uint64: one random key for each session of a shard."""
+    key = np.zeros(1, np.uint64)
+    for number in (seed, epoch, shard):
+        key = _mix(key ^ np.uint64(number % 2**64))
+    return _mix(key ^ np.asarray(sessions).astype(np.uint64))
+
+
+def random_bits(keys: np.ndarray, count: int) -> np.ndarray:
+    """(N,) keys → (N, count) uint64, as random as a hash function makes them."""
+    return _mix(keys[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _STEP)
+
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+"""2⁶⁴ over the golden ratio, odd: its multiples spread evenly."""
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """A bijection of 64 bits in which each bit changes half of the result (SplitMix64's, Steele et al., 2014)."""
+    x = x + _STEP
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

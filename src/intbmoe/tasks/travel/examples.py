@@ -1,0 +1,175 @@
+"""Journeys as the loop reads them: windows of a user's sessions, padded, with candidates for their targets.
+
+Letters: ``B`` windows, ``S`` sessions in the longest window, ``C`` candidates.
+
+The split is by time. A session's destination is a target of the split in whose range its time lies, of no other, and
+exactly once; the sessions before it are its history, whichever range they are from.
+
+    train        windows that do not overlap, from a user's last training session backwards; all sessions are targets
+    valid, test  at most the last S/2 sessions of a window are targets: S/2 sessions, or all there are, come before each
+
+A batch has ``profile`` (B, 6), ``scenario`` (B, S, 6), ``place`` (B, S, 5), ``feedback`` (B, S, 2), ``via`` (B, S, 5)
+and ``candidates`` (B, S, C, 5), codes in int32 as ``models/travel.py`` describes them; ``mask`` (B, S), where there is
+a session, and ``targets`` (B, S), where its destination is to be predicted; the true one is candidate 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from intbmoe.tasks.base import Batch
+from intbmoe.tasks.travel.candidates import Candidates, session_keys
+from intbmoe.tasks.travel.data import JourneyData, Places, Sessions
+
+SPLITS = ("train", "valid", "test")
+HOUR = 3_600_000
+"""In milliseconds."""
+SCORE_CODES = 32
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of one shard, as arrays: 16 bytes each, so that hundreds of millions of users fit."""
+
+    user: np.ndarray
+    """(W,) int32."""
+    stop: np.ndarray
+    """(W,) int64: the session after the last."""
+    length: np.ndarray
+    """(W,) int16 sessions."""
+    targets: np.ndarray
+    """(W,) int16: how many of them, the last ones, are in the split's range."""
+
+    def __len__(self) -> int:
+        return len(self.stop)
+
+    def take(self, indices: np.ndarray) -> "Windows":
+        """The windows at ``indices``."""
+        return Windows(self.user[indices], self.stop[indices], self.length[indices], self.targets[indices])
+
+
+def find_windows(shard: Sessions, start: int | None, end: int | None, sessions: int, targets: int) -> Windows:
+    """Windows of at most ``sessions``, whose last ``targets`` or fewer have start ≤ time < end (None: no bound)."""
+    offsets = np.asarray(shard.offsets)
+    oldest, newest = offsets[:-1], offsets[1:]
+    first = oldest if start is None else oldest + _count_before(shard, start)
+    last = newest if end is None else oldest + _count_before(shard, end)
+    number = -(-(last - first) // targets)
+    user = np.repeat(np.arange(len(number), dtype=np.int32), number)
+    back = np.arange(len(user)) - np.repeat(np.cumsum(number) - number, number)
+    stop = last[user] - back * targets
+    length = np.minimum(stop - oldest[user], sessions)
+    aimed = np.minimum(stop - first[user], targets)
+    return Windows(user, stop, length.astype(np.int16), aimed.astype(np.int16))
+
+
+def _count_before(shard: Sessions, time: int) -> np.ndarray:
+    """(U,) how many sessions of each user are earlier than ``time``."""
+    total = np.zeros(len(shard.time) + 1, np.int64)
+    np.cumsum(np.asarray(shard.time) < time, out=total[1:])
+    return total[shard.offsets[1:]] - total[shard.offsets[:-1]]
+
+
+def place_codes(places: Places) -> np.ndarray:
+    """(1 + P, 5) int32, the codes of place p in row p + 1; row 0 is for no place.
+
+    A score's code says in which of 32 equally large groups it lies, whatever its scale; 0 is no score.
+    """
+    edges = np.unique(np.nanquantile(places.score, np.arange(1, SCORE_CODES) / SCORE_CODES))
+    score = np.where(np.isnan(places.score), 0, 1 + np.searchsorted(edges, places.score, side="right"))
+    codes = np.zeros((1 + len(places.cell), 5), np.int32)
+    columns = (np.arange(1, len(codes)), places.cell, places.category, places.region, score)
+    for column, values in enumerate(columns):
+        codes[1:, column] = values
+    return codes
+
+
+class JourneyReader:
+    """Reads windows of a data set into batches; holds what all splits share."""
+
+    def __init__(self, data: JourneyData, sessions: int, utc_offset: float = 0.0) -> None:
+        self.data, self.sessions = data, sessions
+        self.clock = round(utc_offset * HOUR)
+        self.candidates = Candidates(data.places)
+        self.codes = place_codes(data.places)
+
+    def new_arrays(self, size: int) -> dict[str, np.ndarray]:
+        """The arrays of a batch of ``size`` windows, all padding yet."""
+        shape = (size, self.sessions)
+        return {
+            "profile": np.zeros((size, 6), np.int32),
+            "scenario": np.zeros((*shape, 6), np.int32),
+            "place": np.zeros((*shape, 5), np.int32),
+            "feedback": np.zeros((*shape, 2), np.int32),
+            "via": np.zeros((*shape, 5), np.int32),
+            "candidates": np.zeros((*shape, 1 + self.candidates.negatives, 5), np.int32),
+            "mask": np.zeros(shape, bool),
+            "targets": np.zeros(shape, bool),
+        }
+
+    def fill(
+        self, arrays: dict[str, np.ndarray], rows: np.ndarray, number: int, windows: Windows, epoch: int, seed: int
+    ) -> None:
+        """Write these windows of shard ``number`` into ``rows`` of the arrays."""
+        shard = self.data.shards[number]
+        arrays["profile"][rows] = shard.profile[windows.user]
+        length = windows.length.astype(np.int64)
+        row, column = np.nonzero(np.arange(self.sessions) < length[:, None])
+        at = (windows.stop - length)[row] + column
+        where = rows[row], column
+        arrays["mask"][where] = True
+        arrays["scenario"][where] = self._scenario(shard, at, shard.offsets[windows.user[row]])
+        arrays["place"][where] = self.codes[shard.place[at] + 1]
+        arrays["feedback"][where] = np.stack([shard.mode[at], shard.action[at]], 1)
+        arrays["via"][where] = self.codes[shard.via[at] + 1]
+        target = (column >= (length - windows.targets)[row]) & (shard.place[at] >= 0)
+        arrays["targets"][where] = target
+        at = at[target]
+        drawn = self.candidates.draw(shard.place[at], session_keys(seed, epoch, number, at))
+        arrays["candidates"][rows[row[target]], column[target]] = self.codes[drawn + 1]
+
+    def _scenario(self, shard: Sessions, at: np.ndarray, oldest: np.ndarray) -> np.ndarray:
+        """(N, 6) codes of what is known before the user chooses; ``oldest`` is her first session."""
+        time = shard.time[at]
+        before = shard.time[np.maximum(at - 1, oldest)]
+        # 1 + ⌊log₂(1 + minutes)⌋: minutes matter after an hour, days after a week.
+        gap = np.where(at > oldest, 1 + np.log2(1 + (time - before) / 60_000).astype(np.int64), 0)
+        hours = (time + self.clock) // HOUR
+        weekday = (hours // 24 + 3) % 7  # 1 January 1970 was a Thursday, day 3 of a week from Monday
+        return np.stack([shard.cell[at], shard.region[at], shard.weather[at], 1 + hours % 24, 1 + weekday, gap], 1)
+
+
+class JourneyExamples:
+    """One split: an example is a window. With ``at_most``, so many of its windows, evenly spread over all."""
+
+    def __init__(self, reader: JourneyReader, split: str, at_most: int | None = None) -> None:
+        data, sessions = reader.data, reader.sessions
+        ranges = {
+            "train": (None, data.valid_from, sessions),
+            "valid": (data.valid_from, data.test_from, max(1, sessions // 2)),
+            "test": (data.test_from, None, max(1, sessions // 2)),
+        }
+        start, end, targets = ranges[split]
+        self.reader = reader
+        self.varied = split == "train"
+        self.windows = [find_windows(shard, start, end, sessions, targets) for shard in data.shards]
+        self._ends = np.cumsum([len(windows) for windows in self.windows])
+        self.total = int(self._ends[-1]) if len(self._ends) else 0
+        self._length = self.total if at_most is None else min(at_most, self.total)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def batch(self, indices: Sequence[int], epoch: int, seed: int) -> Batch:
+        """The windows at ``indices``. Negatives change with the epoch in training, and never in evaluation."""
+        seed, epoch = (seed, epoch) if self.varied else (0, 0)
+        arrays = self.reader.new_arrays(len(indices))
+        spread = np.asarray(indices, dtype=np.int64) * self.total // max(1, self._length)
+        shards = np.searchsorted(self._ends, spread, side="right")
+        for number in np.unique(shards).tolist():
+            rows = np.flatnonzero(shards == number)
+            inside = spread[rows] - (self._ends[number] - len(self.windows[number]))
+            self.reader.fill(arrays, rows, number, self.windows[number].take(inside), epoch, seed)
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -1,0 +1,77 @@
+"""What needs no learning, on the same candidates as the models: the most visited places, and each user's own.
+
+    popularity       the place with most visits of all users before validation begins
+    visit counter    the place with most visits of this user before the session, whichever split they lie in; among
+                     equals the more popular
+
+A place that ties with the true one counts as ranked before it.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from intbmoe.tasks.travel.candidates import Candidates, session_keys
+from intbmoe.tasks.travel.data import JourneyData, Sessions
+
+CHUNK = 4096
+"""Sessions looked at together."""
+
+
+def floor_scores(data: JourneyData) -> Iterator[dict[str, np.ndarray]]:
+    """Scores (N, 1 + negatives) of the test split's candidates by floor, the true one first; some sessions at a time.
+
+    float64 holds them exactly: of the counter, a visit weighs more than all popularity.
+    """
+    candidates = Candidates(data.places)
+    popularity = _visits(data)
+    weight = float(popularity.max() + 1)
+    for number, shard in enumerate(data.shards):
+        counter = VisitCounter(shard)
+        sessions = np.flatnonzero((np.asarray(shard.time) >= data.test_from) & (np.asarray(shard.place) >= 0))
+        for first in range(0, len(sessions), CHUNK):
+            at = sessions[first : first + CHUNK]
+            drawn = candidates.draw(shard.place[at], session_keys(0, 0, number, at))
+            popular = popularity[drawn].astype(np.float64)
+            yield {"popularity": popular, "visit counter": counter.count(at, drawn) * weight + popular}
+
+
+def _visits(data: JourneyData) -> np.ndarray:
+    """(P,) visits of each place in the training sessions."""
+    total = np.zeros(len(data.places.cell), np.int64)
+    for shard in data.shards:
+        place = np.asarray(shard.place)
+        known = (np.asarray(shard.time) < data.valid_from) & (place >= 0)
+        total += np.bincount(place[known], minlength=len(total))
+    return total
+
+
+class VisitCounter:
+    """How often a user had been to a place before one of her sessions, for many of a shard's sessions at once.
+
+    Visits are sorted by (user, place), then by session. Those of a user to a place before session i are then a run,
+    from the pair's first visit to the last one before i, and two binary searches find its ends.
+    """
+
+    def __init__(self, shard: Sessions) -> None:
+        place = np.asarray(shard.place)
+        visits = np.flatnonzero(place >= 0)
+        self._shard = shard
+        self._places = int(place.max(initial=0)) + 1
+        pairs = self._pair(visits, place[visits])
+        self._pairs, group = np.unique(pairs, return_inverse=True)
+        self._order = np.sort(group * len(place) + visits)
+
+    def _pair(self, sessions: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """A number for each (user, place)."""
+        users = np.searchsorted(self._shard.offsets, sessions, side="right") - 1
+        return users * self._places + places
+
+    def count(self, sessions: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """(N,) sessions, (N, C) places → (N, C): visits of the session's user to the place before the session."""
+        sought = self._pair(sessions[:, None], np.minimum(places, self._places - 1))
+        group = np.minimum(np.searchsorted(self._pairs, sought), len(self._pairs) - 1)
+        known = (self._pairs[group] == sought) & (places < self._places)
+        group = group * len(self._shard.time)
+        runs = np.searchsorted(self._order, group + sessions[:, None]) - np.searchsorted(self._order, group)
+        return np.where(known, runs, 0)

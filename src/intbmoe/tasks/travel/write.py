@@ -1,0 +1,74 @@
+"""Journeys → IntTravel's raw tables: for tests, for benchmarks, and to see what the tables look like."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from intbmoe.tasks.travel.data import JourneyData, Places, Sessions
+from intbmoe.tasks.travel.tables import NEEDS_PYARROW, POI_BY_CELL, POI_INFO, USER_ACTION, USER_PROFILE, Table
+
+
+def write_tables(data: JourneyData, folder: Path, *, header: bool = True) -> None:
+    """The four tables as .tsv. Users are numbered from 1; a code stands for itself, and 0 for an empty field.
+
+    Preparing them gives the same arrays back, provided that every code occurs.
+    """
+    places = data.places
+    folder.mkdir(parents=True, exist_ok=True)
+    cell, category, region = (_code(column) for column in (places.cell, places.category, places.region))
+    _write(folder, POI_INFO, [[places.ids, places.score, cell, category, region]], header)
+    _write(folder, POI_BY_CELL, [_cells(places)], header)
+    first = np.cumsum([1] + [len(shard.offsets) - 1 for shard in data.shards])
+    users = [start + np.arange(len(shard.offsets) - 1) for start, shard in zip(first, data.shards, strict=False)]
+    profiles = ([user, *map(_code, shard.profile.T)] for user, shard in zip(users, data.shards, strict=True))
+    _write(folder, USER_PROFILE, profiles, header)
+    actions = (_actions(user, shard, places) for user, shard in zip(users, data.shards, strict=True))
+    _write(folder, USER_ACTION, actions, header)
+
+
+def _write(folder: Path, table: Table, parts: Iterable[Sequence], header: bool) -> None:
+    try:
+        import pyarrow as pa
+        from pyarrow import csv
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(NEEDS_PYARROW) from error
+    options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    with (folder / f"{table.name}.tsv").open("wb") as file:
+        if header:
+            file.write("\t".join(table.columns).encode() + b"\n")
+        for columns in parts:
+            csv.write_csv(pa.table([pa.array(column) for column in columns], list(table.columns)), file, options)
+
+
+def _actions(user: np.ndarray, shard: Sessions, places: Places) -> list:
+    columns = [shard.cell, shard.region, shard.weather, shard.mode]
+    return [
+        np.repeat(user, np.diff(shard.offsets)),
+        np.asarray(shard.time),
+        _code(shard.action),
+        _poi_id(shard.place, places),
+        *map(_code, columns),
+        _poi_id(shard.via, places),
+    ]
+
+
+def _cells(places: Places) -> tuple[list[int], list[str]]:
+    """Of each cell with places: its code, and its places as one text."""
+    numbers = (places.ids, places.score.astype(str), places.category, places.region)
+    items = np.array([",".join(map(str, item)) for item in zip(*(column.tolist() for column in numbers), strict=True)])
+    cells = [code for code in range(1, len(places.cell_offsets) - 1) if np.diff(places.cell_offsets)[code]]
+    members = (places.cell_places[places.cell_offsets[code] : places.cell_offsets[code + 1]] for code in cells)
+    return cells, [";".join(items[member]) for member in members]
+
+
+def _code(codes: np.ndarray):
+    import pyarrow as pa
+
+    return pa.array(codes, mask=np.asarray(codes) == 0)
+
+
+def _poi_id(rows: np.ndarray, places: Places):
+    import pyarrow as pa
+
+    return pa.array(places.ids[rows], mask=np.asarray(rows) < 0)

@@ -1,0 +1,113 @@
+"""Images in Hugging Face's parquet files: columns ``image`` (a struct with ``bytes``) and ``label``.
+
+A file can only be read a row group at a time (some hundred images). The last few groups are kept, which makes reading
+in order cheap; in random order each image costs its group, so for long training unpack the files (``docs/data.md``).
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.vision.decode import decode, middle_square
+
+KEPT_GROUPS = 4
+
+
+class ParquetImages:
+    """The rows of some parquet files, one file after another."""
+
+    def __init__(self, files: list[Path], rows: np.ndarray, labels: np.ndarray) -> None:
+        self.files = files
+        self.rows = rows
+        """(N, 3) file, row group, row in the group."""
+        self.labels = labels
+        self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._open: dict[int, Any] = {}
+        self._process = os.getpid()
+
+    @classmethod
+    def find(cls, root: Path, split: str) -> "ParquetImages":
+        """The images of ``root/data/split-*.parquet``; only the labels are read yet."""
+        files = sorted(root.glob(f"data/{split}-*.parquet"))
+        if not files:
+            raise DataError(f"{root / 'data'} has no {split}-*.parquet: expected one or more (see docs/data.md)")
+        rows, labels = [], []
+        for number, file in enumerate(files):
+            opened = _open_parquet(file)
+            for group in range(opened.num_row_groups):
+                found = _read(opened, file, group, "label").to_numpy()
+                rows.append(np.stack(np.broadcast_arrays(number, group, np.arange(len(found))), axis=1))
+                labels.append(found.astype(np.int64))
+        if not labels:
+            raise DataError(f"{root / 'data'}: {split}-*.parquet hold no row: expected images")
+        return cls(files, np.concatenate(rows), np.concatenate(labels))
+
+    def image(self, index: int) -> Image.Image:
+        return decode(self.content(index), self._where(index))
+
+    def content(self, index: int) -> bytes:
+        """The image's file, undecoded."""
+        file, group, row = self.rows[index].tolist()
+        image = self._group(file, group)[row].as_py()
+        if not (isinstance(image, dict) and isinstance(image.get("bytes"), bytes)):
+            raise DataError(
+                f"{self._where(index)}: the column 'image' has no bytes; expected a struct with the file in it"
+            )
+        return image["bytes"]
+
+    def pixels(self, indices: Sequence[int], size: int) -> np.ndarray:
+        return np.stack([middle_square(self.image(index), size) for index in indices])
+
+    def subset(self, indices: np.ndarray) -> "ParquetImages":
+        return ParquetImages(self.files, self.rows[indices], self.labels[indices])
+
+    def _where(self, index: int) -> str:
+        file, group, row = self.rows[index].tolist()
+        return f"{self.files[file]}, row group {group}, row {row}"
+
+    def _group(self, file: int, group: int) -> Any:
+        if self._process != os.getpid():  # an open file must not be shared with the process this one was forked from
+            self._open, self._groups, self._process = {}, OrderedDict(), os.getpid()
+        if (file, group) not in self._groups:
+            if file not in self._open:
+                self._open[file] = _open_parquet(self.files[file])
+            self._groups[file, group] = _read(self._open[file], self.files[file], group, "image")
+            if len(self._groups) > KEPT_GROUPS:
+                self._groups.popitem(last=False)
+        self._groups.move_to_end((file, group))
+        return self._groups[file, group]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}, "_groups": OrderedDict()}
+
+
+def _open_parquet(file: Path) -> Any:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("parquet files need pyarrow: pip install 'intbmoe[images]'") from error
+    try:
+        opened = ParquetFile(file)
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{file} cannot be read as parquet: {error}") from error
+    columns = opened.schema_arrow.names
+    for column in ("image", "label"):
+        if column not in columns:
+            raise DataError(f"{file} has no column {column!r}, only {', '.join(columns)}: expected 'image' and 'label'")
+    return opened
+
+
+def _read(opened: Any, file: Path, group: int, column: str) -> Any:
+    from pyarrow import ArrowException
+
+    try:
+        return opened.read_row_group(group, columns=[column]).column(column)
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{file}, row group {group}: the column {column!r} cannot be read: {error}") from error

@@ -1,0 +1,151 @@
+"""Image classification with the Vision Transformer: digits, Tiny-ImageNet-200 and ImageNet-1K.
+
+A batch has ``images`` (B, channels, size, size) and ``labels`` (B,); ``prepare`` adds ``targets`` (B, classes) in
+training where labels are smoothed or mixed, and the loss is against those.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from intbmoe.checks import did_you_mean, require, require_finite
+from intbmoe.models.vit import ViT, ViTConfig
+from intbmoe.tasks.base import Batch, Examples
+from intbmoe.tasks.mixture import ffn_maker
+from intbmoe.tasks.recipe import Recipe
+from intbmoe.tasks.vision import digits, imagenet, tiny_imagenet
+from intbmoe.tasks.vision.examples import ImageExamples
+from intbmoe.tasks.vision.mixing import mix, smooth
+from intbmoe.tasks.vision.settings import Augmentation
+from intbmoe.tasks.vision.source import Source
+
+SOURCES = {"digits": digits.read, "tiny-imagenet": tiny_imagenet.read, "imagenet": imagenet.read}
+SPLITS = ("train", "valid", "test")
+TOP = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionData:
+    """Which images, and how they are varied in training."""
+
+    source: Literal["digits", "tiny-imagenet", "imagenet"] = "digits"
+    """digits come with scikit-learn; docs/data.md says how to get the others."""
+    path: str | None = None
+    """Where the data lies: a tar for tiny-imagenet, a folder for imagenet. digits need none."""
+    valid_fraction: float = 0.1
+    """Share of each class's training images held out for validation: the same ones for every method and seed."""
+    augmentation: Augmentation = field(default_factory=Augmentation)
+
+    def __post_init__(self) -> None:
+        require(self.source in SOURCES, "data.source", self.source, f"one of {', '.join(SOURCES)}")
+        require_finite("data.valid_fraction", self.valid_fraction)
+        require(0 < self.valid_fraction < 1, "data.valid_fraction", self.valid_fraction, "between 0 and 1")
+
+
+@dataclass(frozen=True)
+class VisionRecipe(Recipe):
+    """A recipe of the vision task."""
+
+    data: VisionData
+    model: ViTConfig
+
+    def __post_init__(self) -> None:
+        require(self.task == "vision", "task", self.task, "'vision' in a recipe with images")
+        augmentation, channels = self.data.augmentation, self.model.channels
+        if augmentation.kind == "deit":
+            require(channels == 3, "data.augmentation.kind", "deit", f"'none' or 'light' with {channels} channel(s)")
+        if augmentation.kind == "light":
+            size = self.model.image_size
+            require(augmentation.pad < size, "data.augmentation.pad", augmentation.pad, f"below image_size ({size})")
+
+
+class VisionTask:
+    """Image classification."""
+
+    recipe_type: ClassVar[type[Recipe]] = VisionRecipe
+    metric: ClassVar[str] = "accuracy"
+    higher_is_better: ClassVar[bool] = True
+    causal: ClassVar[bool] = False
+    dense_in_place: ClassVar[str | None] = "dense"
+
+    def __init__(self, recipe: VisionRecipe) -> None:
+        self.recipe = recipe
+        self._source: Source | None = None
+
+    def make_model(self) -> nn.Module:
+        """The ViT with the recipe's method under the paper's budget; "dense" is the plain ViT."""
+        config = self.recipe.model
+        # The paper's dense row is the backbone itself: there is no mixture to keep the class token out of.
+        return ViT(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, tokens=config.patches))
+
+    def split(self, name: str) -> Examples:
+        """``train`` (augmented), ``valid`` (held out of the training images) or ``test``."""
+        if name not in SPLITS:
+            raise KeyError(f"no split is called {name!r}: {did_you_mean(name, SPLITS)}")
+        source = self._read()
+        augmentation = self.recipe.data.augmentation if name == "train" else Augmentation()
+        return ImageExamples(getattr(source, name), source.normalisation, self.recipe.model.image_size, augmentation)
+
+    def class_names(self) -> tuple[str, ...]:
+        """What the source calls the classes; their numbers where it does not say."""
+        return self._read().class_names or tuple(str(label) for label in range(self.recipe.model.classes))
+
+    def _read(self) -> Source:
+        if self._source is None:
+            data = self.recipe.data
+            self._source = SOURCES[data.source](data.path, self.recipe.model, data.valid_fraction)
+        return self._source
+
+    def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:
+        """In training, mix the batch and smooth its labels; in evaluation (no generator) nothing."""
+        augmentation, classes = self.recipe.data.augmentation, self.recipe.model.classes
+        if generator is None or not (augmentation.mixes or augmentation.label_smoothing):
+            return batch
+        targets = smooth(batch["labels"], classes, augmentation.label_smoothing)
+        images = batch["images"]
+        if augmentation.mixes:
+            images, targets = mix(images, targets, augmentation, generator)
+        return {**batch, "images": images, "targets": targets}
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sum of the cross-entropy over the images, and their number."""
+        scores = model(batch["images"]).float()
+        target = batch.get("targets", batch["labels"])
+        return F.cross_entropy(scores, target, reduction="sum"), _count(batch)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Sums over the images: count, loss, correct at first sight, correct among the first five."""
+        scores, labels = model(batch["images"]).float(), batch["labels"]
+        best = scores.topk(min(TOP, scores.shape[1]), dim=1).indices
+        hits = best == labels.unsqueeze(1)
+        return {
+            "count": _count(batch),
+            "loss": F.cross_entropy(scores, labels, reduction="sum"),
+            "correct": hits[:, :1].sum(),
+            "correct5": hits.sum(),
+        }
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Accuracy, accuracy among the first five, and mean cross-entropy."""
+        count = sums["count"]
+        require(count > 0, "count", count, "positive: no image was evaluated")
+        names = {"accuracy": "correct", "accuracy5": "correct5", "loss": "loss"}
+        return {metric: float(sums[total]) / float(count) for metric, total in names.items()}
+
+    def floors(self) -> Mapping[str, Mapping[str, float]]:
+        """None: chance is one in ``classes``."""
+        return {}
+
+    def example_inputs(self) -> tuple[Tensor]:
+        """One black image."""
+        config = self.recipe.model
+        return (torch.zeros(1, config.channels, config.image_size, config.image_size),)
+
+
+def _count(batch: Batch) -> Tensor:
+    labels = batch["labels"]
+    return labels.new_full((), len(labels))  # filled on the device: a copy could not be part of a CUDA graph
