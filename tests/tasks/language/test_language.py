@@ -18,7 +18,7 @@ from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.recipes import load_recipe, recipe_from_dict, recipe_to_dict
 from intbmoe.recipes.sets import ABLATIONS, BLOCKS, EXPERTS, LAYERS, TOP_K, find_variants
 from intbmoe.registry import find_method, list_methods
-from intbmoe.tasks import TASKS, DataError, Task, language, make_task
+from intbmoe.tasks import TASKS, DataError, Task, make_task
 from intbmoe.tasks.language import task as language
 from intbmoe.tasks.language.packed import TokenSource
 from intbmoe.tasks.language.task import LanguageData, LanguageRecipe, LanguageTask, cross_entropy_sum
