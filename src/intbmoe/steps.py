@@ -33,7 +33,7 @@ def aux_loss(model: nn.Module) -> Tensor:
     for name, layer in layers:
         if not layer.training:
             continue
-        record, layer._record = layer._record, None
+        record = layer.statistics.take_record()
         if record is None:
             raise RuntimeError(
                 f"layer {name!r} left no record: run the model forward in training mode before each call of aux_loss, "
@@ -46,16 +46,8 @@ def aux_loss(model: nn.Module) -> Tensor:
             )
         for loss in record.losses.values():
             total = total + loss.to(total.device)
-        add_sums(layer, record.sums)
+        layer.statistics.add(record.sums)
     return total
-
-
-def add_sums(layer: MoELayer, sums: dict[str, Tensor]) -> None:
-    """Add a micro-batch's statistics to those that ``after_step`` hands on."""
-    for key, value in sums.items():
-        value = value.detach()
-        # A copy: under torch.compile(mode="reduce-overhead") the next forward writes over what this one returned.
-        layer._pending[key] = layer._pending[key] + value if key in layer._pending else value.clone()
 
 
 def before_step(model: nn.Module, optimizer: Any, reevaluate: Callable[[], Tensor] | None = None) -> None:
@@ -66,18 +58,15 @@ def before_step(model: nn.Module, optimizer: Any, reevaluate: Callable[[], Tenso
 
 def after_step(model: nn.Module, optimizer: Any = None) -> None:
     """Call after ``optimizer.step()``: moves the state that gradients do not, from the step's global counts."""
-    layers = [layer for _, layer in moe_layers(model) if layer.training]
-    for name, layer in moe_layers(model):
-        if layer.training and not layer._pending:
-            raise RuntimeError(f"layer {name!r} has no counts: call intbmoe.aux_loss(model) once a micro-batch")
-    _all_reduce([layer._pending for layer in layers])
+    layers = {name: layer for name, layer in moe_layers(model) if layer.training}
+    for name, layer in layers.items():
+        if not layer.statistics.pending:
+            raise RuntimeError(f"layer {name!r} has no counts: call intbmoe.aux_loss(model) once per micro-batch")
+    _all_reduce([layer.statistics.pending for layer in layers.values()])
     for family, members in _families(model):
-        family.family_after_step(members, [layer._pending for layer in members], optimizer)
-    for layer in layers:
-        for key, value in layer._pending.items():
-            layer._window[key] = layer._window[key] + value if key in layer._window else value
-        layer._pending = {}
-        layer._record = None  # left behind by checkpointing's recomputation
+        family.family_after_step(members, [layer.statistics.pending for layer in members], optimizer)
+    for layer in layers.values():
+        layer.statistics.end_step()
 
 
 def _families(model: nn.Module) -> Iterable[tuple[type[MoELayer], list[MoELayer]]]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from intbmoe.parts.load import LoadStatistics
 from intbmoe.routing import load_statistics
+from intbmoe.statistics import LoadStatistics
 from intbmoe.train.run import MetricsFile
 from intbmoe.train.step import StepResult
 

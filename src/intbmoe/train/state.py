@@ -18,7 +18,9 @@ def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         "model": {name: whole(value) for name, value in model.state_dict().items()},
         "optimizer": {f"{name}/{what}": whole(value) for name, what, value in named_state(model, optimizer)},
         "statistics": {
-            f"{name}/{key}": value for name, layer in moe_layers(model) for key, value in layer._window.items()
+            f"{name}/{key}": value
+            for name, layer in moe_layers(model)
+            for key, value in layer.statistics.window.items()
         },
     }
 
@@ -40,12 +42,12 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
     for name, layer in moe_layers(model):
         prefix = f"{name}/"
         device = next(layer.parameters()).device
-        layer._window = {
+        window = {
             key.removeprefix(prefix): value.to(device)
             for key, value in tensors["statistics"].items()
             if key.startswith(prefix)
         }
-        layer._warned_dead = set(checkpoint.state["warned"].get(name, ()))
+        layer.statistics.restore(window, checkpoint.state["warned"].get(name, ()))
 
 
 def restore_model(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
@@ -76,5 +78,5 @@ def _restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tenso
 
 
 def warned_layers(model: nn.Module) -> dict[str, list[int]]:
-    """Which dead experts have been spoken of."""
-    return {name: sorted(layer._warned_dead) for name, layer in moe_layers(model) if layer._warned_dead}
+    """The dead experts that a warning has named, by layer."""
+    return {name: sorted(layer.statistics.warned) for name, layer in moe_layers(model) if layer.statistics.warned}

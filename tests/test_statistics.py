@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from intbmoe.parts.load import load_statistics_of
+from intbmoe.statistics import load_statistics_of
 
 
 def test_balance_and_collapse():
