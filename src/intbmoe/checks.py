@@ -2,7 +2,8 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 def require(condition: bool, argument: str, value: object, allowed: str) -> None:
@@ -35,3 +36,22 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     known = sorted(known)
     near = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def require_state(
+    source: str, state: Mapping[str, Any], expected: Mapping[str, Any], also: Iterable[str] = (), dtypes: bool = False
+) -> None:
+    """Raise unless ``state`` has the keys of ``expected``, no others but ``also``, and tensors of the same shapes.
+
+    ``source`` is what the message calls the state; with ``dtypes`` the types must be the same too.
+    """
+    missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected) - set(also))
+    if missing or unknown:
+        raise KeyError(f"{source} state does not fit: missing keys {missing}, unknown keys {unknown}")
+    for name, wanted in expected.items():
+        found = state[name]
+        if found.shape != wanted.shape:
+            shapes = f"{tuple(found.shape)}, expected {tuple(wanted.shape)}"
+            raise ValueError(f"{source} parameter {name!r} has shape {shapes}")
+        if dtypes and found.dtype != wanted.dtype:
+            raise ValueError(f"{source} parameter {name!r} is {found.dtype}, expected {wanted.dtype}")

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_bool, require_finite, require_positive_int
+from intbmoe.checks import require, require_bool, require_finite, require_positive_int, require_state
 from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing
 from intbmoe.ops import native
 from intbmoe.ops.blocks import Blocks
@@ -273,17 +273,9 @@ class IntBMoE(BlockLayer):
         """
         names = self._reference_names()
         unused = [key for key in self._unused_reference_keys() if key in state]
-        missing = sorted(set(names.values()) - set(state))
-        unknown = sorted(set(state) - set(names.values()) - set(unused))
-        if missing or unknown:
-            raise KeyError(f"reference state does not fit: missing keys {missing}, unknown keys {unknown}")
         own = self.state_dict()
-        shapes = {reference: own[name].shape for name, reference in names.items()}
-        shapes |= dict.fromkeys(unused, self.pools[-1].bias.shape[1:])
-        for reference, shape in shapes.items():
-            if state[reference].shape != shape:
-                found = f"{tuple(state[reference].shape)}, expected {tuple(shape)}"
-                raise ValueError(f"reference parameter {reference!r} has shape {found}")
+        expected = {reference: own[name] for name, reference in names.items()}
+        require_state("reference", state, expected | dict.fromkeys(unused, self.pools[-1].bias[0]))
         self.load_state_dict({name: state[reference] for name, reference in names.items()})
         return unused
 

@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_finite, require_positive_int
+from intbmoe.checks import require, require_finite, require_positive_int, require_state
 from intbmoe.models.causal import apply_ffn, check_mask, new_ffn_state, require_causal, visible_tokens
 from intbmoe.models.generation import Sampling, stream
 from intbmoe.precision import autocast_dtype, cast, wide
@@ -318,14 +318,8 @@ class Llama(nn.Module):
             raise ValueError("these weights fit the dense form only: build Llama(config) without make_ffn")
         own = self.state_dict()
         names = {f"model.{name}": name for name in own}
-        missing = sorted(set(names) - set(state))
-        unknown = sorted(set(state) - set(names) - {"lm_head.weight"})
-        if missing or unknown:
-            raise KeyError(f"Hugging Face state does not fit: missing keys {missing}, unknown keys {unknown}")
-        for theirs, name in names.items():
-            if state[theirs].shape != own[name].shape:
-                shapes = f"{tuple(state[theirs].shape)}, expected {tuple(own[name].shape)}"
-                raise ValueError(f"Hugging Face parameter {theirs!r} has shape {shapes}")
+        expected = {theirs: own[name] for theirs, name in names.items()}
+        require_state("Hugging Face", state, expected, also=["lm_head.weight"])
         embedding = state["model.embed_tokens.weight"]
         if not torch.equal(state.get("lm_head.weight", embedding), embedding):
             raise ValueError("lm_head.weight differs from model.embed_tokens.weight: this model ties the two")

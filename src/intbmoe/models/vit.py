@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_positive_int
+from intbmoe.checks import require, require_positive_int, require_state
 
 NORM_EPS = 1e-6
 INIT_STD = 0.02
@@ -196,14 +196,7 @@ class ViT(nn.Module):
             raise ValueError("timm's weights fit the dense form only: build ViT(config) without make_ffn")
         own = self.state_dict()
         cut = [key for key in state if self._is_cut_off(key)]
-        missing = sorted(set(own) - set(state))
-        unknown = sorted(set(state) - set(own) - set(cut))
-        if missing or unknown:
-            raise KeyError(f"timm state does not fit: missing keys {missing}, unknown keys {unknown}")
-        for name, value in own.items():
-            if state[name].shape != value.shape:
-                shapes = f"{tuple(state[name].shape)}, expected {tuple(value.shape)}"
-                raise ValueError(f"timm parameter {name!r} has shape {shapes}")
+        require_state("timm", state, own, also=cut)
         self.load_state_dict({name: state[name] for name in own})
         return cut
 

@@ -9,7 +9,6 @@ Nothing is pickled. A kill at any moment leaves the last whole checkpoint: a fol
 in it is on the disk, older ones go after that, and one that was damaged later is passed over with a message.
 """
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,18 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
+from intbmoe.files import digest, remove_folder, replacing_folder, to_json, write_bytes
 from intbmoe.train.errors import DamagedFileError
-from intbmoe.train.files import (
-    digest,
-    full_disk_is_explained,
-    pack_tensors,
-    read_json,
-    read_tensors,
-    remove_folder,
-    sync_folder,
-    to_json,
-    write_bytes,
-)
+from intbmoe.train.files import full_disk_is_explained, pack_tensors, read_json, read_tensors
 
 FORMAT = 1
 PARTS = ("model", "optimizer", "statistics")
@@ -77,11 +67,7 @@ class CheckpointFolder:
         return folder
 
     def _write(self, folder: Path, checkpoint: Checkpoint) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        beside = self.path / f".{folder.name}.part"
-        shutil.rmtree(beside, ignore_errors=True)
-        try:
-            beside.mkdir()
+        with replacing_folder(folder) as beside:
             sums = {}
             for part in PARTS:
                 content = pack_tensors(checkpoint.tensors[part])
@@ -89,14 +75,6 @@ class CheckpointFolder:
                 sums[f"{part}.safetensors"] = digest(content)
             entries = {"format": FORMAT, "step": checkpoint.step, **checkpoint.state, "sha256": sums}
             write_bytes(beside / "state.json", to_json({**entries, "checksum": digest(to_json(entries))}))
-            sync_folder(beside)
-            if folder.exists():  # damaged, or this step would not have been reached a second time
-                remove_folder(folder)
-            os.rename(beside, folder)
-        except BaseException:
-            shutil.rmtree(beside, ignore_errors=True)
-            raise
-        sync_folder(self.path)
 
     def load(self, step: int) -> Checkpoint:
         """The checkpoint of a step; anything wrong with it is a ``DamagedFileError`` that names the file."""

@@ -126,11 +126,6 @@ class Ranks:
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
 
-def bare(model: nn.Module) -> nn.Module:
-    """The model itself, without the wrapper that replicates it."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
 def whole(tensor: Tensor) -> Tensor:
     """A tensor as a single process has it. Of a sharded one all ranks must ask together."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

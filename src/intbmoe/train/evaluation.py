@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
+from intbmoe.layer import unwrap
 from intbmoe.tasks.base import Task
 from intbmoe.train.data import evaluation_batches, read_ahead
-from intbmoe.train.distribution import Ranks, bare
+from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import TrainingError
 
 
@@ -17,7 +18,7 @@ def evaluate_split(
     examples = task.split(split)
     if len(examples) == 0:
         raise TrainingError(f"the {split} split is empty")
-    model = bare(model)
+    model = unwrap(model)
     mode = model.training
     model.eval()
     totals: dict[str, torch.Tensor] = {}

@@ -13,18 +13,19 @@ from typing import Any
 
 import torch
 
-from intbmoe.layer import moe_layers
+from intbmoe.files import digest, to_json
+from intbmoe.layer import moe_layers, unwrap
 from intbmoe.precision import bfloat16_is_slow
 from intbmoe.tasks import make_task
 from intbmoe.tasks.base import Batch
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.checkpoint import Checkpoint, CheckpointFolder
 from intbmoe.train.data import micro_batches, plan_batches, read_ahead
-from intbmoe.train.distribution import Ranks, bare
+from intbmoe.train.distribution import Ranks
 from intbmoe.train.environment import describe_environment
 from intbmoe.train.errors import TrainingInterrupted
 from intbmoe.train.evaluation import evaluate_split
-from intbmoe.train.files import digest, pack_tensors, to_json
+from intbmoe.train.files import pack_tensors
 from intbmoe.train.lock import RunLock
 from intbmoe.train.metrics import MetricsLog, Window, mean_load, take_loads
 from intbmoe.train.optimizer import learning_rate, make_optimizer, set_learning_rate
@@ -77,7 +78,7 @@ class Training:
         self.plan = plan_batches(len(self.examples), self.settings, ranks.world)
         torch.manual_seed(derive_seed(self.settings.seed, "model"))
         self.model = ranks.place(self.task.make_model().train(), self.settings)
-        self.optimizer = make_optimizer(bare(self.model), self.settings)
+        self.optimizer = make_optimizer(unwrap(self.model), self.settings)
         self.stepper = Stepper(self.task, self.model, self.optimizer, ranks, self.settings)
         self.checkpoints = CheckpointFolder(run.path / "checkpoints", self.settings.keep_checkpoints)
         title = "/".join(run.path.parts[-3:])
@@ -115,7 +116,7 @@ class Training:
         if step < 0:
             return
         found = found or self.checkpoints.load(step)
-        restore(found, bare(self.model), self.optimizer)
+        restore(found, unwrap(self.model), self.optimizer)
         state = found.state
         self.step = self.saved_step = step
         self.window = Window(state["window"])
@@ -126,7 +127,7 @@ class Training:
         """Write a checkpoint of the last step, unless there is one."""
         if self.saved_step == self.step:
             return
-        model = bare(self.model)
+        model = unwrap(self.model)
         tensors = collect_tensors(model, self.optimizer)
         if self.ranks.main:
             state = {
@@ -219,7 +220,7 @@ class Training:
     def finish(self) -> None:
         """Evaluate on the test split, for the first and only time, and write the results."""
         test = self._evaluate("test")
-        model = bare(self.model)
+        model = unwrap(self.model)
         tensors = collect_tensors(model, self.optimizer)["model"]
         if self.ranks.main:
             self.log.sync()
@@ -238,7 +239,7 @@ class Training:
             "higher_is_better": self.task.higher_is_better,
             "valid": self.valid,
             "test": test,
-            "params": sum(parameter.numel() for parameter in bare(self.model).parameters()),
+            "params": sum(parameter.numel() for parameter in unwrap(self.model).parameters()),
             "steps": self.plan.steps,
             "epochs": self.plan.steps / self.plan.steps_per_epoch,
             "examples": self.plan.steps * self.plan.batch,

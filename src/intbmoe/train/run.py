@@ -19,11 +19,12 @@ from typing import Any
 
 import yaml
 
+from intbmoe.files import replace_file, to_json
 from intbmoe.recipes import recipe_from_dict, recipe_to_dict
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.recipe import Recipe, require_folder_name
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
-from intbmoe.train.files import full_disk_is_explained, read_json, replace_file, to_json
+from intbmoe.train.files import full_disk_is_explained, read_json
 
 FREE_TO_CHANGE = ("train.workers", "train.checkpoint_every", "train.keep_checkpoints", "seeds")
 """Settings that may differ when a run goes on: they change nothing that is computed."""

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from intbmoe.checks import require_state
 from intbmoe.layer import moe_layers
 from intbmoe.train.checkpoint import PARTS, Checkpoint
 from intbmoe.train.distribution import assign, whole
@@ -53,15 +54,12 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
 def restore_model(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
     """Put parameters and buffers back, into shards too."""
     own = model.state_dict()
-    missing, unknown = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
-    if missing or unknown:
-        raise TrainingError(f"{source} is of another model: it lacks {missing} and has {unknown} besides")
+    try:
+        require_state("its", tensors, own, dtypes=True)
+    except (KeyError, ValueError) as error:
+        raise TrainingError(f"{source} is of another model: {error.args[0]}") from error
     for name, target in own.items():
-        value = tensors[name]
-        if value.shape != target.shape or value.dtype != target.dtype:
-            expected = f"{tuple(target.shape)} {target.dtype}"
-            raise TrainingError(f"{source}: {name} is {tuple(value.shape)} {value.dtype}, expected {expected}")
-        assign(target, value)
+        assign(target, tensors[name])
 
 
 def _restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:

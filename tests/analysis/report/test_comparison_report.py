@@ -17,8 +17,8 @@ from intbmoe.analysis.report.comparison_pictures import draw_comparison
 from intbmoe.analysis.report.comparison_report import comparison_page, redraw_comparison, write_comparison_report
 from intbmoe.analysis.report.page import render
 from intbmoe.analysis.report.trace import find_flaw, sort_out, trace_run
+from intbmoe.files import digest
 from intbmoe.train import RunDirectory, environment, load, train
-from intbmoe.train.files import digest
 
 
 def files(folder):

@@ -1,7 +1,6 @@
 """Folders of arrays that are whole or not there: written beside their place and moved into it."""
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,21 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from intbmoe.files import replace_file, replacing_folder, to_json
+
 NOTE = "note.json"
 
 
 def write_folder(folder: Path, arrays: Mapping[str, np.ndarray], note: Mapping[str, Any] | None = None) -> None:
     """``arrays`` as NAME.npy, with ``note`` if there is one; what was in ``folder`` is replaced."""
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    for name, array in arrays.items():
-        np.save(unfinished / f"{name}.npy", array)
-    if note is not None:
-        write_json(unfinished / NOTE, note)
-    if folder.exists():
-        shutil.rmtree(folder)
-    unfinished.rename(folder)
+    for left in folder.parent.glob(f".{folder.name}.*"):  # by a kill; one process at a time prepares
+        shutil.rmtree(left)
+    with replacing_folder(folder) as beside:
+        for name, array in arrays.items():
+            np.save(beside / f"{name}.npy", array)
+        if note is not None:
+            write_json(beside / NOTE, note)
 
 
 def read_arrays(folder: Path, names: tuple[str, ...], *, mapped: bool = False) -> dict[str, np.ndarray]:
@@ -39,9 +37,7 @@ def read_note(folder: Path, stamp: Any) -> dict[str, Any] | None:
 
 def write_json(file: Path, content: Any) -> None:
     """The file appears whole or not at all."""
-    unfinished = file.with_name(file.name + ".unfinished")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(unfinished, file)
+    replace_file(file, to_json(content))
 
 
 def read_json(file: Path) -> Any:
