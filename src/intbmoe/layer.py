@@ -26,7 +26,7 @@ __all__ = ["LayerConfig", "MoELayer", "Quantities", "Result", "Routing", "moe_la
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What every method is told. Subclasses add their own fields, keyword-only, and check them."""
+    """The options every method has. Subclasses add their own fields, keyword-only, and check them."""
 
     dim: int
     hidden: Any
@@ -35,7 +35,7 @@ class LayerConfig:
         require_positive_int("dim", self.dim)
 
     def noncausal_reason(self) -> str | None:
-        """Why a layer so configured may not stand in a causal model; None when it may."""
+        """Why a layer with this Config cannot be used in a causal model; None if it can."""
         return None
 
 
@@ -58,7 +58,7 @@ class MoELayer(nn.Module):
 
     Config: ClassVar[type[LayerConfig]] = LayerConfig
     KEPT_WIDE: ClassVar[tuple[str, ...]] = ("router",)
-    """What decides where tokens go: a half-precision copy that is to serve keeps it as it is, see ``kept_wide``."""
+    """What decides where tokens go: a half-precision copy for serving keeps its type, see ``kept_wide``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -97,7 +97,6 @@ class MoELayer(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define compute()")
 
     def quantities(self) -> Quantities:
-        """Participation, execution and materialization of this layer."""
         raise TypeError(f"{type(self).__name__} does not define quantities()")
 
     @property
@@ -118,7 +117,7 @@ class MoELayer(nn.Module):
         """Decoding state for ``batch`` sequences; None for a method whose tokens need no earlier ones."""
         reason = self.config.noncausal_reason()
         if reason is not None:
-            raise ValueError(f"{type(self).__name__} so configured cannot decode token by token: {reason}")
+            raise ValueError(f"{type(self).__name__} with this configuration cannot decode token by token: {reason}")
         return None
 
     @classmethod

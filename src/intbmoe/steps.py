@@ -1,6 +1,6 @@
 """What a training loop calls, for a whole model: ``aux_loss``, ``before_step``, ``after_step``.
 
-    loss = task_loss(model(x)) + intbmoe.aux_loss(model)     # once a micro-batch
+    loss = task_loss(model(x)) + intbmoe.aux_loss(model)     # once per micro-batch
     loss.backward()
     intbmoe.before_step(model, optimizer)
     optimizer.step()
@@ -22,14 +22,14 @@ from intbmoe.layer import MoELayer, moe_layers
 
 
 def aux_loss(model: nn.Module) -> Tensor:
-    """The sum of all layers' auxiliary losses for the last forward; call once a micro-batch, before backward.
+    """The sum of all layers' auxiliary losses for the last forward; call once per micro-batch, before backward.
 
     Also adds the layers' load counts to what ``after_step`` hands on. Layers in evaluation mode are passed over.
     """
     layers = list(moe_layers(model))
     if not layers:
         raise ValueError(f"{type(model).__name__} holds no MoE layer, so it has no auxiliary loss")
-    total = torch.zeros((), device=_device(layers[0][1]))
+    total = torch.zeros((), device=next(layers[0][1].parameters()).device)
     for name, layer in layers:
         if not layer.training:
             continue
@@ -37,7 +37,7 @@ def aux_loss(model: nn.Module) -> Tensor:
         if record is None:
             raise RuntimeError(
                 f"layer {name!r} left no record: run the model forward in training mode before each call of aux_loss, "
-                f"and call it once a forward"
+                f"and call it once per forward"
             )
         if record.losses and torch.is_grad_enabled() and not record.differentiable:
             raise RuntimeError(
@@ -70,15 +70,15 @@ def after_step(model: nn.Module, optimizer: Any = None) -> None:
 
 
 def _families(model: nn.Module) -> Iterable[tuple[type[MoELayer], list[MoELayer]]]:
-    """The model's training layers by class, so that a method with one state a model sees all its layers."""
-    layers = sorted((layer for _, layer in moe_layers(model) if layer.training), key=_family_name)
-    for _, members in groupby(layers, key=_family_name):
+    """The model's training layers by class, so that a method with one state per model sees all its layers."""
+
+    def name(layer: MoELayer) -> str:
+        return f"{type(layer).__module__}.{type(layer).__qualname__}"
+
+    layers = sorted((layer for _, layer in moe_layers(model) if layer.training), key=name)
+    for _, members in groupby(layers, key=name):
         members = list(members)
         yield type(members[0]), members
-
-
-def _family_name(layer: MoELayer) -> str:
-    return f"{type(layer).__module__}.{type(layer).__qualname__}"
 
 
 def _all_reduce(sums: list[dict[str, Tensor]]) -> None:
@@ -92,7 +92,3 @@ def _all_reduce(sums: list[dict[str, Tensor]]) -> None:
     parts = message.split([entry[key].numel() for entry, key in entries])
     for (entry, key), part in zip(entries, parts, strict=True):
         entry[key] = part.view(entry[key].shape).to(entry[key].device, entry[key].dtype)
-
-
-def _device(layer: nn.Module) -> torch.device:
-    return next(layer.parameters()).device

@@ -9,8 +9,8 @@ from tiny_task import tiny_recipe
 
 from intbmoe.statistics import load_statistics_of
 from intbmoe.train import train
-from intbmoe.train.checkpoint import Checkpoint, CheckpointFolder
 from intbmoe.train.metrics import load_line, mean_load
+from intbmoe.train.resume import Checkpoint, CheckpointFolder
 from intbmoe.train.run import RunDirectory
 from intbmoe.train.step import Stepper
 

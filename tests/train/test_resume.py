@@ -9,11 +9,12 @@ import pytest
 import torch
 from tiny_task import TinyTask, tiny_recipe
 
-from intbmoe.train import checkpoint as checkpoint_module
+from intbmoe.train import resume as checkpoint_module
 from intbmoe.train import run as run_module
 from intbmoe.train import train
 from intbmoe.train.files import read_tensors
-from intbmoe.train.run import MetricsFile, RunDirectory
+from intbmoe.train.metrics import MetricsFile
+from intbmoe.train.run import RunDirectory
 from intbmoe.train.step import Stepper
 
 STATEFUL = ("deepseek", "remoe", "dynmoe", "mass")

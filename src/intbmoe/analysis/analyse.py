@@ -38,8 +38,8 @@ from intbmoe.tasks import Task, make_task
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import DamagedFileError, TrainingError
+from intbmoe.train.evaluation import BATCH, load
 from intbmoe.train.files import full_disk_is_explained, read_json
-from intbmoe.train.loading import BATCH, load
 from intbmoe.train.run import RunDirectory
 
 FOLDER = "analysis"

@@ -39,7 +39,7 @@ def train(args: Unparsed) -> None:
         from intbmoe.tasks import DataError
         from intbmoe.train import RunDirectory, TrainingError
         from intbmoe.train import train as run_training
-        from intbmoe.train.parent import belongs_to_another
+        from intbmoe.train.signals import belongs_to_another
 
         already = "already " if RunDirectory.of(recipe, options.root).finished else ""
     with explained(TrainingError, DataError, OSError):

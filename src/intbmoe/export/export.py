@@ -22,8 +22,8 @@ from intbmoe.precomposition import cast_for_serving
 from intbmoe.precomposition import precompose as precompose_model
 from intbmoe.recipes import recipe_to_dict
 from intbmoe.tasks import make_task
+from intbmoe.train.evaluation import load
 from intbmoe.train.files import full_disk_is_explained, pack_tensors
-from intbmoe.train.loading import load
 from intbmoe.train.run import RunDirectory
 from intbmoe.version import program_version
 

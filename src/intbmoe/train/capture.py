@@ -1,7 +1,7 @@
 """Forward and backward of a micro-batch as a CUDA graph: recorded once, replayed at every step.
 
-A step of a small model is hundreds of short kernels, and Python hands them out more slowly than a large GPU works them
-off. A replayed graph is one launch. The kernels and their random numbers are those of the ordinary step, so a captured
+A step of a small model is hundreds of short kernels, and Python launches them more slowly than a large GPU runs them. A
+replayed graph is one launch. The kernels and their random numbers are those of the ordinary step, so a captured
 run ends with the same weights; only what lies between the micro-batches (clipping, the optimizer, the methods' state,
 which lives in buffers and moves in place) still runs from Python.
 """
@@ -17,7 +17,7 @@ from intbmoe.tasks.base import Batch
 from intbmoe.train.errors import CaptureError
 
 WARM_UPS = 2
-"""Forwards and backwards before the recording: libraries choose their algorithms, kernels are compiled."""
+"""Forwards and backwards before the recording, in which libraries choose algorithms and kernels are compiled."""
 MOST_GRAPHS = 16
 """Different shapes of batches; each holds its own memory."""
 

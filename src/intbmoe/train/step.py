@@ -2,8 +2,8 @@
 
 The losses of a step are sums over its units (images, tokens), divided by the number of units of the whole step, over
 all ranks and micro-batches. That number is known only after the last forward, so gradients of the sums are gathered
-first and divided once. A micro-batch's auxiliary loss counts by its units. With equal micro-batches that is their plain
-average, and how a batch is shared out changes nothing but rounding and what a loss says of single micro-batches.
+first and divided once. A micro-batch's auxiliary loss is weighted by its units. With equal micro-batches that is their
+plain average, and how a batch is split changes nothing but rounding and losses that are defined per micro-batch.
 """
 
 import math

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from intbmoe.train.parent import STARTED_BY, belongs_to_another
+from intbmoe.train.signals import STARTED_BY, belongs_to_another
 
 FORK = multiprocessing.get_context("fork")
 
