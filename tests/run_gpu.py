@@ -29,7 +29,7 @@ def pytest_runtestloop(session):
         return None  # pytest's own loop says what is wrong
     mine = (item for item in sorted(session.items, key=_quick) if _claim(_unit(item)))
     item = next(mine, None)
-    while item is not None:
+    while item is not None and not session.shouldfail and not session.shouldstop:
         following = next(mine, None)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         item = following
