@@ -79,7 +79,7 @@ def test_the_options_of_every_method_can_be_parsed(method):
     [
         (["--train.epoch", "3"], "--train.epochs"),
         (["--train.epochs", "many"], "many"),
-        (["--train.epochs", "0"], "train.epochs"),
+        (["--train.epochs", "0"], "train: epochs=0.0 is not allowed"),
     ],
 )
 def test_a_wrong_option_ends_with_a_suggestion_or_a_reason(args, message, capsys):

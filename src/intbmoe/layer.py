@@ -17,19 +17,19 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import did_you_mean, require, require_positive_int
+from intbmoe.checks import did_you_mean, require
 from intbmoe.precision import autocast_dtype, autocast_off, cast
+from intbmoe.settings import Checked, PositiveInt
 
 
 @dataclass(frozen=True)
-class LayerConfig:
-    """What every method is told. Subclasses add their own fields, keyword-only, and check them."""
+class LayerConfig(Checked):
+    """What every method is told. Subclasses add their own fields, keyword-only; annotations say what they may be."""
 
-    dim: int
-    hidden: Any
-
-    def __post_init__(self) -> None:
-        require_positive_int("dim", self.dim)
+    dim: PositiveInt
+    """d, the width of a token."""
+    hidden: PositiveInt
+    """Inner width of one expert."""
 
     def noncausal_reason(self) -> str | None:
         """Why a layer so configured may not stand in a causal model; None when it may."""

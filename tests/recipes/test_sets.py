@@ -6,7 +6,7 @@ import torch
 from intbmoe.layer import moe_layers
 from intbmoe.recipes import SETS, load_recipe
 from intbmoe.recipes.sets import TABLE_1, find_variants
-from intbmoe.settings import check_options
+from intbmoe.recipes import check_options
 from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import MoESettings
 
