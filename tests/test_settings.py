@@ -6,8 +6,8 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from intbmoe.registry import list_methods
 from intbmoe.recipes import check_options, option_types
+from intbmoe.registry import list_methods
 from intbmoe.settings import from_plain, to_plain
 
 
@@ -60,7 +60,10 @@ def test_what_is_left_out_has_its_default():
         ({"name": "x", "inner": {"width": 2.5}}, "inner.width=2.5 is not allowed: inner.width must be an integer"),
         ({"name": "x", "inner": {"width": True}}, "inner.width=True is not allowed"),
         ({"name": "x", "inner": {"width": 0}}, "inner: width=0 is not allowed"),
-        ({"name": "x", "inner": {"rate": "fast"}}, "inner.rate='fast' is not allowed: inner.rate must be a finite number"),
+        (
+            {"name": "x", "inner": {"rate": "fast"}},
+            "inner.rate='fast' is not allowed: inner.rate must be a finite number",
+        ),
         ({"name": "x", "pair": [1.0]}, "pair=[1.0] is not allowed: pair must be a list of 2"),
         ({"name": "x", "layers": [1, "2"]}, "layers[1]='2' is not allowed"),
         ({"name": "x", "kind": "c"}, "kind='c' is not allowed: kind must be one of 'a', 'b'"),

@@ -25,10 +25,13 @@ from intbmoe.checks import did_you_mean, require
 
 @dataclass(frozen=True)
 class MustBe:
-    """In an annotation: what a value must be, in words and as a test. Of several, the last one's words are shown."""
+    """In an annotation: what a value of the type must be, in words and as a test; or, without a test, in better words.
+
+    Of several, the last one's words are shown.
+    """
 
     words: str
-    test: Callable[[Any], bool]
+    test: Callable[[Any], bool] = lambda value: True
 
 
 @dataclass(frozen=True)
