@@ -145,5 +145,5 @@ def setting_texts(settings: type) -> dict[str, str]:
                 if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr):
                     text = getattr(below.value, "value", None)
                     if isinstance(text, str):
-                        texts[line.target.id] = inspect.cleandoc(text).replace("``", "")
+                        texts[line.target.id] = inspect.cleandoc(text)
     return texts

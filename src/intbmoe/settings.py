@@ -48,7 +48,7 @@ NonNegative = Annotated[float, MustBe("a finite number of at least 0", lambda va
 Probability = Annotated[float, MustBe("a number in [0, 1]", lambda value: 0 <= value <= 1)]
 Share = Annotated[float, MustBe("a number in [0, 1)", lambda value: 0 <= value < 1)]
 
-_NAMES = {int: "an integer", float: "a finite number", str: "a string", bool: "true or false", Path: "a path"}
+_NAMES = {int: "an integer", float: "a finite number", str: "a string", bool: "True or False", Path: "a path"}
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,9 @@ def _annotated(kind: Any, value: Any, where: str) -> Any:
 
 
 def _first_fit(kind: Any, value: Any, where: str) -> Any:
-    """The first member of a union that takes the value."""
+    """As the first member of a union that takes the value."""
+    if value is None and type(None) in get_args(kind):
+        return None
     for member in get_args(kind):
         try:
             return from_plain(member, value, where)
@@ -188,7 +190,8 @@ def _words(kind: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(map(_words, arguments))
     if origin is Literal:
-        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(repr, arguments))
+        named = [repr(argument) for argument in arguments]
+        return " or ".join(named) if len(named) <= 2 else f"one of {', '.join(named)}"
     if origin is tuple:
         return "a list" if arguments[-1:] == (Ellipsis,) else f"a list of {len(arguments)}"
     if is_dataclass(kind):
