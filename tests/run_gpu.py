@@ -86,7 +86,9 @@ def main():
             if status:
                 sys.stdout.write(log.read())
             log.close()
-        tests = [case for path in sorted(Path(folder).glob("*.xml")) for case in ElementTree.parse(path).iter("testcase")]
+        tests = [
+            case for path in sorted(Path(folder).glob("*.xml")) for case in ElementTree.parse(path).iter("testcase")
+        ]
     outcomes = Counter(next((part.tag for part in case if part.tag in _BAD), "passed") for case in tests)
     for case in sorted(tests, key=lambda case: -float(case.get("time")))[:20]:
         sys.stdout.write(f"{float(case.get('time')):7.1f} s  {case.get('classname')}::{case.get('name')}\n")

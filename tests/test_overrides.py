@@ -1,12 +1,16 @@
-from dataclasses import dataclass, replace
+import inspect
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from intbmoe.analysis.compare import CompareOptions
+from intbmoe.cli import COMMANDS, TAKE_A_RECIPE
+from intbmoe.commands.training import TrainOptions
 from intbmoe.overrides import parse_recipe, setting_texts
-from intbmoe.recipes import load_recipe
-from intbmoe.registry import list_methods
+from intbmoe.recipes import list_recipes, load_recipe
+from intbmoe.registry import find_method, list_methods
+from intbmoe.serve.settings import Settings as ServeSettings
 from intbmoe.tasks.recipe import MoESettings, TrainSettings
 
 
@@ -16,6 +20,8 @@ class Own:
 
     root: Path = Path("runs")
     """Where runs are kept."""
+    quiet: bool = False
+    """No progress."""
 
 
 def parse(*args):
@@ -52,6 +58,20 @@ def test_every_kind_of_setting_can_be_overruled():
     )
 
 
+@pytest.mark.parametrize(
+    ("args", "quiet", "gate"),
+    [
+        (["--quiet", "--moe.options.gate"], True, True),
+        (["--moe.options.gate", "--quiet"], True, True),
+        (["--quiet", "True", "--moe.options.gate", "False"], True, False),
+        (["--quiet=False", "--moe.options.gate=True"], False, True),
+    ],
+)
+def test_a_flag_may_stand_alone_or_with_its_value(args, quiet, gate):
+    recipe, own = parse("digits", *args)
+    assert (own.quiet, recipe.moe.options["gate"]) == (quiet, gate)
+
+
 def test_options_of_the_method_are_added_to_those_of_the_recipe():
     recipe, _ = parse("imagenet", "--moe.options.gate", "False", "--moe.options.hidden", "64", "32")
     assert recipe.moe.options == {**load_recipe("imagenet").moe.options, "gate": False, "hidden": [64, 32]}
@@ -79,7 +99,7 @@ def test_the_options_of_every_method_can_be_parsed(method):
     [
         (["--train.epoch", "3"], "--train.epochs"),
         (["--train.epochs", "many"], "many"),
-        (["--train.epochs", "0"], "train.epochs"),
+        (["--train.epochs", "0"], "train: epochs=0.0 is not allowed"),
     ],
 )
 def test_a_wrong_option_ends_with_a_suggestion_or_a_reason(args, message, capsys):
@@ -143,3 +163,31 @@ def test_epochs_asked_for_stand_in_place_of_the_recipes_steps():
     assert (asked.steps, asked.epochs) == (None, 0.5)
     both = parse("stdlib", "--train.epochs=0.5", "--train.steps", "3")[0].train
     assert both.steps == 3
+
+
+def described_settings():
+    """Every dataclass whose fields are options."""
+    found = [CompareOptions, TrainOptions, ServeSettings]
+    found += [find_method(method).layer.Config for method in list_methods()]
+    parts = [load_recipe(name) for name in list_recipes()]
+    while parts:
+        part = parts.pop()
+        found.append(type(part))
+        parts += [value for f in fields(part) if is_dataclass(value := getattr(part, f.name))]
+    return sorted(set(found), key=lambda kind: kind.__name__)
+
+
+@pytest.mark.parametrize("settings", described_settings(), ids=lambda kind: kind.__name__)
+def test_every_setting_says_what_it_is(settings):
+    texts = setting_texts(settings)
+    for f in fields(settings):
+        if f.name not in ("data", "model", "moe", "train", "augmentation"):  # whose class says it
+            assert texts.get(f.name), f"{settings.__name__}.{f.name} has no help text"
+            assert "`" not in texts[f.name], "a terminal shows it as it stands"
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in (*TAKE_A_RECIPE, "serve")])
+def test_every_option_of_a_command_says_what_it_is(command):
+    text = inspect.getdoc(COMMANDS[command])
+    for option in inspect.signature(COMMANDS[command]).parameters:
+        assert f"    {option}: " in text

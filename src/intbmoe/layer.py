@@ -17,22 +17,22 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import did_you_mean, require, require_positive_int
+from intbmoe.checks import did_you_mean, require
 from intbmoe.precision import autocast_dtype, autocast_off, cast
+from intbmoe.settings import Checked, PositiveInt
 from intbmoe.statistics import LayerStatistics, Result, Routing
 
 __all__ = ["LayerConfig", "MoELayer", "Quantities", "Result", "Routing", "moe_layers", "unwrap"]
 
 
 @dataclass(frozen=True)
-class LayerConfig:
-    """The options every method has. Subclasses add their own fields, keyword-only, and check them."""
+class LayerConfig(Checked):
+    """The options every method has. Subclasses add their own fields, keyword-only; annotations say what they may be."""
 
-    dim: int
-    hidden: Any
-
-    def __post_init__(self) -> None:
-        require_positive_int("dim", self.dim)
+    dim: PositiveInt
+    """d, the width of a token."""
+    hidden: PositiveInt
+    """Inner width of one expert."""
 
     def noncausal_reason(self) -> str | None:
         """Why a layer with this Config cannot be used in a causal model; None if it can."""

@@ -8,24 +8,38 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, make_dataclass, replace
+from dataclasses import field, is_dataclass, make_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from intbmoe.recipes import list_recipes, load_recipe
+from intbmoe.recipes import check_options, list_recipes, load_recipe, option_types, require_options
 from intbmoe.registry import find_method
-from intbmoe.settings import check_options, option_types, require_options
 from intbmoe.tasks.recipe import MoESettings, Recipe
 
 Options = TypeVar("Options")
 HELP = ("-h", "--help")
-NOT_OPTIONS = ("task", "seeds")
-"""Another task would have other settings; seeds are the recipe's list for ``compare --seeds N``."""
 SHOWN = "digits"
 """Whose settings the help shows when no recipe is named."""
+PARSERS = ConstructorRegistry()
+
+
+@PARSERS.primitive_rule
+def _parse_bool(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
+    """``--quiet`` alone is True; ``--quiet True`` and ``--quiet False`` say it."""
+    if kind.type is not bool:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=(0, 1),
+        metavar="[{True,False}]",
+        instance_from_str=lambda given: given != ["False"],
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value)],
+        choices=("True", "False"),
+    )
 
 
 def parse_recipe(command: str, options: Options, args: Sequence[str], description: str) -> tuple[Recipe, Options]:
@@ -47,13 +61,13 @@ def parse_recipe(command: str, options: Options, args: Sequence[str], descriptio
         prog=f"intbmoe {command} {name}",
         description=description,
         config=(tyro.conf.FlagConversionOff,),
+        registry=PARSERS,
     )
-    changed = {f.name: getattr(parsed, f.name) for f in fields(recipe) if f.name not in (*NOT_OPTIONS, "moe")}
+    changed = {part: getattr(parsed, part) for part in ("name", "data", "model", "train")}
     moe = MoESettings(method, parsed.moe.experts, check_options(method, parsed.moe.options), parsed.moe.label)
     if _given(rest, "--train.epochs") and not _given(rest, "--train.steps"):
         changed["train"] = replace(changed["train"], steps=None)  # asked for in epochs, where the recipe counts steps
-    own = {f.name: getattr(parsed, f.name) for f in fields(options)}
-    return replace(recipe, moe=moe, **changed), replace(options, **own)
+    return replace(recipe, moe=moe, **changed), parsed.command
 
 
 def _given(args: Sequence[str], option: str) -> bool:
@@ -78,49 +92,42 @@ def _given_options(args: Sequence[str]) -> list[str]:
     return [option.removeprefix(prefix).replace("-", "_") for option in options]
 
 
-def _options_type(method: str) -> type:
+def _options_type(method: str) -> Any:
     """The method's options as a dict with typed, optional keys."""
     texts = setting_texts(find_method(method).layer.Config)
     typed = {
         name: Annotated[kind, tyro.conf.arg(help=texts.get(name, ""))] for name, kind in option_types(method).items()
     }
-    described = TypedDict(f"{method} options", typed, total=False)
-    described.__doc__ = f"Options of {method}, literal, on top of the budget."
-    return described
-
-
-def _moe_type(method: str) -> type:
-    texts = setting_texts(MoESettings)
-    kinds = {"name": str, "experts": int, "options": _options_type(method), "label": str | None}
-    annotated = [
-        (name, kind if name == "options" else Annotated[kind, tyro.conf.arg(help=texts[name])])
-        for name, kind in kinds.items()
-    ]
-    return make_dataclass("MoE", annotated, frozen=True, namespace={"__doc__": MoESettings.__doc__})
+    text = f"Options of {method}, literal, on top of the budget."
+    return Annotated[TypedDict(f"{method} options", typed, total=False), tyro.conf.arg(help=text)]
 
 
 def _arguments(recipe: Recipe, options: Any, method: str) -> Any:
     """One object with the command's own options and the recipe's settings, whose class the parser reads.
 
     Its values are the defaults: another method than the recipe's starts without the recipe's options and label.
+    The task and the seeds are no options: another task would have other settings, and seeds are a list for ``compare``.
     """
-    own = method == recipe.moe.name
-    moe = _moe_type(method)(
-        name=method,
-        experts=recipe.moe.experts,
-        options=_with_tuples(recipe.moe.options) if own else {},
-        label=recipe.moe.label if own else None,
+    moe = make_dataclass(
+        "MoE",
+        [("options", _options_type(method), field(default_factory=dict))],
+        bases=(MoESettings,),
+        frozen=True,
+        namespace={"__doc__": MoESettings.__doc__, "__post_init__": lambda self: None},
     )
-    kinds, texts = {}, setting_texts(Recipe) | setting_texts(type(options))  # compare's seeds are not the recipe's
-    kinds |= get_type_hints(type(options))
-    kinds |= {"name": str, "moe": type(moe)}  # what is changed most often comes first
-    kinds |= {name: kind for name, kind in get_type_hints(type(recipe)).items() if name not in (*NOT_OPTIONS, "moe")}
-    annotated = [
-        (name, kind if is_dataclass(kind) else Annotated[kind, tyro.conf.arg(help=texts.get(name, ""))])
-        for name, kind in kinds.items()
-    ]
-    values = {name: getattr(options if hasattr(options, name) else recipe, name) for name in kinds}
-    return make_dataclass("Arguments", annotated, frozen=True)(**values | {"moe": moe})
+    if method == recipe.moe.name:
+        chosen = moe(method, recipe.moe.experts, _with_tuples(recipe.moe.options), recipe.moe.label)
+    else:
+        chosen = moe(method, recipe.moe.experts)
+    kinds = get_type_hints(type(recipe), include_extras=True)
+    values = {
+        "command": (Annotated[type(options), tyro.conf.arg(name="")], options),
+        "name": (Annotated[str, tyro.conf.arg(help=setting_texts(Recipe)["name"])], recipe.name),
+        "moe": (moe, chosen),  # what is changed most often comes first
+        **{part: (kinds[part], getattr(recipe, part)) for part in ("data", "model", "train")},
+    }
+    described = make_dataclass("Arguments", [(name, kind) for name, (kind, _) in values.items()], frozen=True)
+    return described(*(value for _, value in values.values()))
 
 
 def _with_tuples(options: dict[str, Any]) -> dict[str, Any]:
@@ -138,5 +145,5 @@ def setting_texts(settings: type) -> dict[str, str]:
                 if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr):
                     text = getattr(below.value, "value", None)
                     if isinstance(text, str):
-                        texts[line.target.id] = inspect.cleandoc(text).replace("``", "")
+                        texts[line.target.id] = inspect.cleandoc(text)
     return texts

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_finite
 from intbmoe.layer import MoELayer, Quantities, Result, Routing
 from intbmoe.parts.dispatch import capacity_of, exact_ratio, places, sum_places, to_places
 from intbmoe.parts.experts import ExpertsConfig
 from intbmoe.parts.router import pack_choices
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
+from intbmoe.settings import Positive
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,8 @@ class ExpertChoiceConfig(ExpertsConfig):
     """Top-C tokens for each expert."""
 
     _: KW_ONLY
-    capacity_factor: float = 2.0
+    capacity_factor: Positive = 2.0
     """cf, the mean number of experts of a token (but for rounding C up)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_finite("capacity_factor", self.capacity_factor)
-        require(self.capacity_factor > 0, "capacity_factor", self.capacity_factor, "a positive number")
 
     def noncausal_reason(self) -> str | None:
         if self.capacity_factor >= self.experts:

@@ -19,13 +19,13 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_bool, require_finite, require_positive_int, require_state
+from intbmoe.checks import require, require_state
 from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing
 from intbmoe.ops import native
 from intbmoe.ops.blocks import Blocks
@@ -37,53 +37,47 @@ from intbmoe.parts.experts import StackedLinear, SwiGLU
 from intbmoe.parts.router import MLPRouter, mask_choices
 from intbmoe.precision import autocast_off, cast, linear, wide
 from intbmoe.registry import register
+from intbmoe.settings import AtMost, MustBe, PositiveInt
 
 
 @dataclass(frozen=True)
 class IntBMoEConfig(LayerConfig):
     """Every switch of the layer; the defaults are the paper's on ImageNet."""
 
-    hidden: int | tuple[int, ...]
+    hidden: Annotated[PositiveInt | tuple[PositiveInt, ...], MustBe("a positive integer or a tuple of them")]
     """Inner widths of a block: L = len(hidden) + 1 internal layers, an int means one inner width."""
     _: KW_ONLY
-    experts: int = 16
+    experts: PositiveInt = 16
     """E, expert bases in each internal layer's pool."""
-    blocks: int = 8
+    blocks: PositiveInt = 8
     """K, codebook entries and thus composed blocks."""
-    top_k: int = 2
+    top_k: Annotated[PositiveInt, AtMost("blocks")] = 2
     """k, blocks a token is sent to."""
-    code_dim: int = 32
-    router_dim: int = 64
-    hyper_dim: int = 16
-    shared_hidden: int | None = None
+    code_dim: PositiveInt = 32
+    """Width of a codebook entry."""
+    router_dim: PositiveInt = 64
+    """Inner width of the router's MLP."""
+    hyper_dim: PositiveInt = 16
+    """Inner width of the hypernetwork that makes coefficients of codebook entries."""
+    shared_hidden: PositiveInt | None = None
     """Inner width of the shared SwiGLU; None matches its weights to one expert's."""
     residual_scale: float = 1.0
     """λ at the start."""
     learn_scale: bool = True
+    """Whether λ is trained."""
     gate: bool = True
+    """Whether a composed block has a gating path beside its value path; without it λ is not there either."""
     filter: bool = True
+    """Whether a token is filtered for the block that it enters."""
     shared: bool = True
+    """Whether there is a shared SwiGLU that every token passes."""
     coefficients: Literal["linear", "softmax"] = "linear"
     """Unconstrained with 1/√E, or a softmax over the bases for each path."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        allowed = "a positive integer or a tuple of them, one for each inner width"
-        require(isinstance(self.hidden, int | tuple | list), "hidden", self.hidden, allowed)
-        widths = (self.hidden,) if isinstance(self.hidden, int) else tuple(self.hidden)
-        for width in widths:
-            require_positive_int("hidden", width)
+        widths = self.hidden if isinstance(self.hidden, tuple) else (self.hidden,)
         object.__setattr__(self, "hidden", widths)
-        for name in ("experts", "blocks", "code_dim", "router_dim", "hyper_dim"):
-            require_positive_int(name, getattr(self, name))
-        require_positive_int("top_k", self.top_k, at_most=self.blocks, limit="blocks")
-        if self.shared_hidden is not None:
-            require_positive_int("shared_hidden", self.shared_hidden)
-        require_finite("residual_scale", self.residual_scale)
-        for name in ("learn_scale", "gate", "filter", "shared"):
-            require_bool(name, getattr(self, name))
-        known = self.coefficients in ("linear", "softmax")
-        require(known, "coefficients", self.coefficients, "'linear' or 'softmax'")
 
     @property
     def widths(self) -> tuple[int, ...]:

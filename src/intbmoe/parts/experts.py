@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_positive_int
 from intbmoe.layer import LayerConfig
 from intbmoe.ops.grouped_mm import grouped_mm
 from intbmoe.ops.merged_mm import merged_mm
@@ -24,6 +23,7 @@ from intbmoe.ops.swiglu import swiglu
 from intbmoe.ops.triton_support import usable
 from intbmoe.parts.dispatch import Dispatch, combine, dispatch, spread, to_rows
 from intbmoe.precision import linear
+from intbmoe.settings import PositiveInt
 
 
 class SwiGLU(nn.Module):
@@ -146,19 +146,11 @@ class SwiGLUExperts(StackedExperts):
 class ExpertsConfig(LayerConfig):
     """Fields of every method with stacked experts. ``experts`` is literal: that many are made."""
 
-    hidden: int
-    """Inner width of one expert."""
     _: KW_ONLY
-    experts: int = 8
-    """E."""
+    experts: PositiveInt = 8
+    """E, how many experts."""
     expert: Literal["gelu", "swiglu"] = "gelu"
     """The expert network: GELU FFN with biases, or SwiGLU without."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive_int("hidden", self.hidden)
-        require_positive_int("experts", self.experts)
-        require(self.expert in ("gelu", "swiglu"), "expert", self.expert, "'gelu' or 'swiglu'")
 
     def make_experts(self) -> StackedExperts:
         """The E experts so configured."""

@@ -31,7 +31,7 @@ import yaml
 from intbmoe.files import replace_file, to_json
 from intbmoe.recipes import recipe_from_dict, recipe_to_dict
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.recipe import Recipe, require_folder_name
+from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
 from intbmoe.train.files import full_disk_is_explained, read_json
 
@@ -55,7 +55,6 @@ class RunDirectory:
     @classmethod
     def of(cls, recipe: Recipe, root: str | Path) -> "RunDirectory":
         """Where a recipe's run belongs: root/<recipe>/<label or method>/<seed>."""
-        require_folder_name("name", recipe.name)
         return cls(Path(root) / recipe.name / (recipe.moe.label or recipe.moe.name) / str(recipe.train.seed))
 
     @classmethod

@@ -209,10 +209,10 @@ def test_data_is_read_when_a_split_is_asked_for():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LanguageData(source="books"), r"data.source='books'.*stdlib, wikipedia, minipile"),
-        (lambda: LanguageData(length=0), r"data.length=0"),
-        (lambda: LanguageData(max_bytes=0), r"data.max_bytes=0"),
-        (lambda: LanguageData(source="wikipedia", max_bytes=9), r"data.max_bytes=9 .*None for wikipedia"),
+        (lambda: LanguageData(source="books"), r"source='books'.*'stdlib', 'wikipedia', 'minipile'"),
+        (lambda: LanguageData(length=0), r"length=0"),
+        (lambda: LanguageData(max_bytes=0), r"max_bytes=0"),
+        (lambda: LanguageData(source="wikipedia", max_bytes=9), r"max_bytes=9 .*None for wikipedia"),
         (lambda: replace(recipe(), task="vision"), "task='vision'"),
     ],
 )

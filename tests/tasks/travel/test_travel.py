@@ -252,9 +252,9 @@ def test_the_paper_size_model_takes_a_real_step(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TravelData(source="yelp"), "data.source='yelp'.*'journeys' or 'inttravel'"),
-        (lambda: TravelData(users=0), "data.users=0"),
-        (lambda: TravelData(utc_offset=25), "data.utc_offset=25"),
+        (lambda: TravelData(source="yelp"), "source='yelp'.*'journeys' or 'inttravel'"),
+        (lambda: TravelData(users=0), "users=0"),
+        (lambda: TravelData(utc_offset=25), "utc_offset=25"),
         (lambda: replace(recipe(), task="vision"), "task='vision'"),
         (lambda: TravelConfig(sessions=0), "sessions=0"),
     ],

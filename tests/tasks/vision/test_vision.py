@@ -170,9 +170,9 @@ def test_with_fewer_than_five_classes_the_top_five_are_all():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: VisionData(source="mnist"), "data.source='mnist'.*digits, tiny-imagenet, imagenet"),
-        (lambda: VisionData(valid_fraction=0.0), "data.valid_fraction=0.0"),
-        (lambda: VisionData(valid_fraction=1.0), "data.valid_fraction=1.0"),
+        (lambda: VisionData(source="mnist"), "source='mnist'.*'digits', 'tiny-imagenet', 'imagenet'"),
+        (lambda: VisionData(valid_fraction=0.0), "valid_fraction=0.0"),
+        (lambda: VisionData(valid_fraction=1.0), "valid_fraction=1.0"),
         (lambda: recipe(augmentation=Augmentation(kind="deit")), "'none' or 'light' with 1 channel"),
         (lambda: recipe(augmentation=Augmentation(kind="light", pad=8)), r"pad=8 .*below image_size \(8\)"),
         (lambda: replace(recipe(), task="language"), "task='language'"),
