@@ -6,7 +6,7 @@ from intbmoe import doctor
 from intbmoe.cli import main
 
 
-def test_every_form_of_this_machine_is_right(capsys):
+def test_every_backend_of_this_machine_is_right(capsys):
     main(["doctor"])
     printed = capsys.readouterr().out
     assert "IntBMoE on cpu in float64" in printed
@@ -14,14 +14,14 @@ def test_every_form_of_this_machine_is_right(capsys):
     assert "WRONG" not in printed
 
 
-def test_a_wrong_form_is_told_and_ends_with_an_error(monkeypatch, capsys):
+def test_a_wrong_backend_is_told_and_ends_with_an_error(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_distance", lambda *_: 0.5)
     with pytest.raises(SystemExit, match="does not work"):
         main(["doctor"])
     assert "WRONG, 5.0e-01 from float64" in capsys.readouterr().out
 
 
-def test_a_form_that_fails_is_told_with_its_error(monkeypatch):
+def test_a_backend_that_fails_is_told_with_its_error(monkeypatch):
     def fail(*_):
         raise RuntimeError("no kernel image")
 

@@ -1,6 +1,6 @@
-"""``intbmoe doctor``: what this machine has, which form of each operation it gets, and whether that form is right.
+"""``intbmoe doctor``: what this machine has, which backend it gets, and whether that backend is right.
 
-Every form is run on a small IntBMoE layer and held against the specification in float64, outputs and, in training,
+Each runs a small IntBMoE layer, which is compared with the specification in float64: outputs and, in training,
 gradients.
 """
 
@@ -15,8 +15,7 @@ import torch
 
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.ops import native
-from intbmoe.ops.triton_support import INSTALLED, usable
-from intbmoe.parts.blocks import choose_form
+from intbmoe.ops.backend import TRITON, Backend, choose_backend
 
 EXTRAS = {
     "plots": ("matplotlib", "jinja2"),
@@ -61,8 +60,8 @@ def _machine() -> list[Finding]:
 
 
 def _packages() -> list[Finding]:
-    triton = "not installed: a GPU runs the plain forms, which are slower"
-    found = [Finding("triton", _version("triton") if INSTALLED else triton), Finding("native library", native.STATUS)]
+    triton = "not installed: a GPU runs plain torch, which is slower"
+    found = [Finding("triton", _version("triton") if TRITON else triton), Finding("native library", native.STATUS)]
     for extra, modules in EXTRAS.items():
         missing = [module for module in modules if find_spec(module) is None]
         value = "installed" if not missing else f"{', '.join(missing)} missing: pip install 'intbmoe[{extra}]'"
@@ -82,7 +81,7 @@ class _Case(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
-    form: str | None = None
+    backend: Backend | None = None
     gradients: bool = True
 
 
@@ -100,21 +99,21 @@ def _check(case: _Case) -> Finding:
     """Run a small layer and compare; any exception is a finding too."""
     like = torch.empty(0, dtype=case.dtype, device=case.device)
     with torch.set_grad_enabled(case.gradients):
-        chosen = case.form or choose_form(like)
+        chosen = case.backend or choose_backend(like, has_native=True)
     inference = "" if case.gradients else ", inference"
     name = f"IntBMoE on {case.device.type} in {str(case.dtype).removeprefix('torch.')}{inference}"
-    kernels = ", by Triton" if chosen == "fused" and usable(like) else ""
+    kernels = ", by Triton" if chosen == "fused" else ""
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             error = _distance(case)
     except Exception as failure:  # a broken driver, a missing compiler: what doctor is there to tell
-        return Finding(name, f"form {chosen}{kernels}: {type(failure).__name__}: {failure}", False)
+        return Finding(name, f"backend {chosen}{kernels}: {type(failure).__name__}: {failure}", False)
     good = error <= BOUNDS[case.dtype]
     verdict = "right" if good else "WRONG"
     # The first line: below it torch may have written the calls of its own code.
     warned = "".join(f"; warning: {line}" for line in dict.fromkeys(str(w.message).partition("\n")[0] for w in said))
-    return Finding(name, f"form {chosen}{kernels}: {verdict}, {error:.1e} from float64{warned}", good)
+    return Finding(name, f"backend {chosen}{kernels}: {verdict}, {error:.1e} from float64{warned}", good)
 
 
 def _distance(case: _Case) -> float:
@@ -125,9 +124,9 @@ def _distance(case: _Case) -> float:
         x = torch.randn(2, 96, 64).to(case.dtype)
         probe = torch.randn(2, 96, 64).to(case.dtype)
     exact = copy.deepcopy(layer).double()
-    exact.form = "naive"
+    exact.backend = "naive"
     layer = layer.to(case.device)
-    layer.form = case.form
+    layer.backend = case.backend
     if not case.gradients:
         with torch.no_grad():
             found, expected = layer(x.to(case.device)).double().cpu(), exact(x.double())

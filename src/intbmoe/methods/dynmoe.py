@@ -66,7 +66,7 @@ class DynMoEConfig(PoolConfig):
     """β_2, mean activation relative to diversity (authors' DeepSpeed code: 1)."""
 
 
-@register("dynmoe", title="DynMoE", paper="Guo et al., 2025", participation="sparse")
+@register("dynmoe", title="DynMoE", paper="Guo et al., 2025", participation="sparse", dynamic=True)
 class DynMoE(PoolLayer):
     """Top-any token choice by cosine and threshold, with a pool that follows what tokens ask for."""
 

@@ -88,7 +88,7 @@ class MASSConfig(PoolConfig):
     """Optimizer steps in which the pool may grow (authors: a tenth of training)."""
 
 
-@register("mass", title="MASS", paper="Park and Park, 2026", participation="sparse")
+@register("mass", title="MASS", paper="Park and Park, 2026", participation="sparse", dynamic=True)
 class MASS(PoolLayer):
     """Top-p token choice, with a pool that grows where gradients drift."""
 

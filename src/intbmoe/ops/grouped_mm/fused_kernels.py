@@ -44,11 +44,10 @@ def _swizzle(tile, tiles_m, tiles_n, SWIZZLE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "groups", "slots"])  # their values change nothing in the code
 def mm(
-    x,  # (N or M, i), rows contiguous
+    x,  # (M, i), rows contiguous
     weight,  # (G, i, o), any strides; as a descriptor (G, i, o), or (G, o, i) if W_TRANSPOSED
     out,  # (M, o), rows contiguous
     offsets,  # (G,) int32 ends
-    token,  # (M,) or None
     rows,
     groups,
     inputs,
@@ -61,7 +60,6 @@ def mm(
     slots,
     UNIT: tl.constexpr,
     GROUPS: tl.constexpr,
-    GATHER: tl.constexpr,
     X_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
     W_TRANSPOSED: tl.constexpr,
@@ -73,7 +71,7 @@ def mm(
     SWIZZLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out[r] = x[token[r]] @ weight[g(r)]; zero for rows of no group where the slots reach them."""
+    """out[r] = x[r] @ weight[g(r)]; zero for rows of no group where the slots reach them."""
     inputs = inputs // UNIT * UNIT
     outputs = outputs // UNIT * UNIT
     x_stride = x_stride // UNIT * UNIT
@@ -92,10 +90,7 @@ def mm(
     row = first + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows past the group's end are computed from whatever row is at hand, and not stored.
-    if GATHER:
-        source = tl.load(token + row, mask=row < end, other=0).to(tl.int64)
-    else:
-        source = tl.minimum(row, rows - 1).to(tl.int64)
+    source = tl.minimum(row, rows - 1).to(tl.int64)
     known = tl.minimum(group, groups - 1)
     if not X_TMA:
         x_row = x + source[:, None] * x_stride
@@ -220,18 +215,16 @@ def _tile(
 
 @triton.jit
 def outer(
-    x,  # (N or M, i), rows contiguous
+    x,  # (M, i), rows contiguous
     grad,  # (M, o), rows contiguous
     out,  # (SPLITS, G, i, o), rows contiguous, the other dimensions without gaps
     offsets,  # (G,) int32 ends
-    token,  # (M,) or None
     inputs,
     outputs,
     x_stride,
     grad_stride,
     out_stride,
     UNIT: tl.constexpr,
-    GATHER: tl.constexpr,
     X_TMA: tl.constexpr,
     GRAD_TMA: tl.constexpr,
     EVEN_I: tl.constexpr,
@@ -243,7 +236,7 @@ def outer(
     SWIZZLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out[s, g] = Σ over the s-th part of group g's rows of x[token[r]] ⊗ grad[r]; zero for a part without rows."""
+    """out[s, g] = Σ over the s-th part of group g's rows of x[r] ⊗ grad[r]; zero for a part without rows."""
     inputs = inputs // UNIT * UNIT
     outputs = outputs // UNIT * UNIT
     x_stride = x_stride // UNIT * UNIT
@@ -263,18 +256,12 @@ def outer(
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for first in range(start, whole, BLOCK_K):
         row = first + tl.arange(0, BLOCK_K)
-        source = row
-        if GATHER:
-            source = tl.load(token + row)
-        a = _tile(x, source, i, first, first_i, end, inputs, x_stride, X_TMA, EVEN_I, False)
+        a = _tile(x, row, i, first, first_i, end, inputs, x_stride, X_TMA, EVEN_I, False)
         b = _tile(grad, row, o, first, first_o, end, outputs, grad_stride, GRAD_TMA, EVEN_O, False)
         total = tl.dot(a.T, b, total, input_precision=PRECISION)
     if whole < end:
         row = whole + tl.arange(0, BLOCK_K)
-        source = row
-        if GATHER:
-            source = tl.load(token + row, mask=row < end, other=0)
-        a = _tile(x, source, i, whole, first_i, end, inputs, x_stride, X_TMA, EVEN_I, True)
+        a = _tile(x, row, i, whole, first_i, end, inputs, x_stride, X_TMA, EVEN_I, True)
         b = _tile(grad, row, o, whole, first_o, end, outputs, grad_stride, GRAD_TMA, EVEN_O, True)
         total = tl.dot(a.T, b, total, input_precision=PRECISION)
     matrix = (split * tl.num_programs(2) + group).to(tl.int64) * inputs

@@ -9,13 +9,13 @@ from intbmoe.ops.triton_support import differentiable_once, on_device, power_of_
 
 ELEMENTS = 1024
 
-torch.library.define("intbmoe::route", "(Tensor scores, int k) -> (Tensor, Tensor)")
-torch.library.define("intbmoe::route_backward", "(Tensor grad, Tensor scores, Tensor ids) -> Tensor")
+torch.library.define("intbmoe::choose", "(Tensor scores, int k) -> (Tensor, Tensor)")
+torch.library.define("intbmoe::choose_backward", "(Tensor grad, Tensor scores, Tensor ids) -> Tensor")
 
 
-def route(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As ``naive.route``."""
-    return torch.ops.intbmoe.route(scores, k)
+def choose(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As ``naive.choose``."""
+    return torch.ops.intbmoe.choose(scores, k)
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _softmax(scores, token, tokens, column, CHOICES: tl.constexpr):
 
 
 @triton.jit
-def _route_forward(
+def _choose_forward(
     scores, ids, weights, tokens, CHOICES: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -49,7 +49,7 @@ def _route_forward(
 
 
 @triton.jit
-def _route_backward(
+def _choose_backward(
     grad, scores, ids, out, tokens, CHOICES: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -71,38 +71,38 @@ def _sizes(choices: int) -> dict[str, int]:
     return {"CHOICES": choices, "PADDED": padded, "TILE": max(1, ELEMENTS // padded)}
 
 
-@torch.library.impl("intbmoe::route", "default")
+@torch.library.impl("intbmoe::choose", "default")
 def _run(scores, k):
     ids, weights = _allocate(scores, k)
     tokens = scores.shape[0]
     sizes = _sizes(scores.shape[1])
     if tokens:
         with on_device(scores):
-            _route_forward[(triton.cdiv(tokens, sizes["TILE"]),)](
+            _choose_forward[(triton.cdiv(tokens, sizes["TILE"]),)](
                 scores.contiguous(), ids, weights, tokens, K=k, **sizes
             )
     return ids, weights
 
 
-@torch.library.register_fake("intbmoe::route")
+@torch.library.register_fake("intbmoe::choose")
 def _allocate(scores, k):
     return scores.new_empty(scores.shape[0], k, dtype=torch.int64), scores.new_empty(scores.shape[0], k)
 
 
-@torch.library.impl("intbmoe::route_backward", "default")
+@torch.library.impl("intbmoe::choose_backward", "default")
 def _run_backward(grad, scores, ids):
     out = torch.empty_like(scores, memory_format=torch.contiguous_format)
     (tokens, choices), k = scores.shape, ids.shape[1]
     sizes = _sizes(choices)
     if tokens:
         with on_device(scores):
-            _route_backward[(triton.cdiv(tokens, sizes["TILE"]),)](
+            _choose_backward[(triton.cdiv(tokens, sizes["TILE"]),)](
                 grad.contiguous(), scores.contiguous(), ids, out, tokens, K=k, **sizes
             )
     return out
 
 
-@torch.library.register_fake("intbmoe::route_backward")
+@torch.library.register_fake("intbmoe::choose_backward")
 def _(grad, scores, ids):
     return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
@@ -112,8 +112,8 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, _, grad):
-    return torch.ops.intbmoe.route_backward(grad, *ctx.saved_tensors), None
+    return torch.ops.intbmoe.choose_backward(grad, *ctx.saved_tensors), None
 
 
-torch.library.register_autograd("intbmoe::route", _differentiate, setup_context=_save)
-differentiable_once("intbmoe::route_backward")
+torch.library.register_autograd("intbmoe::choose", _differentiate, setup_context=_save)
+differentiable_once("intbmoe::choose_backward")

@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intbmoe.ops.dprg.fused import load_rows
 from intbmoe.ops.permute import Permutation
-from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sum_partials
+from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sum_partials
 from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device, power_of_2
 
 TOKENS = Tiling(elements=512, per_lane=8)

@@ -1,6 +1,7 @@
 import torch
 
-from intbmoe.ops.dprg import dprg, naive
+from intbmoe.ops.blocks import naive
+from intbmoe.parts.blocks import dprg
 
 
 def test_fused_is_the_equation_with_gradients():

@@ -1,33 +1,33 @@
-"""What lets experts choose: places filled with tokens, exact capacities, packed choices, state kept wide."""
+"""What lets experts choose: seats given to tokens, exact capacities, packed choices, state kept wide."""
 
 import pytest
 import torch
 from torch import nn
 
 from intbmoe.layer import LayerConfig
-from intbmoe.parts.dispatch import capacity_of, exact_ratio, limit_capacity, places, sum_places, to_places
+from intbmoe.parts.dispatch import capacity_of, exact_ratio, limit_capacity, seat, sum_seats, to_seats
 from intbmoe.parts.router import pack_choices
 from intbmoe.parts.state import WideBuffers
 
 
-def test_places_and_their_sums_are_transposes():
+def test_seats_and_their_sums_are_transposes():
     token = torch.tensor([3, 0, 3, 1, 3, 0])
-    plan = places(token, 5)
+    plan = seat(token, 5)
     x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
     v = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(to_places(x, plan), x[token])
+    assert torch.equal(to_seats(x, plan), x[token])
     expected = torch.zeros(5, 2, dtype=torch.float64).index_add(0, token, v)
-    torch.testing.assert_close(sum_places(v, plan), expected)
-    assert torch.autograd.gradcheck(lambda x: to_places(x, plan), (x,))
-    assert torch.autograd.gradcheck(lambda v: sum_places(v, plan), (v,))
-    assert torch.autograd.gradgradcheck(lambda v: sum_places(v, plan).square(), (v,))
+    torch.testing.assert_close(sum_seats(v, plan), expected)
+    assert torch.autograd.gradcheck(lambda x: to_seats(x, plan), (x,))
+    assert torch.autograd.gradcheck(lambda v: sum_seats(v, plan), (v,))
+    assert torch.autograd.gradgradcheck(lambda v: sum_seats(v, plan).square(), (v,))
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_no_places_are_ordinary_input(tokens):
-    plan = places(torch.zeros(0, dtype=torch.int64), tokens)
-    assert to_places(torch.ones(tokens, 2), plan).shape == (0, 2)
-    assert torch.equal(sum_places(torch.ones(0, 2), plan), torch.zeros(tokens, 2))
+def test_no_seats_are_ordinary_input(tokens):
+    plan = seat(torch.zeros(0, dtype=torch.int64), tokens)
+    assert to_seats(torch.ones(tokens, 2), plan).shape == (0, 2)
+    assert torch.equal(sum_seats(torch.ones(0, 2), plan), torch.zeros(tokens, 2))
 
 
 def test_capacity_rounds_up_exactly():

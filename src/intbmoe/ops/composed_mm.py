@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from intbmoe.ops.compose import Recipe, compose
-from intbmoe.ops.grouped_mm import grouped_mm
-from intbmoe.ops.grouped_mm.fused import gathered_outer
-from intbmoe.ops.grouped_mm.grouped import grouped_outer
-from intbmoe.ops.triton_support import differentiable_once, runs_on
+from intbmoe.ops.backend import Backend
+from intbmoe.ops.compose import Coefficients, compose
+from intbmoe.ops.grouped_mm import grouped_mm, grouped_outer
+from intbmoe.ops.triton_support import differentiable_once
 from intbmoe.precision import wide
 
 torch.library.define(
     "intbmoe::composed_mm",
-    "(Tensor z, Tensor value, Tensor? gate, Tensor pool, Tensor ends, float factor, bool complete, str form) -> Tensor",
+    "(Tensor z, Tensor value, Tensor? gate, Tensor pool, Tensor ends, float factor, bool complete, str backend) "
+    "-> Tensor",
 )
 torch.library.define(
     "intbmoe::composed_mm_backward",
     "(Tensor grad, Tensor z, Tensor value, Tensor? gate, Tensor pool, Tensor ends, float factor, bool complete, "
-    "str form) -> (Tensor, Tensor, Tensor, Tensor)",
+    "str backend) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -32,50 +32,44 @@ torch.library.define(
 class Pooled:
     """Weights that are composed where they are used, instead of once and for all."""
 
-    recipe: Recipe
+    coefficients: Coefficients
     pool: Tensor
     """(E, i, o)."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """As if composed: (K, i, P·o)."""
-        paths = 1 if self.recipe.gate is None else 2
-        return self.recipe.value.shape[0], self.pool.shape[1], paths * self.pool.shape[2]
+        paths = 1 if self.coefficients.gate is None else 2
+        return self.coefficients.value.shape[0], self.pool.shape[1], paths * self.pool.shape[2]
 
 
-def multiply(z: Tensor, weight: Tensor | Pooled, ends: Tensor, *, complete: bool, form: str | None = None) -> Tensor:
+def multiply(z: Tensor, weight: Tensor | Pooled, ends: Tensor, backend: Backend, *, complete: bool) -> Tensor:
     """(M, i) rows sorted by group, times their group's weight → (M, P·o)."""
-    product = None if form == "fused" else form
     if isinstance(weight, Tensor):
-        return grouped_mm(z, weight, ends, complete=complete, form=product)
-    value, gate, factor = weight.recipe
-    return torch.ops.intbmoe.composed_mm(z, value, gate, weight.pool, ends, factor, complete, form or "")
-
-
-def _weight(z: Tensor, value: Tensor, gate: Tensor | None, pool: Tensor, factor: float, form: str) -> Tensor:
-    return compose(Recipe(value, gate, factor), pool, z.dtype, form)
+        return grouped_mm(z, weight, ends, backend, complete=complete)
+    value, gate, factor = weight.coefficients
+    return torch.ops.intbmoe.composed_mm(z, value, gate, weight.pool, ends, factor, complete, backend)
 
 
 @torch.library.impl("intbmoe::composed_mm", "default")
-def _run(z, value, gate, pool, ends, factor, complete, form):
-    weight = _weight(z, value, gate, pool, factor, form)
-    return multiply(z, weight, ends, complete=complete, form=form or None)
+def _run(z, value, gate, pool, ends, factor, complete, backend):
+    weight = compose(Coefficients(value, gate, factor), pool, z.dtype, backend)
+    return grouped_mm(z, weight, ends, backend, complete=complete)
 
 
 @torch.library.register_fake("intbmoe::composed_mm")
-def _fake(z, value, gate, pool, ends, factor, complete, form):
-    weight = Pooled(Recipe(value, gate, factor), pool)
-    return multiply(z, z.new_empty(weight.shape), ends, complete=complete, form=form or None)
+def _fake(z, value, gate, pool, ends, factor, complete, backend):
+    weight = Pooled(Coefficients(value, gate, factor), pool)
+    return grouped_mm(z, z.new_empty(weight.shape), ends, backend, complete=complete)
 
 
 @torch.library.impl("intbmoe::composed_mm_backward", "default")
-def _run_backward(grad, z, value, gate, pool, ends, factor, complete, form):
-    weight = _weight(z, value, gate, pool, factor, form)
-    z_grad = multiply(grad, weight.transpose(1, 2), ends, complete=complete, form=form or None)
+def _run_backward(grad, z, value, gate, pool, ends, factor, complete, backend):
+    weight = compose(Coefficients(value, gate, factor), pool, z.dtype, backend)
+    z_grad = grouped_mm(grad, weight.transpose(1, 2), ends, backend, complete=complete)
     del weight
-    triton = runs_on(z.device) and form in ("fused", "")  # no form: whatever is there
-    weight_grad = (gathered_outer if triton else grouped_outer)(z, grad, ends)
-    if form == "fused":
+    weight_grad = grouped_outer(z, grad, ends, backend)
+    if backend == "fused":
         rows, pool_grad = torch.ops.intbmoe.compose_backward(weight_grad, value, gate, pool, factor)
         gate_rows = rows[len(value) :]
         return z_grad, rows[: len(value)].clone(), gate_rows.clone(), pool_grad
@@ -91,23 +85,23 @@ def _run_backward(grad, z, value, gate, pool, ends, factor, complete, form):
 
 
 @torch.library.register_fake("intbmoe::composed_mm_backward")
-def _fake_backward(grad, z, value, gate, pool, ends, factor, complete, form):
-    weight = z.new_empty(Pooled(Recipe(value, gate, factor), pool).shape).transpose(1, 2)
-    z_grad = multiply(grad, weight, ends, complete=complete, form=form or None)
+def _fake_backward(grad, z, value, gate, pool, ends, factor, complete, backend):
+    weight = z.new_empty(Pooled(Coefficients(value, gate, factor), pool).shape).transpose(1, 2)
+    z_grad = grouped_mm(grad, weight, ends, backend, complete=complete)
     gate_grad = value.new_empty(0 if gate is None else value.shape[0], value.shape[1])
     pool_grad = torch.empty_like(pool, memory_format=torch.contiguous_format)
     return z_grad, torch.empty_like(value), gate_grad, pool_grad
 
 
 def _save(ctx, inputs, output):
-    z, value, gate, pool, ends, ctx.factor, ctx.complete, ctx.form = inputs
+    z, value, gate, pool, ends, ctx.factor, ctx.complete, ctx.backend = inputs
     ctx.save_for_backward(z, value, gate, pool, ends)
 
 
 def _differentiate(ctx, grad):
     z, value, gate, pool, ends = ctx.saved_tensors
     z_grad, value_grad, gate_grad, pool_grad = torch.ops.intbmoe.composed_mm_backward(
-        grad, z, value, gate, pool, ends, ctx.factor, ctx.complete, ctx.form
+        grad, z, value, gate, pool, ends, ctx.factor, ctx.complete, ctx.backend
     )
     return z_grad, value_grad, None if gate is None else gate_grad, pool_grad, None, None, None, None
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 
-def route(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def choose(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(N, K) scores → ids (N, k), best first, equal scores by index, and their softmax over all K (N, k).
 
     ``torch.topk`` leaves the order of equal scores open, hence the stable sort (of a handful of columns).

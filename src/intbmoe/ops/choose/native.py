@@ -1,4 +1,4 @@
-"""Routing without gradients on the CPU, in one call of the compiled library."""
+"""Choices without gradients on the CPU, in one call of the compiled library."""
 
 import torch
 from torch import Tensor
@@ -6,8 +6,8 @@ from torch import Tensor
 from intbmoe.ops.native import LIBRARY, address
 
 
-def route(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As ``naive.route``."""
+def choose(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As ``naive.choose``."""
     scores = scores.contiguous()
     tokens, blocks = scores.shape
     ids = scores.new_empty(tokens, k, dtype=torch.int64)

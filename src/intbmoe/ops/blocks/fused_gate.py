@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intbmoe.ops.dprg.naive import RMS_EPS
+from intbmoe.ops.blocks.naive import RMS_EPS
 from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sum_partials
 from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device, power_of_2
 
@@ -60,13 +60,6 @@ def gated_rows(
     Rows after the last group are left uninitialised.
     """
     return torch.ops.intbmoe.gated_rows(rows, bias, gain, scale, *norm, ends, norm_eps)[0]
-
-
-@triton.jit
-def load_rows(base, row, column, stride, mask):
-    """A tile of rows in float32."""
-    place = row[:, None].to(tl.int64) * stride + column[None, :]
-    return tl.load(base + place, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

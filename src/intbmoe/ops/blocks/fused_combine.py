@@ -1,6 +1,6 @@
 """The last internal layer of a block and the combine in one Triton kernel each way.
 
-From rows [v | g] of the last grouped GEMM to each token's sum over its k rows (``ops/dprg/fused.py`` has the letters):
+From rows [v | g] of the last grouped GEMM to each token's sum over its k rows (``fused_gate.py`` has the letters):
 
     y_t = Σ_b π_{t,b} · v ⊙ (1 + λ SiLU(RMSNorm(g))) + S_t            S: the shared expert's output, where there is one
 
@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intbmoe.ops.dprg.fused import gate_gradients, inverse_rms, load_rows, rms_gradient
-from intbmoe.ops.dprg.naive import RMS_EPS
+from intbmoe.ops.blocks.fused_gate import gate_gradients, inverse_rms, rms_gradient
+from intbmoe.ops.blocks.naive import RMS_EPS
 from intbmoe.ops.permute import Permutation
-from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sum_partials
+from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sum_partials
 from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device, power_of_2
 
 FORWARD = Tiling(elements=512, per_lane=8)
