@@ -11,9 +11,9 @@ Full-Participation Mixture-of-Experts", 2026. In our letters (``docs/method.md``
     between       z^l = LN(z̃^l) for l < L,  z^L = z̃^L = F_b(x_t)
     output        y_t = Σ_{b ∈ B_t} π_{t,b} F_b(x_t) + S(x_t)                    S: shared SwiGLU, always on
 
-``BlockLayer.compute`` takes the tokens from router to output, ``parts/blocks.py`` through the blocks. The forward to read
-is ``ops/blocks/naive.py``, a loop over blocks: ``layer.backend = "naive"`` runs it, and every other backend is tested
-against it.
+``BlockLayer.compute`` takes the tokens from router to output, ``parts/blocks.py`` through the blocks. The forward to
+read is ``ops/blocks/naive.py``, a loop over blocks: ``layer.backend = "naive"`` runs it, and every other backend is
+tested against it.
 
 The released module differs in one point: it holds a LayerNorm after the last internal layer that nothing uses. Ours
 has none; ``load_reference_state_dict`` and ``to_reference_state_dict`` translate.

@@ -1,21 +1,21 @@
-"""The grouped product and its weight gradient in Triton, as custom ops.
+"""The grouped product and its weight gradient in Triton.
 
-Opaque to the compiler, counted by the flop counter, differentiable twice. No launch waits for the device or depends on
-where the rows fall, sums are taken in a fixed order, accumulation is in float32.
+No launch waits for the device or depends on where the rows fall, sums are taken in a fixed order, accumulation is in
+float32.
 
 Tiles come from ``mm_tile`` and ``outer_tile``, fixed tables keyed on shapes, so a run takes the same path every time;
 ``run_mm`` and ``run_outer`` take another tile where one is given, for benchmarks and tests.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from intbmoe.checks import require
 from intbmoe.ops.backend import DTYPES, triton_runs
+from intbmoe.ops.grouped_mm import operations
 from intbmoe.ops.triton_support import ALIGNMENT, empty_matrices, empty_rows, in_rows, on_device, power_of_2
 
 PROCESSORS = 132
@@ -106,10 +106,6 @@ def _fit(block: int, width: int) -> int:
     return min(block, power_of_2(width, 16))
 
 
-torch.library.define("intbmoe::fused_mm", "(Tensor x, Tensor weight, Tensor offsets, bool complete) -> Tensor")
-torch.library.define("intbmoe::fused_outer", "(Tensor x, Tensor grad, Tensor offsets) -> Tensor")
-
-
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool = False) -> Tensor:
     """As ``naive.grouped_mm``; ``complete`` says that no row follows the last group.
 
@@ -146,45 +142,20 @@ def run_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool, tile: Til
     x_factor = _described(x, (tile.m, tile.k)) if x_described else x
     weight_block = (1, tile.n, tile.k) if transposed else (1, tile.k, tile.n)
     weight_factor = _described(matrices, weight_block) if weight_described else weight
-    sizes = {
-        "UNIT": _unit(inputs, outputs, x.stride(0), *matrices.stride()[:2], out.stride(0)),
-        "GROUPS": power_of_2(groups),
-        "W_TRANSPOSED": transposed,
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
-        "SWIZZLE": tile.swizzle,
-        "PRECISION": _precision(tile),
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
-    if tile.persistent and tile.descriptors and through:
-        with on_device(x):
+    unit = _unit(inputs, outputs, x.stride(0), *matrices.stride()[:2], out.stride(0))
+    sizes = {"UNIT": unit, "GROUPS": power_of_2(groups), "W_TRANSPOSED": transposed, **_launch(tile)}
+    with on_device(x):
+        if tile.persistent and tile.descriptors and through:
             fused_kernels.mm_through[(min(tiles, tile.persistent * PROCESSORS),)](
                 x_factor, weight_factor, out, offsets, groups, outputs, out.stride(0),
                 STEPS=math.ceil(inputs / tile.k), **sizes,
             )  # fmt: skip
-        return out
-    with on_device(x):
-        fused_kernels.mm[(tiles,)](
-            x_factor,
-            weight_factor,
-            out,
-            offsets,
-            rows,
-            groups,
-            inputs,
-            outputs,
-            x.stride(0),
-            *weight.stride(),
-            out.stride(0),
-            slots,
-            X_TMA=x_described,
-            W_TMA=weight_described,
-            EVEN_I=inputs % tile.k == 0,
-            EVEN_O=outputs % tile.n == 0,
-            **sizes,
-        )
+        else:
+            fused_kernels.mm[(tiles,)](
+                x_factor, weight_factor, out, offsets, rows, groups, inputs, outputs,
+                x.stride(0), *weight.stride(), out.stride(0), slots, X_TMA=x_described, W_TMA=weight_described,
+                EVEN_I=inputs % tile.k == 0, EVEN_O=outputs % tile.n == 0, **sizes,
+            )  # fmt: skip
     return out
 
 
@@ -211,27 +182,11 @@ def run_outer(x: Tensor, grad: Tensor, offsets: Tensor, tile: Tile | None = None
         fused_kernels.outer[(tiles, splits, groups)](
             _described(x, (tile.k, tile.m)) if x_described else x,
             _described(grad, (tile.k, tile.n)) if grad_described else grad,
-            target,
-            offsets,
-            inputs,
-            outputs,
-            x.stride(0),
-            grad.stride(0),
-            out.stride(1),
+            target, offsets, inputs, outputs, x.stride(0), grad.stride(0), out.stride(1),
             UNIT=_unit(inputs, outputs, x.stride(0), grad.stride(0), out.stride(1)),
-            X_TMA=x_described,
-            GRAD_TMA=grad_described,
-            EVEN_I=inputs % tile.m == 0,
-            EVEN_O=outputs % tile.n == 0,
-            SPLITS=splits,
-            BLOCK_M=tile.m,
-            BLOCK_N=tile.n,
-            BLOCK_K=tile.k,
-            SWIZZLE=tile.swizzle,
-            PRECISION=_precision(tile),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+            X_TMA=x_described, GRAD_TMA=grad_described, EVEN_I=inputs % tile.m == 0, EVEN_O=outputs % tile.n == 0,
+            SPLITS=splits, **_launch(tile),
+        )  # fmt: skip
         if splits > 1:
             block = 1024
             used = size - out.stride(1) + outputs  # the last row has nothing behind it
@@ -265,6 +220,12 @@ def _described(x: Tensor, block: tuple[int, ...]) -> object:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
 
+def _launch(tile: Tile) -> dict[str, Any]:
+    """Launch arguments of all three kernels."""
+    blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "SWIZZLE": tile.swizzle}
+    return {**blocks, "PRECISION": _precision(tile), "num_warps": tile.warps, "num_stages": tile.stages}
+
+
 def _precision(tile: Tile) -> str:
     """How float32 factors are multiplied: as exactly as by torch's own products.
 
@@ -275,51 +236,4 @@ def _precision(tile: Tile) -> str:
     return "tf32x3" if tile.split else "ieee"
 
 
-torch.library.impl("intbmoe::fused_mm", "default", run_mm)
-torch.library.impl("intbmoe::fused_outer", "default", run_outer)
-
-
-@torch.library.register_fake("intbmoe::fused_mm")
-def _fake_mm(x, weight, offsets, complete):
-    return empty_rows(x, x.shape[0], weight.shape[2])
-
-
-@torch.library.register_fake("intbmoe::fused_outer")
-def _fake_outer(x, grad, offsets):
-    return empty_matrices(x, offsets.shape[0], x.shape[1], grad.shape[1])
-
-
-def _save_mm(ctx, inputs, output):
-    *tensors, ctx.complete = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _grad_mm(ctx, grad):
-    x, weight, offsets = ctx.saved_tensors
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
-    x_grad = grouped_mm(grad, weight.mT, offsets, ctx.complete) if needs_x else None
-    weight_grad = grouped_outer(x, grad, offsets) if needs_weight else None
-    return x_grad, weight_grad, None, None
-
-
-def _save_outer(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _grad_outer(ctx, outer_grad):
-    x, grad, offsets = ctx.saved_tensors
-    return grouped_mm(grad, outer_grad.mT, offsets), grouped_mm(x, outer_grad, offsets), None
-
-
-torch.library.register_autograd("intbmoe::fused_mm", _grad_mm, setup_context=_save_mm)
-torch.library.register_autograd("intbmoe::fused_outer", _grad_outer, setup_context=_save_outer)
-
-
-@register_flop_formula(torch.ops.intbmoe.fused_mm)
-def _(x_shape, weight_shape, *_, **__):
-    return 2 * x_shape[0] * weight_shape[1] * weight_shape[2]
-
-
-@register_flop_formula(torch.ops.intbmoe.fused_outer)
-def _(x_shape, grad_shape, *_, **__):
-    return 2 * grad_shape[0] * x_shape[1] * grad_shape[1]
+operations.define("fused_mm", "fused_outer", run_mm, run_outer)

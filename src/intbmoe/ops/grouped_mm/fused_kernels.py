@@ -48,29 +48,11 @@ def mm(
     weight,  # (G, i, o), any strides; as a descriptor (G, i, o), or (G, o, i) if W_TRANSPOSED
     out,  # (M, o), rows contiguous
     offsets,  # (G,) int32 ends
-    rows,
-    groups,
-    inputs,
-    outputs,
-    x_stride,
-    w_stride_g,
-    w_stride_i,
-    w_stride_o,
-    out_stride,
-    slots,
-    UNIT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr,
-    EVEN_I: tl.constexpr,
-    EVEN_O: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWIZZLE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    rows, groups, inputs, outputs, x_stride, w_stride_g, w_stride_i, w_stride_o, out_stride, slots,
+    UNIT: tl.constexpr, GROUPS: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
+    EVEN_I: tl.constexpr, EVEN_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWIZZLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """out[r] = x[r] @ weight[g(r)]; zero for rows of no group where the slots reach them."""
     inputs = inputs // UNIT * UNIT
     outputs = outputs // UNIT * UNIT
@@ -135,19 +117,11 @@ def mm_through(
     weight,  # (G, i, o), or (G, o, i) if W_TRANSPOSED, a descriptor
     out,  # (M, o), rows contiguous
     offsets,  # (G,) int32 ends, the last M
-    groups,
-    outputs,
-    out_stride,
-    UNIT: tl.constexpr,
-    STEPS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWIZZLE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    groups, outputs, out_stride,
+    UNIT: tl.constexpr, STEPS: tl.constexpr, GROUPS: tl.constexpr, W_TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWIZZLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """``mm`` by programs that go from tile to tile; every tile has rows, so all take the same number of steps.
 
     That lets Triton make one loop of both (flatten): the next tile's loads start before this one's results are written.
@@ -183,18 +157,9 @@ def mm_through(
 
 @triton.jit
 def _tile(
-    source,
-    row,
-    column,
-    first_row,
-    first_column,
-    end_row,
-    width,
-    stride,
-    TMA: tl.constexpr,
-    EVEN: tl.constexpr,
-    EDGE: tl.constexpr,
-):
+    source, row, column, first_row, first_column, end_row, width, stride,
+    TMA: tl.constexpr, EVEN: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
     """A tile of (·, width) ``source``; with EDGE it holds the last rows and what lies past ``end_row`` is zero."""
     if TMA:
         value = source.load([first_row, first_column])
@@ -219,23 +184,12 @@ def outer(
     grad,  # (M, o), rows contiguous
     out,  # (SPLITS, G, i, o), rows contiguous, the other dimensions without gaps
     offsets,  # (G,) int32 ends
-    inputs,
-    outputs,
-    x_stride,
-    grad_stride,
-    out_stride,
-    UNIT: tl.constexpr,
-    X_TMA: tl.constexpr,
-    GRAD_TMA: tl.constexpr,
-    EVEN_I: tl.constexpr,
-    EVEN_O: tl.constexpr,
+    inputs, outputs, x_stride, grad_stride, out_stride,
+    UNIT: tl.constexpr, X_TMA: tl.constexpr, GRAD_TMA: tl.constexpr, EVEN_I: tl.constexpr, EVEN_O: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # of the inputs
-    BLOCK_N: tl.constexpr,  # of the outputs
-    BLOCK_K: tl.constexpr,  # of the rows
-    SWIZZLE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,  # of the inputs, the outputs, the rows
+    SWIZZLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """out[s, g] = Σ over the s-th part of group g's rows of x[r] ⊗ grad[r]; zero for a part without rows."""
     inputs = inputs // UNIT * UNIT
     outputs = outputs // UNIT * UNIT
