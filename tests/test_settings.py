@@ -137,7 +137,7 @@ class Router(Base):
         ({"rate": float("inf")}, "rate=inf is not allowed: rate must be a positive finite number or None"),
         ({"rate": "fast"}, "rate='fast' is not allowed"),
         ({"top_k": 9}, "top_k=9 is not allowed: top_k must be at most experts (8)"),
-        ({"dropout": 1}, "dropout=1.0 is not allowed: dropout must be a number in [0, 1)"),
+        ({"dropout": 1}, "dropout=1 is not allowed: dropout must be a number in [0, 1)"),
         ({"dropout": float("nan")}, "dropout=nan is not allowed"),
         ({"kind": "sof"}, "kind='sof' is not allowed: kind must be 'soft' or 'hard'"),
         ({"only": 2}, "only=2 is not allowed: only must be 1 in a router"),

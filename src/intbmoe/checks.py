@@ -1,4 +1,7 @@
-"""Argument checks whose messages name the argument, its value and what is allowed."""
+"""Checks of functions' arguments, whose messages name the argument, its value and what is allowed.
+
+Those of settings are written as annotations: ``settings.py``.
+"""
 
 import difflib
 import math
@@ -12,23 +15,16 @@ def require(condition: bool, argument: str, value: object, allowed: str) -> None
         raise ValueError(f"{argument}={value!r} is not allowed: {argument} must be {allowed}")
 
 
-def require_positive_int(argument: str, value: object, at_most: int | None = None, limit: str = "") -> None:
-    """Raise unless ``value`` is an int ≥ 1 (and ≤ ``at_most``, which the message calls ``limit``)."""
+def require_positive_int(argument: str, value: object) -> None:
+    """Raise unless ``value`` is an int ≥ 1."""
     integral = isinstance(value, int) and not isinstance(value, bool)
     require(integral and value >= 1, argument, value, "an integer of at least 1")
-    if at_most is not None:
-        require(value <= at_most, argument, value, f"at most {limit} ({at_most})")
 
 
 def require_finite(argument: str, value: object) -> None:
     """Raise unless ``value`` is a finite number."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     require(number and math.isfinite(value), argument, value, "a finite number")
-
-
-def require_bool(argument: str, value: object) -> None:
-    """Raise unless ``value`` is True or False."""
-    require(isinstance(value, bool), argument, value, "True or False")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import field, is_dataclass, make_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
+from typing import Annotated, Any, TypedDict, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from intbmoe.recipes import check_options, list_recipes, load_recipe, option_types, require_options
 from intbmoe.registry import find_method
+from intbmoe.settings import field_types
 from intbmoe.tasks.recipe import MoESettings, Recipe
 
 Options = TypeVar("Options")
@@ -119,7 +120,7 @@ def _arguments(recipe: Recipe, options: Any, method: str) -> Any:
         chosen = moe(method, recipe.moe.experts, _with_tuples(recipe.moe.options), recipe.moe.label)
     else:
         chosen = moe(method, recipe.moe.experts)
-    kinds = get_type_hints(type(recipe), include_extras=True)
+    kinds = field_types(type(recipe))
     values = {
         "command": (Annotated[type(options), tyro.conf.arg(name="")], options),
         "name": (Annotated[str, tyro.conf.arg(help=setting_texts(Recipe)["name"])], recipe.name),
@@ -136,14 +137,15 @@ def _with_tuples(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def setting_texts(settings: type) -> dict[str, str]:
-    """The line under each field of a dataclass that says what it is, inherited fields included."""
+    """The line under each field of a dataclass that says what it is, inherited fields included.
+
+    The parser reads these lines of dataclasses, but not of the dict that a method's options are.
+    """
     texts: dict[str, str] = {}
     for kind in reversed(settings.__mro__):
         if is_dataclass(kind) and Path(inspect.getsourcefile(kind) or "").is_file():
             body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
             for line, below in pairwise(body):
                 if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr):
-                    text = getattr(below.value, "value", None)
-                    if isinstance(text, str):
-                        texts[line.target.id] = inspect.cleandoc(text)
+                    texts[line.target.id] = inspect.cleandoc(ast.literal_eval(below.value))
     return texts

@@ -15,6 +15,7 @@ exact inverse. An error says where: ``train.epoch: no such setting: did you mean
 import math
 import types
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -56,7 +57,7 @@ class Checked:
     """Base of frozen dataclasses whose fields are checked, and converted, by their annotations when one is made."""
 
     def __post_init__(self) -> None:
-        hints = _hints(type(self))
+        hints = field_types(type(self))
         for name, kind in hints.items():
             object.__setattr__(self, name, from_plain(kind, getattr(self, name), name))
         for name, kind in hints.items():
@@ -68,7 +69,8 @@ class Checked:
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
+def field_types(kind: type) -> dict[str, Any]:
+    """The annotations of what a dataclass can be told, by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {f.name: hints[f.name] for f in fields(kind) if f.init}
 
@@ -83,7 +85,7 @@ def to_plain(value: Any) -> Any:
         return [to_plain(entry) for entry in value]
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, str | bool | int | float | None):
+    if isinstance(value, str | int | float | None):
         return value
     raise TypeError(f"{value!r} is a {type(value).__name__}, which a recipe cannot hold")
 
@@ -100,7 +102,7 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         return _first_fit(kind, value, where)
     if origin is tuple:
-        return _tuple(arguments, value, where)
+        return _tuple(kind, value, where)
     if origin is Literal and value in arguments:
         return value
     if origin is dict and isinstance(value, Mapping):
@@ -113,7 +115,7 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
 def _settings(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
         raise _wrong(value, where, kind)
-    hints = _hints(kind)
+    hints = field_types(kind)
     for key in value:
         if key not in hints:
             raise ValueError(f"{_join(where, key)}: no such setting: {did_you_mean(str(key), hints)}")
@@ -137,7 +139,7 @@ def _annotated(kind: Any, value: Any, where: str) -> Any:
     except ValueError as error:
         raise _wrong(value, where, kind) from error
     if not all(rule.test(converted) for rule in rules):
-        raise _wrong(converted, where, kind)
+        raise _wrong(value, where, kind)
     return converted
 
 
@@ -153,29 +155,27 @@ def _first_fit(kind: Any, value: Any, where: str) -> Any:
     raise _wrong(value, where, kind)
 
 
-def _tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise _wrong(value, where, tuple[arguments])
-    if len(arguments) == 2 and arguments[1] is Ellipsis:
-        arguments = (arguments[0],) * len(value)
-    if len(arguments) != len(value):
-        raise _wrong(value, where, tuple[arguments])
-    pairs = zip(arguments, value, strict=True)
-    return tuple(from_plain(kind, entry, f"{where}[{index}]") for index, (kind, entry) in enumerate(pairs))
+def _tuple(kind: Any, value: Any, where: str) -> tuple[Any, ...]:
+    kinds = get_args(kind)
+    if isinstance(value, list | tuple):
+        if kinds[-1:] == (Ellipsis,):
+            kinds = kinds[:1] * len(value)
+        if len(kinds) == len(value):
+            return tuple(from_plain(kinds[i], entry, f"{where}[{i}]") for i, entry in enumerate(value))
+    raise _wrong(value, where, kind)
 
 
 def _scalar(kind: type, value: Any, where: str) -> Any:
-    if kind is float:
-        try:
-            # YAML reads 1e-3, without a point, as a string; what a person means is a number.
-            written = isinstance(value, str) and "e" in value.lower()
-            number = float(value) if written or type(value) is int else value
-        except ValueError:
-            number = None
-        if isinstance(number, float) and math.isfinite(number):
-            return number
-    elif kind is Path and isinstance(value, str):
+    if kind is Path and isinstance(value, str):
         return Path(value)
+    if kind is float:
+        # YAML reads 1e-3, without a point, as a string; what a person means is a number.
+        written = isinstance(value, str) and "e" in value.lower()
+        with suppress(ValueError, OverflowError):
+            if written or (isinstance(value, int | float) and not isinstance(value, bool)):
+                number = float(value)
+                if math.isfinite(number):
+                    return number
     elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
     raise _wrong(value, where, kind)

@@ -7,16 +7,16 @@
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 
 from intbmoe.checks import did_you_mean
 from intbmoe.recipes.sets import SETS
 from intbmoe.registry import find_method
-from intbmoe.settings import from_plain, to_plain
+from intbmoe.settings import field_types, from_plain, to_plain
 from intbmoe.tasks.recipe import MoESettings, Recipe, TrainSettings
 
 __all__ = [
@@ -91,9 +91,7 @@ def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
 
 def option_types(method: str) -> dict[str, Any]:
     """What ``moe.options`` may set for a method, with types: the fields of its Config, all but the width ``dim``."""
-    config = find_method(method).layer.Config
-    hints = get_type_hints(config, include_extras=True)
-    return {f.name: hints[f.name] for f in fields(config) if f.init and f.name != "dim"}
+    return {name: kind for name, kind in field_types(find_method(method).layer.Config).items() if name != "dim"}
 
 
 def require_options(method: str, names: Iterable[str]) -> None:
