@@ -43,9 +43,10 @@ def _quick(item):
 
 
 def _unit(item):
-    """What one process must do: a test, or all tests with the same parameter of a fixture made once a module."""
-    shared = [name for name in item.fixturenames if _scope(item, name) == "module"]
-    return f"{item.path}-{item.callspec.id}" if shared and hasattr(item, "callspec") else item.nodeid
+    """What one process must do: a test, or all tests that share what a fixture makes once for their file."""
+    parameters = item.callspec.indices if hasattr(item, "callspec") else {}
+    shared = [(name, parameters.get(name)) for name in item.fixturenames if _scope(item, name) == "module"]
+    return f"{item.path} {shared}" if shared else item.nodeid
 
 
 def _scope(item, name):
