@@ -18,7 +18,7 @@ demo: $(READY) ## train every method on handwritten digits, and compare them in 
 # Two processes, a file of tests whole in one of them. pytest's last -n counts: ARGS="-n 0" is one process.
 test: $(READY) ## run the tests; ARGS="-m slow", ARGS="-n 0 tests/test_cli.py" and the like go to pytest
 	@echo "==> Running the tests"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 gpu-test: $(READY) ## run the tests that need a CUDA device, several processes on the one device
 	@echo "==> Running the tests on the GPU"

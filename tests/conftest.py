@@ -26,6 +26,14 @@ else:  # how long an example takes depends on what else the machine does
     hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=slow)
     hypothesis.settings.load_profile("any machine")
 
+LONG = ("test_analyse", "test_compare", "test_cost_causal", "test_fused", "test_grouped_mm_fused", "test_fused_layer")
+LONG += ("test_server", "test_processes", "test_reload", "test_comparison_report", "test_preparation", "test_inttravel")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that of several processes none has one of them left at the end."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
 
 @pytest.fixture(autouse=True)
 def _torch():

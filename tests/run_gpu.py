@@ -8,6 +8,7 @@ and the like may be missing, as on a machine that is only there for its GPU. Wha
 """
 
 import argparse
+import hashlib
 import os
 import re
 import subprocess
@@ -42,9 +43,10 @@ def _quick(item):
 
 
 def _unit(item):
-    """What one process must do: a test, or all tests with the same parameter of a fixture made once a module."""
-    shared = [name for name in item.fixturenames if _scope(item, name) == "module"]
-    return f"{item.path}-{item.callspec.id}" if shared and hasattr(item, "callspec") else item.nodeid
+    """What one process must do: a test, or all tests that share what a fixture makes once for their file."""
+    parameters = item.callspec.indices if hasattr(item, "callspec") else {}
+    shared = [(name, parameters.get(name)) for name in item.fixturenames if _scope(item, name) == "module"]
+    return f"{item.path} {shared}" if shared else item.nodeid
 
 
 def _scope(item, name):
@@ -57,7 +59,7 @@ _taken = {}
 
 def _claim(unit):
     if unit not in _taken:
-        name = "".join(letter if letter.isalnum() else "_" for letter in unit)[-200:]
+        name = hashlib.sha256(unit.encode()).hexdigest()
         try:
             os.close(os.open(os.path.join(os.environ[CLAIMS], name), os.O_CREAT | os.O_EXCL))
             _taken[unit] = True
@@ -72,23 +74,16 @@ def main():
     parser.add_argument("--processes", type=int, default=max(1, cores // 2), help="at a time; default: half the cores")
     options, rest = parser.parse_known_args()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gpu-tests-") as folder:
-        commands = [_command(folder, number, rest) for number in range(options.processes)]
+    with tempfile.TemporaryDirectory(prefix="gpu-tests-") as name:
+        folder = Path(name)
         environment = _environment(folder, max(1, cores // options.processes))
-        logs = [open(f"{folder}/{number}.log", "w+", encoding="utf-8") for number in range(options.processes)]  # noqa: SIM115
-        processes = [
-            subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=TESTS.parent)
-            for command, log in zip(commands, logs, strict=True)
-        ]
+        processes = [_start(folder, number, rest, environment) for number in range(options.processes)]
         statuses = [process.wait() for process in processes]
-        for status, log in zip(statuses, logs, strict=True):
-            log.seek(0)
+        for number, status in enumerate(statuses):
             if status:
-                sys.stdout.write(log.read())
-            log.close()
-        tests = [
-            case for path in sorted(Path(folder).glob("*.xml")) for case in ElementTree.parse(path).iter("testcase")
-        ]
+                sys.stdout.write((folder / f"{number}.log").read_text(encoding="utf-8"))
+        reports = [ElementTree.parse(path) for path in sorted(folder.glob("*.xml"))]
+    tests = [case for report in reports for case in report.iter("testcase")]
     outcomes = Counter(next((part.tag for part in case if part.tag in _BAD), "passed") for case in tests)
     for case in sorted(tests, key=lambda case: -float(case.get("time")))[:20]:
         sys.stdout.write(f"{float(case.get('time')):7.1f} s  {case.get('classname')}::{case.get('name')}\n")
@@ -100,10 +95,12 @@ def main():
 _BAD = ("failure", "error", "skipped")
 
 
-def _command(folder, number, rest):
+def _start(folder, number, rest, environment):
     own = ["-m", "gpu", "-p", "run_gpu", "-p", "no:cacheprovider", f"--junitxml={folder}/{number}.xml"]
     files = [] if any(Path(part.split("::")[0]).exists() for part in rest) else _files()
-    return [sys.executable, "-m", "pytest", *own, *rest, *files]
+    command = [sys.executable, "-m", "pytest", *own, *rest, *files]
+    with open(folder / f"{number}.log", "w", encoding="utf-8") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=TESTS.parent)
 
 
 def _files():
@@ -114,7 +111,7 @@ def _files():
 
 def _environment(folder, threads):
     """Compiled code goes to a folder of this run, since some tests look at what the compiler writes."""
-    os.mkdir(f"{folder}/claims")
+    (folder / "claims").mkdir()
     paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
