@@ -6,9 +6,9 @@ import socket
 import time
 from types import SimpleNamespace
 
-from intbmoe.export.predictor import Encoded
 from intbmoe.serve import links, wire
 from intbmoe.serve.links import LEFT, Call, Dispatcher, Generation, Line
+from intbmoe.tasks.serving.requests import Encoded
 
 
 class FakeLine(Line):

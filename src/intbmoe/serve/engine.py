@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from intbmoe.export.predictor import Encoded, Predictor, RequestError, from_wire
 from intbmoe.serve.batcher import Batcher, CostModel, Taken, Ticket
 from intbmoe.serve.metrics import EngineMetrics
 from intbmoe.serve.settings import Settings
 from intbmoe.serve.wire import ANSWER, BAD, EXPIRED, FAILED, PIECE, REFUSED
+from intbmoe.tasks.serving import Encoded, Predictor, RequestError
+from intbmoe.tasks.serving.requests import from_wire
 
 SAMPLE_EVERY_S = 1.0
 """Routing is looked at in one batch a second: often enough for a load, too seldom to cost."""
@@ -73,7 +74,7 @@ class Engine:
             queue=settings.queue,
             clock=clock,
         )
-        if predictor.action == "generate":
+        if predictor.streams:
             self.batcher.step_cost = CostModel()
         self._most_texts = settings.streams
         self._metrics = metrics
@@ -122,7 +123,7 @@ class Engine:
             replies += [Reply(ticket.key, EXPIRED) for ticket in taken.expired]
             self._count(taken)
             if taken.batch:
-                replies += self._start(taken.batch) if self.predictor.action == "generate" else self._answer(taken)
+                replies += self._start(taken.batch) if self.predictor.streams else self._answer(taken)
         for text in list(self._texts):
             replies += self._continue(text)
         self._texts = [text for text in self._texts if text.going]

@@ -18,15 +18,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from intbmoe.export.predictor import RequestError
 from intbmoe.serve.access import Access
 from intbmoe.serve.bodies import BodyMemory, Share, read_body
 from intbmoe.serve.links import LEFT, Call, Dispatcher, Generation, Outcome
 from intbmoe.serve.metrics import FrontMetrics, read_metrics
-from intbmoe.serve.openapi import ACTIONS, DEADLINE, describe
+from intbmoe.serve.openapi import DEADLINE, describe, known_actions
 from intbmoe.serve.page import page_response
 from intbmoe.serve.responses import LINES, HttpError, TextStream, json_response
 from intbmoe.serve.settings import Settings
+from intbmoe.tasks.serving import RequestError
 
 LARGE_BODY = 65_536
 """From here on a request is encoded beside the event loop, so that the others do not wait."""
@@ -48,7 +48,7 @@ class Front:
 
     def app(self) -> Starlette:
         """The application for uvicorn."""
-        routes = [Route(f"/v1/{action}", self._endpoint(action), methods=["POST"]) for action in ACTIONS]
+        routes = [Route(f"/v1/{action}", self._endpoint(action), methods=["POST"]) for action in known_actions()]
         routes += [
             Route("/", self._page),
             Route("/openapi.json", self._openapi),
@@ -99,12 +99,12 @@ class Front:
         headers = _headers_of(request)
         self._access.authorise(headers)
         generation = self._generation(action)
-        seconds = self._seconds(headers, action)
+        seconds = self._seconds(headers, generation.opened.encoder.streams)
         most = self._settings.body_bytes or generation.opened.encoder.limits.body_bytes
         limits = {"most": min(most, self._memory.most), "patience_s": self._settings.patience_s}
         body = await read_body(request, headers, share, **limits)
         content = parse_json(body)
-        call = Call(content, time.monotonic() + seconds, action == "generate" and _is_streamed(content))
+        call = Call(content, time.monotonic() + seconds, generation.opened.encoder.streams and _is_streamed(content))
         watcher, response = None, None
 
         def give_up() -> None:
@@ -168,8 +168,8 @@ class Front:
             raise HttpError(404, message, outcome="bad")
         return generation
 
-    def _seconds(self, headers: Mapping[str, str], action: str) -> float:
-        most = self._settings.deadline_s(action)
+    def _seconds(self, headers: Mapping[str, str], streams: bool) -> float:
+        most = self._settings.deadline_s(streams)
         asked = headers.get(DEADLINE)
         if asked is None:
             return most
@@ -216,8 +216,10 @@ class Front:
                 **opened.about,
                 "limits": {key: value for key, value in asdict(encoder.limits).items() if value is not None},
                 "budget_ms": self._settings.budget_ms,
-                "deadline_ms": 1000 * self._settings.deadline_s(encoder.action),
+                "deadline_ms": 1000 * self._settings.deadline_s(encoder.streams),
                 "request": encoder.request_schema,
+                "streams": encoder.streams,
+                "form": None if encoder.form is None else encoder.form.stem,
             }
         )
 

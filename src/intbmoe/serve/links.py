@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from intbmoe.export.predictor import RequestError, to_wire
 from intbmoe.serve import wire
 from intbmoe.serve.loading import Opened
+from intbmoe.tasks.serving.requests import RequestError, to_wire
 
 MOST_SENDS = 2
 """A request that was in two engines when they died is not given to a third: it may be what kills them."""

@@ -223,7 +223,7 @@ class Supervisor:
                     for child in self._fronts.values():
                         child.tell({"do": "abandon", "generation": new.number})
                     await new.kill()
-            self._start(old.drain(max(self._settings.drain_s, self._settings.deadline_s("generate"))))
+            self._start(old.drain(max(self._settings.drain_s, self._settings.deadline_s(streams=True))))
             return {"ok": True, "version": new.version, "previous": old.version}
 
     async def _prepare_fronts(self, crew: Crew) -> None:
