@@ -48,7 +48,7 @@ class _Request:
 class _Text:
     """A batch of texts being written."""
 
-    generation: Any
+    stream: Any
     tickets: list[Ticket]
     going: set[int]
     unread: int
@@ -113,7 +113,7 @@ class Engine:
         for text in self._texts:
             for index in [index for index in text.going if which(text.tickets[index].key)]:
                 text.going.discard(index)
-                text.generation.drop(index)
+                text.stream.drop(index)
 
     def step(self) -> list[Reply]:
         """Compute what is next."""
@@ -155,19 +155,19 @@ class Engine:
     def _start(self, tickets: list[Ticket]) -> list[Reply]:
         batch: list[Encoded] = [ticket.payload.encoded for ticket in tickets]
         try:
-            generation = self.predictor.stream(batch)
+            stream = self.predictor.stream(batch)
         except Exception as error:
             if len(tickets) == 1:
                 return [_failure(tickets[0], error)]
             return [reply for ticket in tickets for reply in self._start([ticket])]
-        self._texts.append(_Text(generation, tickets, set(range(len(tickets))), Taken(tickets).padded_tokens))
+        self._texts.append(_Text(stream, tickets, set(range(len(tickets))), Taken(tickets).padded_tokens))
         return []
 
     def _continue(self, text: _Text) -> list[Reply]:
         started = self._clock()
         try:
             with self._sampling():
-                pieces = next(text.generation, None)
+                pieces = next(text.stream, None)
         except Exception as error:
             failed, text.going = text.going, set()
             return [_failure(text.tickets[index], error) for index in sorted(failed)]
@@ -197,8 +197,8 @@ class Engine:
 
     def _answer_whole(self, text: _Text, index: int, finished: str) -> Reply:
         """What ``Predictor.answer`` would have given, which would have let the others wait for all of the text."""
-        ticket, ids = text.tickets[index], text.generation.ids[index]
-        answer = {"text": "".join(text.pieces[index]), "new_tokens": len(ids), "score": text.generation.scores[index]}
+        ticket, ids = text.tickets[index], text.stream.ids[index]
+        answer = {"text": "".join(text.pieces[index]), "new_tokens": len(ids), "score": text.stream.scores[index]}
         answer["finished"] = finished
         encoded = ticket.payload.encoded
         try:
