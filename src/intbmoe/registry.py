@@ -1,4 +1,4 @@
-"""The ground floor: methods register themselves here and are found by name.
+"""The ground floor: methods and tasks register themselves here and are found by name.
 
     @register("switch", title="Switch Transformer", paper="Fedus et al., 2022", participation="sparse")
     class Switch(MoELayer): ...
@@ -7,21 +7,25 @@
 
 One file may register several names, each with presets for its Config. What others need to know about a method is a
 trait here, never guessed from its name. Methods are imported when one is first looked up: every module of
-``intbmoe.methods``, and what installed packages name as entry points of the group ``intbmoe.methods``.
+``intbmoe.methods``, and what installed packages name as entry points of the group ``intbmoe.methods``. A task is a
+folder in ``intbmoe.tasks`` that does the same (below).
 """
 
 import functools
+import hashlib
 import importlib
+import os
 import pkgutil
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Literal
 
 from intbmoe.checks import did_you_mean
 
-ENTRY_POINTS = "intbmoe.methods"
 Participation = Literal["dense", "sparse"]
 
 
@@ -81,32 +85,33 @@ def register(
 
 
 @functools.cache
-def _discover() -> None:
-    methods = importlib.import_module("intbmoe.methods")
-    for module in pkgutil.iter_modules(methods.__path__):
-        importlib.import_module(f"{methods.__name__}.{module.name}")
-    for entry in entry_points(group=ENTRY_POINTS):
+def _discover(room: str) -> None:
+    """Import what registers itself: the modules of ``intbmoe.methods`` or ``intbmoe.tasks``, and others' packages."""
+    package = importlib.import_module(f"intbmoe.{room}")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    for entry in entry_points(group=package.__name__):
         try:
             entry.load()
         except Exception as error:  # someone else's package: ours must work without it
-            package = entry.dist.name if entry.dist else "an unknown package"
+            owner = entry.dist.name if entry.dist else "an unknown package"
             warnings.warn(
-                f"methods of {package} are missing: its entry point {entry.name} = {entry.value!r} in the group "
-                f"{ENTRY_POINTS!r} cannot be loaded ({type(error).__name__}: {error})",
+                f"{room} of {owner} are missing: its entry point {entry.name} = {entry.value!r} in the group "
+                f"{entry.group!r} cannot be loaded ({type(error).__name__}: {error})",
                 stacklevel=2,
             )
 
 
 def list_methods() -> list[str]:
     """The names that ``create`` knows, in alphabetical order."""
-    _discover()
+    _discover("methods")
+    _load_plugins()
     return sorted(_methods)
 
 
 def find_method(name: str) -> Method:
     """The registered method of that name; a misspelt name is an error with a suggestion."""
-    _discover()
-    if name not in _methods:
+    if name not in list_methods():
         raise KeyError(f"no method is called {name!r}: {did_you_mean(name, _methods)}")
     return _methods[name]
 
@@ -115,3 +120,91 @@ def create(name: str, dim: int, hidden: Any, **options: Any) -> Any:
     """Build a layer by its method's name. Arguments are literal: ``experts=17`` makes 17 experts."""
     method = find_method(name)
     return method.layer(method.config(dim, hidden, **options))
+
+
+# ---- tasks ----------------------------------------------------------------------------------------------------------
+#
+#     @register_task("vision")
+#     class VisionTask(Task): ...
+#
+# The folders of ``intbmoe.tasks`` are imported the first time a task is looked up. So are tasks of others: those that
+# an installed package names as an entry point of the group "intbmoe.tasks", and those in files that the user names, by
+# ``intbmoe --plugin FILE …`` or in the environment, where child processes find them too. No other code is ever run:
+# a run or an artifact says which task it needs, never where to load it from.
+
+PLUGINS = "INTBMOE_PLUGINS"
+"""The environment variable: paths of Python files, separated as in PATH."""
+
+_tasks: dict[str, type] = {}
+_loaded: set[str] = set()
+"""Plugin files that have been imported."""
+
+
+def register_task(name: str) -> Callable[[type], type]:
+    """Class decorator: make the task available under ``name``, which recipes, runs and artifacts carry."""
+
+    def add(task: type) -> type:
+        known = _tasks.get(name)
+        if known is not None and _full_name(known) != _full_name(task):
+            raise ValueError(f"the task name {name!r} is taken by {_full_name(known)}")
+        task.name = name
+        _tasks[name] = task
+        return task
+
+    return add
+
+
+def list_tasks() -> list[str]:
+    """The names of all tasks, in alphabetical order."""
+    _discover("tasks")
+    _load_plugins()
+    return sorted(_tasks)
+
+
+def find_task(name: str) -> type:
+    """The task of that name; a misspelt name is an error with a suggestion."""
+    if name not in list_tasks():
+        raise KeyError(f"no task is called {name!r}: {unknown_task(name)}")
+    return _tasks[name]
+
+
+def unknown_task(name: str) -> str:
+    """What to do about a name that no task has."""
+    return f"{did_you_mean(name, list_tasks())} (a task of your own: intbmoe --plugin FILE …, or {PLUGINS})"
+
+
+def plugin_files() -> list[Path]:
+    """The files that the user has named."""
+    return [Path(file) for file in os.environ.get(PLUGINS, "").split(os.pathsep) if file]
+
+
+def describe_plugins() -> dict[str, str]:
+    """The SHA-256 of each of these files by name, for the record of a run."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in plugin_files()}
+
+
+def add_plugin(file: str | Path) -> None:
+    """Import a Python file that registers tasks or methods, in this process and in those it starts."""
+    path = Path(file).expanduser().absolute()
+    load_plugin(path)
+    known = [str(known) for known in plugin_files()]
+    os.environ[PLUGINS] = os.pathsep.join([*known, *({str(path)} - set(known))])
+
+
+def _load_plugins() -> None:
+    for file in plugin_files():
+        load_plugin(file)
+
+
+def load_plugin(path: Path) -> None:
+    """Import a file under its own name, once; its folder joins the path, so that processes that are spawned find it."""
+    if str(path) in _loaded:
+        return
+    if path.suffix != ".py" or not path.is_file() or not path.stem.isidentifier():
+        raise ValueError(f"plugin {path} is no Python file: give the path of one, such as my_task.py")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = importlib.import_module(path.stem)
+    if not module.__file__ or not path.samefile(module.__file__):
+        raise ValueError(f"plugin {path}: the module name {path.stem!r} is taken by {module.__file__}: rename the file")
+    _loaded.add(str(path))

@@ -30,6 +30,7 @@ import yaml
 
 from intbmoe.files import replace_file, to_json
 from intbmoe.recipes import recipe_from_dict, recipe_to_dict
+from intbmoe.registry import describe_plugins
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
@@ -283,6 +284,7 @@ def describe_environment(*, device: torch.device, world: int, seed: int, step: i
         "processes": world,
         "threads": torch.get_num_threads(),
         "git": git_state(Path(__file__).parent),
+        **({"plugins": plugins} if (plugins := describe_plugins()) else {}),
     }
 
 

@@ -15,15 +15,14 @@ from fake_journeys import HOUR, PLACES, fake_journeys
 from intbmoe.budget import TABLE_2
 from intbmoe.layer import moe_layers
 from intbmoe.models.travel import TravelConfig
-from intbmoe.recipes import load_recipe, recipe_from_dict, recipe_to_dict
-from intbmoe.tasks import TASKS, DataError, Task, make_task
-from intbmoe.tasks.preparation import PREPARATIONS
+from intbmoe.recipes import load_recipe
+from intbmoe.tasks import DataError, list_preparations, make_task
 from intbmoe.tasks.recipe import MoESettings, TrainSettings
 from intbmoe.tasks.travel import task as module
 from intbmoe.tasks.travel.examples import JourneyExamples, JourneyReader
 from intbmoe.tasks.travel.floors import VisitCounter, floor_scores
 from intbmoe.tasks.travel.generator import make_journeys
-from intbmoe.tasks.travel.task import TravelData, TravelRecipe, TravelTask, ranking_sums
+from intbmoe.tasks.travel.task import TravelData, TravelRecipe, ranking_sums
 from intbmoe.tasks.travel.write import write_tables
 from intbmoe.train import train
 
@@ -53,15 +52,6 @@ def scored(rows):
     """A batch of one user whose sessions have these scores, the true place's first; all are targets but the last."""
     scores = torch.tensor([rows])
     return {"scores": scores, "targets": torch.arange(len(rows)).unsqueeze(0) < len(rows) - 1}
-
-
-def test_the_task_is_found_by_name():
-    task = make_task(recipe())
-    assert TASKS["travel"] is TravelTask
-    assert isinstance(task, TravelTask)
-    for name in (name for name in vars(Task) if not name.startswith("_")):
-        assert hasattr(task, name)
-    assert recipe_from_dict(recipe_to_dict(recipe())) == recipe()
 
 
 def test_metrics_by_hand():
@@ -129,8 +119,6 @@ def test_nothing_trained_on_is_evaluated(fake):
         examples = task.split(name)
         count += int(examples.batch(range(len(examples)), 0, 0)["targets"].sum())
     assert count == sum(int((shard.place >= 0).sum()) for shard in fake.shards)
-    with pytest.raises(KeyError, match=r"no split is called 'validation': did you mean 'valid'\?"):
-        task.split("validation")
 
 
 def test_floors_are_counts_before_the_session(fake):
@@ -277,7 +265,9 @@ def test_prepared_tables_train_like_the_journeys_they_were_written_from(tmp_path
     pytest.importorskip("pyarrow")
     journeys = make_journeys(users=40)
     write_tables(journeys, tmp_path / "raw")
-    PREPARATIONS["inttravel"].run(tmp_path / "raw", tmp_path / "prepared", skip_bad=False, progress=lambda *_: None)
+    list_preparations()["inttravel"].run(
+        tmp_path / "raw", tmp_path / "prepared", skip_bad=False, progress=lambda *_: None
+    )
     stored = recipe(source="inttravel", path=str(tmp_path / "prepared"))
     expected = JourneyExamples(JourneyReader(journeys, SMALL.sessions), "test")
     found = make_task(stored).split("test")

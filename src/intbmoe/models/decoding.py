@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +13,15 @@ from intbmoe.models.causal import check_mask
 from intbmoe.precision import wide
 from intbmoe.settings import Checked, MustBe, PositiveInt
 
-if TYPE_CHECKING:
-    from intbmoe.models.llama import Llama
+
+class Decoder(Protocol):
+    """A model that continues texts: ``Llama``."""
+
+    config: Any
+
+    def new_cache(self, batch: int, length: int) -> Any: ...
+
+    def next_logits(self, ids: Tensor, mask: Tensor | None, cache: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +65,7 @@ class Prompts(NamedTuple):
 
 
 def stream(
-    model: "Llama",
+    model: Decoder,
     ids: Tensor,
     mask: Tensor | None,
     max_new_tokens: int,
@@ -109,7 +116,7 @@ def _by_length(ids: Tensor, mask: Tensor) -> list[Prompts]:
 
 
 def _steps(
-    model: "Llama",
+    model: Decoder,
     together: list[Prompts],
     max_new_tokens: int,
     stop: int | None,
