@@ -31,14 +31,13 @@ from intbmoe.export.artifact import (
     file_digest,
     load_artifact,
 )
-from intbmoe.export.catalogue import Catalogue, make_catalogue
 from intbmoe.export.export import DTYPES, cast_model, export_run
-from intbmoe.export.golden import MAKERS, ask, make_golden
-from intbmoe.export.predictor import Encoder, make_encoder, make_predictor
+from intbmoe.export.golden import ask, make_golden
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.models.travel import PLACE
 from intbmoe.recipes import Recipe, load_recipe, recipe_to_dict
 from intbmoe.tasks import make_task
+from intbmoe.tasks.serving import Catalogue, Predictor
 from intbmoe.tasks.travel.examples import HOUR, SCORE_CODES
 from intbmoe.train.files import pack_tensors, to_json
 
@@ -111,12 +110,12 @@ class Journeys:
             return export_run(run, to, dtype=self._dtype, precompose=variant.precompose)
         recipe = variant.recipe(self.recipe)
         return write_random(
-            to, recipe, variant, self._dtype, make_catalogue(self._task), lambda one: make_golden(one, self._task)
+            to, recipe, variant, self._dtype, self._task.catalogue(), lambda one: make_golden(one, self._task)
         )
 
     def requests(self, artifact: Artifact) -> list[dict[str, Any]]:
         """From the validation split: histories as they are."""
-        return MAKERS["travel"](make_encoder(artifact), self._task.split("valid"), REQUESTS)
+        return self._task.golden_requests(artifact.encoder(), REQUESTS)
 
 
 class IntTravelLike:
@@ -150,9 +149,9 @@ class IntTravelLike:
 
     def requests(self, artifact: Artifact) -> list[dict[str, Any]]:
         """Histories as long as the model reads, the sessions' fields all given."""
-        return self._make_requests(make_encoder(artifact), REQUESTS)
+        return self._make_requests(artifact.encoder(), REQUESTS)
 
-    def _make_requests(self, encoder: Encoder, count: int) -> list[dict[str, Any]]:
+    def _make_requests(self, encoder: Predictor, count: int) -> list[dict[str, Any]]:
         generator = np.random.default_rng(1)
         fields, length = encoder.fields, encoder.sessions
         names = ("cell", "region", "weather", "place", "mode", "action", "via")
@@ -219,7 +218,7 @@ def write_random(
         "formats": [],
     }
     _write_about(to, about)
-    content = to_json(golden(make_predictor(load_artifact(to), device)))
+    content = to_json(golden(load_artifact(to).predictor(device)))
     (to / GOLDEN).write_bytes(content)
     _write_about(to, about)
     to.rename(final)

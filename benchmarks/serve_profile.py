@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 from serve_artifacts import IntTravelLike, Variant
 
-from intbmoe.export.predictor import Encoded, from_wire, make_predictor, to_wire
-from intbmoe.export.predictors.captured_places import CapturedPlaces
 from intbmoe.serve import wire
 from intbmoe.serve.engine import Engine
 from intbmoe.serve.settings import Settings
 from intbmoe.serve.warm_up import warm_up
+from intbmoe.tasks.serving.requests import Encoded, from_wire, to_wire
+from intbmoe.tasks.travel.captured import CapturedSearch
 
 console = Console(width=None if sys.stdout.isatty() else 165)
 RESULTS = 10
@@ -63,7 +63,7 @@ class Stages:
 
     def __init__(self, predictor: Any, engine: Engine, rounds: int) -> None:
         self._predictor, self._engine, self._rounds = predictor, engine, rounds
-        self._graphs: CapturedPlaces = predictor.captured
+        self._graphs: CapturedSearch = predictor.captured
         self._on_gpu = predictor.device.type == "cuda"
 
     @torch.inference_mode()  # as in the engine: what graphs read and write can be written to there only
@@ -138,7 +138,7 @@ def profile(options: Options, models: IntTravelLike, variant: Variant) -> dict[s
     """One variant, all sizes."""
     artifact = models.artifact(variant)
     started = time.perf_counter()
-    predictor = make_predictor(artifact, options.device)
+    predictor = artifact.predictor(options.device)
     most = max(options.sizes)
     settings = Settings(artifact="", budget_ms=FOREVER, batch_tokens=10**7, queue=max(most, 1024))
     engine = Engine(predictor, settings)
@@ -147,7 +147,7 @@ def profile(options: Options, models: IntTravelLike, variant: Variant) -> dict[s
     warm = time.perf_counter()
     if predictor.captured is None:  # on a CPU: the same stages, nothing recorded
         with torch.inference_mode():
-            predictor.captured = CapturedPlaces(predictor, most)
+            predictor.captured = CapturedSearch(predictor, most)
     requests = models.requests(artifact)
     messages = [to_wire(predictor.encode(requests[number % len(requests)])) for number in range(most)]
     stages = Stages(predictor, engine, options.rounds)

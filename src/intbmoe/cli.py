@@ -1,7 +1,8 @@
 """The command line. A new command is one function in ``commands/`` and one entry in ``COMMANDS``.
 
 ``train`` and ``compare`` take a recipe and any of its settings as options, so their parser depends on the recipe: they
-get their arguments unparsed (``overrides.py``).
+get their arguments unparsed (``overrides.py``). ``--plugin FILE``, anywhere, names a Python file with tasks or methods
+of your own (docs/adding-a-task.md).
 """
 
 import os
@@ -15,7 +16,9 @@ import tyro
 from intbmoe.checks import did_you_mean
 from intbmoe.commands.looking import analyse, cost, doctor, methods, recipes
 from intbmoe.commands.serving import export, generate, serve
+from intbmoe.commands.terminal import explained
 from intbmoe.commands.training import compare, evaluate, prepare, train
+from intbmoe.registry import add_plugin
 from intbmoe.version import program_version
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -59,6 +62,10 @@ def _nobody_reads(pipe: int) -> bool:
 
 
 def _run(args: Sequence[str]) -> None:
+    args, plugins = _take_plugins(args)
+    with explained(ValueError, OSError):
+        for file in plugins:
+            add_plugin(file)
     command = args[0]
     if command == "--version":
         sys.stdout.write(f"intbmoe {program_version()}\n")
@@ -72,10 +79,26 @@ def _run(args: Sequence[str]) -> None:
     tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="intbmoe",
-        description="Mixture-of-experts layers on one contract. Also: intbmoe --version; intbmoe COMMAND --help.",
+        description="Mixture-of-experts layers on one contract. Also: intbmoe --version; intbmoe COMMAND --help; "
+        "intbmoe COMMAND … --plugin FILE, with a Python file of your own tasks or methods (docs/adding-a-task.md).",
         args=args,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+
+
+def _take_plugins(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments less ``--plugin FILE``, and the files."""
+    rest, files, values = [], [], iter(args)
+    for argument in values:
+        option, given, value = argument.partition("=")
+        if option != "--plugin":
+            rest.append(argument)
+            continue
+        file = value if given else next(values, "")
+        if not file:
+            sys.exit("intbmoe: --plugin needs the path of a Python file: --plugin my_task.py")
+        files.append(file)
+    return rest or ["--help"], files
 
 
 if __name__ == "__main__":

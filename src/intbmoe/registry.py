@@ -1,4 +1,4 @@
-"""The lowest room: methods announce themselves here, and are found by name.
+"""The lowest room: methods and tasks announce themselves here, and are found by name.
 
     @register("switch", title="Switch Transformer", paper="Fedus et al., 2022", participation="sparse")
     class Switch(MoELayer): ...
@@ -6,13 +6,19 @@
     layer = create("switch", dim=192, hidden=768, experts=17)
 
 A method's file may register several names, each with presets for its Config. The registry imports
-``intbmoe.methods.*`` the first time anything is looked up, so that a new file there is all a new method needs.
+``intbmoe.methods.*`` the first time anything is looked up, so that a new file there is all a new method needs. A task
+is a folder in ``intbmoe.tasks`` that does the same (below).
 """
 
+import hashlib
 import importlib
+import os
 import pkgutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Literal
 
 from intbmoe.checks import did_you_mean
@@ -82,3 +88,95 @@ def create(name: str, dim: int, hidden: Any, **options: Any) -> Any:
     """Build a layer by its method's name. Arguments are literal: ``experts=17`` makes 17 experts."""
     method = find_method(name)
     return method.layer(method.config(dim, hidden, **options))
+
+
+# ---- tasks ----------------------------------------------------------------------------------------------------------
+#
+#     @register_task("vision")
+#     class VisionTask(Task): ...
+#
+# The folders of ``intbmoe.tasks`` are imported the first time a task is looked up. So are tasks of others: those that
+# an installed package names as an entry point of the group "intbmoe.tasks", and those in files that the user names, by
+# ``intbmoe --plugin FILE …`` or in the environment, where child processes find them too. No other code is ever run:
+# a run or an artifact says which task it needs, never where to load it from.
+
+PLUGINS = "INTBMOE_PLUGINS"
+"""The environment variable: paths of Python files, separated as in PATH."""
+ENTRY_POINTS = "intbmoe.tasks"
+
+_tasks: dict[str, type] = {}
+_loaded: set[str] = set()
+"""Sources of tasks that have been imported: the package's own, the entry points, plugin files."""
+
+
+def register_task(name: str) -> Callable[[type], type]:
+    """Class decorator: make the task available under ``name``, which recipes, runs and artifacts carry."""
+
+    def add(task: type) -> type:
+        known = _tasks.get(name)
+        if known is not None and _full_name(known) != _full_name(task):
+            raise ValueError(f"the task name {name!r} is taken by {_full_name(known)}")
+        task.name = name
+        _tasks[name] = task
+        return task
+
+    return add
+
+
+def list_tasks() -> list[str]:
+    """The names of all tasks, in alphabetical order."""
+    if "own" not in _loaded:
+        package = importlib.import_module("intbmoe.tasks")
+        for module in pkgutil.iter_modules(package.__path__):
+            if module.ispkg:
+                importlib.import_module(f"{package.__name__}.{module.name}")
+        for entry in entry_points(group=ENTRY_POINTS):
+            entry.load()
+        _loaded.add("own")
+    for file in plugin_files():
+        load_plugin(file)
+    return sorted(_tasks)
+
+
+def find_task(name: str) -> type:
+    """The task of that name; a misspelt name is an error with a suggestion."""
+    if name not in list_tasks():
+        raise KeyError(f"no task is called {name!r}: {unknown_task(name)}")
+    return _tasks[name]
+
+
+def unknown_task(name: str) -> str:
+    """What to do about a name that no task has."""
+    return f"{did_you_mean(name, list_tasks())} (a task of your own: intbmoe --plugin FILE …, or {PLUGINS})"
+
+
+def plugin_files() -> list[Path]:
+    """The files that the user has named."""
+    return [Path(file) for file in os.environ.get(PLUGINS, "").split(os.pathsep) if file]
+
+
+def describe_plugins() -> dict[str, str]:
+    """The SHA-256 of each of these files by name, for the record of a run."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in plugin_files()}
+
+
+def add_plugin(file: str | Path) -> None:
+    """Import a Python file that registers tasks or methods, in this process and in those it starts."""
+    path = Path(file).expanduser().absolute()
+    load_plugin(path)
+    known = [str(known) for known in plugin_files()]
+    os.environ[PLUGINS] = os.pathsep.join([*known, *({str(path)} - set(known))])
+
+
+def load_plugin(path: Path) -> None:
+    """Import a file under its own name, once; its folder joins the path, so that processes that are spawned find it."""
+    if str(path) in _loaded:
+        return
+    if path.suffix != ".py" or not path.is_file() or not path.stem.isidentifier():
+        raise ValueError(f"plugin {path} is no Python file: give the path of one, such as my_task.py")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = importlib.import_module(path.stem)
+    if not module.__file__ or not path.samefile(module.__file__):
+        raise ValueError(f"plugin {path}: the module name {path.stem!r} is taken by {module.__file__}: rename the file")
+    _loaded.add(str(path))

@@ -2,32 +2,21 @@ import pytest
 import torch
 from layer_task import LayerTask, OneLayer, force, sample_of
 
-from intbmoe.analysis.routing_share import (
-    NO_LABEL,
-    TOKEN_KINDS,
-    TRAVEL_TYPES,
-    View,
-    byte_texts,
-    count_pairs,
-    kind_of,
-    language_views,
-    routing_shares,
-    sequence_views,
-    tokenizer_texts,
-    travel_types,
-    travel_views,
-    vision_views,
-    visits,
-)
+from intbmoe.analysis.routing_share import count_pairs, routing_shares
 from intbmoe.recipes import load_recipe
 from intbmoe.tasks import make_task
+from intbmoe.tasks.language.looking import TOKEN_KINDS, byte_texts, kind_of, tokenizer_texts
+from intbmoe.tasks.looking import NO_LABEL, View
+from intbmoe.tasks.sequences.task import visits
+from intbmoe.tasks.travel.looking import TYPES, token_types
+from intbmoe.tasks.vision import VisionTask
 from small_intbmoe import make, tokens
 
 
 def test_a_router_forced_to_one_block_fills_its_column():
     task = LayerTask(tokens(6, 4), classes=3)
     model = OneLayer(force(make(top_k=1), 2))
-    found = routing_shares(model, sample_of(task), vision_views(task))
+    found = routing_shares(model, sample_of(task), VisionTask.views(task))
     (view,) = found.views
     (layer,) = view.layers
     assert (found.unit, view.name, view.labels, layer.choices) == ("block", "class", ["0", "1", "2"], [0, 1, 2, 3])
@@ -38,13 +27,13 @@ def test_a_router_forced_to_one_block_fills_its_column():
 
 def test_with_two_choices_each_counts():
     task = LayerTask(tokens(6, 4), classes=3)
-    found = routing_shares(OneLayer(force(make(top_k=2), 2, 0)), sample_of(task), vision_views(task))
+    found = routing_shares(OneLayer(force(make(top_k=2), 2, 0)), sample_of(task), VisionTask.views(task))
     assert found.views[0].layers[0].minus_uniform == [[0.25, -0.25, 0.25, -0.25]] * 3
 
 
 def test_a_label_without_tokens_has_no_share():
     task = LayerTask(tokens(2, 4), classes=3)
-    found = routing_shares(OneLayer(make()), sample_of(task), vision_views(task))
+    found = routing_shares(OneLayer(make()), sample_of(task), VisionTask.views(task))
     assert found.views[0].layers[0].minus_uniform[2] is None
     assert {row["label"] for row in found.rows()} == {"0", "1"}
 
@@ -91,7 +80,7 @@ def test_kinds_of_tokens(text, kind):
 
 def test_bytes_have_the_kind_of_their_character():
     task = make_task(load_recipe("stdlib"))
-    kind, position = language_views(task)
+    kind, position = task.views()
     assert len(byte_texts()) == task.recipe.model.vocabulary
     ids = torch.tensor([[ord("x"), ord("3"), ord(":"), ord("["), ord(" "), 200, 256]])
     names = [TOKEN_KINDS[label] for label in kind.find({"ids": ids})[0]]
@@ -125,13 +114,13 @@ def travel_batch():
 
 
 def test_travel_tokens_by_hand():
-    types = [[TRAVEL_TYPES[label] if label >= 0 else None for label in row] for row in travel_types(travel_batch())]
+    types = [[TYPES[label] if label >= 0 else None for label in row] for row in token_types(travel_batch())]
     session = ["scenario", "intention", "feedback"]
     assert types == [["profile"] * 6 + session * 2, ["profile"] * 6 + session + [None] * 3]
 
 
 def test_travel_hours_and_categories_by_hand():
-    _, hour, category = travel_views(make_task(load_recipe("journeys")))
+    _, hour, category = make_task(load_recipe("journeys")).views()
     assert hour.labels[0] == "00"
     assert len(category.labels) == 12
     nothing = [NO_LABEL] * 12
@@ -142,7 +131,7 @@ def test_travel_hours_and_categories_by_hand():
 def test_items_seen_before_by_hand():
     items = torch.tensor([[4, 5, 4, 4, -1, -1], [1, 2, 3, 1, 2, 9]])
     assert visits({"items": items}).tolist() == [[0, 0, 1, 1, -1, -1], [0, 0, 0, 1, 1, 0]]
-    position = sequence_views(make_task(load_recipe("beauty")))[1]
+    position = make_task(load_recipe("beauty")).views()[1]
     assert position.labels[0] == "0–6"
     assert position.labels[-1] == "49–49"
     assert position.find({"items": items}).tolist() == [[0, 0, 0, 0, -1, -1], [0] * 6]

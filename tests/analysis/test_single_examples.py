@@ -1,7 +1,6 @@
 """Single examples: a router forced to one block paints everything its colour, and nothing else is painted."""
 
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +11,14 @@ from matplotlib.collections import PatchCollection
 from intbmoe.analysis.drawing import draw_examples
 from intbmoe.analysis.drawing.canvas import block_colours, shade
 from intbmoe.analysis.drawing.examples import LINE, PALE, lay_out, visible, visit_places
-from intbmoe.analysis.examples import SHOWN, Content, Shown, Token, describe_journeys, example_routing, one_a_class
+from intbmoe.analysis.examples import example_routing
 from intbmoe.analysis.sample import Sample
 from intbmoe.layer import moe_layers
 from intbmoe.recipes import load_recipe
 from intbmoe.tasks import make_task
+from intbmoe.tasks.looking import Content, Shown, Token
+from intbmoe.tasks.travel.looking import show_journeys
+from intbmoe.tasks.vision.looking import one_per_class
 from intbmoe.train.distribution import Ranks
 from small_intbmoe import make, tokens
 
@@ -36,7 +38,7 @@ def found_of(name, *blocks):
     for _, layer in moe_layers(model):
         force(layer, *blocks)
     sample = Sample(task, "valid", 24, Ranks())
-    return example_routing(model, sample, SHOWN[task.recipe.task])
+    return example_routing(model, sample, task.shown(sample.source))
 
 
 def painted(figure):
@@ -93,12 +95,10 @@ def test_csv_has_a_row_for_each_choice():
 def shown_of(valid):
     """Every token of a layer task, padding left out."""
 
-    def describe(sample):
-        return lambda batch, row, index: Content(
-            "x", [Token("token", "a") if here else None for here in valid[index].tolist()]
-        )
+    def describe(batch, row, index):
+        return Content("x", [Token("token", "a") if here else None for here in valid[index].tolist()])
 
-    return Shown("text", lambda sample: list(range(sample.total)), describe)
+    return Shown("text", list(range(len(valid))), describe)
 
 
 def test_padding_is_not_shown_and_a_dropped_token_is_hatched():
@@ -129,10 +129,8 @@ def test_the_heaviest_comes_first_whatever_the_method_s_order():
             assert len(weights) == 3
 
 
-def test_one_image_a_class():
-    labels = np.array([4, 0, 0, 1, 1, 3, 2, 4])
-    sample = SimpleNamespace(source=SimpleNamespace(images=SimpleNamespace(labels=labels)))
-    assert one_a_class(sample) == [1, 3, 6, 5, 0]
+def test_one_image_per_class():
+    assert one_per_class(np.array([4, 0, 0, 1, 1, 3, 2, 4])) == [1, 3, 6, 5, 0]
 
 
 def test_journeys_by_hand():
@@ -141,8 +139,7 @@ def test_journeys_by_hand():
     scenario[0, 0, 3], scenario[0, 0, 4] = 9, 1
     place[0, 0, 2] = 5
     batch = {"mask": torch.tensor([[True, False]]), "scenario": scenario, "place": place}
-    describe = describe_journeys(SimpleNamespace(task=task_of("journeys")))
-    content = describe(batch, 0, 7)
+    content = show_journeys([], task_of("journeys").category_names()).describe(batch, 0, 7)
     said = [None if token is None else f"{token.kind} {token.text}" for token in content.tokens]
     assert said[:6] == [f"profile {number}" for number in range(1, 7)]
     assert said[6:] == ["scenario Mon 08", "intention restaurant", "feedback ", None, None, None]

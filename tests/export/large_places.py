@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 import intbmoe
-from intbmoe.export.predictor import Encoded
-from intbmoe.export.predictors.journeys import JourneyFields
-from intbmoe.export.predictors.recommend_places import COLUMNS, PlacePredictor, token_count
 from intbmoe.models.travel import PLACE, PROFILE_TOKENS, TravelConfig, TravelModel
+from intbmoe.tasks.serving.requests import Encoded
+from intbmoe.tasks.travel.fields import JourneyFields
+from intbmoe.tasks.travel.serving import COLUMNS, PlacePredictor, token_count
 
 CODES = 5
 """Codes of each field are below."""
@@ -29,7 +29,9 @@ def large_predictor(method, dtype, device):
     sizes = dict.fromkeys(("cells", "regions", "categories", "weathers", "modes", "actions"), CODES)
     about = {"sizes": {"places": PLACES, **sizes, "profile": [CODES] * PROFILE_TOKENS}, "utc_offset": 8.0}
     tensors = {"ids": torch.arange(PLACES), "codes": torch.from_numpy(codes)}
-    return PlacePredictor(JourneyFields.read(about, tensors), served.to(device), tensors["codes"])
+    return PlacePredictor(JourneyFields.read(about, tensors), served.config.sessions, tensors["codes"]).with_model(
+        served.to(device)
+    )
 
 
 def encoded_requests(asked, count, seed, sessions=None):

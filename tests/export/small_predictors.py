@@ -12,17 +12,17 @@ from PIL import Image
 
 import intbmoe
 from fake_journeys import fake_journeys
-from intbmoe.export.predictors.classify import ClassifyPredictor, ImageFormat
-from intbmoe.export.predictors.generate import GeneratePredictor
-from intbmoe.export.predictors.journeys import JourneyFields
-from intbmoe.export.predictors.recommend_items import ItemPredictor
-from intbmoe.export.predictors.recommend_places import PlacePredictor
-from intbmoe.export.predictors.text import ByteVocabulary
 from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.models.sequence import SequenceConfig, SequenceModel
 from intbmoe.models.travel import TravelConfig, TravelModel
 from intbmoe.models.vit import ViT, ViTConfig
+from intbmoe.tasks.language.serving import GeneratePredictor
+from intbmoe.tasks.language.vocabulary import ByteVocabulary
+from intbmoe.tasks.sequences.serving import ItemPredictor
 from intbmoe.tasks.travel.examples import place_codes
+from intbmoe.tasks.travel.fields import JourneyFields
+from intbmoe.tasks.travel.serving import PlacePredictor
+from intbmoe.tasks.vision.serving import ClassifyPredictor, ImageFormat
 
 KINDS = ("classify", "items", "places", "generate")
 TINY = {
@@ -77,13 +77,13 @@ def predictor(kind, method="intbmoe", dtype=torch.float64):
         model = intbmoe.precompose(model)
     model = model.to(dtype)
     if kind == "classify":
-        return ClassifyPredictor(ImageFormat(VIT, (0.3,), (0.4,), tuple("abcdefg")), model)
+        return ClassifyPredictor(ImageFormat(VIT, (0.3,), (0.4,), tuple("abcdefg"))).with_model(model)
     if kind == "items":
-        return ItemPredictor(ITEMS, model, first_id=1)
+        return ItemPredictor(ITEMS, first_id=1).with_model(model)
     if kind == "places":
         about, tensors = travel_catalogue()
-        return PlacePredictor(JourneyFields.read(about, tensors), model, tensors["codes"])
-    return GeneratePredictor(ByteVocabulary(256), LENGTH, model)
+        return PlacePredictor(JourneyFields.read(about, tensors), TRAVEL.sessions, tensors["codes"]).with_model(model)
+    return GeneratePredictor(ByteVocabulary(256), LENGTH).with_model(model)
 
 
 def png(random, width=8, height=8):

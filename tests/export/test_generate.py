@@ -13,11 +13,11 @@ from small_predictors import LENGTH, predictor, requests, travel_catalogue
 
 from intbmoe import cli
 from intbmoe.export.golden import ask
-from intbmoe.export.predictors.continuation import choose
-from intbmoe.export.predictors.generate import GeneratePredictor
-from intbmoe.export.predictors.text import BytePairs, ByteVocabulary
 from intbmoe.recipes import load_recipe, recipe_to_dict
 from intbmoe.tasks import make_task
+from intbmoe.tasks.language.continuation import choose
+from intbmoe.tasks.language.serving import GeneratePredictor
+from intbmoe.tasks.language.vocabulary import BytePairs, ByteVocabulary
 
 
 def uncached(asked, request):
@@ -87,7 +87,7 @@ def test_ended_requests_are_not_computed_any_more():
     short, long = ({"prompt": "ab", "max_tokens": count, "temperature": 1.0} for count in (1, 6))
     read = []
     forward = asked.model.next_logits
-    counted = GeneratePredictor(asked.vocabulary, LENGTH, asked.model)
+    counted = GeneratePredictor(asked.vocabulary, LENGTH).with_model(asked.model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asked.model, "next_logits", lambda ids, *rest: read.append(len(ids)) or forward(ids, *rest))
         counted.answer([counted.encode(request) for request in (short, short, long)])

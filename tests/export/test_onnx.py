@@ -10,7 +10,6 @@ import intbmoe
 from intbmoe.export import ExportError
 from intbmoe.export.artifact import ONNX
 from intbmoe.export.export import export_run
-from intbmoe.export.graphs import Graph
 from intbmoe.export.parity import Parity
 from intbmoe.tasks import make_task
 from intbmoe.train.loading import load
@@ -31,7 +30,7 @@ def _check(run, artifact, shapes):
     found = artifact.about["parity"]["onnx"]
     assert found["used_of_allowed"] <= 1
     assert len(found["shapes"]) >= shapes
-    graph = Graph(artifact.task, artifact.recipe)
+    graph = make_task(artifact.recipe).graph()
     runs = load_onnx(graph, artifact.file(ONNX))
     parity = Parity(make_task(run.recipe), load(run), torch.float32)
     again = parity.check_runtime("onnx", runs, graph, artifact.catalogue_tensors)
@@ -42,7 +41,7 @@ def _check(run, artifact, shapes):
 def test_a_runtime_that_differs_is_found(tmp_path):
     run = small_run("sequences", tmp_path)
     trained, recipe = load(run), run.recipe
-    parity, graph = Parity(make_task(recipe), trained, torch.float32), Graph(recipe.task, recipe)
+    parity, graph = Parity(make_task(recipe), trained, torch.float32), make_task(recipe).graph()
     assert parity.check_runtime("itself", trained, graph, {})["error"] == 0
     with pytest.raises(ExportError, match=r"scores of another differ.*nothing was written"):
         parity.check_runtime("another", lambda items: trained(items) + 1e-3 * torch.randn(len(items), 1), graph, {})

@@ -14,13 +14,13 @@ from small_predictors import ITEMS, KINDS, VIT, bfloat16, predictor, requests, t
 
 from fake_journeys import fake_journeys
 from intbmoe.export.golden import ask, compare_rankings
-from intbmoe.export.predictor import from_wire, to_wire
-from intbmoe.export.predictors.classify import ClassifyEncoder, ImageFormat
-from intbmoe.export.predictors.recommend_places import COLUMNS
 from intbmoe.models.travel import FEEDBACK, SCENARIO
+from intbmoe.tasks.serving.requests import from_wire, to_wire
 from intbmoe.tasks.travel.examples import JourneyReader, Windows
+from intbmoe.tasks.travel.serving import COLUMNS
 from intbmoe.tasks.vision.decode import middle_square
 from intbmoe.tasks.vision.examples import ImageExamples
+from intbmoe.tasks.vision.serving import ClassifyPredictor, ImageFormat
 from intbmoe.tasks.vision.settings import Augmentation
 from intbmoe.tasks.vision.source import ArrayImages, Normalisation
 
@@ -115,7 +115,7 @@ def test_images_are_read_and_classified_as_in_evaluation():
 def test_images_of_any_size_are_cut_from_the_middle(channels, cropped):
     """With the edge cut off as for ImageNet, or, where images are stored at their size, without."""
     config = replace(VIT, channels=channels)
-    encoder = ClassifyEncoder(ImageFormat(config, (0.3,) * channels, (0.4,) * channels, ("a", "b"), cropped))
+    encoder = ClassifyPredictor(ImageFormat(config, (0.3,) * channels, (0.4,) * channels, ("a", "b"), cropped))
     random = np.random.default_rng(4)
     for height, width in ((8, 8), (8, 20), (21, 8), (100, 90)):
         array = random.integers(0, 256, (height, width, 3), dtype=np.uint8)

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from large_places import encoded_requests, large_predictor
 from small_predictors import TRAVEL, predictor, requests
 
-from intbmoe.export import captured
-from intbmoe.export.captured import CaptureError, Recorder, halves, ladder
 from intbmoe.export.golden import compare_rankings
-from intbmoe.export.predictors import captured_places, recommend_places
-from intbmoe.export.predictors.captured_places import CapturedPlaces
 from intbmoe.routing import record_routing
+from intbmoe.tasks.serving import captured
+from intbmoe.tasks.serving.captured import CaptureError, Recorder, halves, ladder
+from intbmoe.tasks.travel import captured as captured_places
+from intbmoe.tasks.travel import serving as recommend_places
+from intbmoe.tasks.travel.captured import CapturedSearch
 
 METHODS = ("dense", "intbmoe", "switch", "lory", "soft_causal")
 NOT_A_CODE = 2**30
@@ -57,7 +58,7 @@ def test_a_batch_in_the_buffers_is_answered_as_in_the_ordinary_way(method, data)
     """Also one larger than any recorded shape."""
     asked = predictor("places", method)
     with torch.inference_mode():
-        graphs = CapturedPlaces(asked, 5)
+        graphs = CapturedSearch(asked, 5)
     pool = [asked.encode({**request, "explain": False}) for request in requests("places", 12)]
     for _ in range(2):
         batch = [pool[number] for number in data.draw(st.lists(st.integers(0, 11), min_size=1, max_size=13))]
@@ -83,7 +84,7 @@ def test_results_beyond_the_usual_number(monkeypatch):
     asked = predictor("places")
     monkeypatch.setattr(captured_places, "USUAL_RESULTS", 3)
     with torch.inference_mode():
-        graphs = CapturedPlaces(asked, 4)
+        graphs = CapturedSearch(asked, 4)
     assert graphs.results == (3, 90)
     for top_n in (1, 3, 4, 90):
         batch = [asked.encode({**one, "explain": False, "top_n": top_n}) for one in requests("places", 3, seed=7)]
@@ -99,7 +100,7 @@ def test_ties_are_settled_as_in_the_ordinary_way(monkeypatch):
     vectors = asked.places.vectors[:10].repeat(9, 1)
     monkeypatch.setattr(asked, "places", type(asked.places)(vectors))
     with torch.inference_mode():
-        graphs = CapturedPlaces(asked, 4)
+        graphs = CapturedSearch(asked, 4)
     batch = [asked.encode({**one, "explain": False, "top_n": 10}) for one in requests("places", 4, seed=8)]
     expected = asked.answer(batch)
     monkeypatch.setattr(asked, "captured", graphs)
@@ -109,7 +110,7 @@ def test_ties_are_settled_as_in_the_ordinary_way(monkeypatch):
 def test_routing_is_recorded_without_the_padding(monkeypatch):
     asked = predictor("places")
     with torch.inference_mode():
-        graphs = CapturedPlaces(asked, 4)
+        graphs = CapturedSearch(asked, 4)
     batch = [asked.encode({**one, "explain": False}) for one in requests("places", 3, seed=9)]
     counts = []
     for way in (None, graphs):
@@ -125,7 +126,7 @@ def test_where_time_is_over_small_batches_are_rounded_up(monkeypatch):
     asked = predictor("places")
     monkeypatch.setattr(captured_places, "RECORDING_S", -1.0)
     with torch.inference_mode():
-        graphs = CapturedPlaces(asked, 6)
+        graphs = CapturedSearch(asked, 6)
     batch = [asked.encode({**one, "explain": False}) for one in requests("places", 1)]
     assert graphs.shape_for(batch)[0] == 6
     expected = asked.answer(batch)
@@ -136,7 +137,7 @@ def test_where_time_is_over_small_batches_are_rounded_up(monkeypatch):
 def test_the_shape_with_the_least_padding_is_taken():
     asked = predictor("places")
     with torch.inference_mode():
-        graphs = CapturedPlaces(asked, 8)
+        graphs = CapturedSearch(asked, 8)
     assert (graphs.requests, graphs.sessions) == ((1, 2, 4, 8), (2, 3, 6))
     pool = encoded_requests(asked, 8, seed=0, sessions=2)
     longer = encoded_requests(asked, 1, seed=1, sessions=4)
@@ -151,7 +152,7 @@ def test_a_model_that_cannot_be_recorded_says_so(monkeypatch, caplog):
     def refuse(*_):
         raise CaptureError("it waits for the device")
 
-    monkeypatch.setattr(recommend_places, "CapturedPlaces", refuse)
+    monkeypatch.setattr(recommend_places, "CapturedSearch", refuse)
     asked.record_graphs(4)  # on the CPU there is nothing to record
     monkeypatch.setattr(asked, "device", torch.device("cuda"))
     with caplog.at_level(logging.WARNING):

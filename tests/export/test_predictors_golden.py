@@ -12,6 +12,7 @@ from small_predictors import CELL_VALUES, ITEMS, KINDS, bfloat16, predictor
 from fake_journeys import HOUR, fake_journeys
 from intbmoe.export.golden import check_golden, compare_rankings, make_golden
 from intbmoe.recipes import load_recipe
+from intbmoe.tasks import find_task
 from intbmoe.tasks.language.packed import TokenExamples
 from intbmoe.tasks.sequences.examples import HeldOutEvents
 from intbmoe.tasks.sequences.source import ItemSequences
@@ -39,6 +40,9 @@ class SmallTask:
 
     def __init__(self, kind):
         self.kind, self.recipe = kind, load_recipe(RECIPES[kind])
+
+    def golden_requests(self, predictor, count):
+        return find_task(self.recipe.task).golden_requests(self, predictor, count)
 
     def split(self, name):
         assert name == "valid"

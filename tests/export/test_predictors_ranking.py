@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from intbmoe.export.predictors import ranking
-from intbmoe.export.predictors.ranking import Catalogue, ends_in_a_tie, top_n
+from intbmoe.tasks.serving import ranking
+from intbmoe.tasks.serving.ranking import VectorIndex, ends_in_a_tie, top_n
 
 
 def naive(scores, n):
@@ -47,11 +47,11 @@ def test_a_search_in_stretches_is_one_over_all(batch, entries, n, seed, tied):
         patch.setattr(ranking, "GROUP", 8)
         patch.setattr(ranking, "WIDE", 64)
         patch.setitem(ranking.STRETCH, "cpu", 100)
-        values, rows = Catalogue(vectors).search(queries, n, excluded)
+        values, rows = VectorIndex(vectors).search(queries, n, excluded)
         padded = torch.full((batch, entries + 2), -1)
         for row, left_out in enumerate(excluded):
             padded[row, : len(left_out)] = torch.from_numpy(left_out)
-        best_values, best_rows = Catalogue(vectors).best(queries, n, padded)
+        best_values, best_rows = VectorIndex(vectors).best(queries, n, padded)
     expected_values, expected_rows = naive(scores, n)
     torch.testing.assert_close(values, expected_values, rtol=0, atol=1e-12)
     real = values > -torch.inf
@@ -67,7 +67,7 @@ def test_a_large_catalogue_is_searched_in_little_memory():
     """A million places: the scores of 64 queries would be 256 MB, those of a stretch are 8."""
     torch.manual_seed(0)
     vectors, queries = torch.randn(1_000_000, 16), torch.randn(64, 16)
-    catalogue = Catalogue(vectors)
+    catalogue = VectorIndex(vectors)
     values, rows = catalogue.search(queries, 10, [np.empty(0, np.int64)] * 64)
     expected = (queries[:4] @ vectors.T).topk(10)
     torch.testing.assert_close(values[:4], expected.values)

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_predictors import KINDS, LENGTH, png, predictor, requests
 
-from intbmoe.export.predictor import Encoded, RequestError, from_wire, to_wire
-from intbmoe.export.predictors import journeys
+from intbmoe.tasks.serving.requests import Encoded, RequestError, from_wire, to_wire
+from intbmoe.tasks.travel import fields as journeys
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

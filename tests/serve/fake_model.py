@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from intbmoe.export.predictor import Encoded, Limits, Piece
-from intbmoe.export.predictors.fields import REQUIRED, Flag, Integer, Many, Record, Text
 from intbmoe.serve.loading import Opened
+from intbmoe.tasks.language.serving import GeneratePredictor
+from intbmoe.tasks.serving import Encoded, Limits, Piece, Predictor
+from intbmoe.tasks.serving.fields import REQUIRED, Flag, Integer, Many, Record, Text
+from intbmoe.tasks.serving.history import HISTORY_FORM
 
 LARGEST = 2**30
 POISON, BUG, SLOW = 2**29 + 1, 2**29 + 2, 2**29 + 900
@@ -31,12 +33,14 @@ def write_artifact(folder: Path, **about) -> Path:
     return folder
 
 
-class FakePredictor:
+class FakePredictor(Predictor):
     dtype = torch.float64
 
     def __init__(self, about):
         self.about = about
         self.action = about["action"]
+        self.streams = self.action == "generate"
+        self.form = GeneratePredictor.form if self.streams else HISTORY_FORM
         self.limits = Limits(body_bytes=4096, top_n=10, history=100, max_tokens=200)
         if self.action == "recommend":
             fields = {
@@ -97,10 +101,10 @@ class FakePredictor:
         return (prompt * payload["max_tokens"])[: payload["max_tokens"]]
 
     def stream(self, batch):
-        return FakeGeneration([self._text(one.payload) for one in batch], self.about["delay_ms"] / 1000)
+        return FakeTexts([self._text(one.payload) for one in batch], self.about["delay_ms"] / 1000)
 
 
-class FakeGeneration:
+class FakeTexts:
     def __init__(self, texts, pause):
         self.texts, self.pause, self.step, self.dropped = texts, pause, 0, set()
         self.ids, self.scores = [list(text) for text in texts], [-1.5] * len(texts)

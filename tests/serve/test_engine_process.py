@@ -10,12 +10,12 @@ import pytest
 import torch
 from fake_model import write_artifact
 
-from intbmoe.export.predictor import Encoded, to_wire
 from intbmoe.serve import engine_process
 from intbmoe.serve.engine import Engine
 from intbmoe.serve.engine_process import EngineProcess
 from intbmoe.serve.links import Call, Link
 from intbmoe.serve.settings import Settings
+from intbmoe.tasks.serving.requests import Encoded, to_wire
 
 IMAGE = 224
 

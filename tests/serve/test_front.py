@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from intbmoe.export.predictor import Encoded, Limits, RequestError
 from intbmoe.serve.front import _encode, parse_json
 from intbmoe.serve.links import Call
 from intbmoe.serve.responses import HttpError
+from intbmoe.tasks.serving.requests import Encoded, Limits, RequestError
 
 
 class Encoder:

@@ -77,7 +77,7 @@ def test_who_is_not_ready_yet_ends_when_told(front):
 
 def test_where_there_is_no_engine_just_now_clients_are_told(front):
     """It ended itself, again and again, and clients waited on the port for as long."""
-    front.tell(do="serve", generation=1, artifact=front.artifact, version="one", engines=[])
+    front.tell(do="serve", number=1, artifact=front.artifact, version="one", engines=[])
     front.says("serving")
     url = f"http://127.0.0.1:{front.listener.getsockname()[1]}/v1/recommend"
     asked = urllib.request.Request(url, b'{"history": [1]}', {"content-type": "application/json"})
@@ -86,14 +86,14 @@ def test_where_there_is_no_engine_just_now_clients_are_told(front):
     assert "no engine is running" in json.loads(refusal.value.read())["error"]["message"]
     assert refusal.value.headers["retry-after"] == "1"
     # A new version is another matter: the old one serves on.
-    front.tell(do="prepare", generation=2, artifact=front.artifact, version="one", engines=[])
+    front.tell(do="prepare", number=2, artifact=front.artifact, version="one", engines=[])
     front.says("cannot")
     front.tell(do="drain")
     assert front.process.wait(10) == 0
 
 
 def test_a_reload_under_way_does_not_hold_up_the_end(front):
-    front.tell(do="serve", generation=1, artifact=front.artifact, version="one", engines=[])
+    front.tell(do="serve", number=1, artifact=front.artifact, version="one", engines=[])
     front.says("serving")
     url = f"http://127.0.0.1:{front.listener.getsockname()[1]}/v1/reload"
     with ThreadPoolExecutor(1) as pool:

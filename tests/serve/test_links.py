@@ -6,9 +6,9 @@ import socket
 import time
 from types import SimpleNamespace
 
-from intbmoe.export.predictor import Encoded
 from intbmoe.serve import links, wire
-from intbmoe.serve.links import LEFT, Call, Dispatcher, Generation, Line
+from intbmoe.serve.links import LEFT, Call, Dispatcher, Line, ServedVersion
+from intbmoe.tasks.serving.requests import Encoded
 
 
 class FakeLine(Line):
@@ -35,9 +35,9 @@ class FakeLine(Line):
             asyncio.get_running_loop().call_soon(self.deliver, wire.ANSWER, number, {})
 
 
-def generation(**lines):
+def served(**lines):
     encoder = SimpleNamespace(action="recommend", encode=lambda request: Encoded(3, {}))
-    made = Generation(1, SimpleNamespace(encoder=encoder, version="one"))
+    made = ServedVersion(1, SimpleNamespace(encoder=encoder, version="one"))
     made.links.update(lines)
     return made
 
@@ -53,7 +53,7 @@ def test_an_engine_that_hangs_is_soon_not_asked_any_more():
     async def run():
         well, hung = FakeLine(), FakeLine(hangs=True)
         dispatcher = Dispatcher()
-        dispatcher.switch(generation(hung=hung, well=well))
+        dispatcher.switch(served(hung=hung, well=well))
         outcomes = [await ask(dispatcher) for _ in range(50)]
         assert outcomes.count("expired") == hung.asked == 1
         assert outcomes.count("answered") == well.asked == 49
@@ -70,7 +70,7 @@ def test_an_engine_that_says_nothing_of_what_was_given_up_is_asked_when_the_othe
     async def run():
         idle, busy = FakeLine(), FakeLine(hangs=True)
         dispatcher = Dispatcher()
-        dispatcher.switch(generation(idle=idle, busy=busy))
+        dispatcher.switch(served(idle=idle, busy=busy))
         call = Call({}, time.monotonic() + 5)
         call.encode(dispatcher.current)
         idle.hangs = True
@@ -91,7 +91,7 @@ def test_with_one_engine_there_is_no_choice():
     async def run():
         only = FakeLine(hangs=True)
         dispatcher = Dispatcher()
-        dispatcher.switch(generation(only=only))
+        dispatcher.switch(served(only=only))
         assert await ask(dispatcher) == "expired"
         only.hangs = False
         assert await ask(dispatcher) == "answered"
@@ -109,7 +109,7 @@ def test_what_an_engine_does_not_read_is_not_heaped_up_for_it(tmp_path, monkeypa
         with socket.socket(socket.AF_UNIX) as engine:
             engine.bind(path)
             engine.listen()
-            dispatcher, made = Dispatcher(), generation()
+            dispatcher, made = Dispatcher(), served()
             await dispatcher.connect(made, path)
             dispatcher.switch(made)
             outcomes = []

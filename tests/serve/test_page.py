@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from intbmoe import serve
-from intbmoe.serve.page import PARTS, page_response
+import intbmoe
+from intbmoe.serve.page import page_response, parts
 
 CHROMIUM = shutil.which("chromium")
 
@@ -78,13 +78,15 @@ def test_it_is_sent_again_only_when_it_has_changed():
 
 
 def test_no_part_is_longer_than_one_sitting_and_all_are_packed():
-    folder = Path(serve.__file__).parent
-    parts = sorted(path.name for path in folder.glob("page*") if path.suffix != ".py")
-    assert parts == sorted(["page.html", *(name for names in PARTS.values() for name in names)])
-    assert all(len((folder / name).read_text().splitlines()) < 300 for name in parts)
+    package = Path(intbmoe.__file__).parent
+    used = [package / "serve" / "page.html", *(file for files in parts().values() for file in files)]
+    files = [*(package / "serve").glob("page*[!y]"), *(package / "tasks").glob("*/*.js")]
+    assert sorted(files) == sorted(used), "every part is on the page"
+    assert all(len(file.read_text().splitlines()) < 300 for file in files)
     with open(Path(__file__).parents[2] / "pyproject.toml", "rb") as file:
         patterns = tomllib.load(file)["tool"]["setuptools"]["package-data"]["intbmoe"]
-    assert all(any(fnmatch(f"serve/{name}", pattern) for pattern in patterns) for name in parts)
+    names = [file.relative_to(package).as_posix() for file in files]
+    assert all(any(fnmatch(name, pattern) for pattern in patterns) for name in names)
 
 
 def fits(page):

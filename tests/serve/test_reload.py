@@ -18,7 +18,7 @@ from intbmoe.serve.children import Child
 from intbmoe.serve.control import reason
 from intbmoe.serve.crew import StartError
 from intbmoe.serve.front_process import FrontProcess
-from intbmoe.serve.links import Dispatcher, Generation
+from intbmoe.serve.links import Dispatcher, ServedVersion
 from intbmoe.serve.settings import Settings
 
 
@@ -115,7 +115,7 @@ class FakeFront:
         if message["do"] in ("prepare", "serve") and self.events:
             event = self.events.pop(0)
             if event is not None:
-                asyncio.get_running_loop().call_soon(self.owner._hear, self, {"generation": 2, **event})
+                asyncio.get_running_loop().call_soon(self.owner._hear, self, {"number": 2, **event})
 
     def kill(self):
         self.told.append("killed")
@@ -132,7 +132,7 @@ class FakeCrew:
             raise self.error
 
     def describe(self):
-        return {"generation": self.number, "version": self.version}
+        return {"number": self.number, "version": self.version}
 
     async def kill(self):
         self.state = "killed"
@@ -197,7 +197,7 @@ def test_a_reload_does_not_begin_before_all_fronts_have_started(monkeypatch):
         starting = asyncio.create_task(owner._start_first())
         await asyncio.sleep(0.05)
         result = await asyncio.wait_for(owner.reload(), 5)
-        owner._hear(owner._fronts[0], {"generation": 2, **SERVING})
+        owner._hear(owner._fronts[0], {"number": 2, **SERVING})
         await asyncio.wait_for(starting, 0.5)
         return result, owner._fronts[0].told
 
@@ -206,7 +206,7 @@ def test_a_reload_does_not_begin_before_all_fronts_have_started(monkeypatch):
     assert told == ["serve"]
 
 
-def test_a_generation_that_was_opened_too_late_leaves_its_engines():
+def test_a_version_that_was_opened_too_late_leaves_its_engines():
     """They end when every front has closed its connection."""
     opened = SimpleNamespace(encoder=SimpleNamespace(action="recommend"))
     front = SimpleNamespace(_dispatcher=Dispatcher(), _prepared=None, _ready=asyncio.Event())
@@ -218,11 +218,11 @@ def test_a_generation_that_was_opened_too_late_leaves_its_engines():
         def retire(self):
             self.retired = True
 
-    old, new = Generation(1, opened), Generation(2, opened)
-    for generation in (old, new):
-        generation.links["path"] = Line()
-    for generation in (new, old, new):
-        FrontProcess._serve(front, generation)
+    old, new = ServedVersion(1, opened), ServedVersion(2, opened)
+    for served in (old, new):
+        served.links["path"] = Line()
+    for served in (new, old, new):
+        FrontProcess._serve(front, served)
     assert front._dispatcher.current is new
     assert (old.links["path"].retired, new.links["path"].retired) == (True, False)
 
@@ -268,13 +268,13 @@ def test_a_link_to_engines_that_are_left_is_closed_again(tmp_path):
         path = str(tmp_path / "engine")
         engine = await asyncio.start_unix_server(hear, path)
         opened = SimpleNamespace(encoder=SimpleNamespace(action="recommend"))
-        dispatcher, generation = Dispatcher(), Generation(1, opened)
-        await asyncio.gather(*(dispatcher.connect(generation, path) for _ in range(3)))
-        generation.retire()
+        dispatcher, served = Dispatcher(), ServedVersion(1, opened)
+        await asyncio.gather(*(dispatcher.connect(served, path) for _ in range(3)))
+        served.retire()
         await asyncio.wait_for(closed.wait(), 2)
         assert len(connections) == 1
         closed.clear()
-        await dispatcher.connect(generation, path)  # it was asked for before the others were switched to
+        await dispatcher.connect(served, path)  # it was asked for before the others were switched to
         await asyncio.wait_for(closed.wait(), 2)
         engine.close()
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import intbmoe
-from intbmoe.tasks import TASKS
+from intbmoe.tasks import Task, register_task
 from intbmoe.tasks.recipe import MoESettings, Recipe, TrainSettings
 from intbmoe.train.seeds import make_generator
 
@@ -79,13 +79,11 @@ class TinyModel(nn.Module):
         return self.head(self.norm(x).mean(1))
 
 
-class TinyTask:
+@register_task("tiny")
+class TinyTask(Task):
     recipe_type = TinyRecipe
     metric = "accuracy"
     higher_is_better = True
-
-    def __init__(self, recipe):
-        self.recipe = recipe
 
     def make_model(self):
         moe = self.recipe.moe
@@ -119,8 +117,6 @@ class TinyTask:
     def example_inputs(self):
         return (torch.zeros(1, TOKENS, DIM),)
 
-
-TASKS["tiny"] = TinyTask
 
 OPTIONS = {
     "switch": {"jitter": 0.0},

@@ -24,14 +24,14 @@ from typing import Any
 
 from torch import nn
 
-from intbmoe.analysis.examples import SHOWN, example_routing
+from intbmoe.analysis.examples import example_routing
 from intbmoe.analysis.load_history import load_history
 from intbmoe.analysis.loads import choosing_layers, evaluated_load, training_curves, unit_of
 from intbmoe.analysis.participation import measure_participation
 from intbmoe.analysis.recipes_view import collect_recipes
 from intbmoe.analysis.report.run_report import write_run_report
 from intbmoe.analysis.report.trace import trace_run
-from intbmoe.analysis.routing_share import VIEWS, routing_shares
+from intbmoe.analysis.routing_share import routing_shares
 from intbmoe.analysis.run_cost import measure_run_cost
 from intbmoe.analysis.sample import Sample
 from intbmoe.layer import moe_layers
@@ -81,8 +81,8 @@ def analyse(
         "training": lambda: _training(run, task),
         "load_training": lambda: _load_training(run, model),
         "load": lambda: _load(model, sample),
-        "routing": lambda: _routing(model, sample, recipe),
-        "examples": lambda: _examples(model, sample, recipe),
+        "routing": lambda: _routing(model, sample),
+        "examples": lambda: _examples(model, sample),
         "recipes": lambda: _recipes(model),
         "participation": lambda: _participation(model, sample, tell),
         "cost": lambda: _cost(model, recipe, ranks),
@@ -190,18 +190,20 @@ def _load(model: nn.Module, sample: Sample) -> Any:
     return evaluated_load(model, sample)
 
 
-def _routing(model: nn.Module, sample: Sample, recipe: Recipe) -> Any:
+def _routing(model: nn.Module, sample: Sample) -> Any:
     _require_choices(model)
-    if recipe.task not in VIEWS:
-        raise LeftOut(f"the task {recipe.task!r} has no views in routing_share.py, which tell its tokens apart")
-    return routing_shares(model, sample, VIEWS[recipe.task](sample.task))
+    views = sample.task.views()
+    if not views:
+        raise LeftOut(f"the task {sample.task.name!r} defines no views, which tell its tokens apart")
+    return routing_shares(model, sample, views)
 
 
-def _examples(model: nn.Module, sample: Sample, recipe: Recipe) -> Any:
+def _examples(model: nn.Module, sample: Sample) -> Any:
     _require_choices(model)
-    if recipe.task not in SHOWN:
-        raise LeftOut(f"the task {recipe.task!r} does not say in examples.py how to show one")
-    return example_routing(model, sample, SHOWN[recipe.task])
+    shown = sample.task.shown(sample.source)
+    if shown is None:
+        raise LeftOut(f"the task {sample.task.name!r} does not say how to show an example")
+    return example_routing(model, sample, shown)
 
 
 def _recipes(model: nn.Module) -> Any:

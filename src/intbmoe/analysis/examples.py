@@ -1,46 +1,18 @@
 """Single examples: to which blocks or experts each of their patches or tokens went, layer by layer.
 
-How the examples of a task are chosen and what their tokens are called is said here, one class a task. The same run and
-split always give the same examples: of images one a class, classes evenly spread; of all else evenly spread ones.
+The task says which examples, always the same ones of a split, and what their tokens are called (``Task.shown``).
 """
 
-import base64
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from intbmoe.analysis.loads import choosing_layers, unit_of
-from intbmoe.analysis.routing_share import (
-    CATEGORY,
-    HOUR,
-    NO_LABEL,
-    TRAVEL_TYPES,
-    category_names,
-    token_texts,
-    travel_types,
-)
 from intbmoe.analysis.sample import Sample
-from intbmoe.models.sequence import PADDING
-from intbmoe.models.travel import PROFILE_TOKENS, SCENARIO, SESSION_TOKENS
 from intbmoe.routing import RecordedRouting
-from intbmoe.tasks.base import Batch
-
-MOST_IMAGES, MOST_OTHERS = 6, 3
-"""Examples shown."""
-MOST_TOKENS = 256
-"""Of a text, from its beginning."""
-WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
-
-
-class Token(NamedTuple):
-    """What a token is; None in its place is padding."""
-
-    kind: str
-    text: str
+from intbmoe.tasks.looking import Content, Shown
 
 
 @dataclass(frozen=True)
@@ -94,118 +66,13 @@ class ExampleRouting:
         ]
 
 
-class Content(NamedTuple):
-    """What an example of a batch is, without its routing."""
-
-    title: str
-    tokens: list[Token | None]
-    """In the order of the model's tokens."""
-    image: str | None = None
-
-
-Describe = Callable[[Batch, int, int], Content]
-"""(batch, row, index in the split) → what the example is."""
-
-
-class Shown(NamedTuple):
-    """How a task's examples are shown."""
-
-    form: str
-    choose: Callable[[Sample], list[int]]
-    describe: Callable[[Sample], Describe]
-
-
-def spread(sample: Sample) -> list[int]:
-    """Some examples, evenly spread over the split."""
-    number = min(MOST_OTHERS, sample.total)
-    return [(2 * place + 1) * sample.total // (2 * number) for place in range(number)]
-
-
-def one_a_class(sample: Sample) -> list[int]:
-    """The first image of some classes, which are evenly spread over all that there are."""
-    classes, first = np.unique(sample.source.images.labels, return_index=True)
-    number = min(MOST_IMAGES, len(classes))
-    return [int(first[place * len(classes) // number]) for place in range(number)]
-
-
-def describe_images(sample: Sample) -> Describe:
-    """Patches by row and column, and the picture itself."""
-    names, model = sample.task.class_names(), sample.task.recipe.model
-    side = model.image_size // model.patch_size
-    tokens: list[Token | None] = [
-        Token("patch", f"row {row}, column {column}") for row in range(side) for column in range(side)
-    ]
-
-    def describe(batch: Batch, row: int, index: int) -> Content:
-        pixels = sample.source.images.pixels([index], model.image_size)[0]
-        return Content(names[int(batch["labels"][row])], tokens, _png(pixels))
-
-    return describe
-
-
-def describe_texts(sample: Sample) -> Describe:
-    """Tokens by their text."""
-    texts = token_texts(sample.task)
-
-    def describe(batch: Batch, row: int, index: int) -> Content:
-        ids = batch["ids"][row, :MOST_TOKENS].tolist()
-        return Content(f"text {index}", [Token("token", texts[token]) for token in ids])
-
-    return describe
-
-
-def describe_journeys(sample: Sample) -> Describe:
-    """Profile tokens by number, scenarios by weekday and hour, intentions by the category of the place."""
-    categories = category_names(sample.task)
-
-    def describe(batch: Batch, row: int, index: int) -> Content:
-        scenario, place = batch["scenario"][row].tolist(), batch["place"][row].tolist()
-        tokens: list[Token | None] = []
-        for position, kind in enumerate(travel_types(batch)[row].tolist()):
-            session = (position - PROFILE_TOKENS) // SESSION_TOKENS
-            if kind == NO_LABEL:
-                tokens.append(None)
-                continue
-            text = {
-                "profile": lambda position=position: str(position + 1),
-                "scenario": lambda session=session: _when(scenario[session]),
-                "intention": lambda session=session: _coded(place[session][CATEGORY], categories),
-                "feedback": lambda: "",
-            }[TRAVEL_TYPES[kind]]()
-            tokens.append(Token(TRAVEL_TYPES[kind], text))
-        return Content(f"user window {index}", tokens)
-
-    return describe
-
-
-def describe_items(sample: Sample) -> Describe:
-    """Items by number."""
-
-    def describe(batch: Batch, row: int, index: int) -> Content:
-        items = batch["items"][row].tolist()
-        return Content(f"history {index}", [None if item == PADDING else Token("item", str(item)) for item in items])
-
-    return describe
-
-
-SHOWN: dict[str, Shown] = {
-    "vision": Shown("image", one_a_class, describe_images),
-    "language": Shown("text", spread, describe_texts),
-    "travel": Shown("sessions", spread, describe_journeys),
-    "sequences": Shown("items", spread, describe_items),
-}
-"""Task → how its examples are shown."""
-
-
 def example_routing(model: nn.Module, sample: Sample, shown: Shown) -> ExampleRouting:
     """Run the model on some examples of the sample's split and note where their tokens go."""
-    indices = shown.choose(sample)
-    describe = shown.describe(sample)
     layers = choosing_layers(model)
-    batch, log = sample.routed_examples(model, indices)
+    batch, log = sample.routed_examples(model, shown.indices)
     found = [
-        _show(index, describe(batch, row, index), {name: _of_example(log[name], row) for name in layers})
-        for row, index in enumerate(indices)
+        _show(index, shown.describe(batch, row, index), {name: _of_example(log[name], row) for name in layers})
+        for row, index in enumerate(shown.indices)
     ]
     most = max(layer.choices for layer in layers.values())
     return ExampleRouting(unit_of(model), sample.split, shown.form, most, found)
@@ -232,21 +99,3 @@ def _show(index: int, content: Content, choices: Mapping[str, tuple[Tensor, Tens
 def _heaviest_first(ids: Sequence[int], weights: Sequence[float]) -> list[tuple[int, float]]:
     chosen = [(choice, weight) for choice, weight in zip(ids, weights, strict=True) if choice >= 0]
     return sorted(chosen, key=lambda pair: (-pair[1], pair[0]))
-
-
-def _png(pixels: np.ndarray) -> str:
-    from PIL import Image
-
-    content = io.BytesIO()
-    Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels).save(content, "PNG")
-    return base64.b64encode(content.getvalue()).decode()
-
-
-def _when(codes: Sequence[int]) -> str:
-    """ "Mon 08" of a scenario's codes."""
-    weekday, hour = codes[SCENARIO.index("weekday")], codes[HOUR]
-    return f"{_coded(weekday, WEEKDAYS)} {hour - 1:02}" if hour else _coded(weekday, WEEKDAYS)
-
-
-def _coded(code: int, names: Sequence[str]) -> str:
-    return names[code - 1] if code else "?"

@@ -59,12 +59,16 @@ def generate(
         device: Where the model runs, such as cuda.
     """
     with explained(ValueError, RuntimeError, ModuleNotFoundError):
-        from intbmoe.export.predictors.generate import continue_text
+        from intbmoe.export import ArtifactError, load_artifact
 
+        loaded = load_artifact(artifact)
+        if not loaded.predictor_type().streams:
+            raise ArtifactError(f"{artifact} is a model of the task {loaded.task!r}: generate needs one of texts")
         request = {"prompt": prompt, "temperature": temperature, "seed": seed}
         request |= {} if max_tokens is None else {"max_tokens": max_tokens}
-        for text in continue_text(artifact, request, device):
-            sys.stdout.write(text)
+        predictor = loaded.predictor(device)
+        for pieces in predictor.stream([predictor.encode(request)]):
+            sys.stdout.write("".join(piece.text for piece in pieces))
             sys.stdout.flush()
     say("")
 

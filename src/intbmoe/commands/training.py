@@ -114,20 +114,20 @@ def prepare(
     Can be interrupted: the same command goes on from what is finished. TARGET is then the recipe's --data.path.
 
     Args:
-        name: minipile, wikipedia or inttravel.
+        name: minipile, wikipedia or inttravel; or what a task of your own prepares.
         source: The folder with the original files.
         target: The folder to write.
         skip_bad: Count malformed rows and leave them out; without it the first one stops the preparation.
     """
     with explained(ModuleNotFoundError):
-        from intbmoe.tasks import DataError
-        from intbmoe.tasks.preparation import PREPARATIONS
+        from intbmoe.tasks import DataError, list_preparations
         from intbmoe.train.progress import PreparationProgress
-    if name not in PREPARATIONS:
-        sys.exit(f"intbmoe: no data to prepare is called {name!r}: {did_you_mean(name, PREPARATIONS)}")
+    preparations = list_preparations()
+    if name not in preparations:
+        sys.exit(f"intbmoe: no data to prepare is called {name!r}: {did_you_mean(name, preparations)}")
     try:
         with explained(DataError, OSError, ModuleNotFoundError), PreparationProgress() as progress:
-            counted = PREPARATIONS[name].run(source, target, skip_bad=skip_bad, progress=progress.show)
+            counted = preparations[name].run(source, target, skip_bad=skip_bad, progress=progress.show)
     except KeyboardInterrupt:
         again = shlex.join(["intbmoe", "prepare", name, str(source), str(target)])
         sys.exit(f"stopped: {again} goes on from what is finished")

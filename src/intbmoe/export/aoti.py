@@ -11,8 +11,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from intbmoe.export.errors import ExportError
-from intbmoe.export.graphs import Graph, trace
+from intbmoe.export.artifact import ExportError
+from intbmoe.tasks.serving import Graph
+
+
+@torch.no_grad()
+def trace(graph: Graph, model: nn.Module, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    """``model`` as a program of tensor operations in which batch and length are free."""
+    try:
+        return torch.export.export(model, example, dynamic_shapes=graph.dynamic_shapes())
+    except Exception as error:  # torch raises many kinds where a model cannot be traced
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ExportError(f"torch.export cannot trace this model with a free batch and length: {reason}") from error
 
 
 def write_aoti(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 artifact.json             what it is: format_version, task, method, recipe, dtype, precomposed, metrics of the run, the
                           parity that was checked with its tolerance, formats, and the SHA-256 of every other file
 model.safetensors         the weights, IntBMoE's composed: no pool, so the size does not depend on E
-catalogue.json            what the numbers mean that go in and come out (``catalogue.py``)
+catalogue.json            what the numbers mean that go in and come out, as each task's ``task.py`` says
 catalogue.safetensors     the same, where there is much of it: places and their codes
 tokenizer.json            of text that was not read as bytes
 golden.json               requests, and the answers that this model gave when it was exported
@@ -25,6 +25,9 @@ from torch import Tensor, nn
 
 from intbmoe.checks import did_you_mean
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
+from intbmoe.recipes import recipe_from_dict
+from intbmoe.tasks import find_task, list_tasks, make_task
+from intbmoe.tasks.serving import Predictor
 
 FORMAT_VERSION = 1
 ABOUT = "artifact.json"
@@ -37,6 +40,10 @@ ONNX = "model.onnx"
 AOTI = "model.pt2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EXPORT_AGAIN = "export the run again: intbmoe export RUN --to DIR"
+
+
+class ExportError(RuntimeError):
+    """A run cannot be exported, or what was made of it does not do what the run's model does; nothing is written."""
 
 
 class ArtifactError(RuntimeError):
@@ -55,7 +62,7 @@ class Artifact:
 
     @property
     def task(self) -> str:
-        """vision, language, travel or sequences."""
+        """The registered name of the task."""
         return self.about["task"]
 
     @property
@@ -71,8 +78,7 @@ class Artifact:
     @cached_property
     def recipe(self) -> Any:
         """The recipe of the run."""
-        from intbmoe.recipes import recipe_from_dict
-
+        self._require_task()
         try:
             return recipe_from_dict(self.about["recipe"])
         except (ValueError, TypeError) as error:
@@ -82,7 +88,7 @@ class Artifact:
 
     @property
     def catalogue(self) -> dict[str, Any]:
-        """What the numbers of this model mean; ``catalogue.py`` says what each task has there."""
+        """What the numbers of this model mean; each task's ``task.py`` says what it has there."""
         return self.read_json(CATALOGUE)
 
     @property
@@ -108,6 +114,27 @@ class Artifact:
         except RuntimeError as error:
             raise ArtifactError(f"{self.path / MODEL} is of another model: {error}; {EXPORT_AGAIN}") from error
         return model.requires_grad_(False).eval()
+
+    def encoder(self) -> Predictor:
+        """What checks and encodes requests, without the weights, for a process that has no model."""
+        return self.predictor_type().encoder(self)
+
+    def predictor(self, device: str | torch.device = "cpu") -> Predictor:
+        """The model on ``device``, ready to answer."""
+        return self.predictor_type().load(self, device)
+
+    def predictor_type(self) -> type[Predictor]:
+        """How the artifact's task answers requests."""
+        self._require_task()
+        return find_task(self.task).find_predictor()
+
+    def _require_task(self) -> None:
+        if self.task not in list_tasks():
+            module = self.about.get("task_module", "a package that is not installed")
+            raise ArtifactError(
+                f"{self.path} is of the task {self.task!r}, which comes from {module}: install it, or name its file by "
+                f"intbmoe --plugin FILE or INTBMOE_PLUGINS (an artifact holds no code)"
+            )
 
     def file(self, name: str) -> Path:
         """The path of a file that belongs to the artifact."""
@@ -175,8 +202,6 @@ def files_of(path: Path) -> set[str] | None:
 
 def make_skeleton(recipe: Any, *, precomposed: bool) -> nn.Module:
     """The recipe's model on the meta device, where tensors have shapes and no memory."""
-    from intbmoe.tasks import make_task
-
     with torch.device("meta"):
         model = make_task(recipe).make_model()
         if not precomposed:

@@ -15,16 +15,14 @@ from torch import nn
 
 from intbmoe.checks import require
 from intbmoe.export import aoti, artifact, onnx
-from intbmoe.export.artifact import ABOUT, DTYPES, FORMAT_VERSION, Artifact, file_digest, load_artifact
-from intbmoe.export.catalogue import make_catalogue
-from intbmoe.export.errors import ExportError
-from intbmoe.export.graphs import Graph
+from intbmoe.export.artifact import ABOUT, DTYPES, FORMAT_VERSION, Artifact, ExportError, file_digest, load_artifact
+from intbmoe.export.golden import make_golden
 from intbmoe.export.parity import Parity
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.precomposition import cast_for_serving
 from intbmoe.precomposition import precompose as precompose_model
 from intbmoe.recipes import recipe_to_dict
-from intbmoe.tasks import make_task
+from intbmoe.tasks import find_task, make_task
 from intbmoe.train.files import full_disk_is_explained, pack_tensors, to_json
 from intbmoe.train.loading import load
 from intbmoe.train.run import RunDirectory
@@ -60,6 +58,7 @@ def export_run(
     run, to = RunDirectory.existing(run), Path(to)
     _require_replaceable(to)
     task = make_task(run.recipe)
+    task.find_predictor()
     trained = load(run).requires_grad_(False)
     tell("looking for validation inputs that reach every block")
     parity = Parity(task, trained, DTYPES[dtype])
@@ -74,7 +73,8 @@ def export_run(
         about |= {"parity": checked, "formats": list(formats)}
         tell("asking golden requests")
         _write_about(folder, about)
-        (folder / artifact.GOLDEN).write_bytes(to_json(_golden(load_artifact(folder), task)))
+        golden = make_golden(load_artifact(folder).predictor(), task)
+        (folder / artifact.GOLDEN).write_bytes(to_json(golden))
         _write_about(folder, about)
     return load_artifact(to)
 
@@ -105,7 +105,7 @@ def _write_model(folder: Path, run: RunDirectory, trained: nn.Module, dtype: str
     """Weights and catalogue, and a first ``artifact.json``, whose content is returned."""
     recipe, result = run.recipe, run.result
     model = cast_model(trained, DTYPES[dtype], precompose=precompose)
-    catalogue = make_catalogue(make_task(recipe))
+    catalogue = make_task(recipe).catalogue()
     (folder / artifact.MODEL).write_bytes(pack_tensors(model.state_dict()))
     (folder / artifact.CATALOGUE).write_bytes(to_json(catalogue.about))
     if catalogue.tensors:
@@ -116,6 +116,7 @@ def _write_model(folder: Path, run: RunDirectory, trained: nn.Module, dtype: str
         "format_version": FORMAT_VERSION,
         "written_by": f"intbmoe {program_version()}",
         "task": recipe.task,
+        **_foreign_task(recipe.task),
         "method": recipe.moe.name,
         "recipe": _public_recipe(recipe),
         "dtype": dtype,
@@ -127,27 +128,26 @@ def _write_model(folder: Path, run: RunDirectory, trained: nn.Module, dtype: str
     return about
 
 
+def _foreign_task(name: str) -> dict[str, str]:
+    """Where a task that does not come with this package comes from: who loads the artifact must have that."""
+    module = find_task(name).__module__
+    return {} if module.startswith("intbmoe.") else {"task_module": module}
+
+
 def _public_recipe(recipe: Any) -> dict[str, Any]:
     """Without where the data lie on the machine that trained: an artifact needs none, and goes to others."""
     plain = recipe_to_dict(recipe)
-    return {**plain, "data": {**plain["data"], "path": None}}
+    return {**plain, "data": plain["data"] | ({"path": None} if "path" in plain["data"] else {})}
 
 
 def _write_format(name: str, written: Artifact, parity: Parity) -> dict[str, Any]:
     """Write a graph and check it in its own runtime."""
     file, write, load_graph = FORMATS[name]
-    graph, catalogue = Graph(written.task, written.recipe), written.catalogue_tensors
+    graph, catalogue = parity.task.graph(), written.catalogue_tensors
     batch = {key: value[:TRACED_ROWS] for key, value in parity.inputs.batches[0].items()}
     example = graph.inputs(batch, written.dtype, None if graph.longest is None else min(TRACED_LENGTH, graph.longest))
     write(graph, graph.wrap(written.model(), catalogue), example, written.path / file)
     return parity.check_runtime(name, load_graph(graph, written.path / file), graph, catalogue)
-
-
-def _golden(written: Artifact, task: Any) -> list[dict[str, Any]]:
-    from intbmoe.export.golden import make_golden
-    from intbmoe.export.predictor import make_predictor
-
-    return make_golden(make_predictor(written, "cpu"), task)
 
 
 def _write_about(folder: Path, about: dict[str, Any]) -> None:

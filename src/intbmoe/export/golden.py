@@ -6,26 +6,20 @@ much rounding can do to this model's answers, tokens that take another block bec
 export: the same weights answer once more in a wider type.
 """
 
-import base64
 import copy
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from intbmoe.export.predictor import Answer, Predictor
-from intbmoe.tasks.base import Task
-from intbmoe.tasks.travel.examples import JourneyExamples
+from intbmoe.tasks import Task
+from intbmoe.tasks.serving import Answer, Predictor
 
 COUNT = 8
 SAFETY = 8
 """Another machine may round so many times as unluckily as was measured."""
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
-PROMPT_TOKENS, NEW_TOKENS = 32, 16
-THUMBNAIL = 320
 
 
 @dataclass(frozen=True)
@@ -42,22 +36,24 @@ class Difference:
 
 def make_golden(predictor: Predictor, task: Task, count: int = COUNT) -> list[dict[str, Any]]:
     """Requests from the validation split with this predictor's answers, each asked alone."""
-    requests = MAKERS[task.recipe.task](predictor, task.split("valid"), count)
+    requests = task.golden_requests(predictor, count)
     wider = _in_a_wider_type(predictor)
-    if predictor.action == "generate":
+    if predictor.streams:
         requests = _sure_parts(predictor, wider, requests)
     answers = [ask(predictor, request) for request in requests]
     doubts = [_doubt(answer, ask(wider, request)) for request, answer in zip(requests, answers, strict=True)]
-    largest = max(abs(score) for answer in answers for score in _scores(answer).values())
+    largest = max((abs(score) for answer in answers for score in _scores(answer).values()), default=0.0)
     tolerance = SAFETY * (max(doubts) + torch.finfo(predictor.dtype).eps * largest)
     return [{"request": r, "answer": a, "tolerance": tolerance} for r, a in zip(requests, answers, strict=True)]
 
 
 def _scores(answer: Answer) -> dict[Any, float]:
-    """What is scored → its score: the entries of a ranking, or a text."""
+    """What is scored → its score: the entries of a ranking, a text; else every number by its name."""
     if "results" in answer:
         return {entry["id"]: entry["score"] for entry in answer["results"]}
-    return {answer["text"]: answer["score"]}
+    if "text" in answer:
+        return {answer["text"]: answer["score"]}
+    return {name: value for name, value in answer.items() if isinstance(value, float)}
 
 
 def _doubt(own: Answer, wide: Answer) -> float:
@@ -86,6 +82,8 @@ def compare_answers(entry: Mapping[str, Any], answer: Answer) -> str | None:
     expected = entry["answer"]
     if "results" in expected:
         return compare_rankings(expected["results"], answer["results"], entry["tolerance"])
+    if "text" not in expected:
+        return _compare_fields(expected, answer, entry["tolerance"])
     if answer["text"] != expected["text"]:
         return f"the text is {answer['text']!r}, at export it was {expected['text']!r}"
     by = abs(answer["score"] - expected["score"])
@@ -94,6 +92,18 @@ def compare_answers(entry: Mapping[str, Any], answer: Answer) -> str | None:
             f"the text's score is {answer['score']:.6g}, at export it was {expected['score']:.6g}: "
             f"they differ by {by:.3g}, and {entry['tolerance']:.3g} is allowed"
         )
+    return None
+
+
+def _compare_fields(expected: Answer, found: Answer, tolerance: float) -> str | None:
+    """None where both have the same fields, numbers to the tolerance and all else exactly."""
+    if expected.keys() != found.keys():
+        return f"it has {', '.join(found)}, at export {', '.join(expected)}"
+    for name, was in expected.items():
+        now = found[name]
+        same = abs(now - was) <= tolerance if isinstance(was, float) and isinstance(now, float) else now == was
+        if not same:
+            return f"{name} is {now!r}, at export {was!r}; of numbers, {tolerance:.3g} is allowed"
     return None
 
 
@@ -115,13 +125,13 @@ def compare_rankings(expected: Sequence[Mapping], found: Sequence[Mapping], tole
     return None
 
 
-def _in_a_wider_type(predictor: Any) -> Any:
+def _in_a_wider_type(predictor: Predictor) -> Predictor:
     """The same weights in a type of twice the digits; float64 has none."""
     dtype = WIDER.get(predictor.dtype, predictor.dtype)
     return predictor.with_model(copy.deepcopy(predictor.model).to(dtype))
 
 
-def _sure_parts(predictor: Any, wider: Any, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _sure_parts(predictor: Predictor, wider: Predictor, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The requests with as many new tokens as rounding cannot change; at least the surest token of all."""
     margins = [(request, _margins(predictor, wider, request)) for request in requests]
     sure = [(request, int((margin > 1).long().cumprod(0).sum())) for request, margin in margins]
@@ -133,7 +143,7 @@ def _sure_parts(predictor: Any, wider: Any, requests: Sequence[dict[str, Any]]) 
 
 
 @torch.inference_mode()
-def _margins(predictor: Any, wider: Any, request: dict[str, Any]) -> torch.Tensor:
+def _margins(predictor: Predictor, wider: Predictor, request: dict[str, Any]) -> torch.Tensor:
     """(new tokens,): by how many times what rounding can do each new token is ahead of the next likeliest."""
     encoded = predictor.encode(request)
     continuation = predictor.stream([encoded])
@@ -145,71 +155,3 @@ def _margins(predictor: Any, wider: Any, request: dict[str, Any]) -> torch.Tenso
     best = own.topk(2, dim=1).values
     # The doubt of a logit is the largest of the vocabulary, and both of two logits have it.
     return (best[:, 0] - best[:, 1]) / (2 * SAFETY * (own - wide).abs().amax(1).clamp(min=1e-12))
-
-
-def _spread(total: int, count: int) -> list[int]:
-    """Numbers below ``total``, evenly spread."""
-    return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(int)).tolist()
-
-
-def _images(predictor: Any, split: Any, count: int) -> list[dict[str, Any]]:
-    requests = []
-    for index in _spread(len(split), count):
-        image = split.images.image(index)
-        image.thumbnail((THUMBNAIL, THUMBNAIL))
-        content = io.BytesIO()
-        image.save(content, "PNG")
-        requests.append({"image": base64.b64encode(content.getvalue()).decode()})
-    return requests
-
-
-def _items(predictor: Any, split: Any, count: int) -> list[dict[str, Any]]:
-    requests = []
-    for number, index in enumerate(_spread(len(split), count)):
-        history = split.items[split.starts[index] : split.events[index]] + predictor.first_id
-        requests.append({"history": history.tolist(), "visited": ("allow", "exclude")[number % 2]})
-    return requests
-
-
-def _journeys(predictor: Any, split: JourneyExamples, count: int) -> list[dict[str, Any]]:
-    """The sessions up to a window's last, which is ``now``."""
-    requests = []
-    for number, shard in enumerate(split.reader.data.shards):
-        windows = split.windows[number]
-        for index in _spread(len(windows), -(-count // len(split.windows))) if len(windows) else []:
-            user, stop, length = (int(column[index]) for column in (windows.user, windows.stop, windows.length))
-            sessions = [_session(predictor, shard, row) for row in range(stop - length, stop)]
-            now = {name: value for name, value in sessions[-1].items() if name in ("time", "cell", "region", "weather")}
-            profile = zip(predictor.fields.profile, shard.profile[user].tolist(), strict=True)
-            known = {name: predictor.fields.value(name, code) for name, code in profile if code}
-            visited = ("allow", "exclude")[len(requests) % 2]
-            requests.append({"history": sessions[:-1], "now": now, "profile": known, "visited": visited})
-    return requests[:count]
-
-
-def _session(predictor: Any, shard: Any, row: int) -> dict[str, int]:
-    codes = {name: int(getattr(shard, name)[row]) for name in ("cell", "region", "weather", "mode", "action")}
-    codes |= {name: int(getattr(shard, name)[row]) + 1 for name in ("place", "via")}
-    known = {name: predictor.fields.value(name, code) for name, code in codes.items() if code}
-    return {"time": int(shard.time[row]), **known}
-
-
-def _prompts(predictor: Any, split: Any, count: int) -> list[dict[str, Any]]:
-    requests = []
-    for index in _spread(len(split), count):
-        start = index * split.length
-        decoder = predictor.vocabulary.new_decoder()
-        # Cut where a document ends, and where a character does: what is incomplete is left in the decoder.
-        ids = split.tokens[start : start + min(PROMPT_TOKENS, split.length // 2)].tolist()
-        ids = ids[: ids.index(predictor.vocabulary.end_of_text)] if predictor.vocabulary.end_of_text in ids else ids
-        text = "".join(map(decoder.add, ids)).lstrip("\ufffd")
-        requests.append({"prompt": text, "max_tokens": min(NEW_TOKENS, predictor.length), "temperature": 0.0})
-    return requests
-
-
-MAKERS: dict[str, Callable[[Any, Any, int], list[dict[str, Any]]]] = {
-    "vision": _images,
-    "sequences": _items,
-    "travel": _journeys,
-    "language": _prompts,
-}

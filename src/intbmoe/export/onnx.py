@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from intbmoe.export.errors import ExportError
-from intbmoe.export.graphs import OUTPUT, Graph, trace
+from intbmoe.export.aoti import trace
+from intbmoe.export.artifact import ExportError
+from intbmoe.tasks.serving import Graph
 
+OUTPUT = "scores"
 LARGEST_FILE = 2**31 - 2**24
 """Bytes of weights that still fit into one file of the format; more go into model.onnx.data beside it."""
 

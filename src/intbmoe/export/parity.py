@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from intbmoe.export.errors import ExportError
-from intbmoe.export.graphs import Graph
+from intbmoe.export.artifact import ExportError
 from intbmoe.layer import MoELayer, moe_layers
 from intbmoe.methods.intbmoe import BlockLayer
 from intbmoe.parts.blocks import choose_form, run_blocks
 from intbmoe.precision import wide
 from intbmoe.routing import record_routing
-from intbmoe.tasks.base import Batch, Task
+from intbmoe.tasks import Batch, Task
+from intbmoe.tasks.serving import Graph
 
 BATCH = 16
 FEWEST_BATCHES = 4
@@ -86,16 +86,8 @@ def _open_choices(layer: MoELayer) -> set[int]:
 @torch.no_grad()
 def _reached(task: Task, model: nn.Module, batch: Batch) -> dict[str, set[int]]:
     with record_routing(model) as log:
-        run_model(task, model, batch, torch.float32)
+        task.run_model(model, batch, torch.float32)
     return {name: set(r.ids[r.ids >= 0].unique().tolist()) for name, r in log.items() if r.ids is not None}
-
-
-def run_model(task: Task, model: nn.Module, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """The scores that the task's metrics come from."""
-    if task.recipe.task == "travel":
-        return model(batch)
-    name = {"vision": "images", "language": "ids", "sequences": "items"}[task.recipe.task]
-    return model(batch[name].to(dtype) if batch[name].is_floating_point() else batch[name])
 
 
 @dataclass
@@ -144,7 +136,7 @@ class Parity:
     def __post_init__(self) -> None:
         self.inputs = choose_inputs(self.task, self.trained)
         epsilon = torch.finfo(self.dtype).eps
-        depth = self.task.recipe.model.depth
+        depth = self.task.depth()
         self.layer_tolerance = LAYER_FACTOR * epsilon
         self.output_tolerance = OUTPUT_FACTOR[self.dtype] * epsilon * math.sqrt(depth)
         self.elsewhere_tolerance = ROUTING_FACTOR * epsilon
@@ -167,13 +159,13 @@ class Parity:
         outputs = _OutputError(self.output_tolerance)
         for batch in self.inputs.batches:
             with _seen_by_layers(self.trained) as seen, _recorded(self.trained) as log:
-                expected = run_model(self.task, self.trained, batch, torch.float32)
+                expected = self.task.run_model(self.trained, batch, torch.float32)
             for name, (x, mask, y) in seen.items():
                 _compare_layer(found[name], layers[name], x.to(self.dtype), mask, y, log[name].ids)
                 if isinstance(layers[name], BlockLayer):
                     tokens = (x.flatten(0, -2) if mask is None else x[mask])[:BLOCK_TOKENS]
                     _compare_blocks(blocks[name], self.trained.get_submodule(name), layers[name], tokens, self.dtype)
-            outputs.add(expected, run_model(self.task, served, batch, self.dtype))
+            outputs.add(expected, self.task.run_model(served, batch, self.dtype))
         errors = [*blocks.values(), *found.values()]
         self._judge_layers(errors)
         outputs.judge("the exported model")

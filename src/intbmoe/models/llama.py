@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require, require_finite, require_positive_int
 from intbmoe.models.causal import apply_ffn, check_mask, new_ffn_state, require_causal, visible_tokens
-from intbmoe.models.generation import Sampling, stream
+from intbmoe.models.decoding import Sampling, stream
 from intbmoe.precision import autocast_dtype, cast, wide
 
 Rotation = tuple[Tensor, Tensor]

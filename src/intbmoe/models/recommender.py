@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from intbmoe.checks import require, require_positive_int
+from intbmoe.layer import moe_layers
 from intbmoe.models.causal import apply_ffn, check_mask, require_causal, visible_tokens
 from intbmoe.registry import create
 
@@ -128,3 +129,26 @@ class Recommender(nn.Module):
             x = block(x, mask, visible)
         y = apply_ffn(self.head, self.norm(x), mask)
         return y if mask is None else torch.where(mask.unsqueeze(-1), y, 0)
+
+    def ends_token_by_token(self) -> bool:
+        """Whether the last FFN and the head look at single tokens; a mixture with a memory sees earlier ones too."""
+        last = (self.blocks[-1].ffn, self.head)
+        return all(layer.new_state(1) is None for ffn in last for _, layer in moe_layers(ffn))
+
+    def output_at(self, x: Tensor, mask: Tensor, places: Tensor, filled: Tensor | None = None) -> Tensor:
+        """(B, T, d) tokens, (B, T) validity, (B,) a valid place in each → (B, d), ``forward`` at these places.
+
+        After the last attention tokens no longer meet: the last FFN and the head, themselves mixtures, are computed for
+        that one token instead of all, if the model ``ends_token_by_token``. ``filled`` (B,) is False for sequences that
+        are padding as a whole, which no mixture counts; None: there are none.
+        """
+        visible = visible_tokens(mask)
+        x = torch.where(mask.unsqueeze(-1), x, 0)
+        *before, last = self.blocks
+        for block in before:
+            x = block(x, mask, visible)
+        x = x + last.attn(last.norm1(x), visible)
+        x = x[torch.arange(len(x), device=x.device), places].unsqueeze(1)
+        valid = None if filled is None else filled.unsqueeze(1)
+        x = x + apply_ffn(last.ffn, last.norm2(x), valid)
+        return apply_ffn(self.head, self.norm(x), valid).squeeze(1)

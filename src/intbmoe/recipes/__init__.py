@@ -15,6 +15,7 @@ import yaml
 
 from intbmoe.checks import did_you_mean
 from intbmoe.recipes.sets import SETS
+from intbmoe.registry import find_task, list_tasks, unknown_task
 from intbmoe.settings import check_options, from_plain, to_plain
 from intbmoe.tasks.recipe import MoESettings, Recipe, TrainSettings
 
@@ -70,14 +71,12 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
     """The recipe that ``data`` describes. Unknown settings, options and wrong types are errors that say where."""
-    from intbmoe.tasks import TASKS  # tasks import the schema beside this file
-
     if not isinstance(data, Mapping):
         raise ValueError(f"a recipe is a mapping of settings, not {type(data).__name__}")
     task = data.get("task")
-    if task not in TASKS:
-        raise ValueError(f"task={task!r} is not allowed: {did_you_mean(str(task), TASKS)}")
-    recipe = from_plain(TASKS[task].recipe_type, data, "")
+    if task not in list_tasks():
+        raise ValueError(f"task={task!r} is not allowed: {unknown_task(str(task))}")
+    recipe = from_plain(find_task(task).recipe_type, data, "")
     try:
         options = check_options(recipe.moe.name, recipe.moe.options)
     except KeyError as error:

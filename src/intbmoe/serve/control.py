@@ -5,14 +5,14 @@ the process ends too: nothing is left behind.
 
 supervisor → engine   {"do": "drain"}
 engine → supervisor   {"event": "ready", "version": …}   {"event": "broken", "why": …}   {"event": "alive"}
-supervisor → front    {"do": "prepare", "generation": n, "artifact": …, "version": …, "engines": [path, …]}
-                      {"do": "serve", and the same}   {"do": "abandon", "generation": n}
+supervisor → front    {"do": "prepare", "number": n, "artifact": …, "version": …, "engines": [path, …]}
+                      {"do": "serve", and the same}   {"do": "abandon", "number": n}
                       {"do": "drain"}   {"do": "reloaded", "id": n, "ok": …, …}
-front → supervisor    {"event": "prepared", "generation": n}   {"event": "serving", "generation": n}
-                      {"event": "cannot", "generation": n, "why": …, "other": true if the folder holds another version}
+front → supervisor    {"event": "prepared", "number": n}   {"event": "serving", "number": n}
+                      {"event": "cannot", "number": n, "why": …, "other": true if the folder holds another version}
                       {"event": "reload", "id": n}   {"event": "alive"}
 
-A new generation is prepared by every front before any of them serves it: what one refuses, none has answered with.
+A new version is prepared by every front before any of them serves it: what one refuses, none has answered with.
 """
 
 import json

@@ -22,7 +22,7 @@ class StartError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Places:
+class Folders:
     """Where the processes of a server meet."""
 
     sockets: Path
@@ -35,12 +35,12 @@ class Places:
 
 
 class Crew:
-    """A generation of engines. ``on_change`` is called when an engine came or went; ``on_other`` starts a reload, when
-    the folder's content is no longer what the others serve.
+    """The engines of one version. ``on_change`` is called when an engine came or went; ``on_other`` starts a reload,
+    when the folder's content is no longer what the others serve.
     """
 
     def __init__(
-        self, number: int, artifact: str, settings: Settings, places: Places, on_other: Callable[[], asyncio.Task]
+        self, number: int, artifact: str, settings: Settings, folders: Folders, on_other: Callable[[], asyncio.Task]
     ) -> None:
         self.number = number
         self.artifact = artifact
@@ -48,7 +48,7 @@ class Crew:
         self.on_other = on_other
         self.on_change: Callable[[], None] = lambda: None
         self._settings = settings
-        self._places = places
+        self._folders = folders
         self._ready: dict[Child, asyncio.Future[str]] = {}
         self._paths: dict[Child, str] = {}
         self._keepers: list[asyncio.Task] = []
@@ -62,7 +62,7 @@ class Crew:
 
     def describe(self) -> dict[str, Any]:
         """For fronts: what is served, and by which engines."""
-        about = {"generation": self.number, "artifact": self.artifact, "version": self.version}
+        about = {"number": self.number, "artifact": self.artifact, "version": self.version}
         return {**about, "engines": self.sockets}
 
     async def start(self) -> None:
@@ -104,14 +104,14 @@ class Crew:
 
     async def _start_one(self) -> Child:
         self._started += 1
-        path = str(self._places.sockets / f"{self.number}.{self._started}")
+        path = str(self._folders.sockets / f"{self.number}.{self._started}")
         arguments = [self._settings.to_json(), self.artifact, path]
         # CPU threads are set by number; left to themselves, libraries would each take all cores.
         threads = str(self._settings.engine_threads())
         child = await Child.start(
             "intbmoe.serve.engine_process",
             arguments,
-            environment={**self._places.environment, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            environment={**self._folders.environment, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
             on_event=self._hear,
         )
         ready = self._ready.setdefault(child, asyncio.get_running_loop().create_future())
@@ -172,7 +172,7 @@ class Crew:
         self._ready.pop(child, None)
         if path is not None:
             Path(path).unlink(missing_ok=True)
-            forget_process(child.pid, self._places.figures)
+            forget_process(child.pid, self._folders.figures)
 
 
 def _is_ready(ready: asyncio.Future[str]) -> bool:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from intbmoe.export.predictor import Encoded, Predictor, RequestError, from_wire
 from intbmoe.serve.batcher import Batcher, CostModel, Taken, Ticket
 from intbmoe.serve.metrics import EngineMetrics
 from intbmoe.serve.settings import Settings
 from intbmoe.serve.wire import ANSWER, BAD, EXPIRED, FAILED, PIECE, REFUSED
+from intbmoe.tasks.serving import Encoded, Predictor, RequestError
+from intbmoe.tasks.serving.requests import from_wire
 
 SAMPLE_EVERY_S = 1.0
 """Routing is looked at in one batch a second: often enough for a load, too seldom to cost."""
@@ -47,7 +48,7 @@ class _Request:
 class _Text:
     """A batch of texts being written."""
 
-    generation: Any
+    stream: Any
     tickets: list[Ticket]
     going: set[int]
     unread: int
@@ -73,7 +74,7 @@ class Engine:
             queue=settings.queue,
             clock=clock,
         )
-        if predictor.action == "generate":
+        if predictor.streams:
             self.batcher.step_cost = CostModel()
         self._most_texts = settings.streams
         self._metrics = metrics
@@ -112,7 +113,7 @@ class Engine:
         for text in self._texts:
             for index in [index for index in text.going if which(text.tickets[index].key)]:
                 text.going.discard(index)
-                text.generation.drop(index)
+                text.stream.drop(index)
 
     def step(self) -> list[Reply]:
         """Compute what is next."""
@@ -122,7 +123,7 @@ class Engine:
             replies += [Reply(ticket.key, EXPIRED) for ticket in taken.expired]
             self._count(taken)
             if taken.batch:
-                replies += self._start(taken.batch) if self.predictor.action == "generate" else self._answer(taken)
+                replies += self._start(taken.batch) if self.predictor.streams else self._answer(taken)
         for text in list(self._texts):
             replies += self._continue(text)
         self._texts = [text for text in self._texts if text.going]
@@ -154,19 +155,19 @@ class Engine:
     def _start(self, tickets: list[Ticket]) -> list[Reply]:
         batch: list[Encoded] = [ticket.payload.encoded for ticket in tickets]
         try:
-            generation = self.predictor.stream(batch)
+            stream = self.predictor.stream(batch)
         except Exception as error:
             if len(tickets) == 1:
                 return [_failure(tickets[0], error)]
             return [reply for ticket in tickets for reply in self._start([ticket])]
-        self._texts.append(_Text(generation, tickets, set(range(len(tickets))), Taken(tickets).padded_tokens))
+        self._texts.append(_Text(stream, tickets, set(range(len(tickets))), Taken(tickets).padded_tokens))
         return []
 
     def _continue(self, text: _Text) -> list[Reply]:
         started = self._clock()
         try:
             with self._sampling():
-                pieces = next(text.generation, None)
+                pieces = next(text.stream, None)
         except Exception as error:
             failed, text.going = text.going, set()
             return [_failure(text.tickets[index], error) for index in sorted(failed)]
@@ -196,8 +197,8 @@ class Engine:
 
     def _answer_whole(self, text: _Text, index: int, finished: str) -> Reply:
         """What ``Predictor.answer`` would have given, which would have let the others wait for all of the text."""
-        ticket, ids = text.tickets[index], text.generation.ids[index]
-        answer = {"text": "".join(text.pieces[index]), "new_tokens": len(ids), "score": text.generation.scores[index]}
+        ticket, ids = text.tickets[index], text.stream.ids[index]
+        answer = {"text": "".join(text.pieces[index]), "new_tokens": len(ids), "score": text.stream.scores[index]}
         answer["finished"] = finished
         encoded = ticket.payload.encoded
         try:

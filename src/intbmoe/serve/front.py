@@ -18,15 +18,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from intbmoe.export.predictor import RequestError
 from intbmoe.serve.access import Access
 from intbmoe.serve.bodies import BodyMemory, Share, read_body
-from intbmoe.serve.links import LEFT, Call, Dispatcher, Generation, Outcome
+from intbmoe.serve.links import LEFT, Call, Dispatcher, Outcome, ServedVersion
 from intbmoe.serve.metrics import FrontMetrics, read_metrics
-from intbmoe.serve.openapi import ACTIONS, DEADLINE, describe
+from intbmoe.serve.openapi import DEADLINE, describe, known_actions
 from intbmoe.serve.page import page_response
 from intbmoe.serve.responses import LINES, HttpError, TextStream, json_response
 from intbmoe.serve.settings import Settings
+from intbmoe.tasks.serving import RequestError
 
 LARGE_BODY = 65_536
 """From here on a request is encoded beside the event loop, so that the others do not wait."""
@@ -48,7 +48,7 @@ class Front:
 
     def app(self) -> Starlette:
         """The application for uvicorn."""
-        routes = [Route(f"/v1/{action}", self._endpoint(action), methods=["POST"]) for action in ACTIONS]
+        routes = [Route(f"/v1/{action}", self._endpoint(action), methods=["POST"]) for action in known_actions()]
         routes += [
             Route("/", self._page),
             Route("/openapi.json", self._openapi),
@@ -98,13 +98,13 @@ class Front:
     async def _answer(self, request: Request, action: str, share: Share) -> Response:
         headers = _headers_of(request)
         self._access.authorise(headers)
-        generation = self._generation(action)
-        seconds = self._seconds(headers, action)
-        most = self._settings.body_bytes or generation.opened.encoder.limits.body_bytes
+        served = self._served(action)
+        seconds = self._seconds(headers, served.opened.encoder.streams)
+        most = self._settings.body_bytes or served.opened.encoder.limits.body_bytes
         limits = {"most": min(most, self._memory.most), "patience_s": self._settings.patience_s}
         body = await read_body(request, headers, share, **limits)
         content = parse_json(body)
-        call = Call(content, time.monotonic() + seconds, action == "generate" and _is_streamed(content))
+        call = Call(content, time.monotonic() + seconds, served.opened.encoder.streams and _is_streamed(content))
         watcher, response = None, None
 
         def give_up() -> None:
@@ -113,7 +113,7 @@ class Front:
                 watcher.cancel()
 
         try:
-            await _encode(call, generation, len(body))
+            await _encode(call, served, len(body))
             if not call.done.done():
                 self._dispatcher.send(call)
             watcher = asyncio.create_task(_watch(request, call))
@@ -154,22 +154,22 @@ class Front:
         return response
 
     def _headers(self, call: Call) -> dict[str, str]:
-        headers = {"x-model-version": call.generation.opened.version}
+        headers = {"x-model-version": call.served.opened.version}
         if self.draining:
             headers["connection"] = "close"
         return headers
 
-    def _generation(self, action: str | None = None) -> Generation:
-        generation = self._dispatcher.current
-        if generation is None:
+    def _served(self, action: str | None = None) -> ServedVersion:
+        served = self._dispatcher.current
+        if served is None:
             raise HttpError(503, "the model is being loaded", outcome="unavailable", headers={"retry-after": "1"})
-        if action is not None and action != generation.action:
-            message = f"this server's model does not {action}: POST /v1/{generation.action}"
+        if action is not None and action != served.action:
+            message = f"this server's model does not {action}: POST /v1/{served.action}"
             raise HttpError(404, message, outcome="bad")
-        return generation
+        return served
 
-    def _seconds(self, headers: Mapping[str, str], action: str) -> float:
-        most = self._settings.deadline_s(action)
+    def _seconds(self, headers: Mapping[str, str], streams: bool) -> float:
+        most = self._settings.deadline_s(streams)
         asked = headers.get(DEADLINE)
         if asked is None:
             return most
@@ -186,10 +186,10 @@ class Front:
         return page_response(request.headers.get("if-none-match", ""))
 
     async def _openapi(self, request: Request) -> Response:
-        generation = self._generation()
-        if self._document is None or self._document[0] != generation.number:
-            document = describe(generation.opened, self._settings, with_key=self._access.with_key)
-            self._document = generation.number, json_response(document)
+        served = self._served()
+        if self._document is None or self._document[0] != served.number:
+            document = describe(served.opened, self._settings, with_key=self._access.with_key)
+            self._document = served.number, json_response(document)
         return self._document[1]
 
     async def _live(self, request: Request) -> Response:
@@ -207,7 +207,7 @@ class Front:
 
     async def _model(self, request: Request) -> Response:
         self._access.authorise(_headers_of(request))
-        opened = self._generation().opened
+        opened = self._served().opened
         encoder = opened.encoder
         return json_response(
             {
@@ -216,8 +216,10 @@ class Front:
                 **opened.about,
                 "limits": {key: value for key, value in asdict(encoder.limits).items() if value is not None},
                 "budget_ms": self._settings.budget_ms,
-                "deadline_ms": 1000 * self._settings.deadline_s(encoder.action),
+                "deadline_ms": 1000 * self._settings.deadline_s(encoder.streams),
                 "request": encoder.request_schema,
+                "streams": encoder.streams,
+                "form": None if encoder.form is None else encoder.form.stem,
             }
         )
 
@@ -235,13 +237,13 @@ def _headers_of(request: Request) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in request.scope["headers"]}
 
 
-async def _encode(call: Call, generation: Generation, size: int) -> None:
+async def _encode(call: Call, served: ServedVersion, size: int) -> None:
     """Beside the event loop where it may take long, so that the others do not wait; and no longer than the call has."""
     # A file of a few kilobytes can be an image of millions of pixels.
-    if size < LARGE_BODY and generation.opened.encoder.limits.image_pixels is None:
-        call.encode(generation)
+    if size < LARGE_BODY and served.opened.encoder.limits.image_pixels is None:
+        call.encode(served)
         return
-    encoding = asyncio.create_task(asyncio.to_thread(call.encode, generation))
+    encoding = asyncio.create_task(asyncio.to_thread(call.encode, served))
     await asyncio.wait({encoding, call.done}, return_when=asyncio.FIRST_COMPLETED)
     if encoding.done():
         encoding.result()

@@ -22,7 +22,7 @@ import uvloop
 from intbmoe.serve.connection import patient_protocol
 from intbmoe.serve.control import Lines, inherited_socket, reason, to_line
 from intbmoe.serve.front import Front
-from intbmoe.serve.links import Dispatcher, Generation
+from intbmoe.serve.links import Dispatcher, ServedVersion
 from intbmoe.serve.metrics import FrontMetrics
 from intbmoe.serve.settings import Settings
 
@@ -56,7 +56,7 @@ class FrontProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._numbers = itertools.count(1)
         self._reloads: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._prepared: Generation | None = None
+        self._prepared: ServedVersion | None = None
         self._opening = asyncio.Lock()
         self._doing: set[asyncio.Task] = set()
         self._server = uvicorn.Server(
@@ -93,7 +93,7 @@ class FrontProcess:
                 if message["do"] in ("prepare", "serve"):
                     self._start(self._change(message))
                 elif message["do"] == "abandon":
-                    self._start(self._abandon(message["generation"]))
+                    self._start(self._abandon(message["number"]))
                 elif message["do"] == "drain":
                     self._start(self._drain())
                 elif message["do"] == "reloaded":
@@ -114,61 +114,61 @@ class FrontProcess:
             await asyncio.sleep(ALIVE_EVERY_S)
 
     async def _change(self, wanted: dict[str, Any]) -> None:
-        """Make the generation that the supervisor describes ready, or the current one; or give it its engines."""
-        number = wanted["generation"]
+        """Make the version that the supervisor describes ready, or the current one; or give it its engines."""
+        number = wanted["number"]
         try:
-            generation = await self._generation(wanted)
+            served = await self._served(wanted)
             if wanted["do"] == "serve":
-                self._serve(generation)
+                self._serve(served)
         except Exception as error:
-            log.exception("generation %d cannot be served", number)
+            log.exception("version %d cannot be served", number)
             other = isinstance(error, OtherVersionError)
-            self._tell({"event": "cannot", "generation": number, "why": reason(error), "other": other})
+            self._tell({"event": "cannot", "number": number, "why": reason(error), "other": other})
             if self._when_ready and not self._ready.is_set():
                 await asyncio.sleep(TOLD_S)
                 os._exit(1)  # nobody can be answered: the next one may do better
         else:
-            self._tell({"event": "serving" if wanted["do"] == "serve" else "prepared", "generation": number})
+            self._tell({"event": "serving" if wanted["do"] == "serve" else "prepared", "number": number})
 
-    def _serve(self, generation: Generation) -> None:
+    def _serve(self, served: ServedVersion) -> None:
         current = self._dispatcher.current
-        if current is None or generation.number > current.number:
-            self._dispatcher.switch(generation)
-            self._prepared = None if self._prepared is generation else self._prepared
-        elif generation is not current:
-            generation.retire()  # it took longer to open than one that came later: its engines wait to be left
+        if current is None or served.number > current.number:
+            self._dispatcher.switch(served)
+            self._prepared = None if self._prepared is served else self._prepared
+        elif served is not current:
+            served.retire()  # it took longer to open than one that came later: its engines wait to be left
         if not self._ready.is_set():
             # What is there now stays: a collection that looks at all of it takes longer than many an answer.
             gc.collect()
             gc.freeze()
             self._ready.set()
 
-    async def _generation(self, wanted: dict[str, Any]) -> Generation:
-        """The generation of that number, with links to its engines."""
-        generation = self._dispatcher.current
-        if generation is None or generation.number != wanted["generation"]:
+    async def _served(self, wanted: dict[str, Any]) -> ServedVersion:
+        """The version of that number, with links to its engines."""
+        served = self._dispatcher.current
+        if served is None or served.number != wanted["number"]:
             async with self._opening:
-                if self._prepared is None or self._prepared.number != wanted["generation"]:
+                if self._prepared is None or self._prepared.number != wanted["number"]:
                     opened = await asyncio.to_thread(self._loader.open_encoder, wanted["artifact"])
                     if opened.version != wanted["version"]:
                         raise OtherVersionError(
                             f"{wanted['artifact']} holds version {opened.version}, {wanted['version']} is served"
                         )
-                    self._prepared = Generation(wanted["generation"], opened)
-                generation = self._prepared
+                    self._prepared = ServedVersion(wanted["number"], opened)
+                served = self._prepared
         for path in wanted["engines"]:
             try:
-                await self._dispatcher.connect(generation, path)
+                await self._dispatcher.connect(served, path)
             except OSError as error:
                 log.warning("engine %s cannot be reached: %s", path, error)
         # One that takes the place of another serves though there is no engine just now: 503 is better than no answer.
         expected = wanted["engines"] or wanted["do"] == "prepare"
-        if expected and generation is not self._dispatcher.current and generation.least_loaded() is None:
+        if expected and served is not self._dispatcher.current and served.least_loaded() is None:
             raise ConnectionError("none of its engines can be reached")
-        return generation
+        return served
 
     async def _abandon(self, number: int) -> None:
-        """A generation that was prepared is not to be served after all."""
+        """A version that was prepared is not to be served after all."""
         async with self._opening:
             if self._prepared is not None and self._prepared.number == number:
                 self._prepared.retire()

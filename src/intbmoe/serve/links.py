@@ -1,9 +1,9 @@
 """A front's connections to engines, and the requests on their way through them.
 
-Call         one request: it ends exactly once, whoever ends it first
-Link         the connection to one engine
-Generation   an artifact's encoder with the links to the engines that serve it
-Dispatcher   the current generation; sends calls, and sends them again when an engine dies
+Call            one request: it ends exactly once, whoever ends it first
+Link            the connection to one engine
+ServedVersion   an artifact's encoder with the links to the engines that serve it
+Dispatcher      the current version; sends calls, and sends them again when an engine dies
 """
 
 import asyncio
@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from intbmoe.export.predictor import RequestError, to_wire
 from intbmoe.serve import wire
 from intbmoe.serve.loading import Opened
+from intbmoe.tasks.serving.requests import RequestError, to_wire
 
 MOST_SENDS = 2
 """A request that was in two engines when they died is not given to a third: it may be what kills them."""
@@ -53,7 +53,7 @@ class Call:
         self.deadline = deadline
         self.done: asyncio.Future[Outcome] = loop.create_future()
         self.pieces: asyncio.Queue[str | None] | None = asyncio.Queue() if stream else None
-        self.generation: Generation | None = None
+        self.served: ServedVersion | None = None
         self.content = b""
         self.tokens = 0
         self.number = 0
@@ -63,10 +63,10 @@ class Call:
         self._passed_on = 0  # characters that the client has
         self._timer = loop.call_later(max(0.0, deadline - time.monotonic()), self.finish, EXPIRED)
 
-    def encode(self, generation: "Generation") -> None:
-        """Check the request and prepare it for the engines of ``generation``; raises ``RequestError``."""
-        encoded = generation.opened.encoder.encode(self.request)
-        self.generation, self.tokens, self.content = generation, encoded.tokens, to_wire(encoded)
+    def encode(self, served: "ServedVersion") -> None:
+        """Check the request and prepare it for the engines of ``served``; raises ``RequestError``."""
+        encoded = served.opened.encoder.encode(self.request)
+        self.served, self.tokens, self.content = served, encoded.tokens, to_wire(encoded)
 
     @property
     def begun(self) -> bool:
@@ -213,7 +213,7 @@ class Link(Line, asyncio.Protocol):
         self._on_lost(self, calls)
 
 
-class Generation:
+class ServedVersion:
     """An artifact's encoder with the links to the engines that serve it."""
 
     def __init__(self, number: int, opened: Opened) -> None:
@@ -225,7 +225,7 @@ class Generation:
         self._retired = False
 
     def add(self, path: str, link: Line) -> None:
-        """One more engine; where another generation serves by now, its link is closed again."""
+        """One more engine; where another version serves by now, its link is closed again."""
         self.links[path] = link
         if self._retired:
             link.retire()
@@ -239,17 +239,17 @@ class Generation:
         return best
 
     def retire(self) -> None:
-        """Another generation serves now: close each link when its calls have ended."""
+        """Another version serves now: close each link when its calls have ended."""
         self._retired = True
         for link in list(self.links.values()):
             link.retire()
 
 
 class Dispatcher:
-    """Sends calls to the engines of the current generation."""
+    """Sends calls to the engines of the current version."""
 
     def __init__(self, on_retry: Callable[[], None] = lambda: None) -> None:
-        self.current: Generation | None = None
+        self.current: ServedVersion | None = None
         self._on_retry = on_retry
 
     @property
@@ -257,32 +257,32 @@ class Dispatcher:
         """Whether a request would find an engine."""
         return self.current is not None and self.current.least_loaded() is not None
 
-    async def connect(self, generation: Generation, path: str) -> None:
+    async def connect(self, served: ServedVersion, path: str) -> None:
         """Open a link to an engine that is ready, unless there is one."""
-        async with generation.connecting:
-            if path in generation.links:
+        async with served.connecting:
+            if path in served.links:
                 return
             loop = asyncio.get_running_loop()
-            _, link = await loop.create_unix_connection(lambda: Link(path, partial(self._lost, generation)), path)
+            _, link = await loop.create_unix_connection(lambda: Link(path, partial(self._lost, served)), path)
             if link.is_open:
-                generation.add(path, link)
+                served.add(path, link)
 
-    def switch(self, generation: Generation) -> None:
-        """From now on requests go to ``generation``; what is under way elsewhere is finished there."""
-        before, self.current = self.current, generation
+    def switch(self, served: ServedVersion) -> None:
+        """From now on requests go to ``served``; what is under way elsewhere is finished there."""
+        before, self.current = self.current, served
         if before is not None:
             before.retire()
 
     def send(self, call: Call) -> None:
         """Send an encoded call; where no engine can take it, it ends here."""
-        link = call.generation.least_loaded()
-        if link is None and call.generation is not self.current and not call.begun:
+        link = call.served.least_loaded()
+        if link is None and call.served is not self.current and not call.begun:
             try:
                 call.encode(self.current)
             except RequestError as error:  # the new model does not know what the old one knew
                 call.finish(Outcome("bad", (error.field, str(error))))
                 return
-            link = call.generation.least_loaded()
+            link = call.served.least_loaded()
         if link is None:
             call.finish(Outcome("unavailable", ("no engine is running at the moment",)))
         elif not link.has_room:
@@ -290,9 +290,9 @@ class Dispatcher:
         else:
             link.send(call)
 
-    def _lost(self, generation: Generation, link: Link, calls: list[Call]) -> None:
-        if generation.links.get(link.path) is link:
-            del generation.links[link.path]
+    def _lost(self, served: ServedVersion, link: Link, calls: list[Call]) -> None:
+        if served.links.get(link.path) is link:
+            del served.links[link.path]
         for call in calls:
             if call.sends >= MOST_SENDS:
                 call.finish(Outcome("unavailable", ("the engines that had this request died",)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from intbmoe.export import load_artifact
-from intbmoe.export.predictor import Encoder, Predictor, make_encoder, make_predictor
+from intbmoe.tasks.serving import Predictor
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ class Opened:
     version: str
     about: Mapping[str, Any]
     """For ``/v1/model``."""
-    encoder: Encoder | Predictor
+    encoder: Predictor
     golden: list[dict[str, Any]]
 
 
@@ -41,5 +41,5 @@ def _open(path: str, device: str | None) -> Opened:
     artifact = load_artifact(path)
     about = {key: artifact.about[key] for key in ("task", "method", "dtype", "precomposed")}
     about["metrics"] = artifact.about.get("metrics", {})
-    encoder = make_encoder(artifact) if device is None else make_predictor(artifact, device)
+    encoder = artifact.encoder() if device is None else artifact.predictor(device)
     return Opened(artifact.version, about, encoder, artifact.golden if device is not None else [])

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from intbmoe.serve import wire
 from intbmoe.serve.engine import Engine, Reply
 from intbmoe.serve.front import Front
-from intbmoe.serve.links import Dispatcher, Generation, Line, Outcome
+from intbmoe.serve.links import Dispatcher, Line, Outcome, ServedVersion
 from intbmoe.serve.metrics import EngineMetrics, FrontMetrics
 from intbmoe.serve.settings import Settings
 from intbmoe.serve.warm_up import warm_up
@@ -100,10 +100,10 @@ def build_app(settings: Settings, on_death: Callable[[], None] = lambda: None) -
     metrics = FrontMetrics()
     engine = Engine(opened.encoder, settings, EngineMetrics(opened.version, metrics.registry))
     warm_up(engine, opened.golden)
-    generation = Generation(1, opened)
-    generation.links["thread"] = ThreadLine(engine, on_death)
+    served = ServedVersion(1, opened)
+    served.links["thread"] = ThreadLine(engine, on_death)
     dispatcher = Dispatcher()
-    dispatcher.switch(generation)
+    dispatcher.switch(served)
     return Front(settings, dispatcher, metrics, _no_reload).app()
 
 

@@ -2,16 +2,12 @@
 
 from typing import Any
 
+from intbmoe.registry import find_task, list_tasks
 from intbmoe.serve.loading import Opened
 from intbmoe.serve.responses import EVENTS, JSON, LINES
 from intbmoe.serve.settings import Settings
 from intbmoe.version import program_version
 
-ACTIONS = {
-    "classify": "What an image shows.",
-    "recommend": "What comes next after a history, the likeliest first.",
-    "generate": "Continue a text.",
-}
 DEADLINE = "x-deadline-ms"
 ERRORS = {
     "404": "The model of this server does something else.",
@@ -27,16 +23,22 @@ ERRORS = {
 UNAUTHORISED = {"401": "The key is missing or wrong."}
 
 
+def known_actions() -> list[str]:
+    """What the models of all tasks can be asked: of each server's model, one of them."""
+    predictors = [find_task(name).predictor for name in list_tasks()]
+    return sorted({predictor.action for predictor in predictors if predictor is not None})
+
+
 def describe(opened: Opened, settings: Settings, *, with_key: bool) -> dict[str, Any]:
     """The document, with the one action that this artifact has."""
-    action = opened.encoder.action
+    encoder, action = opened.encoder, opened.encoder.action
     errors = ERRORS | UNAUTHORISED if with_key else ERRORS
     document = {
         "openapi": "3.1.0",
         "info": {
             "title": "intbmoe",
             "version": program_version(),
-            "description": f"{opened.about.get('method', 'a model')}, version {opened.version}: {ACTIONS[action]}",
+            "description": f"{opened.about.get('method', 'a model')}, version {opened.version}: {encoder.summary}",
         },
         "paths": {
             f"/v1/{action}": {"post": _ask(opened, settings, errors)},
@@ -57,10 +59,10 @@ def describe(opened: Opened, settings: Settings, *, with_key: bool) -> dict[str,
 def _ask(opened: Opened, settings: Settings, errors: dict[str, str]) -> dict[str, Any]:
     encoder = opened.encoder
     content = {JSON: {"schema": {"type": "object"}}}
-    if encoder.action == "generate":
+    if encoder.streams:
         content |= {EVENTS: {"schema": {"type": "string"}}, LINES: {"schema": {"type": "string"}}}
     return {
-        "summary": ACTIONS[encoder.action],
+        "summary": encoder.summary,
         "operationId": encoder.action,
         "parameters": [
             {
@@ -68,7 +70,7 @@ def _ask(opened: Opened, settings: Settings, errors: dict[str, str]) -> dict[str
                 "in": "header",
                 "required": False,
                 "description": "Milliseconds after which the answer is of no use, "
-                f"at most {1000 * settings.deadline_s(encoder.action):g}.",
+                f"at most {1000 * settings.deadline_s(encoder.streams):g}.",
                 "schema": {"type": "number", "minimum": 1},
             }
         ],

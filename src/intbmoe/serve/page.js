@@ -1,4 +1,3 @@
-"use strict";
 // Okabe and Ito's colours, which people who are colour-blind can tell apart; after eight they return with stripes, and
 // every block also has its number.
 const COLOURS = ["#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#bbbbbb"];
@@ -9,7 +8,7 @@ const make = (tag, more = {}, ...inside) => {
   element.append(...inside);
   return element;
 };
-let model = null, key = "", shown = null, stopping = null;
+let model = null, form = null, key = "", shown = null, stopping = null;
 
 function paint(element, block) {
   const colour = COLOURS[block % COLOURS.length], turn = Math.floor(block / COLOURS.length) % 4;
@@ -79,21 +78,21 @@ function drawRouting() {
   const layer = shown.layers[Number($("layer").value)], rank = Number($("choice").value);
   const counts = new Map(), tokens = $("tokens");
   tokens.replaceChildren();
-  const patches = model.action === "classify";
+  const patches = form.picture !== undefined;
   // What an image's tokens are beside its patches (the class token) stands before them.
   const side = Math.floor(Math.sqrt(shown.tokens.length)), first = shown.tokens.length - side * side;
   const grid = make("div", { className: "patches" });
   if (patches) {
     grid.style.gridTemplateColumns = `repeat(${side}, 1fr)`;
-    grid.append(make("img", { src: actions.classify.url, alt: "Your image, under its patches" }));
+    grid.append(make("img", { src: form.picture, alt: "Your image, under its patches" }));
   }
   layer.tokens.forEach((chosen, at) => {
     const block = chosen[rank], name = shown.tokens[at] ?? `token ${at + 1}`;
     const said = `${name}: ${chosen.length ? "blocks " + chosen.join(", ") : "no block"}`;
     const patch = patches && at >= first;
-    const token = make("span", { className: patch ? "patch" : "token" + (model.action === "generate" ? " text" : ""), title: said });
+    const token = make("span", { className: patch ? "patch" : "token" + (form.spaced ? " text" : ""), title: said });
     if (patch) token.append(block === undefined ? "" : String(block));
-    else token.append(model.action === "generate" ? visible(name) : name, make("sub", {}, block === undefined ? "–" : String(block)));
+    else token.append(form.spaced ? visible(name) : name, make("sub", {}, block === undefined ? "–" : String(block)));
     if (block !== undefined) {
       counts.set(block, (counts.get(block) ?? 0) + 1);
       paint(token, block);
@@ -125,29 +124,30 @@ async function start() {
   $("key-form").hidden = true;
   $("about").textContent = [model.task, model.method, "version " + model.version].filter(Boolean).join(" · ");
   document.title = `${model.action} · intbmoe`;
-  await actions[model.action].build($("fields"), model.request);
+  form = forms[model.form ?? "schema"];
+  await form.build($("fields"), model.request);
   $("form").hidden = false;
 }
 
 $("key-form").addEventListener("submit", (event) => { event.preventDefault(); key = $("key").value.trim(); start(); });
-$("example").addEventListener("click", () => actions[model.action].example(model.request.examples[0]));
+$("example").addEventListener("click", () => form.example(model.request.examples[0]));
 $("stop").addEventListener("click", () => stopping?.abort());
 $("layer").addEventListener("change", drawRouting);
 $("choice").addEventListener("change", drawRouting);
 $("form").addEventListener("submit", async (event) => {
   event.preventDefault();
-  const action = actions[model.action], started = performance.now();
+  const started = performance.now();
   $("go").disabled = true;
-  $("stop").hidden = model.action !== "generate";
+  $("stop").hidden = !model.streams;
   $("timing").textContent = "";
   stopping = new AbortController();
   try {
-    let request = action.request(), answer;
-    if (action.run) answer = await action.run(request, stopping.signal);
+    let request = form.request(), answer;
+    if (form.run) answer = await form.run(request, stopping.signal);
     else {
       if (model.request.properties.explain) request = { ...request, explain: true };
       answer = await (await ask("/v1/" + model.action, request, stopping.signal)).json();
-      action.show(answer);
+      form.show(answer);
       $("timing").textContent = `Answered in ${(performance.now() - started).toFixed(0)} ms.`;
     }
     showRouting(answer);

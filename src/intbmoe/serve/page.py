@@ -2,26 +2,37 @@
 
 page.html       what stands on it
 page.css        how it looks, in light and dark
-page-forms.js   a form for each action
+page-form.js    the form that follows from a request's schema, and what forms share
+TASK/*.js       the forms that tasks bring (``Predictor.form``)
 page.js         asking, answers, and where tokens went
 """
 
 import base64
 import hashlib
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 
 from starlette.responses import Response
 
-PARTS = {"style": ("page.css",), "script": ("page-forms.js", "page.js")}
+from intbmoe.registry import find_task, list_tasks
+
+FOLDER = Path(__file__).parent
+
+
+def parts() -> dict[str, list[Path]]:
+    """The files inside each tag, in their order."""
+    predictors = [find_task(name).predictor for name in list_tasks()]
+    forms = {predictor.form for predictor in predictors if predictor is not None and predictor.form is not None}
+    script = [FOLDER / "page-form.js", *sorted(forms, key=lambda form: form.name), FOLDER / "page.js"]
+    return {"style": [FOLDER / "page.css"], "script": script}
 
 
 @cache
 def _page() -> tuple[bytes, dict[str, str]]:
     """The page with its headers, among them a policy under which a browser runs its own script and style only."""
-    text, digests = _read("page.html"), {}
-    for tag, names in PARTS.items():
-        inside = "".join(_read(name) for name in names)
+    text, digests = (FOLDER / "page.html").read_text(encoding="utf-8"), {}
+    for tag, files in parts().items():
+        inside = "".join(file.read_text(encoding="utf-8") for file in files)
         text = text.replace(f"<{tag}></{tag}>", f"<{tag}>{inside}</{tag}>")
         digests[tag] = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
     policy = (
@@ -37,10 +48,6 @@ def _page() -> tuple[bytes, dict[str, str]]:
         "etag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
     }
     return body, headers
-
-
-def _read(name: str) -> str:
-    return files("intbmoe.serve").joinpath(name).read_text(encoding="utf-8")
 
 
 def page_response(known: str = "") -> Response:

@@ -89,9 +89,9 @@ class Settings:
         """Whether only this machine can reach the server."""
         return self.host in LOOPBACK
 
-    def deadline_s(self, action: str) -> float:
-        """How long a request for ``action`` may take, where the client does not say."""
-        usual = STREAM_DEADLINE_MS if action == "generate" else 10 * self.budget_ms
+    def deadline_s(self, streams: bool) -> float:
+        """How long a request may take where the client does not say, by whether the model's answers are streamed."""
+        usual = STREAM_DEADLINE_MS if streams else 10 * self.budget_ms
         return (self.deadline_ms or usual) / 1000
 
     def engine_threads(self) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 from intbmoe.serve.children import Child
 from intbmoe.serve.control import reason
-from intbmoe.serve.crew import FIRST_PAUSE_S, LONGEST_PAUSE_S, START_S, Crew, Places, StartError
+from intbmoe.serve.crew import FIRST_PAUSE_S, LONGEST_PAUSE_S, START_S, Crew, Folders, StartError
 from intbmoe.serve.metrics import forget_process
 from intbmoe.serve.settings import Settings
 
@@ -37,10 +37,10 @@ def serve(settings: Settings, say: Callable[[str], None]) -> None:
     folder = Path(tempfile.mkdtemp(prefix="intbmoe-"))
     try:
         _require_short(folder)
-        places = Places(folder / "sockets", folder / "figures")
-        places.sockets.mkdir()
-        places.figures.mkdir()
-        asyncio.run(Supervisor(settings, places, say).run())
+        folders = Folders(folder / "sockets", folder / "figures")
+        folders.sockets.mkdir()
+        folders.figures.mkdir()
+        asyncio.run(Supervisor(settings, folders, say).run())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -55,8 +55,8 @@ def _require_short(folder: Path) -> None:
 class _Asked:
     """What fronts have been told to do, and who has done it: None, or the reason why not."""
 
-    def __init__(self, generation: int, event: str) -> None:
-        self.generation = generation
+    def __init__(self, number: int, event: str) -> None:
+        self.number = number
         self.event = event
         self.answers: dict[Child, asyncio.Future[str | None]] = {}
 
@@ -70,15 +70,15 @@ class _Asked:
 class Supervisor:
     """Owns the listeners, the fronts and the current crew of engines."""
 
-    def __init__(self, settings: Settings, places: Places, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, folders: Folders, say: Callable[[str], None]) -> None:
         self._settings = settings
-        self._places = places
+        self._folders = folders
         self._say = say
         self._listeners: list[socket.socket] = []
         self._fronts: dict[int, Child] = {}
         self._crew: Crew | None = None
         self._crews: weakref.WeakSet[Crew] = weakref.WeakSet()  # with those that are started, or left
-        self._generations = 0
+        self._versions = 0
         self._reloading = asyncio.Lock()
         self._asked: _Asked | None = None
         self._background: set[asyncio.Task] = set()
@@ -134,10 +134,10 @@ class Supervisor:
                 raise StartError(f"{self._name(child)}: {why}")
 
     def _new_crew(self) -> Crew:
-        self._generations += 1
+        self._versions += 1
         # A link that is moved to another version is followed now; this crew stays with where it leads today.
         artifact, on_other = os.path.realpath(self._settings.artifact), lambda: self._start(self._reload_by_signal())
-        crew = Crew(self._generations, artifact, self._settings, self._places, on_other)
+        crew = Crew(self._versions, artifact, self._settings, self._folders, on_other)
         crew.on_change = lambda: self._tell_fronts() if crew is self._crew else None
         self._crews.add(crew)
         return crew
@@ -164,12 +164,12 @@ class Supervisor:
             "intbmoe.serve.front_process",
             [self._settings.to_json(), str(listener.fileno()), "when-ready" if self._is_serving else "at-once"],
             pass_fds=[listener.fileno()],
-            environment={**self._places.environment, "OMP_NUM_THREADS": "1"},
+            environment={**self._folders.environment, "OMP_NUM_THREADS": "1"},
             on_event=self._hear,
         )
 
     def _forget_front(self, child: Child, status: int) -> None:
-        forget_process(child.pid, self._places.figures)
+        forget_process(child.pid, self._folders.figures)
         if self._asked is not None:
             self._asked.answer(child, f"it ended with status {status}")
 
@@ -186,7 +186,7 @@ class Supervisor:
             self._start(self._reload_for(child, message["id"]))
         elif message["event"] in ("prepared", "serving", "cannot"):
             asked, why = self._asked, message.get("why")
-            if asked is not None and message["generation"] == asked.generation:
+            if asked is not None and message["number"] == asked.number:
                 if why is not None or message["event"] == asked.event:
                     asked.answer(child, why)
             elif message.get("other"):
@@ -221,9 +221,9 @@ class Supervisor:
             finally:
                 if self._crew is not new:
                     for child in self._fronts.values():
-                        child.tell({"do": "abandon", "generation": new.number})
+                        child.tell({"do": "abandon", "number": new.number})
                     await new.kill()
-            self._start(old.drain(max(self._settings.drain_s, self._settings.deadline_s("generate"))))
+            self._start(old.drain(max(self._settings.drain_s, self._settings.deadline_s(streams=True))))
             return {"ok": True, "version": new.version, "previous": old.version}
 
     async def _prepare_fronts(self, crew: Crew) -> None:

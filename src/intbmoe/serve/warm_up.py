@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from intbmoe.export.golden import compare_answers
-from intbmoe.export.predictor import from_wire, to_wire
 from intbmoe.serve.engine import Engine
+from intbmoe.tasks.serving.requests import from_wire, to_wire
 
 ROUNDS = 3
 
@@ -33,7 +33,7 @@ def warm_up(engine: Engine, golden: Sequence[Mapping[str, Any]]) -> None:
             engine.batcher.learn(len(few) * max(one.tokens for one in few), time.monotonic() - started)
             for number, answer in enumerate(answers):
                 _check(golden[number], answer, f"golden request {number} in a batch of {len(few)}")
-    if predictor.action == "generate":
+    if predictor.streams:
         for few in (batch[:1], batch) * ROUNDS:
             texts, started = predictor.stream(few), time.monotonic()
             next(texts)

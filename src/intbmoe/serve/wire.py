@@ -4,7 +4,7 @@ front → engine   [ASK, id, deadline, request, stream, sent]    [CANCEL, id]
 engine → front   [ANSWER, id, answer]    [PIECE, id, text, finished]    [EXPIRED, id]    [FAILED, id, message]
                  [REFUSED, id, reason, retry after]            [BAD, id, field, message]
 
-A request is what ``intbmoe.export.predictor.to_wire`` makes of it. Deadlines, and when a
+A request is what ``intbmoe.tasks.serving.requests.to_wire`` makes of it. Deadlines, and when a
 request was sent, are on the machine's monotonic clock, which its processes share.
 """
 

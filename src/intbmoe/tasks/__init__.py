@@ -1,27 +1,13 @@
-"""Benchmarks: for each its data, its model, its loss and its metrics. ``base.py`` says what the loop asks of one."""
+"""A task is one folder: its data, model, loss and metrics, how it is served and looked at (``base.py``).
 
-from intbmoe.checks import did_you_mean
+It registers itself, and nothing about it is written anywhere else.
+"""
+
+from intbmoe.registry import find_task, list_tasks, register_task
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.language.task import LanguageTask
+from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
-from intbmoe.tasks.sequences.task import SequencesTask
-from intbmoe.tasks.travel.task import TravelTask
-from intbmoe.tasks.vision.task import VisionTask
-
-TASKS: dict[str, type[Task]] = {
-    "vision": VisionTask,
-    "sequences": SequencesTask,
-    "language": LanguageTask,
-    "travel": TravelTask,
-}
-
-
-def find_task(name: str) -> type[Task]:
-    """The task of that name; a misspelt name is an error with a suggestion."""
-    if name not in TASKS:
-        raise KeyError(f"no task is called {name!r}: {did_you_mean(name, TASKS)}")
-    return TASKS[name]
 
 
 def make_task(recipe: Recipe) -> Task:
@@ -33,4 +19,19 @@ def make_task(recipe: Recipe) -> Task:
     return task(recipe)
 
 
-__all__ = ["TASKS", "Batch", "DataError", "Examples", "Task", "find_task", "make_task"]
+def list_preparations() -> dict[str, Preparation]:
+    """What ``intbmoe prepare`` can make ready, by name."""
+    return {name: found for task in list_tasks() for name, found in find_task(task).preparations.items()}
+
+
+__all__ = [
+    "Batch",
+    "DataError",
+    "Examples",
+    "Task",
+    "find_task",
+    "list_preparations",
+    "list_tasks",
+    "make_task",
+    "register_task",
+]

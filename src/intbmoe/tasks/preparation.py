@@ -1,7 +1,8 @@
 """Data that must be made ready once before training: ``intbmoe prepare NAME SOURCE TARGET``.
 
 A preparation can be interrupted and repeated: it goes on from what is finished, writes nothing that looks whole before
-it is, and does nothing if all is there. What it leaves in ``target`` is what the recipe's ``data.path`` takes.
+it is, and does nothing if all is there. What it leaves in ``target`` is what the recipe's ``data.path`` takes. A task
+names its preparations in ``Task.preparations``.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,14 +35,3 @@ class Preparation:
             raise DataError(f"{in_the_way} is not a folder: give another target")
         module, name = self.function.split(":")
         return getattr(import_module(module), name)(source, target, skip_bad=skip_bad, progress=progress)
-
-
-PREPARATIONS: dict[str, Preparation] = {
-    "minipile": Preparation(
-        "a folder of MiniPile's parquet files, as Hugging Face has them", "intbmoe.tasks.language.minipile:prepare"
-    ),
-    "wikipedia": Preparation(
-        "a folder with wiki_*.txt.xz and a tokenizer, see docs/data.md", "intbmoe.tasks.language.wikipedia:prepare"
-    ),
-    "inttravel": Preparation("a folder with IntTravel's four tables", "intbmoe.tasks.travel.inttravel:prepare"),
-}

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from intbmoe.registry import describe_plugins
+
 PACKAGES = ("intbmoe", "torch", "accelerate", "safetensors", "numpy", "timm", "torchvision", "scikit-learn")
 
 
@@ -27,6 +29,7 @@ def describe_environment(*, device: torch.device, world: int, seed: int, step: i
         "processes": world,
         "threads": torch.get_num_threads(),
         "git": git_state(Path(__file__).parent),
+        **({"plugins": plugins} if (plugins := describe_plugins()) else {}),
     }
 
 

@@ -18,7 +18,7 @@ from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.recipes import load_recipe, recipe_from_dict, recipe_to_dict
 from intbmoe.recipes.sets import ABLATIONS, BLOCKS, EXPERTS, LAYERS, TOP_K, find_variants
 from intbmoe.registry import find_method, list_methods
-from intbmoe.tasks import TASKS, DataError, Task, make_task
+from intbmoe.tasks import DataError, Task, find_task, make_task
 from intbmoe.tasks.language import task as language
 from intbmoe.tasks.language.packed import TokenSource
 from intbmoe.tasks.language.task import LanguageData, LanguageRecipe, LanguageTask, cross_entropy_sum
@@ -43,7 +43,7 @@ def with_tokens(task, **splits):
 def test_the_task_is_found_and_complete():
     task = make_task(recipe())
     assert isinstance(task, LanguageTask)
-    assert TASKS["language"] is LanguageTask
+    assert find_task("language") is LanguageTask
     for name in (name for name in vars(Task) if not name.startswith("_")):
         assert hasattr(task, name)
     assert task.metric in task.metrics({"count": 1, "loss": 0.0})

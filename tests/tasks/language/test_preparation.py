@@ -25,9 +25,9 @@ from fake_text import (
     write_xz,
 )
 
+from intbmoe.tasks import list_preparations
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language import minipile, packing, tokenizer, wikipedia
-from intbmoe.tasks.preparation import PREPARATIONS
 
 WRITE = {"minipile": write_minipile, "wikipedia": write_wikipedia}
 FILES = {"minipile": MINIPILE, "wikipedia": WIKIPEDIA}
@@ -65,7 +65,7 @@ def silent(stage, done, total):
 
 
 def prepare(name, source, target, skip_bad=False, progress=silent):
-    return PREPARATIONS[name].run(source, target, skip_bad=skip_bad, progress=progress)
+    return list_preparations()[name].run(source, target, skip_bad=skip_bad, progress=progress)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -198,7 +198,7 @@ def test_only_one_process_at_a_time(name, sources, tmp_path):
     prepare(name, sources[name], tmp_path, progress=meddle)
 
 
-@pytest.mark.parametrize("name", sorted(PREPARATIONS))
+@pytest.mark.parametrize("name", sorted(list_preparations()))
 def test_a_target_that_cannot_be_one_is_refused_before_anything_is_written(name, tmp_path):
     source, file = tmp_path / "source", tmp_path / "file"
     source.mkdir()

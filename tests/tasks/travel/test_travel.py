@@ -16,8 +16,7 @@ from intbmoe.budget import TABLE_2
 from intbmoe.layer import moe_layers
 from intbmoe.models.travel import TravelConfig
 from intbmoe.recipes import load_recipe, recipe_from_dict, recipe_to_dict
-from intbmoe.tasks import TASKS, DataError, Task, make_task
-from intbmoe.tasks.preparation import PREPARATIONS
+from intbmoe.tasks import DataError, Task, find_task, list_preparations, make_task
 from intbmoe.tasks.recipe import MoESettings, TrainSettings
 from intbmoe.tasks.travel import task as module
 from intbmoe.tasks.travel.examples import JourneyExamples, JourneyReader
@@ -57,7 +56,7 @@ def scored(rows):
 
 def test_the_task_is_found_by_name():
     task = make_task(recipe())
-    assert TASKS["travel"] is TravelTask
+    assert find_task("travel") is TravelTask
     assert isinstance(task, TravelTask)
     for name in (name for name in vars(Task) if not name.startswith("_")):
         assert hasattr(task, name)
@@ -277,7 +276,9 @@ def test_prepared_tables_train_like_the_journeys_they_were_written_from(tmp_path
     pytest.importorskip("pyarrow")
     journeys = make_journeys(users=40)
     write_tables(journeys, tmp_path / "raw")
-    PREPARATIONS["inttravel"].run(tmp_path / "raw", tmp_path / "prepared", skip_bad=False, progress=lambda *_: None)
+    list_preparations()["inttravel"].run(
+        tmp_path / "raw", tmp_path / "prepared", skip_bad=False, progress=lambda *_: None
+    )
     stored = recipe(source="inttravel", path=str(tmp_path / "prepared"))
     expected = JourneyExamples(JourneyReader(journeys, SMALL.sessions), "test")
     found = make_task(stored).split("test")

@@ -13,7 +13,7 @@ import intbmoe
 from intbmoe.models.vit import ViTConfig
 from intbmoe.recipes import load_recipe, recipe_from_dict, recipe_to_dict
 from intbmoe.registry import list_methods
-from intbmoe.tasks import TASKS, DataError, Task, make_task
+from intbmoe.tasks import DataError, Task, find_task, make_task
 from intbmoe.tasks.recipe import MoESettings, Recipe
 from intbmoe.tasks.vision.settings import Augmentation
 from intbmoe.tasks.vision.task import VisionData, VisionRecipe, VisionTask
@@ -36,7 +36,7 @@ class Scores(nn.Module):
 def test_tasks_are_found_by_name():
     task = make_task(recipe())
     assert isinstance(task, VisionTask)
-    assert TASKS["vision"] is VisionTask
+    assert find_task("vision") is VisionTask
     for name in (name for name in vars(Task) if not name.startswith("_")):
         assert hasattr(task, name)
     assert task.metric in task.metrics({"count": 1, "correct": 1, "correct5": 1, "loss": 0.0})

@@ -1,1 +1,5 @@
-"""Text as tokens: where it comes from (one module a source), how it is made ready once, and how the loop reads it."""
+"""Language modelling: where text comes from (one module per source), how it is made ready, how it is read."""
+
+from intbmoe.tasks.language.task import LanguageTask
+
+__all__ = ["LanguageTask"]

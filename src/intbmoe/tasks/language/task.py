@@ -1,12 +1,16 @@
 """Language modelling with the Llama-style decoder: MiniPile, Wikipedia, Python's standard library.
 
 A batch has ``ids`` and ``targets``, (B, length) each: the target of a token is the next one.
+
+In an artifact, ``catalogue.json`` has tokenizer: the file beside it, null for bytes; end_of_text: the id that ends a
+document. Its graphs take ids (B, T) and mask (B, T) and give scores (B, T, vocabulary).
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -15,20 +19,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from intbmoe.checks import did_you_mean, require, require_positive_int
+from intbmoe.checks import require, require_positive_int
 from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.precision import wide
-from intbmoe.tasks.base import Batch, Examples
+from intbmoe.registry import register_task
+from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language import packed, stdlib
-from intbmoe.tasks.language.packed import SPLITS, TokenExamples, TokenSource
+from intbmoe.tasks.language.looking import kind_view, show_texts, token_texts
+from intbmoe.tasks.language.packed import TokenExamples, TokenSource
+from intbmoe.tasks.language.serving import GeneratePredictor, prompt_requests
+from intbmoe.tasks.language.tokenizer import Encoder, require_tokenizers
+from intbmoe.tasks.looking import Shown, View, position_view
 from intbmoe.tasks.mixture import ffn_maker
+from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
+from intbmoe.tasks.serving import Catalogue, Graph, Request
 
 PREPARED = ("wikipedia", "minipile")
 WIDE_SCORES = 2**26
 """Scores that the loss has in float32 at a time: 256 MiB."""
 COUNTED_TOKENS = 2**24
+LONGEST_TEXT = 8192
+"""Tokens of a graph's input: rotary positions have no limit of their own."""
 LARGEST_LOSS = 700.0
 """Whose perplexity is still a number: e^700 is as good as infinite."""
 
@@ -67,17 +80,26 @@ class LanguageRecipe(Recipe):
         require(self.task == "language", "task", self.task, "'language' in a recipe with text")
 
 
-class LanguageTask:
+@register_task("language")
+class LanguageTask(Task):
     """Predicting the next token."""
 
     recipe_type: ClassVar[type[Recipe]] = LanguageRecipe
-    metric: ClassVar[str] = "loss"
-    higher_is_better: ClassVar[bool] = False
-    causal: ClassVar[bool] = True
-    dense_in_place: ClassVar[str | None] = "swiglu"
+    causal = True
+    dense_in_place = "swiglu"
+    inputs = ("ids",)
+    preparations: ClassVar[Mapping[str, Preparation]] = {
+        "minipile": Preparation(
+            "a folder of MiniPile's parquet files, as Hugging Face has them", "intbmoe.tasks.language.minipile:prepare"
+        ),
+        "wikipedia": Preparation(
+            "a folder with wiki_*.txt.xz and a tokenizer, see docs/data.md", "intbmoe.tasks.language.wikipedia:prepare"
+        ),
+    }
+    predictor = GeneratePredictor
 
     def __init__(self, recipe: LanguageRecipe) -> None:
-        self.recipe = recipe
+        super().__init__(recipe)
         self._source: TokenSource | None = None
 
     def make_model(self) -> nn.Module:
@@ -85,10 +107,8 @@ class LanguageTask:
         config = self.recipe.model
         return Llama(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, expert="swiglu"))
 
-    def split(self, name: str) -> Examples:
+    def read_split(self, name: str) -> Examples:
         """``train``, ``valid`` or ``test``: other documents each, and always the same."""
-        if name not in SPLITS:
-            raise KeyError(f"no split is called {name!r}: {did_you_mean(name, SPLITS)}")
         source, length = self._read(), self.recipe.data.length
         examples = TokenExamples(source.splits[name], length)
         if len(examples) == 0:
@@ -113,20 +133,11 @@ class LanguageTask:
             self._source = source
         return self._source
 
-    def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:
-        """Nothing."""
-        return batch
-
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sum of the cross-entropy over the tokens, and their number."""
         targets = batch["targets"]
         total = cross_entropy_sum(model(batch["ids"]), targets)
         return total, targets.new_full((), targets.numel(), dtype=torch.int64)
-
-    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sums over the tokens: count, loss."""
-        total, count = self.loss(model, batch)
-        return {"count": count, "loss": total}
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Mean cross-entropy of a token in nats, and its exponential."""
@@ -146,6 +157,33 @@ class LanguageTask:
     def example_inputs(self) -> tuple[Tensor]:
         """One sequence."""
         return (torch.zeros(1, self.recipe.data.length, dtype=torch.int64),)
+
+    def catalogue(self) -> Catalogue:
+        data = self.recipe.data
+        if data.source == "stdlib":
+            return Catalogue({"tokenizer": None, "end_of_text": stdlib.END_OF_TEXT})
+        require_tokenizers()
+        file = Path(data.path).expanduser() / packed.TOKENIZER
+        content = file.read_bytes()
+        about = {"tokenizer": packed.TOKENIZER, "end_of_text": Encoder(content.decode(), str(file)).end_of_text}
+        return Catalogue(about, files={packed.TOKENIZER: content})
+
+    def golden_requests(self, predictor: GeneratePredictor, count: int) -> list[Request]:
+        return prompt_requests(predictor, self.split("valid"), count)
+
+    def graph(self) -> Graph:
+        def complete(batch: Batch) -> Batch:
+            return {**batch, "mask": torch.ones_like(batch["ids"], dtype=torch.bool)}
+
+        return Graph(("ids", "mask"), "tokens", LONGEST_TEXT, complete=complete)
+
+    def views(self) -> list[View]:
+        """Tokens by what they are made of, and by their place in the example."""
+        everywhere = position_view(self.recipe.data.length, lambda b: torch.ones_like(b["ids"], dtype=torch.bool))
+        return [kind_view(token_texts(self.recipe.data)), everywhere]
+
+    def shown(self, split: TokenExamples) -> Shown:
+        return show_texts(split, token_texts(self.recipe.data))
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:

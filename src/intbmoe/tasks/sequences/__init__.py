@@ -1,1 +1,5 @@
-"""What the sequences task reads: items of users in time order, windows to train on, floors to beat."""
+"""Plain item sequences: items of users in time order, windows to train on, floors to beat."""
+
+from intbmoe.tasks.sequences.task import SequencesTask
+
+__all__ = ["SequencesTask"]

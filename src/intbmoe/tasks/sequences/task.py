@@ -1,10 +1,13 @@
 """Plain item sequences: which place is visited, which item is bought next, ranked among all there are.
 
 Check-ins of Foursquare (New York, US), reviews of Yelp and of Amazon's beauty products. Users' histories are split by
-leave-last-out (``items/examples.py``). Items of the history stay candidates, because places are visited again; in
+leave-last-out (``examples.py``). Items of the history stay candidates, because places are visited again; in
 the reviews of beauty products none ever comes twice, and the metrics with " new" are those of all.
 
 A batch has ``items`` (B, T), and ``targets`` (B, T) in training or ``target`` (B,) and ``new`` (B,) in evaluation.
+
+In an artifact, ``catalogue.json`` has first_id: what the data calls the model's item 0. Its graphs take items (B, T),
+−1 after the last, and give log-probabilities (B, items).
 """
 
 from collections.abc import Mapping
@@ -14,18 +17,22 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import did_you_mean, require
+from intbmoe.checks import require
 from intbmoe.models.sequence import PADDING, SequenceConfig, SequenceModel
-from intbmoe.tasks.base import Batch, Examples
+from intbmoe.registry import register_task
+from intbmoe.tasks.base import Batch, Examples, Task
+from intbmoe.tasks.looking import NO_LABEL, Content, Shown, Token, View, position_view, spread
 from intbmoe.tasks.mixture import ffn_maker
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.sequences.examples import HeldOutEvents, TrainingWindows, require_splits
 from intbmoe.tasks.sequences.floors import item_floors
 from intbmoe.tasks.sequences.ranking import rank_of, ranking_metrics, ranking_sums
+from intbmoe.tasks.sequences.serving import ItemPredictor
 from intbmoe.tasks.sequences.source import ItemSequences, read_check_ins, read_item_lists
+from intbmoe.tasks.serving import Catalogue, Graph, Request
+from intbmoe.tasks.serving.requests import spread_evenly
 
 SOURCES = {"check-ins": read_check_ins, "item-lists": read_item_lists}
-SPLITS = ("train", "valid", "test")
 LENGTH_STEP = 16
 """Batches are cut to a multiple of it: shapes stay few, which compilers and allocators like."""
 
@@ -54,17 +61,19 @@ class SequencesRecipe(Recipe):
         require(self.task == "sequences", "task", self.task, "'sequences' in a recipe with item sequences")
 
 
-class SequencesTask:
+@register_task("sequences")
+class SequencesTask(Task):
     """The next item, ranked among all."""
 
     recipe_type: ClassVar[type[Recipe]] = SequencesRecipe
-    metric: ClassVar[str] = "HR@10"
-    higher_is_better: ClassVar[bool] = True
-    causal: ClassVar[bool] = True
-    dense_in_place: ClassVar[str | None] = None
+    metric = "HR@10"
+    higher_is_better = True
+    causal = True
+    inputs = ("items",)
+    predictor = ItemPredictor
 
     def __init__(self, recipe: SequencesRecipe) -> None:
-        self.recipe = recipe
+        super().__init__(recipe)
         self._sequences: ItemSequences | None = None
 
     def make_model(self) -> nn.Module:
@@ -72,10 +81,8 @@ class SequencesTask:
         config = self.recipe.model
         return SequenceModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden))
 
-    def split(self, name: str) -> Examples:
+    def read_split(self, name: str) -> Examples:
         """``train`` (windows), ``valid`` (each user's last event but one) or ``test`` (the last)."""
-        if name not in SPLITS:
-            raise KeyError(f"no split is called {name!r}: {did_you_mean(name, SPLITS)}")
         length = self.recipe.model.length
         if name == "train":
             return TrainingWindows(self.sequences(), length)
@@ -119,3 +126,39 @@ class SequencesTask:
         """One history of the full length."""
         config = self.recipe.model
         return (torch.arange(config.length).remainder(config.items).unsqueeze(0),)
+
+    def catalogue(self) -> Catalogue:
+        return Catalogue({"first_id": 1 if self.recipe.data.source == "item-lists" else 0})
+
+    def golden_requests(self, predictor: ItemPredictor, count: int) -> list[Request]:
+        split, requests = self.split("valid"), []
+        for number, index in enumerate(spread_evenly(len(split), count)):
+            history = split.items[split.starts[index] : split.events[index]] + predictor.first_id
+            requests.append({"history": history.tolist(), "visited": ("allow", "exclude")[number % 2]})
+        return requests
+
+    def graph(self) -> Graph:
+        return Graph(self.inputs, "items", self.recipe.model.length)
+
+    def views(self) -> list[View]:
+        """Items by whether they stand earlier in the history too, and by their place in it."""
+        everywhere = position_view(self.recipe.model.length, lambda batch: batch["items"] != PADDING)
+        return [View("visit", ("first", "again"), visits), everywhere]
+
+    def shown(self, split: Examples) -> Shown:
+        """Items by number."""
+
+        def describe(batch: Batch, row: int, index: int) -> Content:
+            items = batch["items"][row].tolist()
+            tokens = [None if item == PADDING else Token("item", str(item)) for item in items]
+            return Content(f"history {index}", tokens)
+
+        return Shown("items", spread(len(split)), describe)
+
+
+def visits(batch: Batch) -> Tensor:
+    """(B, T): 1 where the item stands earlier in its row too, else 0; padding has no label."""
+    items = batch["items"]
+    earlier = torch.ones(items.shape[1], items.shape[1], dtype=torch.bool, device=items.device).tril(-1)
+    again = ((items.unsqueeze(2) == items.unsqueeze(1)) & earlier).any(2)
+    return torch.where(items != PADDING, again.long(), NO_LABEL)

@@ -1,1 +1,5 @@
-"""Where journeys come from: IntTravel's raw tables, or the embedded generator; both become the arrays of ``data``."""
+"""Where a user goes next. Journeys are IntTravel's or the embedded generator's; both become the arrays of ``data``."""
+
+from intbmoe.tasks.travel.task import TravelTask
+
+__all__ = ["TravelTask"]

@@ -1,29 +1,47 @@
 """Where a user goes next: IntTravel's "where" task, on its own data and on embedded journeys.
 
-The destination of each target session is ranked against 64 other places (``journeys/candidates.py``). HR@n is the share
+The destination of each target session is ranked against 64 other places (``candidates.py``). HR@n is the share
 of targets whose true place is among the first n, NDCG@5 the mean of 1/log₂(1 + rank) over those within the first five.
 A place that scores as high as the true one is ranked before it.
+
+In an artifact, ``catalogue.json`` has sizes: codes of each field; utc_offset: hours that the users' clocks are ahead of
+UTC. ``catalogue.safetensors`` has ids (P,), the places' own ids, rising; codes (1 + P, 5), a place's codes in row p + 1
+and row 0 for none; values.FIELD, the original value of code 1, 2, … of a field, where the data had other values. Graphs
+take profile (B, 6), scenario (B, S, 6), place (B, S, 5), feedback (B, S, 2), via (B, S, 5) and mask (B, S). They give
+the scores (B, places) of all places of the catalogue for the last session of each sequence, of which only the scenario
+is known; the vectors of the places are part of the graph.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import did_you_mean, require, require_finite, require_positive_int
+from intbmoe.checks import require, require_finite, require_positive_int
 from intbmoe.models.travel import FEEDBACK, PLACE, PROFILE_TOKENS, SCENARIO, TravelConfig, TravelModel
-from intbmoe.tasks.base import Batch, Examples
+from intbmoe.precision import wide
+from intbmoe.registry import register_task
+from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.looking import Shown, View
 from intbmoe.tasks.mixture import ffn_maker
+from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
+from intbmoe.tasks.serving import Catalogue, Graph, Request
+from intbmoe.tasks.travel.city import CATEGORY_NAMES
 from intbmoe.tasks.travel.data import JourneyData
-from intbmoe.tasks.travel.examples import SPLITS, JourneyExamples, JourneyReader
+from intbmoe.tasks.travel.examples import JourneyExamples, JourneyReader, place_codes
 from intbmoe.tasks.travel.floors import floor_scores
 from intbmoe.tasks.travel.generator import make_journeys
+from intbmoe.tasks.travel.looking import journey_views, show_journeys
+from intbmoe.tasks.travel.serving import PlacePredictor, journey_requests
+from intbmoe.tasks.travel.store import open_journeys
 
 TOP = 5
 
@@ -63,17 +81,21 @@ class TravelRecipe(Recipe):
         require(self.task == "travel", "task", self.task, "'travel' in a recipe with journeys")
 
 
-class TravelTask:
+@register_task("travel")
+class TravelTask(Task):
     """The destination of the next journey."""
 
     recipe_type: ClassVar[type[Recipe]] = TravelRecipe
-    metric: ClassVar[str] = "HR@5"
-    higher_is_better: ClassVar[bool] = True
-    causal: ClassVar[bool] = True
-    dense_in_place: ClassVar[str | None] = None
+    metric = "HR@5"
+    higher_is_better = True
+    causal = True
+    preparations: ClassVar[Mapping[str, Preparation]] = {
+        "inttravel": Preparation("a folder with IntTravel's four tables", "intbmoe.tasks.travel.inttravel:prepare")
+    }
+    predictor = PlacePredictor
 
     def __init__(self, recipe: TravelRecipe) -> None:
-        self.recipe = recipe
+        super().__init__(recipe)
         self._reader: JourneyReader | None = None
         self._splits: dict[str, JourneyExamples] = {}
 
@@ -82,10 +104,8 @@ class TravelTask:
         config = self.recipe.model
         return TravelModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden))
 
-    def split(self, name: str) -> Examples:
+    def read_split(self, name: str) -> Examples:
         """``train`` (sessions before all others), ``valid`` or ``test`` (the last ones), by time."""
-        if name not in SPLITS:
-            raise KeyError(f"no split is called {name!r}: {did_you_mean(name, SPLITS)}")
         if name not in self._splits:  # finding the windows reads the times of all sessions
             data = self.recipe.data
             if self._reader is None:
@@ -93,10 +113,6 @@ class TravelTask:
             at_most = data.valid_windows if name == "valid" else None
             self._splits[name] = JourneyExamples(self._reader, name, at_most)
         return self._splits[name]
-
-    def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:
-        """Nothing: all randomness is in the negatives, which come with the examples."""
-        return batch
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sum of the cross-entropy of the true place among the candidates over the target sessions, their number."""
@@ -134,6 +150,66 @@ class TravelTask:
         batch["mask"] = torch.ones(1, sessions, dtype=torch.bool)
         return (batch,)
 
+    def run_model(self, model: nn.Module, batch: Batch, dtype: torch.dtype) -> Tensor:
+        return model(batch)
+
+    def catalogue(self) -> Catalogue:
+        settings = self.recipe.data
+        data = open_data(settings)
+        tensors = {
+            "ids": torch.from_numpy(np.array(data.places.ids, np.int64)),
+            "codes": torch.from_numpy(place_codes(data.places)),
+        }
+        if settings.path is not None:
+            for file in sorted((Path(settings.path).expanduser() / "codes").glob("*.npy")):
+                tensors[f"values.{file.stem}"] = torch.from_numpy(np.load(file, allow_pickle=False))
+        sizes = {name: list(size) if isinstance(size, tuple) else size for name, size in asdict(data.sizes).items()}
+        return Catalogue({"sizes": sizes, "utc_offset": settings.utc_offset}, tensors)
+
+    def golden_requests(self, predictor: PlacePredictor, count: int) -> list[Request]:
+        return journey_requests(predictor, self.split("valid"), count)
+
+    def graph(self) -> Graph:
+        return Graph(
+            ("profile", "scenario", "place", "feedback", "via", "mask"),
+            "sessions",
+            self.recipe.model.sessions,
+            whole=("profile",),
+            wrap=lambda model, catalogue: TravelScores(model, catalogue["codes"][1:]).eval(),
+        )
+
+    def category_names(self) -> tuple[str, ...]:
+        """The categories of places, code 1 first: names where the embedded journeys have them all, else codes."""
+        data = self.recipe.data
+        known = open_data(data).sizes.categories - 1
+        if data.source == "journeys" and known == len(CATEGORY_NAMES):
+            return CATEGORY_NAMES
+        return tuple(map(str, range(1, known + 1)))
+
+    def views(self) -> list[View]:
+        return journey_views(self.category_names())
+
+    def shown(self, split: JourneyExamples) -> Shown:
+        return show_journeys(split, self.category_names())
+
+
+class TravelScores(nn.Module):
+    """Sessions to the scores of all places, for each sequence's last session; padding stands after the sessions."""
+
+    def __init__(self, model: TravelModel, codes: Tensor) -> None:
+        super().__init__()
+        self.model = model
+        with torch.no_grad():
+            self.vectors = wide(model.encode_places(codes)) * model.config.dim**-0.5
+
+    def forward(
+        self, profile: Tensor, scenario: Tensor, place: Tensor, feedback: Tensor, via: Tensor, mask: Tensor
+    ) -> Tensor:
+        sessions = {"scenario": scenario, "place": place, "feedback": feedback, "via": via, "mask": mask}
+        predictions = self.model.predict({"profile": profile, **sessions})
+        last = (mask.sum(1) - 1).view(-1, 1, 1).expand(-1, 1, predictions.shape[2])
+        return F.linear(wide(predictions.gather(1, last).squeeze(1)), self.vectors)
+
 
 @lru_cache(maxsize=2)
 def open_data(data: TravelData) -> JourneyData:
@@ -146,8 +222,6 @@ def open_data(data: TravelData) -> JourneyData:
         raise DataError(
             "data.path is not set: give --data.path FOLDER, made by intbmoe prepare inttravel (docs/data.md)"
         )
-    from intbmoe.tasks.travel.store import open_journeys
-
     return open_journeys(data.path)
 
 

@@ -1,1 +1,5 @@
-"""Where images come from and what is done to them: one file a source, one a kind of change."""
+"""Image classification: one file per source of images, one per kind of change to them."""
+
+from intbmoe.tasks.vision.task import VisionTask
+
+__all__ = ["VisionTask"]

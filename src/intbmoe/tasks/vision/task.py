@@ -2,6 +2,9 @@
 
 A batch has ``images`` (B, channels, size, size) and ``labels`` (B,); ``prepare`` adds ``targets`` (B, classes) in
 training where labels are smoothed or mixed, and the loss is against those.
+
+In an artifact, ``catalogue.json`` has classes: a name each; mean, std: pixels in [0, 1] become (pixel − mean) / std,
+channel by channel. Its graphs take images (B, channels, H, W) and give scores (B, classes).
 """
 
 from collections.abc import Mapping
@@ -12,19 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import did_you_mean, require, require_finite
+from intbmoe.checks import require, require_finite
 from intbmoe.models.vit import ViT, ViTConfig
-from intbmoe.tasks.base import Batch, Examples
+from intbmoe.registry import register_task
+from intbmoe.tasks.base import Batch, Examples, Task
+from intbmoe.tasks.looking import Shown, View
 from intbmoe.tasks.mixture import ffn_maker
 from intbmoe.tasks.recipe import Recipe
+from intbmoe.tasks.serving import Catalogue, Request
 from intbmoe.tasks.vision import digits, imagenet, tiny_imagenet
 from intbmoe.tasks.vision.examples import ImageExamples
+from intbmoe.tasks.vision.looking import show_images
 from intbmoe.tasks.vision.mixing import mix, smooth
+from intbmoe.tasks.vision.serving import ClassifyPredictor, image_requests
 from intbmoe.tasks.vision.settings import Augmentation
 from intbmoe.tasks.vision.source import Source
 
 SOURCES = {"digits": digits.read, "tiny-imagenet": tiny_imagenet.read, "imagenet": imagenet.read}
-SPLITS = ("train", "valid", "test")
 TOP = 5
 
 
@@ -63,17 +70,19 @@ class VisionRecipe(Recipe):
             require(augmentation.pad < size, "data.augmentation.pad", augmentation.pad, f"below image_size ({size})")
 
 
-class VisionTask:
+@register_task("vision")
+class VisionTask(Task):
     """Image classification."""
 
     recipe_type: ClassVar[type[Recipe]] = VisionRecipe
-    metric: ClassVar[str] = "accuracy"
-    higher_is_better: ClassVar[bool] = True
-    causal: ClassVar[bool] = False
-    dense_in_place: ClassVar[str | None] = "dense"
+    metric = "accuracy"
+    higher_is_better = True
+    dense_in_place = "dense"
+    inputs = ("images",)
+    predictor = ClassifyPredictor
 
     def __init__(self, recipe: VisionRecipe) -> None:
-        self.recipe = recipe
+        super().__init__(recipe)
         self._source: Source | None = None
 
     def make_model(self) -> nn.Module:
@@ -82,10 +91,7 @@ class VisionTask:
         # The paper's dense row is the backbone itself: there is no mixture to keep the class token out of.
         return ViT(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, tokens=config.patches))
 
-    def split(self, name: str) -> Examples:
-        """``train`` (augmented), ``valid`` (held out of the training images) or ``test``."""
-        if name not in SPLITS:
-            raise KeyError(f"no split is called {name!r}: {did_you_mean(name, SPLITS)}")
+    def read_split(self, name: str) -> Examples:
         source = self._read()
         augmentation = self.recipe.data.augmentation if name == "train" else Augmentation()
         return ImageExamples(getattr(source, name), source.normalisation, self.recipe.model.image_size, augmentation)
@@ -118,7 +124,7 @@ class VisionTask:
         return F.cross_entropy(scores, target, reduction="sum"), _count(batch)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sums over the images: count, loss, correct at first sight, correct among the first five."""
+        """Sums over the images: count, loss, top-1 hits, top-5 hits."""
         scores, labels = model(batch["images"]).float(), batch["labels"]
         best = scores.topk(min(TOP, scores.shape[1]), dim=1).indices
         hits = best == labels.unsqueeze(1)
@@ -136,14 +142,24 @@ class VisionTask:
         names = {"accuracy": "correct", "accuracy5": "correct5", "loss": "loss"}
         return {metric: float(sums[total]) / float(count) for metric, total in names.items()}
 
-    def floors(self) -> Mapping[str, Mapping[str, float]]:
-        """None: chance is one in ``classes``."""
-        return {}
-
     def example_inputs(self) -> tuple[Tensor]:
         """One black image."""
         config = self.recipe.model
         return (torch.zeros(1, config.channels, config.image_size, config.image_size),)
+
+    def catalogue(self) -> Catalogue:
+        mean, std = self.split("valid").normalisation
+        return Catalogue({"classes": list(self.class_names()), "mean": list(mean), "std": list(std)})
+
+    def golden_requests(self, predictor: ClassifyPredictor, count: int) -> list[Request]:
+        return image_requests(self.split("valid"), count)
+
+    def views(self) -> list[View]:
+        """Patches by the class of their image."""
+        return [View("class", self.class_names(), lambda batch: batch["labels"].unsqueeze(1))]
+
+    def shown(self, split: ImageExamples) -> Shown:
+        return show_images(split, self.class_names(), self.recipe.model)
 
 
 def _count(batch: Batch) -> Tensor:

@@ -12,19 +12,16 @@ Larger batches are answered in parts. Nothing is out of reach: the largest shape
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from intbmoe.export.captured import Mirror, Recorded, Recorder, halves, ladder
-from intbmoe.export.predictor import Encoded
-from intbmoe.export.predictors.ranking import ends_in_a_tie
 from intbmoe.models.travel import PROFILE_TOKENS
-
-if TYPE_CHECKING:
-    from intbmoe.export.predictors.recommend_places import PlacePredictor
+from intbmoe.tasks.serving.captured import Mirror, Recorded, Recorder, halves, ladder
+from intbmoe.tasks.serving.ranking import VectorIndex, ends_in_a_tie
+from intbmoe.tasks.serving.requests import Encoded, Limits
 
 MOST_REQUESTS = 256
 """Of one graph: beyond, a GPU is busy anyway."""
@@ -39,10 +36,22 @@ HEAD = 1 + PROFILE_TOKENS
 Shape = tuple[int, int]
 
 
-class CapturedPlaces:
+class Searcher(Protocol):
+    """What is recorded: a ``PlacePredictor``."""
+
+    model: nn.Module
+    device: torch.device
+    limits: Limits
+    sessions: int
+    places: VectorIndex
+
+    def queries(self, profile: Tensor, sessions: Tensor, lengths: Tensor) -> Tensor: ...
+
+
+class CapturedSearch:
     """The graphs of a ``PlacePredictor``, with the buffers they read and write."""
 
-    def __init__(self, predictor: "PlacePredictor", requests: int) -> None:
+    def __init__(self, predictor: Searcher, requests: int) -> None:
         """Records all shapes that batches of up to ``requests`` need; raises ``CaptureError``."""
         self._predictor = predictor
         limits, device = predictor.limits, predictor.device

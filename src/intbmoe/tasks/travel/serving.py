@@ -10,30 +10,24 @@ Fields are in the values of the original tables where the data has such (IntTrav
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from intbmoe.export.captured import CaptureError
-from intbmoe.export.predictor import Answer, Encoded, Limits, Request
-from intbmoe.export.predictors.captured_places import CapturedPlaces
-from intbmoe.export.predictors.explain import blocks_of, recording
-from intbmoe.export.predictors.fields import EXPLAIN, REQUIRED, Many, Record, top_n_field
-from intbmoe.export.predictors.journeys import JourneyFields, check_sessions, scenario_codes
-from intbmoe.export.predictors.last_token import ends_token_by_token, output_at
-from intbmoe.export.predictors.ranking import Catalogue
-from intbmoe.export.predictors.recommend_items import VISITED, ranked_results
-from intbmoe.export.predictors.types import narrowest_type
 from intbmoe.models.travel import FEEDBACK, PROFILE_TOKENS, SCENARIO, SESSION_TOKENS, TravelModel
 from intbmoe.precision import wide
+from intbmoe.tasks.serving.captured import CaptureError
+from intbmoe.tasks.serving.fields import EXPLAIN, REQUIRED, Many, Record, top_n_field
+from intbmoe.tasks.serving.history import HISTORY, HISTORY_FORM, MOST, TOP_N, VISITED, ranked_results
+from intbmoe.tasks.serving.predictor import Exported, Predictor, blocks_of, recording
+from intbmoe.tasks.serving.ranking import VectorIndex
+from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request, spread_evenly
+from intbmoe.tasks.travel.captured import CapturedSearch
+from intbmoe.tasks.travel.examples import JourneyExamples
+from intbmoe.tasks.travel.fields import JourneyFields, check_sessions, scenario_codes
 
-if TYPE_CHECKING:
-    from intbmoe.export.artifact import Artifact
-
-HISTORY = 1000
-TOP_N, MOST = 10, 100
 NOW = ("time", "cell", "region", "weather")
 SESSION = (*NOW, "place", "mode", "action", "via")
 COLUMNS = (*SCENARIO, "place", *FEEDBACK, "via")
@@ -44,14 +38,19 @@ ENCODED_TOGETHER = 2**17
 log = logging.getLogger(__name__)
 
 
-class PlaceEncoder:
-    """Sessions to codes and rows of the catalogue."""
+class PlacePredictor(Predictor):
+    """Sessions to the next places, with the model's scores: inner products, to be compared within one answer."""
 
     action = "recommend"
+    summary = "What comes next after a history, the likeliest first."
+    form = HISTORY_FORM
 
-    def __init__(self, fields: JourneyFields, sessions: int) -> None:
-        """``sessions`` is the most that the model reads, ``now`` included."""
-        self.fields, self.sessions = fields, sessions
+    def __init__(self, fields: JourneyFields, sessions: int, codes: Tensor | None = None) -> None:
+        """``sessions`` is the most that the model reads, ``now`` included.
+
+        ``codes`` (1 + P, 5) are those of the places, row 0 for none: answering needs them, encoding does not.
+        """
+        self.fields, self.sessions, self.codes = fields, sessions, codes
         most = min(MOST, len(fields.place.values))
         self.limits = Limits(body_bytes=512 * 1024, top_n=most, history=HISTORY)
         session = {name: (fields.field(name), REQUIRED if name == "time" else None) for name in SESSION}
@@ -74,8 +73,27 @@ class PlaceEncoder:
         self._outer = Record({**self._record.fields, "history": (Many(_Unread(), HISTORY), [])})
         self._names = session.keys()
 
+    @classmethod
+    def encoder(cls, artifact: Exported) -> "PlacePredictor":
+        fields = JourneyFields.read(artifact.catalogue, artifact.catalogue_tensors)
+        return cls(fields, artifact.recipe.model.sessions)
+
+    @classmethod
+    def load(cls, artifact: Exported, device: str | torch.device) -> "PlacePredictor":
+        tensors = artifact.catalogue_tensors
+        fields = JourneyFields.read(artifact.catalogue, tensors)
+        return cls(fields, artifact.recipe.model.sessions, tensors["codes"]).with_model(artifact.model(device))
+
+    def use(self, model: TravelModel) -> None:
+        super().use(model)
+        self.codes = self.codes.to(self.device)
+        self.places = VectorIndex(self._encode_places())
+        self._shortcut = model.backbone.ends_token_by_token()
+        self.captured: CapturedSearch | None = None
+        """What ``record_graphs`` recorded."""
+
     def encode(self, request: Request) -> Encoded:
-        """See ``Encoder``; places are rows of the catalogue from 1, with 0 for none."""
+        """Places are rows of the catalogue from 1, with 0 for none."""
         found = self._outer.read("", request)
         history, now, fields = found["history"], found["now"], self.fields
         check_sessions(history, self._names)
@@ -97,38 +115,6 @@ class PlaceEncoder:
         }
         return Encoded(token_count(len(payload["sessions"])), payload)
 
-
-class PlacePredictor(PlaceEncoder):
-    """Sessions to the next places, with the model's scores: inner products, to be compared within one answer."""
-
-    def __init__(self, fields: JourneyFields, model: TravelModel, codes: Tensor) -> None:
-        """``codes`` (1 + P, 5) are those of the places, row 0 for none."""
-        super().__init__(fields, model.config.sessions)
-        self.model = model
-        self.dtype, self.device = narrowest_type(model), next(model.parameters()).device
-        self.codes = codes.to(self.device)
-        self.places = Catalogue(self._encode_places())
-        self._shortcut = ends_token_by_token(model.backbone)
-        self.captured: CapturedPlaces | None = None
-        """What ``record_graphs`` recorded."""
-
-    @staticmethod
-    def encoder(artifact: "Artifact") -> PlaceEncoder:
-        """From the artifact's catalogue."""
-        fields = JourneyFields.read(artifact.catalogue, artifact.catalogue_tensors)
-        return PlaceEncoder(fields, artifact.recipe.model.sessions)
-
-    @staticmethod
-    def load(artifact: "Artifact", device: str | torch.device) -> "PlacePredictor":
-        """With the artifact's model."""
-        tensors = artifact.catalogue_tensors
-        fields = JourneyFields.read(artifact.catalogue, tensors)
-        return PlacePredictor(fields, artifact.model(device), tensors["codes"])
-
-    def with_model(self, model: TravelModel) -> "PlacePredictor":
-        """The same with another model."""
-        return PlacePredictor(self.fields, model, self.codes)
-
     @torch.inference_mode()
     def _encode_places(self) -> Tensor:
         """(P, d), wide."""
@@ -144,7 +130,7 @@ class PlacePredictor(PlaceEncoder):
             return
         started = time.monotonic()
         try:
-            self.captured = CapturedPlaces(self, requests)
+            self.captured = CapturedSearch(self, requests)
         except CaptureError as error:
             message = "the model cannot be recorded, so that every batch is started kernel by kernel: %s"
             log.warning(message, error, exc_info=True)
@@ -154,7 +140,7 @@ class PlacePredictor(PlaceEncoder):
 
     @torch.inference_mode()
     def answer(self, batch: Sequence[Encoded]) -> list[Answer]:
-        """See ``Predictor``. What is to be explained takes the ordinary way, with its whole batch."""
+        """What is to be explained takes the ordinary way, with its whole batch."""
         if not batch:
             return []
         if self.captured is not None and not any(encoded.payload["explain"] for encoded in batch):
@@ -215,7 +201,7 @@ class PlacePredictor(PlaceEncoder):
         if filled is not None:
             mask = mask & filled.unsqueeze(1)
         if shortcut:
-            return output_at(self.model.backbone, tokens, mask, last, filled)
+            return self.model.backbone.output_at(tokens, mask, last, filled)
         return self.model.backbone(tokens, mask)[torch.arange(len(last), device=self.device), last]
 
     def _answer(self, number: int, encoded: Encoded, scores: list[float], ids: list[int], routing: Any) -> Answer:
@@ -247,3 +233,26 @@ class _Unread:
 def token_count(sessions: Any) -> Any:
     """Tokens of so many sessions, of the last of which only the scenario is read."""
     return PROFILE_TOKENS + SESSION_TOKENS * (sessions - 1) + 1
+
+
+def journey_requests(predictor: PlacePredictor, split: JourneyExamples, count: int) -> list[Request]:
+    """The sessions up to a window's last, which is ``now``."""
+    requests = []
+    for number, shard in enumerate(split.reader.data.shards):
+        windows = split.windows[number]
+        for index in spread_evenly(len(windows), -(-count // len(split.windows))) if len(windows) else []:
+            user, stop, length = (int(column[index]) for column in (windows.user, windows.stop, windows.length))
+            sessions = [_session(predictor, shard, row) for row in range(stop - length, stop)]
+            now = {name: value for name, value in sessions[-1].items() if name in NOW}
+            profile = zip(predictor.fields.profile, shard.profile[user].tolist(), strict=True)
+            known = {name: predictor.fields.value(name, code) for name, code in profile if code}
+            visited = ("allow", "exclude")[len(requests) % 2]
+            requests.append({"history": sessions[:-1], "now": now, "profile": known, "visited": visited})
+    return requests[:count]
+
+
+def _session(predictor: PlacePredictor, shard: Any, row: int) -> dict[str, int]:
+    codes = {name: int(getattr(shard, name)[row]) for name in ("cell", "region", "weather", "mode", "action")}
+    codes |= {name: int(getattr(shard, name)[row]) + 1 for name in ("place", "via")}
+    known = {name: predictor.fields.value(name, code) for name, code in codes.items() if code}
+    return {"time": int(shard.time[row]), **known}

@@ -1,31 +1,25 @@
 """``recommend`` for item sequences: what comes next after a history of items, out of all there are."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from intbmoe.export.predictor import Answer, Encoded, Limits, Request
-from intbmoe.export.predictors.explain import blocks_of, recording
-from intbmoe.export.predictors.fields import EXPLAIN, REQUIRED, Choice, Integer, Many, Record, top_n_field
-from intbmoe.export.predictors.ranking import leave_out, top_n
-from intbmoe.export.predictors.types import narrowest_type
 from intbmoe.models.sequence import PADDING, SequenceConfig
-
-if TYPE_CHECKING:
-    from intbmoe.export.artifact import Artifact
-
-HISTORY = 1000
-TOP_N, MOST = 10, 100
-VISITED = (Choice(("allow", "exclude"), "Whether what is in the history may be recommended again."), "allow")
+from intbmoe.tasks.serving.fields import EXPLAIN, REQUIRED, Integer, Many, Record, top_n_field
+from intbmoe.tasks.serving.history import HISTORY, HISTORY_FORM, MOST, TOP_N, VISITED, ranked_results
+from intbmoe.tasks.serving.predictor import Exported, Predictor, blocks_of, recording
+from intbmoe.tasks.serving.ranking import leave_out, top_n
+from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request
 
 
-class ItemEncoder:
-    """Histories to the model's item numbers."""
+class ItemPredictor(Predictor):
+    """Histories to the next items, with their log-probabilities as scores."""
 
     action = "recommend"
+    summary = "What comes next after a history, the likeliest first."
+    form = HISTORY_FORM
 
     def __init__(self, config: SequenceConfig, first_id: int = 0) -> None:
         """``first_id`` is what the data, and so a request, calls the model's item 0."""
@@ -45,8 +39,12 @@ class ItemEncoder:
         self._record = Record(fields, "A history of items.", [example])
         self.request_schema = self._record.schema()
 
+    @classmethod
+    def encoder(cls, artifact: Exported) -> "ItemPredictor":
+        return cls(artifact.recipe.model, artifact.catalogue["first_id"])
+
     def encode(self, request: Request) -> Encoded:
-        """See ``Encoder``; the payload has ``items``, what the model looks at, and ``excluded``."""
+        """The payload has ``items``, what the model looks at, and ``excluded``."""
         found = self._record.read("", request)
         history = np.array(found["history"], np.int64) - self.first_id
         items = history[-self.config.length :]
@@ -54,32 +52,8 @@ class ItemEncoder:
         payload = {"items": items, "excluded": excluded, "top_n": found["top_n"], "explain": found["explain"]}
         return Encoded(len(items), payload)
 
-
-class ItemPredictor(ItemEncoder):
-    """Item numbers to the next ones, with their log-probabilities as scores."""
-
-    def __init__(self, config: SequenceConfig, model: nn.Module, first_id: int = 0) -> None:
-        super().__init__(config, first_id)
-        self.model = model
-        self.dtype, self.device = narrowest_type(model), next(model.parameters()).device
-
-    @staticmethod
-    def encoder(artifact: "Artifact") -> ItemEncoder:
-        """From what an artifact says of its items."""
-        return ItemEncoder(artifact.recipe.model, artifact.catalogue["first_id"])
-
-    @staticmethod
-    def load(artifact: "Artifact", device: str | torch.device) -> "ItemPredictor":
-        """With the artifact's model."""
-        return ItemPredictor(artifact.recipe.model, artifact.model(device), artifact.catalogue["first_id"])
-
-    def with_model(self, model: nn.Module) -> "ItemPredictor":
-        """The same with another model."""
-        return ItemPredictor(self.config, model, self.first_id)
-
     @torch.inference_mode()
     def answer(self, batch: Sequence[Encoded]) -> list[Answer]:
-        """See ``Predictor``."""
         if not batch:
             return []
         histories = [encoded.payload["items"] for encoded in batch]
@@ -100,9 +74,3 @@ class ItemPredictor(ItemEncoder):
             answer["tokens"] = [f"item {item + self.first_id}" for item in payload["items"].tolist()]
             answer["blocks"] = blocks_of(log, number, slice(len(payload["items"])))
         return answer
-
-
-def ranked_results(ids: list[int], scores: list[float], count: int) -> list[dict[str, Any]]:
-    """The first ``count`` entries; those that were left out come last, with −∞, and are no result."""
-    best = list(zip(ids, scores, strict=True))[:count]
-    return [{"id": one, "score": score} for one, score in best if score != -np.inf]

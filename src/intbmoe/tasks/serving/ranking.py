@@ -1,6 +1,6 @@
 """The best n of many, exactly: of equal scores the lower number comes first.
 
-Letters: ``B`` queries, ``P`` entries of the catalogue, ``d`` width.
+Letters: ``B`` queries, ``P`` entries of a catalogue, ``d`` width.
 
 Scores of a large catalogue are never all in memory: a stretch of it is scored, its best are kept, and the best of those
 are the best of all. Within a stretch only the groups with the largest maxima are looked into, which reads each score
@@ -35,7 +35,7 @@ def leave_out(scores: Tensor, excluded: Sequence[np.ndarray]) -> None:
     _Excluded(excluded, scores.device).leave_out(scores, 0)
 
 
-class Catalogue:
+class VectorIndex:
     """Vectors to search in: the score of an entry is its inner product with the query."""
 
     def __init__(self, vectors: Tensor) -> None:

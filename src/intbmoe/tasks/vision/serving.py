@@ -6,30 +6,30 @@ import io
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from intbmoe.export.predictor import Answer, Encoded, Limits, Request, RequestError
-from intbmoe.export.predictors.explain import blocks_of, recording
-from intbmoe.export.predictors.fields import EXPLAIN, REQUIRED, Record, Text, top_n_field
-from intbmoe.export.predictors.ranking import top_n
-from intbmoe.export.predictors.types import narrowest_type
 from intbmoe.models.vit import ViTConfig
 from intbmoe.precision import wide
+from intbmoe.tasks.serving.fields import EXPLAIN, REQUIRED, Record, Text, top_n_field
+from intbmoe.tasks.serving.predictor import Exported, Predictor, blocks_of, recording
+from intbmoe.tasks.serving.ranking import top_n
+from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request, RequestError, spread_evenly
+from intbmoe.tasks.vision.decode import middle_square
+from intbmoe.tasks.vision.examples import ImageExamples
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-    from intbmoe.export.artifact import Artifact
 
 IMAGE_BYTES = 8 * 2**20
 IMAGE_PIXELS = 32 * 10**6
 LONGEST_SIDE = 16
 """Times the shorter one: the whole image is scaled before its middle is cut out."""
 TOP_N = 5
+THUMBNAIL = 320
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,12 @@ class ImageFormat:
     """Whether evaluation cuts off the edge (ImageNet) or takes images whole (those that are stored at their size)."""
 
 
-class ClassifyEncoder:
-    """Image files to pixels."""
+class ClassifyPredictor(Predictor):
+    """Image files to classes, with their probabilities as scores."""
 
     action = "classify"
+    summary = "What an image shows."
+    form = Path(__file__).with_name("image.js")
 
     def __init__(self, images: ImageFormat) -> None:
         self.images = images
@@ -67,8 +69,14 @@ class ClassifyEncoder:
         self._record = Record(fields, "An image to classify.", [example])
         self.request_schema = self._record.schema()
 
+    @classmethod
+    def encoder(cls, artifact: Exported) -> "ClassifyPredictor":
+        about, recipe = artifact.catalogue, artifact.recipe
+        mean, std, classes = (tuple(about[name]) for name in ("mean", "std", "classes"))
+        return cls(ImageFormat(recipe.model, mean, std, classes, cropped=recipe.data.source == "imagenet"))
+
     def encode(self, request: Request) -> Encoded:
-        """See ``Encoder``; the payload has ``pixels`` (size, size, channels) of bytes."""
+        """The payload has ``pixels`` (size, size, channels) of bytes."""
         found = self._record.read("", request)
         try:
             content = base64.b64decode(found["image"], validate=True)
@@ -97,8 +105,6 @@ class ClassifyEncoder:
 
     def _pixels(self, image: "Image") -> np.ndarray:
         """(size, size, channels), as in evaluation."""
-        from intbmoe.tasks.vision.decode import middle_square
-
         size = self.images.config.image_size
         if self.images.cropped:
             pixels = middle_square(image, size)
@@ -119,46 +125,19 @@ class ClassifyEncoder:
         _pillow().fromarray(disc).save(content, "PNG")
         return content.getvalue()
 
-
-class ClassifyPredictor(ClassifyEncoder):
-    """Pixels to classes, with their probabilities as scores."""
-
-    def __init__(self, images: ImageFormat, model: nn.Module) -> None:
-        super().__init__(images)
-        self.model = model
-        self.dtype, self.device = narrowest_type(model), next(model.parameters()).device
-
-    @staticmethod
-    def encoder(artifact: "Artifact") -> ClassifyEncoder:
-        """From what an artifact says of its images."""
-        return ClassifyEncoder(_image_format(artifact))
-
-    @staticmethod
-    def load(artifact: "Artifact", device: str | torch.device) -> "ClassifyPredictor":
-        """With the artifact's model."""
-        return ClassifyPredictor(_image_format(artifact), artifact.model(device))
-
-    def with_model(self, model: nn.Module) -> "ClassifyPredictor":
-        """The same with another model."""
-        return ClassifyPredictor(self.images, model)
-
     @torch.inference_mode()
     def answer(self, batch: Sequence[Encoded]) -> list[Answer]:
-        """See ``Predictor``."""
         if not batch:
             return []
         pixels = torch.from_numpy(np.stack([encoded.payload["pixels"] for encoded in batch])).to(self.device)
-        mean, std = (torch.tensor(part, device=self.device).view(-1, 1, 1) for part in self._normalisation)
+        normalisation = (self.images.mean, self.images.std)
+        mean, std = (torch.tensor(part, device=self.device).view(-1, 1, 1) for part in normalisation)
         images = (pixels.permute(0, 3, 1, 2).float() / 255 - mean) / std
         with recording(self.model, batch) as log:
             likely = wide(self.model(images.to(self.dtype))).softmax(1)
         values, columns = top_n(likely, max(encoded.payload["top_n"] for encoded in batch))
         ranked = zip(batch, values.tolist(), columns.tolist(), strict=True)
         return [self._answer(number, *one, log) for number, one in enumerate(ranked)]
-
-    @property
-    def _normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        return self.images.mean, self.images.std
 
     def _answer(self, number: int, encoded: Encoded, scores: list[float], classes: list[int], log: Any) -> Answer:
         best = list(zip(classes, scores, strict=True))[: encoded.payload["top_n"]]
@@ -170,10 +149,16 @@ class ClassifyPredictor(ClassifyEncoder):
         return answer
 
 
-def _image_format(artifact: "Artifact") -> ImageFormat:
-    about, recipe = artifact.catalogue, artifact.recipe
-    mean, std, classes = (tuple(about[name]) for name in ("mean", "std", "classes"))
-    return ImageFormat(recipe.model, mean, std, classes, cropped=recipe.data.source == "imagenet")
+def image_requests(split: ImageExamples, count: int) -> list[Request]:
+    """Some images of a split, evenly spread."""
+    requests = []
+    for index in spread_evenly(len(split), count):
+        image = split.images.image(index)
+        image.thumbnail((THUMBNAIL, THUMBNAIL))
+        content = io.BytesIO()
+        image.save(content, "PNG")
+        requests.append({"image": base64.b64encode(content.getvalue()).decode()})
+    return requests
 
 
 def _check_size(width: int, height: int) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,15 @@ from intbmoe.layer import moe_layers
 from intbmoe.models.causal import check_mask
 from intbmoe.precision import wide
 
-if TYPE_CHECKING:
-    from intbmoe.models.llama import Llama
+
+class Decoder(Protocol):
+    """A model that continues texts: ``Llama``."""
+
+    config: Any
+
+    def new_cache(self, batch: int, length: int) -> Any: ...
+
+    def next_logits(self, ids: Tensor, mask: Tensor | None, cache: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +70,7 @@ class Prompts(NamedTuple):
 
 
 def stream(
-    model: "Llama",
+    model: Decoder,
     ids: Tensor,
     mask: Tensor | None,
     max_new_tokens: int,
@@ -114,7 +121,7 @@ def _by_length(ids: Tensor, mask: Tensor) -> list[Prompts]:
 
 
 def _steps(
-    model: "Llama",
+    model: Decoder,
     together: list[Prompts],
     max_new_tokens: int,
     stop: int | None,

@@ -1,10 +1,9 @@
 """Text to token ids and back, piece by piece: bytes, or the byte pairs of a ``tokenizer.json``."""
 
 import codecs
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from intbmoe.export.artifact import Artifact
+from intbmoe.tasks.serving.predictor import Exported
 
 
 class Decoder(Protocol):
@@ -111,7 +110,7 @@ class PairDecoder:
         return self._tokenizer.decode(self._held, skip_special_tokens=True) if self._held else ""
 
 
-def read_vocabulary(artifact: "Artifact") -> Vocabulary:
+def read_vocabulary(artifact: Exported) -> Vocabulary:
     """The vocabulary of a language model's artifact."""
     about = artifact.catalogue
     if about["tokenizer"] is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from intbmoe.checks import did_you_mean
-from intbmoe.export.predictor import ABSENT, SHOWN, RequestError
+from intbmoe.tasks.serving.requests import ABSENT, SHOWN, RequestError
 
 
 class Field(Protocol):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import intbmoe
-from intbmoe.models.generation import Sampling
+from intbmoe.models.decoding import Sampling
 from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.registry import find_method
 

@@ -1,33 +1,33 @@
 """``generate``: a prompt to its continuation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from intbmoe.export.predictor import Answer, Encoded, Limits, Request, RequestError
-from intbmoe.export.predictors.continuation import Continuation
-from intbmoe.export.predictors.explain import blocks_of, recording
-from intbmoe.export.predictors.fields import EXPLAIN, REQUIRED, Flag, Integer, Number, Record, Text
-from intbmoe.export.predictors.text import Vocabulary, read_vocabulary
-from intbmoe.export.predictors.types import narrowest_type
-from intbmoe.models.llama import Llama
-
-if TYPE_CHECKING:
-    from intbmoe.export.artifact import Artifact
+from intbmoe.tasks.language.continuation import Continuation
+from intbmoe.tasks.language.packed import TokenExamples
+from intbmoe.tasks.language.vocabulary import Vocabulary, read_vocabulary
+from intbmoe.tasks.serving.fields import EXPLAIN, REQUIRED, Flag, Integer, Number, Record, Text
+from intbmoe.tasks.serving.predictor import Exported, Predictor, blocks_of, recording
+from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request, RequestError, spread_evenly
 
 MAX_TOKENS = 64
+PROMPT_TOKENS, NEW_TOKENS = 32, 16
+"""Of a golden request."""
 HOTTEST = 10.0
 LARGEST_SEED = 2**53 - 1
 """The largest whole number that every JSON reader keeps."""
 
 
-class GenerateEncoder:
-    """Prompts to token ids."""
+class GeneratePredictor(Predictor):
+    """Prompts to text."""
 
     action = "generate"
+    summary = "Continue a text."
+    streams = True
+    form = Path(__file__).with_name("text.js")
 
     def __init__(self, vocabulary: Vocabulary, length: int) -> None:
         """``length`` is how many tokens the model was trained to see: the most of a prompt, and of new ones."""
@@ -46,8 +46,12 @@ class GenerateEncoder:
         self._record = Record(fields, "A text to continue.", [example])
         self.request_schema = self._record.schema()
 
+    @classmethod
+    def encoder(cls, artifact: Exported) -> "GeneratePredictor":
+        return cls(read_vocabulary(artifact), artifact.recipe.data.length)
+
     def encode(self, request: Request) -> Encoded:
-        """See ``Encoder``; the payload has the prompt's ``ids``."""
+        """The payload has the prompt's ``ids``."""
         found = self._record.read("", request)
         ids = self.vocabulary.encode(found["prompt"])
         if len(ids) > self.length:
@@ -57,31 +61,7 @@ class GenerateEncoder:
         payload |= {name: found[name] for name in ("max_tokens", "temperature", "seed", "stream", "explain")}
         return Encoded(len(payload["ids"]) + found["max_tokens"], payload)
 
-
-class GeneratePredictor(GenerateEncoder):
-    """Token ids to text."""
-
-    def __init__(self, vocabulary: Vocabulary, length: int, model: Llama) -> None:
-        super().__init__(vocabulary, length)
-        self.model = model
-        self.dtype, self.device = narrowest_type(model), next(model.parameters()).device
-
-    @staticmethod
-    def encoder(artifact: "Artifact") -> GenerateEncoder:
-        """From the artifact's vocabulary."""
-        return GenerateEncoder(read_vocabulary(artifact), artifact.recipe.data.length)
-
-    @staticmethod
-    def load(artifact: "Artifact", device: str | torch.device) -> "GeneratePredictor":
-        """With the artifact's model."""
-        return GeneratePredictor(read_vocabulary(artifact), artifact.recipe.data.length, artifact.model(device))
-
-    def with_model(self, model: Llama) -> "GeneratePredictor":
-        """The same with another model."""
-        return GeneratePredictor(self.vocabulary, self.length, model)
-
     def stream(self, batch: Sequence[Encoded]) -> Continuation:
-        """See ``StreamingPredictor``."""
         return Continuation(self.model, self.vocabulary, batch)
 
     def answer(self, batch: Sequence[Encoded]) -> list[Answer]:
@@ -103,7 +83,7 @@ class GeneratePredictor(GenerateEncoder):
 
     @torch.inference_mode()
     def explain(self, encoded: Encoded, new: Sequence[int]) -> Answer:
-        """See ``StreamingPredictor``: reads the whole text once more; the last token was written and never read."""
+        """Reads the whole text once more; the last token was written and never read."""
         ids = [*encoded.payload["ids"].tolist(), *new]
         read = ids[: max(1, len(ids) - 1)] if new else ids
         with recording(self.model, [encoded]) as log:
@@ -117,13 +97,15 @@ class GeneratePredictor(GenerateEncoder):
         return decoder.add(token) + decoder.end()
 
 
-def continue_text(path: Path, request: Request, device: str) -> Iterator[str]:
-    """The continuation of a prompt by the language model of an artifact, piece by piece."""
-    from intbmoe.export.artifact import ArtifactError, load_artifact
-
-    artifact = load_artifact(path)
-    if artifact.task != "language":
-        raise ArtifactError(f"{path} is a model of the task {artifact.task!r}: generate needs one of 'language'")
-    predictor = GeneratePredictor.load(artifact, device)
-    for pieces in predictor.stream([predictor.encode(request)]):
-        yield from (piece.text for piece in pieces)
+def prompt_requests(predictor: GeneratePredictor, split: TokenExamples, count: int) -> list[Request]:
+    """Beginnings of some examples of a split, evenly spread."""
+    requests, vocabulary = [], predictor.vocabulary
+    for index in spread_evenly(len(split), count):
+        start = index * split.length
+        decoder = vocabulary.new_decoder()
+        # Cut where a document ends, and where a character does: what is incomplete is left in the decoder.
+        ids = split.tokens[start : start + min(PROMPT_TOKENS, split.length // 2)].tolist()
+        ids = ids[: ids.index(vocabulary.end_of_text)] if vocabulary.end_of_text in ids else ids
+        text = "".join(map(decoder.add, ids)).lstrip("\ufffd")
+        requests.append({"prompt": text, "max_tokens": min(NEW_TOKENS, predictor.length), "temperature": 0.0})
+    return requests

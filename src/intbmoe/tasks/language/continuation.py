@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from intbmoe.export.predictor import Encoded, Piece
-from intbmoe.export.predictors.text import Decoder, Vocabulary
 from intbmoe.layer import moe_layers
 from intbmoe.models.llama import Cache, LayerCache, Llama
 from intbmoe.precision import wide
+from intbmoe.tasks.language.vocabulary import Decoder, Vocabulary
+from intbmoe.tasks.serving import Encoded, Piece
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Together:
 
 
 class Continuation:
-    """An iterator over steps: see ``intbmoe.export.predictor.Generation``."""
+    """An iterator over steps: see ``TextStream``."""
 
     def __init__(self, model: Llama, vocabulary: Vocabulary, batch: Sequence[Encoded]) -> None:
         self.model, self.vocabulary = model, vocabulary

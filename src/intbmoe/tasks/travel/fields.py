@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from intbmoe.export.predictor import RequestError
-from intbmoe.export.predictors.fields import Integer, unknown_field
 from intbmoe.models.travel import PROFILE_TOKENS, SCENARIO
+from intbmoe.tasks.serving.fields import Integer, unknown_field
+from intbmoe.tasks.serving.requests import RequestError
 from intbmoe.tasks.travel.examples import HOUR
 
 MISSING = np.iinfo(np.int64).min
@@ -89,7 +89,7 @@ class JourneyFields:
 
     @staticmethod
     def read(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "JourneyFields":
-        """From an artifact's catalogue (``export/catalogue.py``)."""
+        """From an artifact's catalogue, as ``TravelTask.catalogue`` makes it."""
         sizes = {name: about["sizes"][many] for name, many in SIZES.items()}
         sizes |= {f"profile_{number}": size for number, size in enumerate(about["sizes"]["profile"], start=1)}
         coded = {}

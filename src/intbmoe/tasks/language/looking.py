@@ -1,0 +1,68 @@
+"""Telling the tokens of a text apart, and showing single texts."""
+
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from intbmoe.tasks.base import Batch
+from intbmoe.tasks.language.packed import TOKENIZER, TokenExamples
+from intbmoe.tasks.looking import Content, Shown, Token, View, spread
+
+MOST_TOKENS = 256
+"""Shown of a text, from its beginning."""
+TOKEN_KINDS = ("letters", "digits", "punctuation", "code symbols", "white space", "other")
+PUNCTUATION = frozenset(".,;:!?'\"…–—‘’“”«»¡¿")
+CODE_SYMBOLS = frozenset(string.punctuation) - PUNCTUATION
+"""Brackets, operators and what else is rare in prose; '_' among them."""
+
+
+def kind_view(texts: list[str]) -> View:
+    """Tokens by what they are made of."""
+    kinds = torch.tensor([TOKEN_KINDS.index(kind_of(text)) for text in texts])
+    return View("kind of token", TOKEN_KINDS, lambda batch: kinds.to(batch["ids"].device)[batch["ids"]])
+
+
+def show_texts(split: TokenExamples, texts: list[str]) -> Shown:
+    """Tokens by their text."""
+
+    def describe(batch: Batch, row: int, index: int) -> Content:
+        ids = batch["ids"][row, :MOST_TOKENS].tolist()
+        return Content(f"text {index}", [Token("token", texts[token]) for token in ids])
+
+    return Shown("text", spread(len(split)), describe)
+
+
+def token_texts(data: Any) -> list[str]:
+    """The text of each id, by a recipe's ``data``."""
+    return byte_texts() if data.source == "stdlib" else tokenizer_texts(Path(data.path).expanduser())
+
+
+def byte_texts() -> list[str]:
+    """The text of each id where ids are bytes; none for 128 on, parts of characters, and for the end of a file."""
+    return [chr(byte) for byte in range(128)] + [""] * 129
+
+
+def tokenizer_texts(folder: Path) -> list[str]:
+    """The text of each id of a prepared folder's tokenizer."""
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("telling tokens apart needs tokenizers: pip install 'intbmoe[text]'") from error
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    return [tokenizer.decode([index]) for index in range(tokenizer.get_vocab_size(with_added_tokens=True))]
+
+
+def kind_of(text: str) -> str:
+    """One of ``TOKEN_KINDS``: what all characters of a token are, white space around them aside."""
+    inner = text.strip()
+    if text and not inner:
+        return "white space"
+    tests = {
+        "letters": str.isalpha,
+        "digits": str.isdigit,
+        "punctuation": PUNCTUATION.__contains__,
+        "code symbols": CODE_SYMBOLS.__contains__,
+    }
+    return next((kind for kind, test in tests.items() if inner and all(map(test, inner))), "other")

@@ -1,0 +1,159 @@
+"""From a request to an answer: what a server, the command line and golden requests ask of a task.
+
+    encode    JSON → arrays, or ``RequestError`` that names the field; needs the catalogue or the vocabulary, no weights
+    answer    a batch of encoded requests → JSON, in one padded call of the model
+
+An answer is a function of its own request alone: padding is masked, and neither the rest of the batch nor its order or
+lengths change it by more than rounding.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.layer import moe_layers
+from intbmoe.routing import RecordedRouting, record_routing
+from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """What the numbers mean that go into a model and come out of it: what an export writes of a task's data."""
+
+    about: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """The same, where there is much of it."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    """Whole files that belong to it, by name."""
+
+
+class Exported(Protocol):
+    """What a predictor is made of: an artifact (``intbmoe.export``)."""
+
+    recipe: Any
+    catalogue: dict[str, Any]
+    catalogue_tensors: dict[str, Tensor]
+
+    def file(self, name: str) -> Path: ...
+
+    def model(self, device: str | torch.device) -> nn.Module: ...
+
+
+class Predictor:
+    """Encodes requests, and once it has a model answers them. A subclass has ``encoder``, ``encode`` and ``answer``."""
+
+    action: ClassVar[str]
+    """What it does, a verb: requests go to /v1/ACTION."""
+    summary: ClassVar[str] = "Ask the model."
+    """What ``action`` does, in a sentence."""
+    streams: ClassVar[bool] = False
+    """Whether answers can come piece by piece; then it has ``stream`` and ``explain`` too."""
+    form: ClassVar[Path | None] = None
+    """The script of its form on the served page; None for one that follows from ``request_schema``."""
+    request_schema: dict[str, Any]
+    """JSON Schema (2020-12) of a request, with limits and ``examples``; ``fields.Record`` makes it."""
+    limits: Limits
+    model: nn.Module
+    dtype: torch.dtype
+    """The type of the model's large weights: what tolerances follow from."""
+    device: torch.device
+
+    @classmethod
+    def encoder(cls, artifact: Exported) -> Self:
+        """From what an artifact says beside its weights: it can only ``encode``, in a process that has no model."""
+        raise NotImplementedError(f"{cls.__name__} does not define encoder(artifact)")
+
+    @classmethod
+    def load(cls, artifact: Exported, device: str | torch.device) -> Self:
+        """With the artifact's model on ``device``."""
+        return cls.encoder(artifact).with_model(artifact.model(device))
+
+    def with_model(self, model: nn.Module) -> Self:
+        """The same with another model."""
+        twin = copy.copy(self)
+        twin.use(model)
+        return twin
+
+    def use(self, model: nn.Module) -> None:
+        """Answer with ``model`` from now on."""
+        self.model, self.device = model, next(model.parameters()).device
+        # Routers and the like may be kept in a wider type than the large weights.
+        self.dtype = min({p.dtype for p in model.parameters()}, key=lambda dtype: torch.finfo(dtype).bits)
+
+    def encode(self, request: Request) -> Encoded:
+        """Check a request and turn it into arrays; raises ``RequestError`` and nothing else."""
+        raise NotImplementedError(f"{type(self).__name__} does not define encode(request)")
+
+    def answer(self, batch: Sequence[Encoded]) -> list[Answer]:
+        """JSON-ready answers in the order of the batch: ``results`` with id and score each, a ``text``, or others.
+
+        Where a request says ``"explain": true``, ``tokens`` names the tokens the model read and ``blocks`` says where
+        they went: [{"layer": name, "choices": how many blocks there are, "tokens": [[block, …] for each token]}].
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define answer(batch)")
+
+    def stream(self, batch: Sequence[Encoded]) -> "TextStream":
+        """Continue all requests of the batch together; ``answer`` is the pieces joined."""
+        raise NotImplementedError(f"{type(self).__name__} does not stream")
+
+    def explain(self, encoded: Encoded, new: Sequence[int]) -> Answer:
+        """What ``"explain": true`` adds to the answer, for a request whose text is complete with these ids."""
+        raise NotImplementedError(f"{type(self).__name__} does not stream")
+
+
+class Piece(NamedTuple):
+    """What one step adds to one text of a batch."""
+
+    index: int
+    """Which request of the batch."""
+    text: str
+    """May be empty: a character can take several tokens."""
+    finished: Literal["stop", "length"] | None
+    """None while it goes on; "stop" after the end of the text, "length" after ``max_tokens``."""
+
+
+class TextStream(Protocol):
+    """A batch of texts being continued: each step yields the pieces of all that are still going on."""
+
+    ids: Sequence[Sequence[int]]
+    """The new tokens of each text so far."""
+    scores: Sequence[float]
+    """The log-probability of each."""
+
+    def __iter__(self) -> Iterator[list[Piece]]: ...
+
+    def __next__(self) -> list[Piece]: ...
+
+    def drop(self, index: int) -> None:
+        """Stop continuing this text, because nobody waits for it; the others are not affected."""
+        ...
+
+
+@contextmanager
+def recording(model: nn.Module, batch: Sequence[Encoded]) -> Iterator[Mapping[str, RecordedRouting]]:
+    """Records the routing of what runs inside, where a request of the batch asks for it and there is any."""
+    wanted = any(encoded.payload["explain"] for encoded in batch)
+    if wanted and next(moe_layers(model), None) is not None:
+        with record_routing(model) as log:
+            yield log
+    else:
+        yield {}
+
+
+def blocks_of(log: Mapping[str, RecordedRouting], row: int, tokens: slice) -> list[dict[str, Any]]:
+    """For each layer that chooses, the blocks that each of these tokens of one sequence took."""
+    found = []
+    for name, layer in log.items():
+        ids = layer.ids
+        if ids is None:
+            continue
+        chosen = ids.view(*layer.shape, ids.shape[1])[row, tokens].tolist()
+        blocks = [[block for block in token if block >= 0] for token in chosen]
+        found.append({"layer": name, "choices": layer.choices, "tokens": blocks})
+    return found

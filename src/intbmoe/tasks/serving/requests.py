@@ -1,0 +1,121 @@
+"""A request on its way: what is wrong with it, what it may ask for, and how it travels between processes.
+
+``to_wire`` and ``from_wire`` carry encoded requests between processes as msgpack: numbers, strings and arrays, nothing
+that could hold code.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Request = Mapping[str, Any]
+Answer = dict[str, Any]
+SHOWN = 60
+"""Characters of a refused value that its message repeats."""
+ABSENT = object()
+"""In place of the value of a field that is not there."""
+
+
+class RequestError(ValueError):
+    """A request that cannot be answered as it is. ``field`` says where, such as ``history[3].place``."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        """``allowed`` completes the sentence "… must be"; ``value`` may be ``ABSENT``."""
+        self.field = _printable(field)
+        found = " is missing" if value is ABSENT else f"={shown(value)} is not allowed"
+        super().__init__(f"{self.field}{found}: {self.field} must be {allowed}")
+
+
+def shown(value: object) -> str:
+    """``value`` for a message: short and printable, whatever it is."""
+    if isinstance(value, dict | list | tuple):
+        kind = "object" if isinstance(value, dict) else "list"
+        return f"<{kind} of {len(value)}>"
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return f"<integer of {value.bit_length()} bits>"
+    if isinstance(value, str | bytes) and len(value) > SHOWN:
+        return f"{value[: SHOWN - 10]!a}… ({len(value)} in all)"
+    return ascii(value)
+
+
+def _printable(text: str) -> str:
+    """Short, and free of what UTF-8 cannot carry: a client may name a field anything."""
+    return text[:SHOWN].encode("utf-8", "backslashreplace").decode()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A request in arrays."""
+
+    tokens: int
+    """What it costs in a batch's token budget."""
+    payload: Mapping[str, Any]
+    """Flat: name → array, number, string, bytes, bool or None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a request may ask for at most; None where it has no such field."""
+
+    body_bytes: int
+    """Bytes of a request's JSON."""
+    top_n: int | None = None
+    """Entries of a ranking."""
+    history: int | None = None
+    """Items or sessions that may be sent; the model looks at the last ones."""
+    prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    """New tokens."""
+    image_bytes: int | None = None
+    """Bytes of an image file, before base64."""
+    image_pixels: int | None = None
+    """Width times height of an image as it comes."""
+
+
+_ARRAY = "array"
+WIRE_TYPES = frozenset({"bool", "uint8", "int32", "int64", "float32", "float64"})
+
+
+def to_wire(encoded: Encoded) -> bytes:
+    """An encoded request as msgpack; arrays as [type, shape, bytes]."""
+    return _msgpack().packb([encoded.tokens, dict(encoded.payload)], default=_pack_array)
+
+
+def from_wire(content: bytes) -> Encoded:
+    """What ``to_wire`` wrote; arrays are views of ``content`` and cannot be written to."""
+    tokens, payload = _msgpack().unpackb(content, strict_map_key=True, object_hook=_unpack_array)
+    return Encoded(tokens, payload)
+
+
+def _pack_array(value: object) -> object:
+    if isinstance(value, np.ndarray) and value.dtype.name in WIRE_TYPES:
+        return {_ARRAY: [value.dtype.name, list(value.shape), value.tobytes()]}
+    if isinstance(value, np.generic) and value.dtype.name in WIRE_TYPES:
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be sent: arrays of {', '.join(sorted(WIRE_TYPES))} can")
+
+
+def _unpack_array(value: dict[str, Any]) -> Any:
+    if list(value) != [_ARRAY]:
+        return value
+    dtype, shape, content = value[_ARRAY]
+    if dtype not in WIRE_TYPES:
+        raise ValueError(f"an array of {dtype!r} came over the wire: expected {', '.join(sorted(WIRE_TYPES))}")
+    return np.frombuffer(content, dtype=dtype).reshape(shape)
+
+
+def _msgpack() -> Any:
+    try:
+        import msgpack
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "sending requests between processes needs msgpack: pip install 'intbmoe[serve]'"
+        ) from error
+    return msgpack
+
+
+def spread_evenly(total: int, count: int) -> list[int]:
+    """Numbers below ``total``, evenly spread from the first to the last: which examples golden requests are made of."""
+    return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(int)).tolist()

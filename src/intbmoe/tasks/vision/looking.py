@@ -1,0 +1,42 @@
+"""Single images: one per class, each patch by its row and column."""
+
+import base64
+import io
+
+import numpy as np
+
+from intbmoe.models.vit import ViTConfig
+from intbmoe.tasks.base import Batch
+from intbmoe.tasks.looking import Content, Shown, Token
+from intbmoe.tasks.vision.examples import ImageExamples
+
+MOST_IMAGES = 6
+
+
+def show_images(split: ImageExamples, names: tuple[str, ...], model: ViTConfig) -> Shown:
+    """Patches by row and column, and the picture itself."""
+    side = model.image_size // model.patch_size
+    tokens: list[Token | None] = [
+        Token("patch", f"row {row}, column {column}") for row in range(side) for column in range(side)
+    ]
+
+    def describe(batch: Batch, row: int, index: int) -> Content:
+        pixels = split.images.pixels([index], model.image_size)[0]
+        return Content(names[int(batch["labels"][row])], tokens, _png(pixels))
+
+    return Shown("image", one_per_class(split.images.labels), describe)
+
+
+def one_per_class(labels: np.ndarray) -> list[int]:
+    """The first image of some classes, which are evenly spread over all that there are."""
+    classes, first = np.unique(labels, return_index=True)
+    number = min(MOST_IMAGES, len(classes))
+    return [int(first[place * len(classes) // number]) for place in range(number)]
+
+
+def _png(pixels: np.ndarray) -> str:
+    from PIL import Image
+
+    content = io.BytesIO()
+    Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels).save(content, "PNG")
+    return base64.b64encode(content.getvalue()).decode()
