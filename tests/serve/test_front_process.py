@@ -17,7 +17,7 @@ from fake_model import write_artifact
 from server import HERE, SOURCE
 
 from intbmoe.serve import front_process
-from intbmoe.serve.control import to_line
+from intbmoe.serve.messages import to_line
 from intbmoe.serve.settings import Settings
 
 

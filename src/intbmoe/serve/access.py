@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from ipaddress import ip_address
 
-from intbmoe.serve.responses import HttpError
+from intbmoe.serve.http import HttpError
 from intbmoe.serve.settings import Settings
 
 AUTHORITY = re.compile(r"(\[[0-9a-fA-F:]+\]|[a-zA-Z0-9.-]+)(?::[0-9]+)?")

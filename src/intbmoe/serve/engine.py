@@ -7,7 +7,7 @@ wait in the sockets, and the next ``step`` finds them together.
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,15 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from intbmoe.export.golden import compare_answers
 from intbmoe.serve.batcher import Batcher, CostModel, Taken, Ticket
+from intbmoe.serve.messages import ANSWER, BAD, EXPIRED, FAILED, PIECE, REFUSED
 from intbmoe.serve.metrics import EngineMetrics
 from intbmoe.serve.settings import Settings
-from intbmoe.serve.wire import ANSWER, BAD, EXPIRED, FAILED, PIECE, REFUSED
 from intbmoe.tasks.serving import Encoded, Predictor, RequestError
-from intbmoe.tasks.serving.requests import from_wire
+from intbmoe.tasks.serving.requests import from_wire, to_wire
 
 SAMPLE_EVERY_S = 1.0
 """Routing is looked at in one batch a second: often enough for a load, too seldom to cost."""
+WARM_UP_ROUNDS = 3
 log = logging.getLogger(__name__)
 
 
@@ -250,3 +252,38 @@ def _failure(ticket: Ticket, error: Exception) -> Reply:
         raise error  # the GPU answers nothing more in this process: it ends, and its requests go to another engine
     log.error("a request failed", exc_info=error)
     return Reply(ticket.key, FAILED, ("the model failed on this request; the server's log says more",))
+
+
+class BrokenModelError(RuntimeError):
+    """A model does not answer as it did when it was exported; the message says where."""
+
+
+def warm_up(engine: Engine, golden: Sequence[Mapping[str, Any]]) -> None:
+    """Answer the golden requests as they will be in service, and let the batcher learn what they cost."""
+    if not golden:
+        raise BrokenModelError("the artifact has no golden requests, so that it cannot be checked: export it again")
+    predictor = engine.predictor
+    # Through the wire, because what is read from it is what the model will get.
+    batch = [from_wire(to_wire(predictor.encode(entry["request"]))) for entry in golden]
+    for number, encoded in enumerate(batch):
+        _check(golden[number], predictor.answer([encoded])[0], f"golden request {number}")
+    if hasattr(predictor, "record_graphs"):  # from here on answers come the way they will in service
+        predictor.record_graphs(min(engine.batcher.queue, engine.batcher.batch_tokens))
+    for _ in range(WARM_UP_ROUNDS):
+        for few in (batch[:1], batch):
+            started = time.monotonic()
+            answers = predictor.answer(few)
+            engine.batcher.learn(len(few) * max(one.tokens for one in few), time.monotonic() - started)
+            for number, answer in enumerate(answers):
+                _check(golden[number], answer, f"golden request {number} in a batch of {len(few)}")
+    if predictor.streams:
+        for few in (batch[:1], batch) * WARM_UP_ROUNDS:
+            texts, started = predictor.stream(few), time.monotonic()
+            next(texts)
+            engine.batcher.step_cost.learn(len(few) * max(one.tokens for one in few), time.monotonic() - started)
+
+
+def _check(entry: Mapping[str, Any], answer: dict[str, Any], which: str) -> None:
+    difference = compare_answers(entry, answer)
+    if difference is not None:
+        raise BrokenModelError(f"{which} is answered otherwise than at export: {difference}")

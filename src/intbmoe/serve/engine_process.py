@@ -14,12 +14,11 @@ import sys
 import time
 from typing import Any
 
-from intbmoe.serve import wire
-from intbmoe.serve.control import Lines, inherited_socket, reason, to_line
-from intbmoe.serve.engine import Engine, Reply
+from intbmoe.serve import messages
+from intbmoe.serve.engine import Engine, Reply, warm_up
+from intbmoe.serve.messages import Lines, inherited_socket, reason, to_line
 from intbmoe.serve.metrics import EngineMetrics
 from intbmoe.serve.settings import Settings
-from intbmoe.serve.warm_up import warm_up
 
 READ = 1024 * 1024
 ALIVE_EVERY_S = 1.0
@@ -37,7 +36,7 @@ class _Front:
         connection.setblocking(False)
         self.socket = connection
         self.number = number
-        self.unpacker = wire.unpacker()
+        self.unpacker = messages.unpacker()
         self.received = 0
         self.unsent = bytearray()
 
@@ -131,11 +130,11 @@ class EngineProcess:
     def _receive(self, front: _Front, message: list[Any]) -> None:
         kind, number, *rest = message
         key = (front.number, number)
-        if kind == wire.ASK:
+        if kind == messages.ASK:
             refusal = self._engine.submit(key, *rest)
             if refusal is not None:
                 self._send([refusal])
-        elif kind == wire.CANCEL:
+        elif kind == messages.CANCEL:
             self._engine.cancel(key)
 
     def _send(self, replies: list[Reply]) -> None:
@@ -144,7 +143,7 @@ class EngineProcess:
             number, request = reply.key
             front = self._fronts.get(number)
             if front is not None:  # it may have gone while the model computed
-                front.unsent += wire.pack(reply.kind, request, *reply.content)
+                front.unsent += messages.pack(reply.kind, request, *reply.content)
                 touched[number] = front
         for front in touched.values():
             self._flush(front)

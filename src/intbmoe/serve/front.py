@@ -19,12 +19,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from intbmoe.serve.access import Access
-from intbmoe.serve.bodies import BodyMemory, Share, read_body
+from intbmoe.serve.http import LINES, BodyMemory, HttpError, Share, TextStream, json_response, read_body
 from intbmoe.serve.links import LEFT, Call, Dispatcher, Outcome, ServedVersion
 from intbmoe.serve.metrics import FrontMetrics, read_metrics
 from intbmoe.serve.openapi import DEADLINE, describe, known_actions
 from intbmoe.serve.page import page_response
-from intbmoe.serve.responses import LINES, HttpError, TextStream, json_response
 from intbmoe.serve.settings import Settings
 from intbmoe.tasks.serving import RequestError
 

@@ -20,9 +20,9 @@ import uvicorn
 import uvloop
 
 from intbmoe.serve.connection import patient_protocol
-from intbmoe.serve.control import Lines, inherited_socket, reason, to_line
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, ServedVersion
+from intbmoe.serve.messages import Lines, inherited_socket, reason, to_line
 from intbmoe.serve.metrics import FrontMetrics
 from intbmoe.serve.settings import Settings
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from intbmoe.serve import wire
+from intbmoe.serve import messages
 from intbmoe.serve.loading import Opened
 from intbmoe.tasks.serving.requests import RequestError, to_wire
 
@@ -36,11 +36,11 @@ class Outcome(NamedTuple):
 EXPIRED = Outcome("expired")
 LEFT = Outcome("left")
 _OUTCOMES = {
-    wire.ANSWER: "answered",
-    wire.REFUSED: "refused",
-    wire.EXPIRED: "expired",
-    wire.BAD: "bad",
-    wire.FAILED: "failed",
+    messages.ANSWER: "answered",
+    messages.REFUSED: "refused",
+    messages.EXPIRED: "expired",
+    messages.BAD: "bad",
+    messages.FAILED: "failed",
 }
 
 
@@ -133,7 +133,7 @@ class Line(ABC):
         call.sends += 1
         self._calls[call.number] = call
         self.load += call.tokens
-        self._post(wire.ASK, call.number, call.deadline, call.content, call.pieces is not None, time.monotonic())
+        self._post(messages.ASK, call.number, call.deadline, call.content, call.pieces is not None, time.monotonic())
 
     def forget(self, call: Call, *, tell: bool) -> None:
         """The call has ended here; ``tell`` the engine where it does not know."""
@@ -146,7 +146,7 @@ class Line(ABC):
         # Calls to an engine that hangs end by their deadlines. Were its load to fall with them, it would be asked most.
         self._given_up += call.tokens
         if self.is_open:
-            self._post(wire.CANCEL, call.number)
+            self._post(messages.CANCEL, call.number)
 
     def deliver(self, kind: int, number: int, *content: Any) -> None:
         """The engine has said something about a call."""
@@ -155,7 +155,7 @@ class Line(ABC):
         call = self._calls.get(number)
         if call is None:  # it has ended here in the meantime
             return
-        if kind == wire.PIECE:
+        if kind == messages.PIECE:
             call.add_piece(*content)
         else:
             call.finish(Outcome(_OUTCOMES[kind], content))
@@ -168,7 +168,7 @@ class Link(Line, asyncio.Protocol):
         super().__init__()
         self.path = path
         self._on_lost = on_lost
-        self._unpacker = wire.unpacker()
+        self._unpacker = messages.unpacker()
         self._transport: asyncio.Transport | None = None
         self._retired = False
 
@@ -181,7 +181,7 @@ class Link(Line, asyncio.Protocol):
         return self._transport is not None and self._transport.get_write_buffer_size() < UNSENT_BYTES
 
     def _post(self, *message: Any) -> None:
-        self._transport.write(wire.pack(*message))
+        self._transport.write(messages.pack(*message))
 
     def forget(self, call: Call, *, tell: bool) -> None:
         super().forget(call, tell=tell)

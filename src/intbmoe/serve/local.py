@@ -13,13 +13,12 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from intbmoe.serve import wire
-from intbmoe.serve.engine import Engine, Reply
+from intbmoe.serve import messages
+from intbmoe.serve.engine import Engine, Reply, warm_up
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, Line, Outcome, ServedVersion
 from intbmoe.serve.metrics import EngineMetrics, FrontMetrics
 from intbmoe.serve.settings import Settings
-from intbmoe.serve.warm_up import warm_up
 
 LAST_ANSWERS_S = 1.0
 """Until those who waited for an engine that died have been told."""
@@ -73,7 +72,7 @@ class ThreadLine(Line):
                 raise
 
     def _receive(self, kind: int, number: int, *content: Any) -> list[Reply]:
-        if kind == wire.CANCEL:
+        if kind == messages.CANCEL:
             self._engine.cancel(number)
             return []
         refusal = self._engine.submit(number, *content)

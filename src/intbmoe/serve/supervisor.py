@@ -18,10 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from intbmoe.serve.children import Child
-from intbmoe.serve.control import reason
-from intbmoe.serve.crew import FIRST_PAUSE_S, LONGEST_PAUSE_S, START_S, Crew, Folders, StartError
+from intbmoe.serve.messages import reason
 from intbmoe.serve.metrics import forget_process
+from intbmoe.serve.processes import FIRST_PAUSE_S, LONGEST_PAUSE_S, START_S, Child, EngineGroup, Folders, StartError
 from intbmoe.serve.settings import Settings
 
 BACKLOG = 2048
@@ -68,7 +67,7 @@ class _Asked:
 
 
 class Supervisor:
-    """Owns the listeners, the fronts and the current crew of engines."""
+    """Owns the listeners, the fronts and the engines of the current version."""
 
     def __init__(self, settings: Settings, folders: Folders, say: Callable[[str], None]) -> None:
         self._settings = settings
@@ -76,8 +75,8 @@ class Supervisor:
         self._say = say
         self._listeners: list[socket.socket] = []
         self._fronts: dict[int, Child] = {}
-        self._crew: Crew | None = None
-        self._crews: weakref.WeakSet[Crew] = weakref.WeakSet()  # with those that are started, or left
+        self._engines: EngineGroup | None = None
+        self._engine_groups: weakref.WeakSet[EngineGroup] = weakref.WeakSet()  # with those that are started, or left
         self._versions = 0
         self._reloading = asyncio.Lock()
         self._asked: _Asked | None = None
@@ -114,33 +113,33 @@ class Supervisor:
     def _introduce(self) -> None:
         host, port = self._settings.host, self._listeners[0].getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
-        self._say(f"serving {self._crew.version} on http://{shown}:{port} (process {os.getpid()})")
+        self._say(f"serving {self._engines.version} on http://{shown}:{port} (process {os.getpid()})")
         if not self._settings.on_loopback and self._settings.api_key_file is None:
             log.warning("anyone who reaches %s can use this server: --api-key-file asks for a key", host)
 
     @property
     def _is_serving(self) -> bool:
-        """Whether there is a crew that has been ready."""
-        return self._crew is not None and bool(self._crew.version)
+        """Whether the engines of a version have been ready."""
+        return self._engines is not None and bool(self._engines.version)
 
     async def _start_first(self) -> None:
-        crew = self._new_crew()
-        self._crew = crew
+        engines = self._new_engines()
+        self._engines = engines
         async with self._reloading:  # fronts can be asked one thing at a time
-            await crew.start()
-            refusals = await self._ask_fronts("serve", crew)
+            await engines.start()
+            refusals = await self._ask_fronts("serve", engines)
         for child, why in refusals.items():
-            if child.is_running:  # one that died has a successor, which starts with this crew
+            if child.is_running:  # one that died has a successor, which starts with these engines
                 raise StartError(f"{self._name(child)}: {why}")
 
-    def _new_crew(self) -> Crew:
+    def _new_engines(self) -> EngineGroup:
         self._versions += 1
-        # A link that is moved to another version is followed now; this crew stays with where it leads today.
+        # A link that is moved to another version is followed now; these engines stay with where it leads today.
         artifact, on_other = os.path.realpath(self._settings.artifact), lambda: self._start(self._reload_by_signal())
-        crew = Crew(self._versions, artifact, self._settings, self._folders, on_other)
-        crew.on_change = lambda: self._tell_fronts() if crew is self._crew else None
-        self._crews.add(crew)
-        return crew
+        engines = EngineGroup(self._versions, artifact, self._settings, self._folders, on_other)
+        engines.on_change = lambda: self._tell_fronts() if engines is self._engines else None
+        self._engine_groups.add(engines)
+        return engines
 
     async def _keep_front(self, number: int) -> None:
         pause = FIRST_PAUSE_S
@@ -179,7 +178,7 @@ class Supervisor:
 
     def _tell_front(self, child: Child) -> None:
         if self._is_serving:
-            child.tell({"do": "serve", **self._crew.describe()})
+            child.tell({"do": "serve", **self._engines.describe()})
 
     def _hear(self, child: Child, message: dict[str, Any]) -> None:
         if message["event"] == "reload":
@@ -190,7 +189,7 @@ class Supervisor:
                 if why is not None or message["event"] == asked.event:
                     asked.answer(child, why)
             elif message.get("other"):
-                log.error("%s holds another version than the one served: reloading", self._crew.artifact)
+                log.error("%s holds another version than the one served: reloading", self._engines.artifact)
                 self._start(self._reload_by_signal())
 
     async def _reload_for(self, child: Child, number: int) -> None:
@@ -208,7 +207,7 @@ class Supervisor:
         if self._reloading.locked() or not self._is_serving or self._ending:
             return {"ok": False, "why": "the server is being started, reloaded or ended: try again later"}
         async with self._reloading:
-            old, new = self._crew, self._new_crew()
+            old, new = self._engines, self._new_engines()
             try:
                 await new.start()
                 await self._prepare_fronts(new)
@@ -219,33 +218,33 @@ class Supervisor:
                 log.exception("the reload failed")
                 return {"ok": False, "why": f"version {old.version} serves on: {reason(error)}"}
             finally:
-                if self._crew is not new:
+                if self._engines is not new:
                     for child in self._fronts.values():
                         child.tell({"do": "abandon", "number": new.number})
                     await new.kill()
             self._start(old.drain(max(self._settings.drain_s, self._settings.deadline_s(streams=True))))
             return {"ok": True, "version": new.version, "previous": old.version}
 
-    async def _prepare_fronts(self, crew: Crew) -> None:
+    async def _prepare_fronts(self, engines: EngineGroup) -> None:
         """Have every front open the artifact and connect to its engines; until all have, none serves it."""
-        for child, why in (await self._ask_fronts("prepare", crew)).items():
-            raise StartError(f"{self._name(child)} cannot serve version {crew.version}: {why}")
+        for child, why in (await self._ask_fronts("prepare", engines)).items():
+            raise StartError(f"{self._name(child)} cannot serve version {engines.version}: {why}")
 
-    async def _switch_to(self, crew: Crew) -> None:
+    async def _switch_to(self, engines: EngineGroup) -> None:
         """All fronts are prepared: from here on there is no way back."""
-        self._crew = crew
-        for child, why in (await self._ask_fronts("serve", crew)).items():
+        self._engines = engines
+        for child, why in (await self._ask_fronts("serve", engines)).items():
             log.error("%s did not switch and is ended, its successor will have: %s", self._name(child), why)
             child.kill()
 
-    async def _ask_fronts(self, do: str, crew: Crew) -> dict[Child, str]:
-        """Tell all fronts to prepare or serve ``crew``; of those that do not, the reasons."""
-        asked = self._asked = _Asked(crew.number, {"prepare": "prepared", "serve": "serving"}[do])
+    async def _ask_fronts(self, do: str, engines: EngineGroup) -> dict[Child, str]:
+        """Tell all fronts to prepare or serve the version of ``engines``; of those that do not, the reasons."""
+        asked = self._asked = _Asked(engines.number, {"prepare": "prepared", "serve": "serving"}[do])
         try:
             for child in self._fronts.values():
                 if child.is_running:
                     asked.answers[child] = asyncio.get_running_loop().create_future()
-                    child.tell({"do": do, **crew.describe()})
+                    child.tell({"do": do, **engines.describe()})
             if asked.answers:
                 await asyncio.wait(asked.answers.values(), timeout=START_S)
         finally:
@@ -264,8 +263,8 @@ class Supervisor:
             self._stop.set()
             return
         self._kill_fronts()
-        if self._crew is not None:
-            self._start(self._crew.kill())
+        if self._engines is not None:
+            self._start(self._engines.kill())
 
     def _kill_fronts(self) -> None:
         for child in self._fronts.values():
@@ -277,10 +276,10 @@ class Supervisor:
         for child in self._fronts.values():
             child.tell({"do": "drain"})
         await asyncio.gather(*(child.end(self._settings.drain_s + 5) for child in self._fronts.values()))
-        if self._crew is not None:
-            await self._crew.drain(5)
+        if self._engines is not None:
+            await self._engines.drain(5)
         # One that hangs would not notice that it is alone.
-        await asyncio.gather(*(crew.kill() for crew in self._crews if crew is not self._crew))
+        await asyncio.gather(*(engines.kill() for engines in self._engine_groups if engines is not self._engines))
         for task in self._background:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
