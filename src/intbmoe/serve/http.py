@@ -16,7 +16,7 @@ ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=
 
 
 class HttpError(Exception):
-    """A request that is not answered; ``outcome`` is how metrics call it."""
+    """An error answer; ``outcome`` is its name in the metrics."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class HttpError(Exception):
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """``content`` as JSON."""
+    """A JSON response."""
     return Response(ENCODER.encode(content).encode(), status, headers, media_type=JSON)
 
 
 class TextStream(Response):
-    """Pieces as they come: server-sent events, or a JSON object a line where the client asked for that."""
+    """A text sent piece by piece: server-sent events, or if the client asks for it one JSON object per line."""
 
     def __init__(self, events: AsyncIterator[tuple[str, Any]], as_lines: bool, patience_s: float) -> None:
         super().__init__(headers={"cache-control": "no-store"}, media_type=LINES if as_lines else EVENTS)
@@ -54,7 +54,7 @@ class TextStream(Response):
         self._ending = ExitStack()
 
     def at_end(self, work: Callable[[], None]) -> None:
-        """Have ``work`` done when the text has ended, in whatever way; what was given last is done first."""
+        """Do ``work`` when the text has ended, for whatever reason; what was added last is done first."""
         self._ending.callback(work)
 
     async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
@@ -77,45 +77,43 @@ class TextStream(Response):
 
 
 CLOSE = {"connection": "close"}
-"""What is left unread of a request that came too slowly would be waited for."""
+"""After a request that came too slowly, so that nobody waits for the rest of it."""
 DIGITS = 18
 """A longer number of bytes is too large whatever the limit."""
 
 
 class BodyMemory:
-    """How many bytes of bodies there are, from the moment that a request announces them until it has ended."""
+    """The total size of request bodies in a front, from when a request announces its body until it has ended."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.held = 0
 
     def take(self, size: int) -> None:
-        """Refuses, with 429, what would be too much."""
+        """Refuse, with 429, what would be too much."""
         if self.held + size > self.most:
             message = f"too many requests: their bodies take {self.held} of {self.most} bytes"
             raise HttpError(429, message, outcome="refused", headers={"retry-after": "1"})
         self.held += size
 
     def give_back(self, size: int) -> None:
-        """A request has ended."""
         self.held -= size
 
 
 class Share:
-    """What one request holds of a front's ``BodyMemory``; to be given back when the request has ended."""
+    """One request's part of ``BodyMemory``, to be given back when the request has ended."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory
         self._size = 0
 
     def hold(self, size: int) -> None:
-        """``size`` bytes in all are held from now on, or the request is refused."""
+        """Hold ``size`` bytes in all from now on, or refuse the request."""
         if size > self._size:
             self._memory.take(size - self._size)
             self._size = size
 
     def give_back(self) -> None:
-        """Nothing is held any more."""
         size, self._size = self._size, 0
         self._memory.give_back(size)
 
@@ -123,10 +121,10 @@ class Share:
 async def read_body(
     request: Request, headers: Mapping[str, str], share: Share, *, most: int, patience_s: float
 ) -> bytes:
-    """The body, or the error that a client gets in its place.
+    """The body; raises ``HttpError``.
 
-    What is too much is refused as soon as that is known: by the length that the request announces, before any of it is
-    read, or else while it arrives. What still comes then is passed over by the connection (``connection.py``).
+    A body that is too large is refused as soon as that is known: by the announced length, before any of it is read, or
+    while it arrives. The connection discards the rest (``connection.py``).
     """
     if headers.get("content-type", JSON).partition(";")[0].strip().lower() != JSON:
         raise HttpError(415, f"a request is JSON: send 'Content-Type: {JSON}'", outcome="bad")

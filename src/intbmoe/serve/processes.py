@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 
 class Child:
-    """``python -m MODULE ARGUMENTS… CONTROL`` in a session of its own; ``on_event`` gets what it says."""
+    """``python -m MODULE ARGUMENTS… CONTROL`` in a session of its own; ``on_event`` gets its messages."""
 
     def __init__(self, process: asyncio.subprocess.Process, line: socket.socket) -> None:
         self.process = process
         self.started = time.monotonic()
         self.heard: float | None = None
-        """When it last said anything."""
+        """When its last message came."""
         self._line = line
         self._writer: asyncio.StreamWriter | None = None
         self.ended: asyncio.Task[int] | None = None
@@ -52,7 +52,7 @@ class Child:
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-P",  # files of the folder it is started in are not taken for modules
+                "-P",  # do not import modules from the current folder
                 "-m",
                 module,
                 *arguments,
@@ -76,27 +76,25 @@ class Child:
         return self.ended is not None and not self.ended.done()
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send it a message."""
         if self.is_running:
             self._writer.write(to_line(message))
 
     def kill(self) -> None:
-        """End it at once."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
 
     async def watch(self, hang_s: float) -> int:
-        """Its status, when it has ended; once it has spoken, a silence of ``hang_s`` ends it."""
+        """Wait for its end and return its status; kill it if, after its first message, it is silent for ``hang_s``."""
         while self.is_running:
-            await asyncio.wait({self.ended}, timeout=WATCH_S)  # to be cancelled without cancelling what it waits for
+            await asyncio.wait({self.ended}, timeout=WATCH_S)  # unlike wait_for, this does not cancel ``ended``
             if self.is_running and self.heard is not None and time.monotonic() - self.heard > hang_s:
-                log.error("process %d has been silent for %g s: ended", self.pid, hang_s)
+                log.error("process %d has been silent for %g s: killed", self.pid, hang_s)
                 self.kill()
                 await asyncio.wait({self.ended})
         return self.ended.result()
 
     async def end(self, seconds: float) -> None:
-        """Wait for its end, and bring it about when it takes longer."""
+        """Wait for its end, and kill it if that takes longer than ``seconds``."""
         done, _ = await asyncio.wait({self.ended}, timeout=seconds)
         if not done:
             self.kill()
@@ -111,11 +109,11 @@ class Child:
                     on_event(self, message)
         except ConnectionError:
             pass
-        except Exception:  # whoever waits for its end must learn of it, whatever it said
-            log.exception("process %d was not understood: ended", self.pid)
+        except Exception:  # a message we cannot read must not keep ``ended`` from finishing
+            log.exception("process %d sent something unreadable: killed", self.pid)
             self.kill()
         self._writer.close()
-        # A process that closed its line without ending is not one of ours any more.
+        # A process that closed its line should be ending.
         try:
             return await asyncio.wait_for(self.process.wait(), 5)
         except TimeoutError:
@@ -124,19 +122,18 @@ class Child:
 
 
 class StartError(RuntimeError):
-    """An engine could not be made ready; the message is the engine's own."""
+    """An engine did not become ready; the message is the engine's own."""
 
 
 @dataclass(frozen=True)
 class Folders:
-    """Where the processes of a server meet."""
+    """Where a server's processes keep sockets and metrics."""
 
     sockets: Path
     figures: Path
 
     @property
     def environment(self) -> dict[str, str]:
-        """For every process."""
         return {FOLDER: str(self.figures)}
 
 
@@ -163,7 +160,7 @@ class EngineGroup:
 
     @property
     def sockets(self) -> list[str]:
-        """Of the engines that are ready."""
+        """Of the ready engines."""
         return [path for child, path in self._paths.items() if child.is_running and _is_ready(self._ready[child])]
 
     def describe(self) -> dict[str, Any]:
@@ -172,7 +169,7 @@ class EngineGroup:
         return {**about, "engines": self.sockets}
 
     async def start(self) -> None:
-        """Start all engines; when they are ready they are kept running. Raises ``StartError`` unless all are."""
+        """Start all engines and keep them running; raises ``StartError`` unless all become ready."""
         results = await asyncio.gather(
             *(self._start_one() for _ in range(self._settings.workers)), return_exceptions=True
         )
@@ -188,7 +185,7 @@ class EngineGroup:
         self._keepers = [asyncio.create_task(self._keep(child)) for child in results]
 
     async def drain(self, seconds: float) -> None:
-        """Let every engine finish what it has; fronts have been told to ask others."""
+        """Let every engine finish its requests; fronts already send new ones elsewhere."""
         self._ending = True
         for keeper in self._keepers:
             keeper.cancel()
@@ -197,13 +194,12 @@ class EngineGroup:
             if _is_ready(self._ready[child]):
                 child.tell({"do": "drain"})
             else:
-                child.kill()  # it is still being started, and has nothing
+                child.kill()  # still starting: it has no requests
         await asyncio.gather(*(child.end(seconds) for child in children))
         for child in children:
             self._forget(child)
 
     async def kill(self) -> None:
-        """End every engine at once."""
         for child in list(self._paths):
             child.kill()
         await self.drain(5)
@@ -212,7 +208,7 @@ class EngineGroup:
         self._started += 1
         path = str(self._folders.sockets / f"{self.number}.{self._started}")
         arguments = [self._settings.to_json(), self.artifact, path]
-        # CPU threads are set by number; left to themselves, libraries would each take all cores.
+        # Without these, numeric libraries would take all cores in each engine.
         threads = str(self._settings.engine_threads())
         child = await Child.start(
             "intbmoe.serve.engine_process",
@@ -243,7 +239,7 @@ class EngineGroup:
             ready.set_exception(StartError(message["why"]))
 
     async def _keep(self, child: Child) -> None:
-        """Whenever the engine dies, or is silent for too long, start another in its place."""
+        """Whenever the engine dies, or is silent for too long, replace it."""
         pause = FIRST_PAUSE_S
         while True:
             status = await child.watch(self._settings.hang_s)
@@ -259,7 +255,7 @@ class EngineGroup:
             self.on_change()
 
     async def _start_again(self) -> Child | None:
-        """An engine that serves what the others do, or None."""
+        """An engine that serves the same version as the others, or None."""
         try:
             child = await self._start_one()
         except (StartError, OSError) as error:

@@ -1,7 +1,7 @@
 """The process that a person starts: it opens the port, starts fronts and engines, and keeps them running.
 
-SIGTERM or Ctrl-C   drain: no new connection, what is under way is answered, then everything ends; twice: at once
-SIGHUP              reload: the artifact's folder is opened anew, by engines beside the old ones
+SIGTERM or Ctrl-C   drain: accept no new connection, answer requests in flight, then exit; twice: exit at once
+SIGHUP              reload: open the artifact's folder again, with new engines next to the old ones
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from intbmoe.serve.settings import Settings
 
 BACKLOG = 2048
 LONGEST_PATH = 80
-"""Bytes of the private folder's: the system's bound on the path of a Unix socket is 104 to 108, and names follow."""
+"""Of the private folder, in bytes: the path of a Unix socket in it may have 104 to 108, depending on the system."""
 log = logging.getLogger(__name__)
 
 
 def serve(settings: Settings, say: Callable[[str], None]) -> None:
-    """Serve until a signal; raises ``StartError`` where the artifact cannot be served, ``OSError`` for the port."""
+    """Serve until a signal; raises ``StartError`` if the artifact cannot be served, ``OSError`` for the port."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     settings.check()
     folder = Path(tempfile.mkdtemp(prefix="intbmoe-"))
@@ -45,14 +45,14 @@ def serve(settings: Settings, say: Callable[[str], None]) -> None:
 
 
 def _require_short(folder: Path) -> None:
-    """Raises where the sockets of this folder could not be opened."""
+    """Raise if sockets in this folder could not be opened."""
     if len(os.fsencode(folder)) > LONGEST_PATH:
         where = f"the folder for temporary files, {str(folder.parent)!r},"
         raise OSError(f"{where} has too long a path for sockets: set TMPDIR to a shorter one, such as /tmp")
 
 
 class _Asked:
-    """What fronts have been told to do, and who has done it: None, or the reason why not."""
+    """What fronts were told to do, and the answer of each: None if it did, or the reason why not."""
 
     def __init__(self, number: int, event: str) -> None:
         self.number = number
@@ -85,7 +85,7 @@ class Supervisor:
         self._ending = False
 
     async def run(self) -> None:
-        """Until a signal, and everything has ended."""
+        """Run until a signal comes and everything has ended."""
         self._stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -102,7 +102,7 @@ class Supervisor:
                 self._introduce()
             await stopping
         except StartError:
-            self._kill_fronts()  # they may not have started yet, and nobody has been answered
+            self._kill_fronts()  # no need to drain: nothing was answered yet
             raise
         finally:
             self._ending = True
@@ -125,7 +125,7 @@ class Supervisor:
     async def _start_first(self) -> None:
         engines = self._new_engines()
         self._engines = engines
-        async with self._reloading:  # fronts can be asked one thing at a time
+        async with self._reloading:  # fronts are asked one thing at a time
             await engines.start()
             refusals = await self._ask_fronts("serve", engines)
         for child, why in refusals.items():
@@ -203,7 +203,7 @@ class Supervisor:
             log.error("not reloaded, the old version serves on: %s", result["why"])
 
     async def reload(self) -> dict[str, Any]:
-        """Serve what the artifact's folder holds now; the old version goes on wherever that fails."""
+        """Serve what the artifact's folder holds now; if that fails, the old version keeps serving."""
         if self._reloading.locked() or not self._is_serving or self._ending:
             return {"ok": False, "why": "the server is being started, reloaded or ended: try again later"}
         async with self._reloading:
@@ -214,7 +214,7 @@ class Supervisor:
                 await self._switch_to(new)
             except (StartError, OSError) as error:
                 return {"ok": False, "why": f"version {old.version} serves on: {error}"}
-            except Exception as error:  # whoever asked for it waits for an answer
+            except Exception as error:  # the client waits for an answer
                 log.exception("the reload failed")
                 return {"ok": False, "why": f"version {old.version} serves on: {reason(error)}"}
             finally:
@@ -226,12 +226,12 @@ class Supervisor:
             return {"ok": True, "version": new.version, "previous": old.version}
 
     async def _prepare_fronts(self, engines: EngineGroup) -> None:
-        """Have every front open the artifact and connect to its engines; until all have, none serves it."""
+        """Have every front open the artifact and connect to its engines; none serves it until all have."""
         for child, why in (await self._ask_fronts("prepare", engines)).items():
             raise StartError(f"{self._name(child)} cannot serve version {engines.version}: {why}")
 
     async def _switch_to(self, engines: EngineGroup) -> None:
-        """All fronts are prepared: from here on there is no way back."""
+        """Switch all fronts, which are prepared: from here on there is no way back."""
         self._engines = engines
         for child, why in (await self._ask_fronts("serve", engines)).items():
             log.error("%s did not switch and is ended, its successor will have: %s", self._name(child), why)
@@ -278,7 +278,7 @@ class Supervisor:
         await asyncio.gather(*(child.end(self._settings.drain_s + 5) for child in self._fronts.values()))
         if self._engines is not None:
             await self._engines.drain(5)
-        # One that hangs would not notice that it is alone.
+        # An engine that hangs would not notice that it is alone.
         await asyncio.gather(*(engines.kill() for engines in self._engine_groups if engines is not self._engines))
         for task in self._background:
             task.cancel()
@@ -293,7 +293,7 @@ class Supervisor:
 
 
 def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
-    """``count`` sockets on one port, between which the kernel spreads connections."""
+    """``count`` sockets on one port, over which the kernel distributes connections."""
     listeners = []
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -306,7 +306,7 @@ def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
             if count > 1:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
-            address = listener.getsockname()  # a port chosen by the system is that of all
+            address = listener.getsockname()  # all use the port that the system chose for the first
             listener.listen(BACKLOG)
     except OSError as error:
         for listener in listeners:
@@ -316,7 +316,7 @@ def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
 
 
 def _require_unused(family: int, kind: int, protocol: int, address: Any) -> None:
-    """Raises where another server listens: sockets that share a port would share it with that server's too."""
+    """Raise if another server listens: sockets that share a port would share it with that server too."""
     with socket.socket(family, kind, protocol) as alone:
         alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         alone.bind(address)
