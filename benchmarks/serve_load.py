@@ -23,7 +23,7 @@ import random
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -252,23 +252,20 @@ def send(load: Load, requests: Sequence[bytes]) -> dict[str, Any]:
 
 
 def main(requests: str) -> None:
-    """A client process: loads come in by lines, figures go out."""
+    """A client process: reads a load per line, prints its figures as a line."""
+    # Not sys.stdout, which with PYTHONUNBUFFERED drops what a full pipe does not take at once.
+    out = open(sys.stdout.fileno(), "w", closefd=False)  # noqa: SIM115
     content = json.loads(Path(requests).read_text())
     whole = [post(content["path"], body.encode()) for body in content["bodies"]]
     gc.disable()  # a collection would make requests late
 
     def say(figures: dict[str, Any]) -> None:
-        print(json.dumps(figures), flush=True)
+        print(json.dumps(figures), file=out, flush=True)
 
     say({})
-    for line in _lines():
+    while line := sys.stdin.readline():
         say(send(Load(**json.loads(line)), whole))
         gc.collect()
-
-
-def _lines() -> Iterator[str]:
-    while line := sys.stdin.readline():
-        yield line
 
 
 if __name__ == "__main__":

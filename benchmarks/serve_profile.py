@@ -26,10 +26,9 @@ from rich.console import Console
 from rich.table import Table
 from serve_artifacts import IntTravelLike, Variant
 
-from intbmoe.serve import wire
-from intbmoe.serve.engine import Engine
+from intbmoe.serve import messages
+from intbmoe.serve.engine import Engine, warm_up
 from intbmoe.serve.settings import Settings
-from intbmoe.serve.warm_up import warm_up
 from intbmoe.tasks.serving.requests import Encoded, from_wire, to_wire
 from intbmoe.tasks.travel.captured import CapturedSearch
 
@@ -110,7 +109,7 @@ class Stages:
         answered = 0
         while answered < len(messages):
             replies = self._engine.step()
-            answered += len([wire.pack(reply.kind, reply.key[1], *reply.content) for reply in replies])
+            answered += len([messages.pack(reply.kind, reply.key[1], *reply.content) for reply in replies])
 
     def _ordinary(self, batch: Sequence[Encoded]) -> float:
         self._predictor.captured = None
@@ -125,7 +124,7 @@ def _read(messages: Sequence[bytes]) -> list[Encoded]:
 
 
 def _pack(answers: Sequence[Any]) -> list[bytes]:
-    return [wire.pack(wire.ANSWER, 1, answer) for answer in answers]
+    return [messages.pack(messages.ANSWER, 1, answer) for answer in answers]
 
 
 def _timed(function: Callable[..., Any], *args: Any) -> float:

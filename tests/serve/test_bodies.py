@@ -13,10 +13,9 @@ from fake_model import BUG, SLOW, write_artifact
 from hypothesis import given
 from hypothesis import strategies as st
 
-from intbmoe.serve.bodies import BodyMemory, Share
 from intbmoe.serve.connection import HEADERS_BYTES, patient_protocol
+from intbmoe.serve.http import BodyMemory, HttpError, Share
 from intbmoe.serve.local import build_app
-from intbmoe.serve.responses import HttpError
 from intbmoe.serve.settings import Settings
 
 PATH = "/v1/recommend"

@@ -2,10 +2,9 @@ import pytest
 import torch
 from fake_model import BUG, FakePredictor, open_encoder, write_artifact
 
-from intbmoe.serve.engine import Engine
+from intbmoe.serve.engine import BrokenModelError, Engine, warm_up
+from intbmoe.serve.messages import ANSWER, EXPIRED, FAILED, PIECE, REFUSED, pack, unpacker
 from intbmoe.serve.settings import Settings
-from intbmoe.serve.warm_up import BrokenModelError, warm_up
-from intbmoe.serve.wire import ANSWER, EXPIRED, FAILED, PIECE, REFUSED, pack, unpacker
 from intbmoe.tasks.serving.requests import Encoded, to_wire
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from intbmoe.serve.front import _encode, parse_json
+from intbmoe.serve.http import HttpError
 from intbmoe.serve.links import Call
-from intbmoe.serve.responses import HttpError
 from intbmoe.tasks.serving.requests import Encoded, Limits, RequestError
 
 

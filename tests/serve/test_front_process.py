@@ -17,7 +17,7 @@ from fake_model import write_artifact
 from server import HERE, SOURCE
 
 from intbmoe.serve import front_process
-from intbmoe.serve.control import to_line
+from intbmoe.serve.messages import to_line
 from intbmoe.serve.settings import Settings
 
 
@@ -117,4 +117,4 @@ def test_as_many_files_can_be_open_as_connections_are_allowed(monkeypatch, caplo
         front_process.allow_files(wanted)
         assert found == ([] if expected is None else [expected])
     [said] = caplog.messages
-    assert said == "only 200 files can be open, for 300: raise ulimit -n, or lower --connections"
+    assert said == "only 200 files can be open, 300 are needed: raise ulimit -n, or lower --connections"

@@ -6,7 +6,7 @@ import socket
 import time
 from types import SimpleNamespace
 
-from intbmoe.serve import links, wire
+from intbmoe.serve import links, messages
 from intbmoe.serve.links import LEFT, Call, Dispatcher, Line, ServedVersion
 from intbmoe.tasks.serving.requests import Encoded
 
@@ -26,13 +26,13 @@ class FakeLine(Line):
         pass
 
     def _post(self, kind, number, *content):
-        if kind == wire.CANCEL:
+        if kind == messages.CANCEL:
             return
         self.asked += 1
         if self.hangs:
             self.held.append(number)
         else:
-            asyncio.get_running_loop().call_soon(self.deliver, wire.ANSWER, number, {})
+            asyncio.get_running_loop().call_soon(self.deliver, messages.ANSWER, number, {})
 
 
 def served(**lines):
@@ -58,7 +58,7 @@ def test_an_engine_that_hangs_is_soon_not_asked_any_more():
         assert outcomes.count("expired") == hung.asked == 1
         assert outcomes.count("answered") == well.asked == 49
         hung.hangs = False
-        hung.deliver(wire.REFUSED, hung.held.pop(), "its deadline has passed", 0.0)
+        hung.deliver(messages.REFUSED, hung.held.pop(), "its deadline has passed", 0.0)
         assert (hung.load, well.load) == (0, 0)
         assert await ask(dispatcher) == "answered"
         assert hung.asked == 2  # it is back

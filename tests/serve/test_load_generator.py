@@ -3,10 +3,13 @@
 import asyncio
 import itertools
 import json
+import os
 import socket
+import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -163,6 +166,34 @@ def test_client_processes_share_a_rate(tmp_path):
         load = Load(port=server.port, rate=200, seconds=0.5, arrivals="fixed", connections=4)
         step = clients.step(load)
     assert (step.clients, step.due, step.answered, step.errors) == (2, 100, 100, {})
+
+
+INTERRUPTED = """
+import signal, sys
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+import serve_load
+serve_load.main(sys.argv[1])
+"""
+
+
+def test_figures_of_many_requests_arrive_whole(tmp_path):
+    """A pipe holds 65,536 bytes: a signal that interrupts writing more must not cut the line, unbuffered or not."""
+    file = tmp_path / "requests.json"
+    file.write_text(json.dumps({"path": "/v1/recommend", "bodies": [BODY.decode()]}))
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(SCRIPTS)}
+    command = [sys.executable, "-c", INTERRUPTED, str(file)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with socket.socket() as nobody, subprocess.Popen(command, text=True, env=environment, **pipes) as client:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen: every request fails at once
+        load = Load(port=nobody.getsockname()[1], rate=30_000, seconds=0.5, arrivals="fixed", patience_s=0.2)
+        client.stdin.write(json.dumps(asdict(load)) + "\n")
+        client.stdin.close()
+        time.sleep(2)  # so long the client waits for a reader
+        ready, figures = client.stdout.readlines()
+    assert json.loads(ready) == {}
+    assert len(figures) > 65_536
+    assert json.loads(figures)["due"] == 15_000
 
 
 def test_percentiles_are_values_that_occurred():

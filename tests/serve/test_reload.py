@@ -14,11 +14,10 @@ from test_server import PATH, load_during
 
 from intbmoe.export import ArtifactError
 from intbmoe.serve import supervisor as supervising
-from intbmoe.serve.children import Child
-from intbmoe.serve.control import reason
-from intbmoe.serve.crew import StartError
 from intbmoe.serve.front_process import FrontProcess
 from intbmoe.serve.links import Dispatcher, ServedVersion
+from intbmoe.serve.messages import reason
+from intbmoe.serve.processes import Child, StartError
 from intbmoe.serve.settings import Settings
 
 
@@ -121,7 +120,7 @@ class FakeFront:
         self.told.append("killed")
 
 
-class FakeCrew:
+class FakeEngines:
     """Engines that are ready at once, or not."""
 
     def __init__(self, number, version, error=None):
@@ -142,12 +141,12 @@ class FakeCrew:
 
 
 def reload(*fronts, error=None):
-    """What a supervisor answers, with its old and new crew, and the fronts."""
+    """What a supervisor answers, with its old and new engines, and the fronts."""
 
     async def run():
         owner = supervising.Supervisor(Settings(artifact=""), SimpleNamespace(), print)
-        old, new = FakeCrew(1, "one"), FakeCrew(2, "two", error)
-        owner._crew, owner._new_crew = old, lambda: new
+        old, new = FakeEngines(1, "one"), FakeEngines(2, "two", error)
+        owner._engines, owner._new_engines = old, lambda: new
         owner._fronts = {number: FakeFront(owner, *events) for number, events in enumerate(fronts)}
         result = await asyncio.wait_for(owner.reload(), 5)
         await asyncio.sleep(0)
@@ -191,8 +190,8 @@ def test_a_reload_does_not_begin_before_all_fronts_have_started(monkeypatch):
 
     async def run():
         owner = supervising.Supervisor(Settings(artifact=""), SimpleNamespace(), print)
-        crews = [FakeCrew(2, "one"), FakeCrew(2, "two")]
-        owner._new_crew = lambda: crews.pop(0)
+        groups = [FakeEngines(2, "one"), FakeEngines(2, "two")]
+        owner._new_engines = lambda: groups.pop(0)
         owner._fronts = {0: FakeFront(owner, None, SERVING)}
         starting = asyncio.create_task(owner._start_first())
         await asyncio.sleep(0.05)

@@ -83,7 +83,7 @@ def serve(settings: Annotated[Settings, tyro.conf.OmitArgPrefixes]) -> None:
         from intbmoe.serve import require_packages
 
         require_packages()
-        from intbmoe.serve.crew import StartError
+        from intbmoe.serve.processes import StartError
         from intbmoe.serve.supervisor import serve as run_server
     with explained(StartError, OSError, ValueError):
         run_server(settings, say)

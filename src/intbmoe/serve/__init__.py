@@ -1,11 +1,12 @@
 """An exported model answers over HTTP, within a latency budget.
 
-    supervisor   starts the others, restarts what dies, reloads, drains           supervisor.py, children.py
-      fronts     HTTP: validate, encode, hold connection and deadline             front*.py, connection.py, bodies.py,
-                                                                                  access.py, responses.py, page.*
-      engines    batch over all fronts and run the model                          engine*.py, batcher.py
-    wire         msgpack over Unix sockets between fronts and engines             wire.py, links.py
-    control      JSON lines between the supervisor and each of the others         control.py
+    supervisor   starts the others, restarts what dies, reloads, drains     supervisor.py, processes.py
+      fronts     HTTP: validate, encode, hold connection and deadline       front.py, front_process.py, connection.py,
+                                                                            http.py, access.py, openapi.py, page.*
+      engines    batch the requests of all fronts and run the model         engine.py, engine_process.py, batcher.py
+    links        a front's connections to the engines                       links.py
+    messages     what all of them send each other                           messages.py
+    local        engine and front in one process, for Ray Serve             local.py, ray_app.py
 
 What is answered, and how a request is checked, is the artifact's predictor (``intbmoe.export``): nothing here knows a
 task. ``docs/serving.md`` is the manual.

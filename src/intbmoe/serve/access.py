@@ -1,18 +1,18 @@
-"""Who may ask: keys, and what keeps pages of other sites from reloading a server that has none."""
+"""Who may ask: API keys, and what keeps other sites' pages from reloading a server without keys."""
 
 import hmac
 import re
 from collections.abc import Mapping
 from ipaddress import ip_address
 
-from intbmoe.serve.responses import HttpError
+from intbmoe.serve.http import HttpError
 from intbmoe.serve.settings import Settings
 
 AUTHORITY = re.compile(r"(\[[0-9a-fA-F:]+\]|[a-zA-Z0-9.-]+)(?::[0-9]+)?")
 
 
 class Access:
-    """The rules of a server."""
+    """A server's rules."""
 
     def __init__(self, settings: Settings) -> None:
         self._keys = settings.api_keys()
@@ -20,27 +20,26 @@ class Access:
 
     @property
     def with_key(self) -> bool:
-        """Whether a key is asked for."""
         return bool(self._keys)
 
     def authorise(self, headers: Mapping[str, str]) -> None:
-        """Refuses, with 401, who has none of the keys."""
+        """Refuse, with 401, requests without one of the keys."""
         if not self._keys:
             return
         kind, _, given = headers.get("authorization", "").partition(" ")
         key = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
-        # All keys are compared, each in constant time: the answer takes as long whatever was sent.
+        # Every key is compared, each in constant time, so timing says nothing about the keys.
         if not any([hmac.compare_digest(key, known) for known in self._keys]):  # noqa: C419
             message = "this server asks for a key: send the header 'Authorization: Bearer KEY'"
             raise HttpError(401, message, outcome="unauthorised", headers={"www-authenticate": "Bearer"})
 
     def authorise_reload(self, headers: Mapping[str, str]) -> None:
-        """Refuses, with 403, who may use the server and not change it.
+        """Refuse, with 403, requests that may use the server but not change it.
 
-        Without a key, whoever is on this machine may; but so is a browser, with the pages of any site in it. A page
-        that asks by this machine's address is told by what browsers say (``Sec-Fetch-Site``, ``Origin``). One whose own
-        name has come to stand for this machine's address (DNS rebinding) looks to the browser like a page of this
-        server, but it still asks by that name: so ``Host`` must be a name that nobody else can have.
+        Without keys, anyone on this machine may reload. But a browser is on this machine too, with pages of any site.
+        A page that asks by this machine's address is recognised by the headers browsers send (``Sec-Fetch-Site``,
+        ``Origin``). A page whose domain name resolves to this machine (DNS rebinding) looks to the browser like a page
+        of this server, but it still asks by that name: so ``Host`` must be a name that nobody else can own.
         """
         self.authorise(headers)
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
@@ -58,7 +57,7 @@ class Access:
 
 
 def is_loopback(authority: str) -> bool:
-    """Whether ``name:port`` is this machine under a name that no name server has a say in."""
+    """Whether ``name:port`` means this machine without asking a name server."""
     found = AUTHORITY.fullmatch(authority)
     if found is None:
         return False

@@ -1,10 +1,10 @@
-"""Which requests are computed together, and when: a queue with a token budget, deadlines and a bound.
+"""Which requests are computed together, and when: a bounded queue with a token budget and deadlines.
 
 Nothing here waits, sends or computes: a process calls ``submit``, ``cancel`` and ``take``, and tells ``learn`` how long
 a batch took. Every request ends exactly once: refused by ``submit``, cancelled, expired or taken (both by ``take``).
 
-Requests are taken in the order of their arrival, as soon as the model is free: while it computes, the next batch
-gathers, so batches grow with the load by themselves and an idle server answers at once. A batch costs what its padded
+Requests are taken in order of arrival, as soon as the model is free: while it computes, the next batch gathers, so
+batches grow with the load and an idle server answers at once. A batch costs what its padded
 rectangle costs (requests x longest). It is kept to what can be computed in half the latency budget, because a request
 may wait for one batch before it is in the next.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FORGET = 0.97
-"""How much of what is known about cost is kept at each new batch."""
+"""Weight that earlier batches keep with each new one."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a request was not accepted, and when to come again."""
+    """Why a request was not accepted, and when to retry."""
 
     reason: str
     retry_after: float
@@ -47,19 +47,17 @@ class Taken:
 
     @property
     def padded_tokens(self) -> int:
-        """What the batch costs."""
         return len(self.batch) * max((ticket.tokens for ticket in self.batch), default=0)
 
 
 class CostModel:
-    """Seconds ≈ fixed + slope · tokens, by least squares over the batches so far, the older the less they count."""
+    """Seconds ≈ fixed + slope · tokens, by least squares over the batches so far, recent ones counting most."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._line: tuple[float, float] | None = (0.0, 0.0)
 
     def learn(self, tokens: float, seconds: float) -> None:
-        """A batch of ``tokens`` took ``seconds``."""
         sums = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
         kept = (self._weight, self._x, self._y, self._xx, self._xy)
         self._weight, self._x, self._y, self._xx, self._xy = (
@@ -68,22 +66,21 @@ class CostModel:
         self._line = None
 
     def line(self) -> tuple[float, float]:
-        """Fixed seconds and seconds a token, neither negative; zeros before anything is known."""
-        if self._line is None:  # it is asked for several times a request, and learned from once a batch
+        """Fixed seconds and seconds per token, neither negative; zeros before anything is known."""
+        if self._line is None:  # needed several times per request, changed once per batch
             self._line = self._fit()
         return self._line
 
     def _fit(self) -> tuple[float, float]:
         x, y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - x * x
-        if variance <= 1e-9 * max(x * x, 1.0):  # one size only: no telling what is fixed, so nothing is
+        if variance <= 1e-9 * max(x * x, 1.0):  # one size only: nothing shows what is fixed
             return 0.0, y / max(x, 1.0)
         slope = (self._xy / self._weight - x * y) / variance
         slope = min(max(slope, 0.0), y / x)
         return y - slope * x, slope
 
     def seconds(self, tokens: float) -> float:
-        """How long a batch of ``tokens`` should take."""
         fixed, slope = self.line()
         return fixed + slope * tokens
 
@@ -103,9 +100,9 @@ class Batcher:
         self.batch_tokens = batch_tokens
         self.queue = queue
         self.cost = CostModel()
-        """Of answering a batch."""
+        """Of a whole batch."""
         self.step_cost = self.cost
-        """Of how long the next batch waits for one: the same, but for what is written step by step."""
+        """Of what the next batch has to wait for: for texts, which are written step by step, only the first step."""
         self._clock = clock
         self._waiting: dict[Hashable, Ticket] = {}  # in order of arrival
         self._tokens = 0
@@ -115,11 +112,11 @@ class Batcher:
 
     @property
     def full(self) -> bool:
-        """Whether one more would not be in the next batch, or not be accepted."""
+        """Whether one more request would miss the next batch, or be refused."""
         return len(self) >= self.queue or self._tokens >= self._most_tokens()
 
     def waiting(self) -> list[Hashable]:
-        """The keys of those that wait, in order of arrival."""
+        """Keys in order of arrival."""
         return list(self._waiting)
 
     def submit(self, ticket: Ticket) -> Refusal | None:
@@ -133,22 +130,22 @@ class Batcher:
         if left <= 0:
             return Refusal("its deadline has passed", wait)
         if self._waiting and wait + self.cost.seconds(ticket.tokens) > left:
-            # It would expire in the queue, and take the time of others on the way. An empty queue always accepts, so
-            # that a wrong estimate corrects itself.
+            # It would expire in the queue and only take up time. An empty queue always accepts, so that a wrong
+            # estimate corrects itself.
             return Refusal(f"the wait of about {wait:.3f} s is longer than the {left:.3f} s it has", wait)
         self._waiting[ticket.key] = ticket
         self._tokens += ticket.tokens
         return None
 
     def cancel(self, key: Hashable) -> bool:
-        """Forget a request whose client left; False where it is not waiting any more."""
+        """Forget a request whose client left; False if it is no longer waiting."""
         ticket = self._waiting.pop(key, None)
         if ticket is not None:
             self._tokens -= ticket.tokens
         return ticket is not None
 
     def take(self) -> Taken:
-        """The next batch, first come first served, and what expired before it."""
+        """The next batch, first come first served, and the requests that expired before it."""
         now, most, longest = self._clock(), self._most_tokens(), 0
         taken = Taken()
         for ticket in list(self._waiting.values()):
@@ -164,11 +161,10 @@ class Batcher:
         return taken
 
     def learn(self, padded_tokens: int, seconds: float) -> None:
-        """A batch has been computed."""
         self.cost.learn(padded_tokens, seconds)
 
     def expected_wait(self) -> float:
-        """How long those that wait now should keep the model busy."""
+        """How long the waiting requests should keep the model busy."""
         if not self._waiting:
             return 0.0
         most, batches = self._most_tokens(), len(self._waiting)  # a request larger than ``most`` is a batch by itself
@@ -178,6 +174,6 @@ class Batcher:
         return batches * fixed + slope * self._tokens
 
     def _most_tokens(self) -> float:
-        # Where what is fixed takes so long already, small batches would cost throughput and win no time.
+        # If the fixed part takes that long already, small batches would cost throughput and save no time.
         seconds = max(self.budget_s / 2, 2 * self.step_cost.line()[0])
         return min(self.batch_tokens, self.step_cost.tokens_within(seconds))

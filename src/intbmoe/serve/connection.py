@@ -1,10 +1,10 @@
-"""A client's connection: uvicorn's, with bounds on how long and how large the head of a request may be.
+"""A client's connection: uvicorn's, with limits on the time and size of a request's head.
 
-A request can be answered before all of it has come: it is too large, asks for what is not there, has no key. Closing
-the connection then would take the answer with it, because the client is still sending. So the rest is passed over, up
-to a bound in bytes and in time, and the connection goes on.
+A request can be answered before all of it has arrived: it is too large, has no key, asks for an unknown path. Closing
+the connection at once would lose the answer, because the client is still sending. So the rest is discarded, up to a
+limit in bytes and time, and the connection stays open.
 
-A client that does not read what it has asked for is cut off: closing would wait for it, for ever.
+A client that does not read its answer is cut off: a normal close would wait for it forever.
 """
 
 import asyncio
@@ -13,23 +13,24 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEADERS_BYTES = 65_536
 LINGER_BYTES = 64 * 2**20
-"""How much of a request that has been answered is passed over."""
+"""How much of an already answered request is discarded."""
 TOLD = 256
-"""Connections beyond the most that are still told so, with 503; others are closed unheard."""
+"""Connections beyond the limit that still get a 503; further ones are closed at once."""
 SENT_AHEAD = 64
-"""Requests that may wait for the answer to the one before them; uvicorn itself reads on with every answer."""
+"""Pipelined requests that may wait for earlier answers; uvicorn itself has no limit."""
 
 
 def patient_protocol(seconds: float) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, for clients that take ``seconds`` at most for a head and for what comes after its
-    answer, and that in every ``seconds`` read some, where more waits for them than the system keeps.
+    """uvicorn's protocol with time limits: a client has ``seconds`` for a request's head and for the rest of a request
+    that was already answered, and while its answer does not fit the system's buffers it must read some of it every
+    ``seconds``.
     """
 
     class Patient(HttpToolsProtocol):
         _limit: asyncio.TimerHandle | None = None
         _unread: asyncio.TimerHandle | None = None
         _bytes = 0
-        """Of this head, or of what is passed over."""
+        """Of this head, or discarded."""
         _in_body = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:
@@ -55,12 +56,12 @@ def patient_protocol(seconds: float) -> type[HttpToolsProtocol]:
         def send_400_response(self, msg: str) -> None:
             if self.cycle is None or self.cycle.response_complete:
                 super().send_400_response(msg)
-            else:  # it was sent ahead: this would stand in the place of the answer that comes first, or within it
+            else:  # pipelined: a 400 now would take the place of an earlier answer, or land inside it
                 self._close()
 
         def on_headers_complete(self) -> None:
             if len(self.pipeline) >= SENT_AHEAD:
-                raise ValueError(f"more than {SENT_AHEAD} requests were sent ahead")  # taken for a bad request
+                raise ValueError(f"more than {SENT_AHEAD} requests were sent ahead")  # uvicorn answers 400
             self._stop()
             self._in_body = True
             super().on_headers_complete()
@@ -68,7 +69,7 @@ def patient_protocol(seconds: float) -> type[HttpToolsProtocol]:
         def on_message_complete(self) -> None:
             self._in_body = False
             self._bytes = 0
-            if self._limit is not None:  # the rest of what had been answered: the next one has as long as the first
+            if self._limit is not None:  # the rest of an answered request: the next one gets the full time
                 self._start()
             super().on_message_complete()
 
@@ -81,7 +82,7 @@ def patient_protocol(seconds: float) -> type[HttpToolsProtocol]:
             super().resume_writing()
 
         def _wait_for_reading(self, before: int | None = None) -> None:
-            """Look every ``seconds`` whether less is left than ``before``; where not, that is the end."""
+            """Check every ``seconds`` that less is left than ``before``; if not, cut the client off."""
             self._stop_waiting()
             left = self.transport.get_write_buffer_size()
             if before is None or left < before:
@@ -99,7 +100,7 @@ def patient_protocol(seconds: float) -> type[HttpToolsProtocol]:
 
         def _close(self) -> None:
             if self.transport.get_write_buffer_size():
-                self.transport.abort()  # it is not being read
+                self.transport.abort()  # the client does not read
             else:
                 self.transport.close()
 

@@ -1,13 +1,13 @@
 """The engine without its process: requests in, batches through the predictor, replies out.
 
-``submit`` and ``cancel`` come from whoever carries messages; ``step`` computes one batch, and one token more of every
-text being written, and returns what is to be sent. One thread does all of it: while the model computes, new requests
-wait in the sockets, and the next ``step`` finds them together.
+Whoever carries messages calls ``submit`` and ``cancel``; ``step`` computes one batch, and one more token of every text
+being written, and returns the replies. One thread does all of it: while the model computes, new requests wait in the
+sockets, and the next ``step`` finds them together. ``warm_up`` checks and times a model before it serves.
 """
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,20 +15,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from intbmoe.export.golden import compare_answers
 from intbmoe.serve.batcher import Batcher, CostModel, Taken, Ticket
+from intbmoe.serve.messages import ANSWER, BAD, EXPIRED, FAILED, PIECE, REFUSED
 from intbmoe.serve.metrics import EngineMetrics
 from intbmoe.serve.settings import Settings
-from intbmoe.serve.wire import ANSWER, BAD, EXPIRED, FAILED, PIECE, REFUSED
 from intbmoe.tasks.serving import Encoded, Predictor, RequestError
-from intbmoe.tasks.serving.requests import from_wire
+from intbmoe.tasks.serving.requests import from_wire, to_wire
 
 SAMPLE_EVERY_S = 1.0
-"""Routing is looked at in one batch a second: often enough for a load, too seldom to cost."""
+"""Routing is recorded in one batch per second: often enough to show the load, too rarely to cost anything."""
+WARM_UP_ROUNDS = 3
 log = logging.getLogger(__name__)
 
 
 class Reply(NamedTuple):
-    """A message for the one who asked."""
+    """A message for the client of a request."""
 
     key: Hashable
     kind: int
@@ -37,7 +39,7 @@ class Reply(NamedTuple):
 
 @dataclass
 class _Request:
-    """What a ticket is about."""
+    """A ticket's payload."""
 
     encoded: Encoded
     streamed: bool
@@ -52,9 +54,9 @@ class _Text:
     tickets: list[Ticket]
     going: set[int]
     unread: int
-    """Padded tokens whose first step is still to come: it reads the prompts, and is the longest."""
+    """Padded tokens of the prompts until the first step, which is the longest, has read them."""
     pieces: dict[int, list[str]] = field(default_factory=dict)
-    """So far, of those whose clients get them whole."""
+    """So far, of texts that are sent whole."""
 
 
 class Engine:
@@ -90,7 +92,7 @@ class Engine:
     def submit(
         self, key: Hashable, deadline: float, content: bytes, stream: bool, sent: float | None = None
     ) -> Reply | None:
-        """Take a request on, which has waited since it was ``sent``; the reply, where there is one, says why not."""
+        """Accept a request that has waited since it was ``sent`` (None), or say why not."""
         encoded = from_wire(content)
         ticket = Ticket(
             key, encoded.tokens, deadline, _Request(encoded, stream), self._clock() if sent is None else sent
@@ -99,12 +101,10 @@ class Engine:
         return None if refusal is None else Reply(key, REFUSED, (refusal.reason, refusal.retry_after))
 
     def cancel(self, key: Hashable) -> None:
-        """Nobody waits for this request any more."""
         if not self.batcher.cancel(key):
             self._drop_texts(lambda other: other == key)
 
     def cancel_all(self, which: Callable[[Hashable], bool]) -> None:
-        """Nobody waits for the requests with these keys any more."""
         for key in [key for key in self.batcher.waiting() if which(key)]:
             self.batcher.cancel(key)
         self._drop_texts(which)
@@ -116,7 +116,7 @@ class Engine:
                 text.stream.drop(index)
 
     def step(self) -> list[Reply]:
-        """Compute what is next."""
+        """Compute the next batch, and the next token of texts."""
         replies: list[Reply] = []
         if len(self._texts) < self._most_texts:
             taken = self.batcher.take()
@@ -196,7 +196,7 @@ class Engine:
         return replies
 
     def _answer_whole(self, text: _Text, index: int, finished: str) -> Reply:
-        """What ``Predictor.answer`` would have given, which would have let the others wait for all of the text."""
+        """The same as ``Predictor.answer``, which would make other requests wait for the whole text."""
         ticket, ids = text.tickets[index], text.stream.ids[index]
         answer = {"text": "".join(text.pieces[index]), "new_tokens": len(ids), "score": text.stream.scores[index]}
         answer["finished"] = finished
@@ -220,7 +220,7 @@ class Engine:
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        """Now and then, count which blocks tokens take."""
+        """Once per ``SAMPLE_EVERY_S``, count which blocks tokens take."""
         model = getattr(self.predictor, "model", None)
         if self._metrics is None or model is None or self._clock() - self._sampled < SAMPLE_EVERY_S:
             yield
@@ -247,6 +247,41 @@ def _failure(ticket: Ticket, error: Exception) -> Reply:
     if isinstance(error, RequestError):
         return Reply(ticket.key, BAD, (error.field, str(error)))
     if isinstance(error, torch.AcceleratorError):
-        raise error  # the GPU answers nothing more in this process: it ends, and its requests go to another engine
+        raise error  # the GPU is unusable in this process: let it end, its requests go to another engine
     log.error("a request failed", exc_info=error)
     return Reply(ticket.key, FAILED, ("the model failed on this request; the server's log says more",))
+
+
+class BrokenModelError(RuntimeError):
+    """A model does not answer as it did at export; the message says where."""
+
+
+def warm_up(engine: Engine, golden: Sequence[Mapping[str, Any]]) -> None:
+    """Ask the golden requests, alone and in batches: this checks the model, warms it up and times it."""
+    if not golden:
+        raise BrokenModelError("the artifact has no golden requests, so it cannot be checked: export it again")
+    predictor = engine.predictor
+    # Encoded for sending and decoded again, as in service.
+    batch = [from_wire(to_wire(predictor.encode(entry["request"]))) for entry in golden]
+    for number, encoded in enumerate(batch):
+        _check(golden[number], predictor.answer([encoded])[0], f"golden request {number}")
+    if hasattr(predictor, "record_graphs"):  # from here on answers are computed as in service
+        predictor.record_graphs(min(engine.batcher.queue, engine.batcher.batch_tokens))
+    for _ in range(WARM_UP_ROUNDS):
+        for few in (batch[:1], batch):
+            started = time.monotonic()
+            answers = predictor.answer(few)
+            engine.batcher.learn(len(few) * max(one.tokens for one in few), time.monotonic() - started)
+            for number, answer in enumerate(answers):
+                _check(golden[number], answer, f"golden request {number} in a batch of {len(few)}")
+    if predictor.streams:
+        for few in (batch[:1], batch) * WARM_UP_ROUNDS:
+            texts, started = predictor.stream(few), time.monotonic()
+            next(texts)
+            engine.batcher.step_cost.learn(len(few) * max(one.tokens for one in few), time.monotonic() - started)
+
+
+def _check(entry: Mapping[str, Any], answer: dict[str, Any], which: str) -> None:
+    difference = compare_answers(entry, answer)
+    if difference is not None:
+        raise BrokenModelError(f"{which} is answered otherwise than at export: {difference}")

@@ -1,7 +1,7 @@
 """The engine's process: ``python -m intbmoe.serve.engine_process SETTINGS ARTIFACT SOCKET CONTROL``, by the supervisor.
 
-It listens on a Unix socket for fronts, and computes whenever nothing is left to read. Told to drain, it goes on until
-every front has closed its connection, which they do when nothing of theirs is left in it.
+It listens on a Unix socket for fronts, and computes whenever nothing is left to read. Told to drain, it continues until
+every front has closed its connection, which a front does once all its requests have been answered.
 """
 
 import gc
@@ -14,19 +14,18 @@ import sys
 import time
 from typing import Any
 
-from intbmoe.serve import wire
-from intbmoe.serve.control import Lines, inherited_socket, reason, to_line
-from intbmoe.serve.engine import Engine, Reply
+from intbmoe.serve import messages
+from intbmoe.serve.engine import Engine, Reply, warm_up
+from intbmoe.serve.messages import Lines, inherited_socket, reason, to_line
 from intbmoe.serve.metrics import EngineMetrics
 from intbmoe.serve.settings import Settings
-from intbmoe.serve.warm_up import warm_up
 
 READ = 1024 * 1024
 ALIVE_EVERY_S = 1.0
 QUIET_S = 0.001
-"""How long the rest of a message that has begun is waited for."""
+"""How long to wait for the rest of a message."""
 GATHERING = 0.1
-"""Of the budget: how long altogether, before a batch."""
+"""Share of the budget to spend on that before a batch."""
 log = logging.getLogger(__name__)
 
 
@@ -37,13 +36,12 @@ class _Front:
         connection.setblocking(False)
         self.socket = connection
         self.number = number
-        self.unpacker = wire.unpacker()
+        self.unpacker = messages.unpacker()
         self.received = 0
         self.unsent = bytearray()
 
     @property
     def within_a_message(self) -> bool:
-        """Whether there is more to come."""
         return self.received > self.unpacker.tell()
 
 
@@ -66,7 +64,7 @@ class EngineProcess:
             self._selector.register(source, selectors.EVENT_READ, source)
 
     def run(self) -> None:
-        """Until told to drain and drained, or the supervisor is gone."""
+        """Run until drained, or until the supervisor is gone."""
         while self._supervised and not (self._draining and not self._fronts):
             self._listen(0 if self._engine.busy else ALIVE_EVERY_S / 2)
             self._gather()
@@ -75,7 +73,7 @@ class EngineProcess:
             self._say_alive()
 
     def _listen(self, seconds: float) -> bool:
-        """Take what has come, or comes within ``seconds``; False where nothing has."""
+        """Read what has arrived, or arrives within ``seconds``; False if nothing did."""
         ready = self._selector.select(seconds)
         for key, events in ready:
             if key.data is self._listener:
@@ -87,7 +85,7 @@ class EngineProcess:
         return bool(ready)
 
     def _gather(self) -> None:
-        """Take what does not fit a socket at once: it holds an image or two, and a batch should have more."""
+        """Read messages that do not fit a socket's buffer: it holds an image or two, and a batch should have more."""
         batcher = self._engine.batcher
         end = time.monotonic() + GATHERING * batcher.budget_s
         while len(batcher) and not batcher.full and time.monotonic() < end:
@@ -103,7 +101,7 @@ class EngineProcess:
     def _read_control(self) -> None:
         try:
             data = self._control.recv(READ)
-        except ConnectionError:  # a supervisor that was killed leaves what it had not read
+        except ConnectionError:  # a killed supervisor had not read everything
             data = b""
         for message in self._lines.feed(data):
             if message["do"] == "drain":
@@ -131,11 +129,11 @@ class EngineProcess:
     def _receive(self, front: _Front, message: list[Any]) -> None:
         kind, number, *rest = message
         key = (front.number, number)
-        if kind == wire.ASK:
+        if kind == messages.ASK:
             refusal = self._engine.submit(key, *rest)
             if refusal is not None:
                 self._send([refusal])
-        elif kind == wire.CANCEL:
+        elif kind == messages.CANCEL:
             self._engine.cancel(key)
 
     def _send(self, replies: list[Reply]) -> None:
@@ -144,7 +142,7 @@ class EngineProcess:
             number, request = reply.key
             front = self._fronts.get(number)
             if front is not None:  # it may have gone while the model computed
-                front.unsent += wire.pack(reply.kind, request, *reply.content)
+                front.unsent += messages.pack(reply.kind, request, *reply.content)
                 touched[number] = front
         for front in touched.values():
             self._flush(front)
@@ -162,7 +160,7 @@ class EngineProcess:
         self._selector.modify(front.socket, waits, front)
 
     def _lose(self, front: _Front) -> None:
-        """A front has closed its connection: nobody waits for what it asked."""
+        """A front has closed its connection: nobody waits for its requests."""
         if self._fronts.pop(front.number, None) is None:
             return
         self._selector.unregister(front.socket)
@@ -177,7 +175,7 @@ class EngineProcess:
 
 
 def tell(control: socket.socket, message: dict[str, Any]) -> None:
-    """Send the supervisor a message; one that is gone is noticed by whoever reads."""
+    """Send the supervisor a message; if it is gone, reading from it will show that."""
     try:
         control.send(to_line(message))
     except (BlockingIOError, ConnectionError):
@@ -185,7 +183,7 @@ def tell(control: socket.socket, message: dict[str, Any]) -> None:
 
 
 def main(args: list[str]) -> None:
-    """Load, warm up, say so, serve."""
+    """Load, warm up, report ready, serve."""
     settings, artifact, path, control = Settings.from_json(args[0]), args[1], args[2], inherited_socket(int(args[3]))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine %(process)d: %(message)s")
     try:
@@ -199,7 +197,7 @@ def main(args: list[str]) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(path)
         listener.listen(256)
-        # What is there now stays: a collection that looks at all of it takes longer than many a budget.
+        # All of this stays alive: a garbage collection over it would take longer than many a latency budget.
         gc.collect()
         gc.freeze()
     except Exception as error:
@@ -211,10 +209,10 @@ def main(args: list[str]) -> None:
     try:
         EngineProcess(engine, listener, control).run()
     except Exception:
-        log.exception("the engine has failed: what it had goes to others")
+        log.exception("the engine failed: its requests go to others")
         status = 1
     logging.shutdown()
-    # Tearing an interpreter with torch down takes long, and for as long its requests would wait.
+    # Shutting down an interpreter with torch takes long, and its requests would wait meanwhile.
     os._exit(status)
 
 

@@ -1,7 +1,7 @@
 """The HTTP application of a front: checks and encodes a request, asks an engine, and answers in time.
 
-Starlette without FastAPI's layer: what a request must look like comes from the artifact and is checked by its encoder,
-so that there is nothing for FastAPI's models to do, and the layer halves the rate a front can carry.
+Starlette without FastAPI: the artifact's encoder knows and checks what a request must look like, so FastAPI would have
+nothing to do and would halve the rate of a front.
 """
 
 import asyncio
@@ -19,17 +19,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from intbmoe.serve.access import Access
-from intbmoe.serve.bodies import BodyMemory, Share, read_body
+from intbmoe.serve.http import LINES, BodyMemory, HttpError, Share, TextStream, json_response, read_body
 from intbmoe.serve.links import LEFT, Call, Dispatcher, Outcome, ServedVersion
 from intbmoe.serve.metrics import FrontMetrics, read_metrics
 from intbmoe.serve.openapi import DEADLINE, describe, known_actions
 from intbmoe.serve.page import page_response
-from intbmoe.serve.responses import LINES, HttpError, TextStream, json_response
 from intbmoe.serve.settings import Settings
 from intbmoe.tasks.serving import RequestError
 
 LARGE_BODY = 65_536
-"""From here on a request is encoded beside the event loop, so that the others do not wait."""
+"""From this size on a request is encoded in a thread, so that others do not wait."""
 Reload = Callable[[], Awaitable[dict[str, Any]]]
 
 
@@ -47,7 +46,6 @@ class Front:
         self.draining = False
 
     def app(self) -> Starlette:
-        """The application for uvicorn."""
         routes = [Route(f"/v1/{action}", self._endpoint(action), methods=["POST"]) for action in known_actions()]
         routes += [
             Route("/", self._page),
@@ -62,7 +60,7 @@ class Front:
         return Starlette(routes=routes, exception_handlers=handlers)
 
     def tell_memory(self) -> None:
-        """Bring the figure up to date that all fronts show: once a second, at each request it would cost too much."""
+        """Update the metric; called once per second, because at each request it would cost too much."""
         self._metrics.body_bytes.set(self._memory.held)
 
     def _endpoint(self, action: str) -> Callable[[Request], Awaitable[Response]]:
@@ -87,7 +85,7 @@ class Front:
                 raise
             finally:
                 self._metrics.ended(action, outcome, time.monotonic() - started)
-                if isinstance(response, TextStream):  # the request has not ended before its text has
+                if isinstance(response, TextStream):  # it ends with its text
                     response.at_end(give_back)
                 else:
                     give_back()
@@ -130,7 +128,7 @@ class Front:
         return json_response(_content_of(outcome, seconds), headers=self._headers(call))
 
     async def _stream(self, request: Request, call: Call, seconds: float) -> TextStream:
-        # The first piece decides about the status: until then the request can still be refused in the usual way.
+        # Until the first piece is there, the request can still be refused with another status.
         first = await call.pieces.get()
         if first is None:
             _content_of(call.done.result(), seconds)
@@ -233,12 +231,12 @@ class Front:
 
 
 def _headers_of(request: Request) -> dict[str, str]:
-    """By lower-case name; Starlette's own look each up by going through all of them."""
+    """By lower-case name; Starlette's own ``headers`` search all of them at each lookup."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in request.scope["headers"]}
 
 
 async def _encode(call: Call, served: ServedVersion, size: int) -> None:
-    """Beside the event loop where it may take long, so that the others do not wait; and no longer than the call has."""
+    """Encode the call, in a thread if it may take long so that others do not wait, and no longer than its deadline."""
     # A file of a few kilobytes can be an image of millions of pixels.
     if size < LARGE_BODY and served.opened.encoder.limits.image_pixels is None:
         call.encode(served)
@@ -252,7 +250,7 @@ async def _encode(call: Call, served: ServedVersion, size: int) -> None:
 
 
 async def _watch(request: Request, call: Call) -> None:
-    """Ends the call when the client leaves."""
+    """End the call when the client leaves."""
     message = await request.receive()
     if message["type"] == "http.disconnect":
         call.finish(LEFT)
@@ -262,7 +260,7 @@ JSON_KINDS = {list: "array", str: "string", int: "number", float: "number", bool
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The request's object."""
+    """The object in a request's body; raises ``HttpError``."""
     try:
         content = DECODER.decode(body.decode())
     except (ValueError, RecursionError) as error:
@@ -274,7 +272,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def _is_streamed(content: Mapping[str, Any]) -> bool:
-    """Whether a text is to come piece by piece; one that is explained comes whole."""
+    """Whether to send a text piece by piece; one that is explained is sent whole."""
     explained = content.get("explain") is True
     streamed = content.get("stream", not explained) is not False
     if streamed and explained:
@@ -291,7 +289,7 @@ DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _content_of(outcome: Outcome, seconds: float) -> Any:
-    """The answer, or the error that a client gets in its place."""
+    """The answer; raises the ``HttpError`` of any other outcome."""
     if outcome.name == "answered":
         return outcome.content[0]
     if outcome.name == "bad":

@@ -1,8 +1,8 @@
 """A front's process: ``python -m intbmoe.serve.front_process SETTINGS LISTENER WHEN CONTROL``, by the supervisor.
 
-uvicorn on a socket that the supervisor opened, so that a front that dies loses no connection that is still waiting.
+uvicorn on a socket that the supervisor opened, so that a front that dies loses no connection it has not accepted.
 WHEN is ``at-once`` for the first fronts, which say "not ready" until the model is loaded, and ``when-ready`` for one
-that takes the place of another: connections wait for it.
+that replaces another: connections wait for it.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ import uvicorn
 import uvloop
 
 from intbmoe.serve.connection import patient_protocol
-from intbmoe.serve.control import Lines, inherited_socket, reason, to_line
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, ServedVersion
+from intbmoe.serve.messages import Lines, inherited_socket, reason, to_line
 from intbmoe.serve.metrics import FrontMetrics
 from intbmoe.serve.settings import Settings
 
 LAME_S = 0.2
-"""Between "not ready" and the closed door: answers of this time ask clients to connect anew."""
+"""Between "not ready" and closing the port; answers during this time ask clients to reconnect."""
 ALIVE_EVERY_S = 1.0
 TOLD_S = 0.1
-"""Until what the supervisor was told has left this process."""
+"""For a last message to the supervisor to leave this process."""
 READ = 65_536
 SPARE_FILES = 512
-"""Beside clients' connections: those beyond the most, which are told so, engines, figures."""
+"""Besides clients' connections: those beyond the limit that get a 503, engines, metrics."""
 log = logging.getLogger(__name__)
 
 
@@ -42,7 +42,7 @@ class OtherVersionError(RuntimeError):
 
 
 class FrontProcess:
-    """Does what the supervisor says, beside the HTTP server."""
+    """Runs the HTTP server and does what the supervisor says."""
 
     def __init__(self, settings: Settings, listener: socket.socket, when: str, control: socket.socket) -> None:
         self._when_ready = when == "when-ready"
@@ -75,7 +75,7 @@ class FrontProcess:
         )
 
     async def run(self) -> None:
-        """Until told to drain and drained, or the supervisor is gone."""
+        """Run until drained, or until the supervisor is gone."""
         reader, self._writer = await asyncio.open_connection(sock=self._control)
         listening = asyncio.create_task(self._obey(reader))
         breathing = asyncio.create_task(self._say_alive())
@@ -100,7 +100,7 @@ class FrontProcess:
                     waiting = self._reloads.pop(message["id"], None)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(message)
-        os._exit(1)  # without its supervisor a front is nobody's: what it holds ends with it
+        os._exit(1)  # the supervisor is gone
 
     def _start(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -126,7 +126,7 @@ class FrontProcess:
             self._tell({"event": "cannot", "number": number, "why": reason(error), "other": other})
             if self._when_ready and not self._ready.is_set():
                 await asyncio.sleep(TOLD_S)
-                os._exit(1)  # nobody can be answered: the next one may do better
+                os._exit(1)  # it cannot answer anything: the next one may
         else:
             self._tell({"event": "serving" if wanted["do"] == "serve" else "prepared", "number": number})
 
@@ -136,9 +136,9 @@ class FrontProcess:
             self._dispatcher.switch(served)
             self._prepared = None if self._prepared is served else self._prepared
         elif served is not current:
-            served.retire()  # it took longer to open than one that came later: its engines wait to be left
+            served.retire()  # a later version was faster to open: let go of the engines of this one
         if not self._ready.is_set():
-            # What is there now stays: a collection that looks at all of it takes longer than many an answer.
+            # All of this stays alive: a garbage collection over it would take longer than many an answer.
             gc.collect()
             gc.freeze()
             self._ready.set()
@@ -161,14 +161,14 @@ class FrontProcess:
                 await self._dispatcher.connect(served, path)
             except OSError as error:
                 log.warning("engine %s cannot be reached: %s", path, error)
-        # One that takes the place of another serves though there is no engine just now: 503 is better than no answer.
+        # A front that replaces another serves even without an engine: 503 is better than no answer.
         expected = wanted["engines"] or wanted["do"] == "prepare"
         if expected and served is not self._dispatcher.current and served.least_loaded() is None:
             raise ConnectionError("none of its engines can be reached")
         return served
 
     async def _abandon(self, number: int) -> None:
-        """A version that was prepared is not to be served after all."""
+        """The prepared version will not be served after all."""
         async with self._opening:
             if self._prepared is not None and self._prepared.number == number:
                 self._prepared.retire()
@@ -177,7 +177,7 @@ class FrontProcess:
     async def _drain(self) -> None:
         self._front.draining = True
         self._ready.set()
-        for waiting in self._reloads.values():  # one that is under way is given up, and not to be waited for
+        for waiting in self._reloads.values():  # a reload in progress is given up
             if not waiting.done():
                 waiting.set_result({"ok": False, "why": "the server is ending"})
         await asyncio.sleep(LAME_S)
@@ -194,7 +194,7 @@ class FrontProcess:
 
 
 def allow_files(count: int) -> None:
-    """Have the system let this process open so many: every connection is one, and usual is 1024."""
+    """Raise the limit on open files to ``count``: every connection is one, and the usual limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     endless = resource.RLIM_INFINITY
     if soft == endless or soft >= count:
@@ -202,11 +202,11 @@ def allow_files(count: int) -> None:
     most = count if hard == endless else min(count, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < count:
-        log.warning("only %d files can be open, for %d: raise ulimit -n, or lower --connections", most, count)
+        log.warning("only %d files can be open, %d are needed: raise ulimit -n, or lower --connections", most, count)
 
 
 def main(args: list[str]) -> None:
-    """Serve until told otherwise."""
+    """Serve until told to stop."""
     settings = Settings.from_json(args[0])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s front %(process)d: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -218,7 +218,7 @@ def main(args: list[str]) -> None:
 
     uvloop.run(run())
     logging.shutdown()
-    os._exit(0)  # tearing an interpreter with torch down takes seconds, and there is nothing left to do
+    os._exit(0)  # shutting down an interpreter with torch takes seconds
 
 
 if __name__ == "__main__":

@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from intbmoe.serve import wire
+from intbmoe.serve import messages
 from intbmoe.serve.loading import Opened
 from intbmoe.tasks.serving.requests import RequestError, to_wire
 
 MOST_SENDS = 2
-"""A request that was in two engines when they died is not given to a third: it may be what kills them."""
+"""A request whose first two engines died is not sent to a third: it may be what kills them."""
 
 UNSENT_BYTES = 64 * 2**20
-"""Of requests that an engine has not read yet, in a front; they stay there though their clients have long been told."""
+"""Limit of a front's buffer of requests that an engine has not read; they stay in it after their clients were told."""
 RETRY_S = 1.0
 
 
@@ -36,16 +36,16 @@ class Outcome(NamedTuple):
 EXPIRED = Outcome("expired")
 LEFT = Outcome("left")
 _OUTCOMES = {
-    wire.ANSWER: "answered",
-    wire.REFUSED: "refused",
-    wire.EXPIRED: "expired",
-    wire.BAD: "bad",
-    wire.FAILED: "failed",
+    messages.ANSWER: "answered",
+    messages.REFUSED: "refused",
+    messages.EXPIRED: "expired",
+    messages.BAD: "bad",
+    messages.FAILED: "failed",
 }
 
 
 class Call:
-    """One request on its way. ``await call.done`` gives its ``Outcome``; a text's pieces are in ``call.pieces``."""
+    """One request. ``await call.done`` gives its ``Outcome``; a streamed text's pieces are in ``call.pieces``."""
 
     def __init__(self, request: Mapping[str, Any], deadline: float, stream: bool = False) -> None:
         loop = asyncio.get_running_loop()
@@ -59,8 +59,8 @@ class Call:
         self.number = 0
         self.link: Line | None = None
         self.sends = 0
-        self._received = 0  # characters of the text, from the engine that writes it now
-        self._passed_on = 0  # characters that the client has
+        self._received = 0  # characters of the text from the current engine
+        self._passed_on = 0  # characters passed on to the client
         self._timer = loop.call_later(max(0.0, deadline - time.monotonic()), self.finish, EXPIRED)
 
     def encode(self, served: "ServedVersion") -> None:
@@ -70,15 +70,13 @@ class Call:
 
     @property
     def begun(self) -> bool:
-        """Whether the client already has some of the text."""
         return self._passed_on > 0
 
     def start_over(self) -> None:
-        """The text will come from its beginning again: what the client has of it is passed over."""
+        """Another engine writes the text from its beginning: what the client already has is skipped."""
         self._received = 0
 
     def add_piece(self, text: str, finished: str | None) -> None:
-        """More of the text has come."""
         new = text[max(0, self._passed_on - self._received) :]
         self._received += len(text)
         self._passed_on = max(self._passed_on, self._received)
@@ -88,7 +86,7 @@ class Call:
             self.finish(Outcome("answered", ({"finished": finished},)))
 
     def finish(self, outcome: Outcome) -> None:
-        """End the call, unless it has ended; an engine that still works on it is told."""
+        """End the call, if it has not ended, and tell an engine that still works on it."""
         if self.done.done():
             return
         self._timer.cancel()
@@ -100,19 +98,18 @@ class Call:
 
 
 class Line(ABC):
-    """A way to one engine: what is common to a socket and to an engine in the same process."""
+    """The calls to one engine, however messages get there: a socket, or a queue in the same process."""
 
     def __init__(self) -> None:
         self.load = 0
-        """Tokens under way."""
-        self._given_up = 0  # of them, those of calls that ended here, while the engine has not been heard of
+        """Tokens in flight."""
+        self._given_up = 0  # of these, tokens of calls that ended here since the engine was last heard from
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
 
     @property
     @abstractmethod
-    def is_open(self) -> bool:
-        """Whether calls can be sent."""
+    def is_open(self) -> bool: ...
 
     @property
     def has_room(self) -> bool:
@@ -120,42 +117,40 @@ class Line(ABC):
         return True
 
     @abstractmethod
-    def _post(self, *message: Any) -> None:
-        """Carry a message to the engine."""
+    def _post(self, *message: Any) -> None: ...
 
     @abstractmethod
     def retire(self) -> None:
-        """Close when nothing is under way."""
+        """Close when no call is in flight."""
 
     def send(self, call: Call) -> None:
-        """Ask the engine."""
         call.link, call.number = self, next(self._numbers)
         call.sends += 1
         self._calls[call.number] = call
         self.load += call.tokens
-        self._post(wire.ASK, call.number, call.deadline, call.content, call.pieces is not None, time.monotonic())
+        self._post(messages.ASK, call.number, call.deadline, call.content, call.pieces is not None, time.monotonic())
 
     def forget(self, call: Call, *, tell: bool) -> None:
-        """The call has ended here; ``tell`` the engine where it does not know."""
+        """The call has ended here; ``tell`` the engine if it does not know."""
         if self._calls.pop(call.number, None) is None:
             return
         call.link = None
         if not tell:
             self.load -= call.tokens
             return
-        # Calls to an engine that hangs end by their deadlines. Were its load to fall with them, it would be asked most.
+        # Calls to an engine that hangs expire. If that lowered its load, it would get most of the new ones.
         self._given_up += call.tokens
         if self.is_open:
-            self._post(wire.CANCEL, call.number)
+            self._post(messages.CANCEL, call.number)
 
     def deliver(self, kind: int, number: int, *content: Any) -> None:
-        """The engine has said something about a call."""
+        """Take a message of the engine about a call."""
         self.load -= self._given_up
         self._given_up = 0
         call = self._calls.get(number)
-        if call is None:  # it has ended here in the meantime
+        if call is None:  # it has ended here meanwhile
             return
-        if kind == wire.PIECE:
+        if kind == messages.PIECE:
             call.add_piece(*content)
         else:
             call.finish(Outcome(_OUTCOMES[kind], content))
@@ -168,7 +163,7 @@ class Link(Line, asyncio.Protocol):
         super().__init__()
         self.path = path
         self._on_lost = on_lost
-        self._unpacker = wire.unpacker()
+        self._unpacker = messages.unpacker()
         self._transport: asyncio.Transport | None = None
         self._retired = False
 
@@ -181,7 +176,7 @@ class Link(Line, asyncio.Protocol):
         return self._transport is not None and self._transport.get_write_buffer_size() < UNSENT_BYTES
 
     def _post(self, *message: Any) -> None:
-        self._transport.write(wire.pack(*message))
+        self._transport.write(messages.pack(*message))
 
     def forget(self, call: Call, *, tell: bool) -> None:
         super().forget(call, tell=tell)
@@ -225,13 +220,13 @@ class ServedVersion:
         self._retired = False
 
     def add(self, path: str, link: Line) -> None:
-        """One more engine; where another version serves by now, its link is closed again."""
+        """Add an engine; if another version serves by now, its link is closed again."""
         self.links[path] = link
         if self._retired:
             link.retire()
 
     def least_loaded(self) -> Line | None:
-        """The engine to ask next; None where none is connected."""
+        """The engine to ask next; None if none is connected."""
         best = None
         for link in self.links.values():
             if link.is_open and (best is None or link.load < best.load):
@@ -258,7 +253,7 @@ class Dispatcher:
         return self.current is not None and self.current.least_loaded() is not None
 
     async def connect(self, served: ServedVersion, path: str) -> None:
-        """Open a link to an engine that is ready, unless there is one."""
+        """Open a link to a ready engine, unless there is one."""
         async with served.connecting:
             if path in served.links:
                 return
@@ -268,13 +263,13 @@ class Dispatcher:
                 served.add(path, link)
 
     def switch(self, served: ServedVersion) -> None:
-        """From now on requests go to ``served``; what is under way elsewhere is finished there."""
+        """Send new requests to ``served``; the old version finishes its own."""
         before, self.current = self.current, served
         if before is not None:
             before.retire()
 
     def send(self, call: Call) -> None:
-        """Send an encoded call; where no engine can take it, it ends here."""
+        """Send an encoded call; if no engine can take it, it ends here."""
         link = call.served.least_loaded()
         if link is None and call.served is not self.current and not call.begun:
             try:

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Opened:
-    """An artifact's encoder or predictor, and what is to be told about it."""
+    """An artifact's encoder or predictor, and facts about it."""
 
     version: str
     about: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Engine and front in one process, for those who bring processes of their own, as Ray Serve does.
+"""Engine and front in one process, for hosts that manage processes themselves, such as Ray Serve.
 
 The HTTP application is the front's; the engine runs in a thread instead of behind a socket.
 """
@@ -13,21 +13,20 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from intbmoe.serve import wire
-from intbmoe.serve.engine import Engine, Reply
+from intbmoe.serve import messages
+from intbmoe.serve.engine import Engine, Reply, warm_up
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, Line, Outcome, ServedVersion
 from intbmoe.serve.metrics import EngineMetrics, FrontMetrics
 from intbmoe.serve.settings import Settings
-from intbmoe.serve.warm_up import warm_up
 
 LAST_ANSWERS_S = 1.0
-"""Until those who waited for an engine that died have been told."""
+"""Time to answer the clients of an engine that died."""
 log = logging.getLogger(__name__)
 
 
 class ThreadLine(Line):
-    """The way to an engine in a thread of this process."""
+    """The calls to an engine in a thread of this process."""
 
     def __init__(self, engine: Engine, on_death: Callable[[], None]) -> None:
         super().__init__()
@@ -54,8 +53,8 @@ class ThreadLine(Line):
             while True:
                 self._hand_over(self._deliver_all, self._next_replies())
         except Exception:
-            log.exception("the engine has ended: nothing is answered any more, the process is to be started anew")
-            self._died = True  # before those that wait are told: whoever comes between finds it closed
+            log.exception("the engine has ended: nothing is answered any more, this process must be restarted")
+            self._died = True  # before clients are told: requests that come meanwhile must find it closed
             self._hand_over(self._end_all)
 
     def _next_replies(self) -> list[Reply]:
@@ -65,15 +64,15 @@ class ThreadLine(Line):
         return replies + self._engine.step() if self._engine.busy else replies
 
     def _hand_over(self, work: Callable[..., None], *arguments: Any) -> None:
-        """To the thread of the event loop."""
+        """Call ``work`` in the event loop's thread."""
         try:
             self._loop.call_soon_threadsafe(work, *arguments)
         except RuntimeError:
-            if not self._loop.is_closed():  # if it is, whoever asked is gone
+            if not self._loop.is_closed():  # if it is, the clients are gone
                 raise
 
     def _receive(self, kind: int, number: int, *content: Any) -> list[Reply]:
-        if kind == wire.CANCEL:
+        if kind == messages.CANCEL:
             self._engine.cancel(number)
             return []
         refusal = self._engine.submit(number, *content)
@@ -92,8 +91,8 @@ class ThreadLine(Line):
 def build_app(settings: Settings, on_death: Callable[[], None] = lambda: None) -> Starlette:
     """The whole server as one ASGI application, its model loaded, checked and warm.
 
-    An engine that fails, as with its GPU, cannot be started again in the same process: ``/health/ready`` says so from
-    then on, and ``on_death`` is called.
+    An engine that fails, with its GPU for example, cannot be restarted in the same process: from then on
+    ``/health/ready`` says so, and ``on_death`` is called.
     """
     settings.check()
     opened = importlib.import_module(settings.loader).open_predictor(settings.artifact, settings.device)
@@ -108,4 +107,4 @@ def build_app(settings: Settings, on_death: Callable[[], None] = lambda: None) -
 
 
 async def _no_reload() -> dict[str, Any]:
-    return {"ok": False, "why": "this server is deployed anew by whoever started it: it does not reload itself"}
+    return {"ok": False, "why": "this server does not reload itself: deploy it again"}

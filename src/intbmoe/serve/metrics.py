@@ -1,15 +1,16 @@
-"""What is counted, over all processes of a server.
+"""Metrics over all processes of a server.
 
-Each process writes its figures to files in ``PROMETHEUS_MULTIPROC_DIR``, which the supervisor sets; whichever front is
-asked for ``/metrics`` adds them up. What a process that died has counted is added to one file for all the dead, so that
-there are no more files than processes, however often one is replaced.
+Each process writes its figures to files in ``PROMETHEUS_MULTIPROC_DIR``, which the supervisor sets; the front that is
+asked for ``/metrics`` adds them up. The counts of dead processes are added to one common file, so that the number of
+files does not grow however often a process is replaced.
 """
 
 import fcntl
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -18,9 +19,9 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 COUNTED = ("counter", "histogram")
-"""Kinds of figures that outlive their process."""
+"""Kinds of metrics that outlive their process."""
 THE_DEAD = "0"
-"""Instead of a process's number."""
+"""In place of a process id."""
 log = logging.getLogger(__name__)
 LATENCIES = (
     0.001,
@@ -48,56 +49,39 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class FrontMetrics:
-    """What a front sees."""
+    """What a front counts."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         registry = self.registry = registry or CollectorRegistry()
-        self._requests = Counter(
+        requests = Counter(
             "intbmoe_requests", "Requests by action and outcome.", ["action", "outcome"], registry=registry
         )
-        self._seconds = Histogram(
+        seconds = Histogram(
             "intbmoe_request_seconds",
             "From the request's head to its answer, of those that were answered; for a stream, to its first piece.",
             ["action"],
             buckets=LATENCIES,
             registry=registry,
         )
-        self.in_flight = Gauge(
-            "intbmoe_requests_in_flight",
-            "Requests being answered.",
-            registry=registry,
-            multiprocess_mode="livesum",
-        )
-        self.body_bytes = Gauge(
-            "intbmoe_body_bytes",
-            "Bytes of the bodies of requests being answered.",
-            registry=registry,
-            multiprocess_mode="livesum",
-        )
+        self.in_flight = _gauge("intbmoe_requests_in_flight", "Requests being answered.", registry)
+        self.body_bytes = _gauge("intbmoe_body_bytes", "Bytes of the bodies of requests being answered.", registry)
         self.retries = Counter(
             "intbmoe_retries", "Requests sent to another engine because theirs died.", registry=registry
         )
         self.streams = Counter("intbmoe_streams", "Streamed texts, by how they ended.", ["outcome"], registry=registry)
         self.reloads = Counter("intbmoe_reloads", "Reloads asked for, by outcome.", ["outcome"], registry=registry)
-        self._outcomes: dict[tuple[str, str], Counter] = {}
-        self._latency: dict[str, Histogram] = {}
+        # Looking up a labelled counter costs more than adding to it.
+        self._requests, self._seconds = cache(requests.labels), cache(seconds.labels)
 
     def ended(self, action: str, outcome: str, seconds: float) -> None:
-        """A request has ended; ``outcome`` is one of ``docs/serving.md``, such as answered or refused."""
-        # Looking a labelled figure up costs more than adding to it.
-        counter = self._outcomes.get((action, outcome))
-        if counter is None:
-            counter = self._outcomes[action, outcome] = self._requests.labels(action, outcome)
-        counter.inc()
+        """Count a request that has ended; ``docs/serving.md`` lists the outcomes."""
+        self._requests(action, outcome).inc()
         if outcome == "answered":
-            histogram = self._latency.get(action)
-            if histogram is None:
-                histogram = self._latency[action] = self._seconds.labels(action)
-            histogram.observe(seconds)
+            self._seconds(action).observe(seconds)
 
 
 class EngineMetrics:
-    """What an engine sees."""
+    """What an engine counts."""
 
     def __init__(self, version: str, registry: CollectorRegistry | None = None) -> None:
         registry = self.registry = registry or CollectorRegistry()
@@ -114,27 +98,23 @@ class EngineMetrics:
             "intbmoe_batch_requests", "Requests in a batch.", buckets=BATCHES, registry=registry
         )
         self.tokens = Counter("intbmoe_tokens", "Tokens computed, by use.", ["use"], registry=registry)
-        self.waiting = Gauge(
-            "intbmoe_queue_requests", "Requests that wait.", registry=registry, multiprocess_mode="livesum"
-        )
+        self.waiting = _gauge("intbmoe_queue_requests", "Requests that wait.", registry)
         self.block_tokens = Counter(
             "intbmoe_block_tokens",
             "Tokens each block was chosen for, in a sample of batches.",
             ["layer", "block"],
             registry=registry,
         )
-        model = Gauge(
-            "intbmoe_model_engines",
-            "Engines that serve a version.",
-            ["version"],
-            registry=registry,
-            multiprocess_mode="livesum",
-        )
-        model.labels(version).set(1)
+        _gauge("intbmoe_model_engines", "Engines that serve a version.", registry, ["version"]).labels(version).set(1)
+
+
+def _gauge(name: str, text: str, registry: CollectorRegistry, labels: Sequence[str] = ()) -> Gauge:
+    """Summed over the processes that are alive."""
+    return Gauge(name, text, labels, registry=registry, multiprocess_mode="livesum")
 
 
 def read_metrics(own: CollectorRegistry) -> tuple[bytes, str]:
-    """The figures of all processes, or, outside a server, one's ``own``, in Prometheus' text format, and its type."""
+    """The metrics of all processes, or outside a server the ``own`` ones, in Prometheus' text format, and its type."""
     if FOLDER not in os.environ:
         return generate_latest(own), CONTENT_TYPE_LATEST
     registry = CollectorRegistry()
@@ -144,10 +124,10 @@ def read_metrics(own: CollectorRegistry) -> tuple[bytes, str]:
 
 
 def forget_process(pid: int, folder: Path) -> None:
-    """A process has ended: its gauges go, its counts stay."""
+    """A process has ended: drop its gauges, keep its counts."""
     mark_process_dead(pid, str(folder))
     try:
-        with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):  # who reads may have been stopped: not to be waited for
+        with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):  # a reader may be stopped: do not wait for it
             for kind in COUNTED:
                 _hand_over(folder / f"{kind}_{pid}.db", folder / f"{kind}_{THE_DEAD}.db")
     except Exception as error:  # its file stays, and is read as it is
@@ -155,7 +135,7 @@ def forget_process(pid: int, folder: Path) -> None:
 
 
 def _hand_over(source: Path, target: Path) -> None:
-    """Add what was counted in one file to another, and remove it."""
+    """Add the counts of one file to another, and remove it."""
     if not source.exists():
         return
     counted = list(MmapedDict.read_all_values_from_file(str(source)))
@@ -170,7 +150,7 @@ def _hand_over(source: Path, target: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path, how: int) -> Iterator[None]:
-    """While a front adds files up none of them is handed over, or counts would be there twice or not at all."""
+    """Keeps counts from moving between files while a front adds them up: it would count them twice or not at all."""
     with open(folder / "lock", "w") as file:
         fcntl.flock(file, how)
         yield

@@ -3,8 +3,8 @@
 from typing import Any
 
 from intbmoe.registry import find_task, list_tasks
+from intbmoe.serve.http import EVENTS, JSON, LINES
 from intbmoe.serve.loading import Opened
-from intbmoe.serve.responses import EVENTS, JSON, LINES
 from intbmoe.serve.settings import Settings
 from intbmoe.version import program_version
 

@@ -1,7 +1,7 @@
-"""The same server on Ray Serve, which spreads it over machines: ``ray.serve.run(deployment(settings, replicas=8))``.
+"""The same server on Ray Serve, over several machines: ``ray.serve.run(deployment(settings, replicas=8))``.
 
-Each replica is engine and front in one process (``local.py``); Ray's proxies take the place of fronts, its controller
-that of the supervisor: it starts, scales, updates and restarts replicas. The artifact must lie at the same path on
+Each replica is engine and front in one process (``local.py``); Ray's proxies distribute requests, and its controller
+replaces the supervisor: it starts, scales, updates and restarts replicas. The artifact must be at the same path on
 every machine.
 """
 
@@ -31,6 +31,6 @@ def deployment(settings: Settings, *, replicas: int = 1, **options: Any) -> Any:
         torch.set_grad_enabled(False)
         return build_app(found, on_death=lambda: os._exit(1))  # Ray starts another replica
 
-    # What a replica accepts beyond its batch waits in the engine's bounded queue, which refuses with 429.
+    # Requests beyond the current batch wait in the engine's own bounded queue, which refuses with 429.
     options = {"max_ongoing_requests": settings.queue + 64, "num_replicas": replicas, **options}
     return serve.deployment(serve.ingress(build)(), name="intbmoe", **options).bind()

@@ -1,7 +1,7 @@
 """The process that a person starts: it opens the port, starts fronts and engines, and keeps them running.
 
-SIGTERM or Ctrl-C   drain: no new connection, what is under way is answered, then everything ends; twice: at once
-SIGHUP              reload: the artifact's folder is opened anew, by engines beside the old ones
+SIGTERM or Ctrl-C   drain: accept no new connection, answer requests in flight, then exit; twice: exit at once
+SIGHUP              reload: open the artifact's folder again, with new engines next to the old ones
 """
 
 import asyncio
@@ -18,20 +18,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from intbmoe.serve.children import Child
-from intbmoe.serve.control import reason
-from intbmoe.serve.crew import FIRST_PAUSE_S, LONGEST_PAUSE_S, START_S, Crew, Folders, StartError
+from intbmoe.serve.messages import reason
 from intbmoe.serve.metrics import forget_process
+from intbmoe.serve.processes import FIRST_PAUSE_S, LONGEST_PAUSE_S, START_S, Child, EngineGroup, Folders, StartError
 from intbmoe.serve.settings import Settings
 
 BACKLOG = 2048
 LONGEST_PATH = 80
-"""Bytes of the private folder's: the system's bound on the path of a Unix socket is 104 to 108, and names follow."""
+"""Of the private folder, in bytes: the path of a Unix socket in it may have 104 to 108, depending on the system."""
 log = logging.getLogger(__name__)
 
 
 def serve(settings: Settings, say: Callable[[str], None]) -> None:
-    """Serve until a signal; raises ``StartError`` where the artifact cannot be served, ``OSError`` for the port."""
+    """Serve until a signal; raises ``StartError`` if the artifact cannot be served, ``OSError`` for the port."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     settings.check()
     folder = Path(tempfile.mkdtemp(prefix="intbmoe-"))
@@ -46,14 +45,14 @@ def serve(settings: Settings, say: Callable[[str], None]) -> None:
 
 
 def _require_short(folder: Path) -> None:
-    """Raises where the sockets of this folder could not be opened."""
+    """Raise if sockets in this folder could not be opened."""
     if len(os.fsencode(folder)) > LONGEST_PATH:
         where = f"the folder for temporary files, {str(folder.parent)!r},"
         raise OSError(f"{where} has too long a path for sockets: set TMPDIR to a shorter one, such as /tmp")
 
 
 class _Asked:
-    """What fronts have been told to do, and who has done it: None, or the reason why not."""
+    """What fronts were told to do, and the answer of each: None if it did, or the reason why not."""
 
     def __init__(self, number: int, event: str) -> None:
         self.number = number
@@ -68,7 +67,7 @@ class _Asked:
 
 
 class Supervisor:
-    """Owns the listeners, the fronts and the current crew of engines."""
+    """Owns the listeners, the fronts and the engines of the current version."""
 
     def __init__(self, settings: Settings, folders: Folders, say: Callable[[str], None]) -> None:
         self._settings = settings
@@ -76,8 +75,8 @@ class Supervisor:
         self._say = say
         self._listeners: list[socket.socket] = []
         self._fronts: dict[int, Child] = {}
-        self._crew: Crew | None = None
-        self._crews: weakref.WeakSet[Crew] = weakref.WeakSet()  # with those that are started, or left
+        self._engines: EngineGroup | None = None
+        self._engine_groups: weakref.WeakSet[EngineGroup] = weakref.WeakSet()  # with those that are started, or left
         self._versions = 0
         self._reloading = asyncio.Lock()
         self._asked: _Asked | None = None
@@ -86,7 +85,7 @@ class Supervisor:
         self._ending = False
 
     async def run(self) -> None:
-        """Until a signal, and everything has ended."""
+        """Run until a signal comes and everything has ended."""
         self._stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -103,7 +102,7 @@ class Supervisor:
                 self._introduce()
             await stopping
         except StartError:
-            self._kill_fronts()  # they may not have started yet, and nobody has been answered
+            self._kill_fronts()  # no need to drain: nothing was answered yet
             raise
         finally:
             self._ending = True
@@ -114,33 +113,33 @@ class Supervisor:
     def _introduce(self) -> None:
         host, port = self._settings.host, self._listeners[0].getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
-        self._say(f"serving {self._crew.version} on http://{shown}:{port} (process {os.getpid()})")
+        self._say(f"serving {self._engines.version} on http://{shown}:{port} (process {os.getpid()})")
         if not self._settings.on_loopback and self._settings.api_key_file is None:
             log.warning("anyone who reaches %s can use this server: --api-key-file asks for a key", host)
 
     @property
     def _is_serving(self) -> bool:
-        """Whether there is a crew that has been ready."""
-        return self._crew is not None and bool(self._crew.version)
+        """Whether the engines of a version have been ready."""
+        return self._engines is not None and bool(self._engines.version)
 
     async def _start_first(self) -> None:
-        crew = self._new_crew()
-        self._crew = crew
-        async with self._reloading:  # fronts can be asked one thing at a time
-            await crew.start()
-            refusals = await self._ask_fronts("serve", crew)
+        engines = self._new_engines()
+        self._engines = engines
+        async with self._reloading:  # fronts are asked one thing at a time
+            await engines.start()
+            refusals = await self._ask_fronts("serve", engines)
         for child, why in refusals.items():
-            if child.is_running:  # one that died has a successor, which starts with this crew
+            if child.is_running:  # one that died has a successor, which starts with these engines
                 raise StartError(f"{self._name(child)}: {why}")
 
-    def _new_crew(self) -> Crew:
+    def _new_engines(self) -> EngineGroup:
         self._versions += 1
-        # A link that is moved to another version is followed now; this crew stays with where it leads today.
+        # A link that is moved to another version is followed now; these engines stay with where it leads today.
         artifact, on_other = os.path.realpath(self._settings.artifact), lambda: self._start(self._reload_by_signal())
-        crew = Crew(self._versions, artifact, self._settings, self._folders, on_other)
-        crew.on_change = lambda: self._tell_fronts() if crew is self._crew else None
-        self._crews.add(crew)
-        return crew
+        engines = EngineGroup(self._versions, artifact, self._settings, self._folders, on_other)
+        engines.on_change = lambda: self._tell_fronts() if engines is self._engines else None
+        self._engine_groups.add(engines)
+        return engines
 
     async def _keep_front(self, number: int) -> None:
         pause = FIRST_PAUSE_S
@@ -179,7 +178,7 @@ class Supervisor:
 
     def _tell_front(self, child: Child) -> None:
         if self._is_serving:
-            child.tell({"do": "serve", **self._crew.describe()})
+            child.tell({"do": "serve", **self._engines.describe()})
 
     def _hear(self, child: Child, message: dict[str, Any]) -> None:
         if message["event"] == "reload":
@@ -190,7 +189,7 @@ class Supervisor:
                 if why is not None or message["event"] == asked.event:
                     asked.answer(child, why)
             elif message.get("other"):
-                log.error("%s holds another version than the one served: reloading", self._crew.artifact)
+                log.error("%s holds another version than the one served: reloading", self._engines.artifact)
                 self._start(self._reload_by_signal())
 
     async def _reload_for(self, child: Child, number: int) -> None:
@@ -204,48 +203,48 @@ class Supervisor:
             log.error("not reloaded, the old version serves on: %s", result["why"])
 
     async def reload(self) -> dict[str, Any]:
-        """Serve what the artifact's folder holds now; the old version goes on wherever that fails."""
+        """Serve what the artifact's folder holds now; if that fails, the old version keeps serving."""
         if self._reloading.locked() or not self._is_serving or self._ending:
             return {"ok": False, "why": "the server is being started, reloaded or ended: try again later"}
         async with self._reloading:
-            old, new = self._crew, self._new_crew()
+            old, new = self._engines, self._new_engines()
             try:
                 await new.start()
                 await self._prepare_fronts(new)
                 await self._switch_to(new)
             except (StartError, OSError) as error:
                 return {"ok": False, "why": f"version {old.version} serves on: {error}"}
-            except Exception as error:  # whoever asked for it waits for an answer
+            except Exception as error:  # the client waits for an answer
                 log.exception("the reload failed")
                 return {"ok": False, "why": f"version {old.version} serves on: {reason(error)}"}
             finally:
-                if self._crew is not new:
+                if self._engines is not new:
                     for child in self._fronts.values():
                         child.tell({"do": "abandon", "number": new.number})
                     await new.kill()
             self._start(old.drain(max(self._settings.drain_s, self._settings.deadline_s(streams=True))))
             return {"ok": True, "version": new.version, "previous": old.version}
 
-    async def _prepare_fronts(self, crew: Crew) -> None:
-        """Have every front open the artifact and connect to its engines; until all have, none serves it."""
-        for child, why in (await self._ask_fronts("prepare", crew)).items():
-            raise StartError(f"{self._name(child)} cannot serve version {crew.version}: {why}")
+    async def _prepare_fronts(self, engines: EngineGroup) -> None:
+        """Have every front open the artifact and connect to its engines; none serves it until all have."""
+        for child, why in (await self._ask_fronts("prepare", engines)).items():
+            raise StartError(f"{self._name(child)} cannot serve version {engines.version}: {why}")
 
-    async def _switch_to(self, crew: Crew) -> None:
-        """All fronts are prepared: from here on there is no way back."""
-        self._crew = crew
-        for child, why in (await self._ask_fronts("serve", crew)).items():
+    async def _switch_to(self, engines: EngineGroup) -> None:
+        """Switch all fronts, which are prepared: from here on there is no way back."""
+        self._engines = engines
+        for child, why in (await self._ask_fronts("serve", engines)).items():
             log.error("%s did not switch and is ended, its successor will have: %s", self._name(child), why)
             child.kill()
 
-    async def _ask_fronts(self, do: str, crew: Crew) -> dict[Child, str]:
-        """Tell all fronts to prepare or serve ``crew``; of those that do not, the reasons."""
-        asked = self._asked = _Asked(crew.number, {"prepare": "prepared", "serve": "serving"}[do])
+    async def _ask_fronts(self, do: str, engines: EngineGroup) -> dict[Child, str]:
+        """Tell all fronts to prepare or serve the version of ``engines``; of those that do not, the reasons."""
+        asked = self._asked = _Asked(engines.number, {"prepare": "prepared", "serve": "serving"}[do])
         try:
             for child in self._fronts.values():
                 if child.is_running:
                     asked.answers[child] = asyncio.get_running_loop().create_future()
-                    child.tell({"do": do, **crew.describe()})
+                    child.tell({"do": do, **engines.describe()})
             if asked.answers:
                 await asyncio.wait(asked.answers.values(), timeout=START_S)
         finally:
@@ -264,8 +263,8 @@ class Supervisor:
             self._stop.set()
             return
         self._kill_fronts()
-        if self._crew is not None:
-            self._start(self._crew.kill())
+        if self._engines is not None:
+            self._start(self._engines.kill())
 
     def _kill_fronts(self) -> None:
         for child in self._fronts.values():
@@ -277,10 +276,10 @@ class Supervisor:
         for child in self._fronts.values():
             child.tell({"do": "drain"})
         await asyncio.gather(*(child.end(self._settings.drain_s + 5) for child in self._fronts.values()))
-        if self._crew is not None:
-            await self._crew.drain(5)
-        # One that hangs would not notice that it is alone.
-        await asyncio.gather(*(crew.kill() for crew in self._crews if crew is not self._crew))
+        if self._engines is not None:
+            await self._engines.drain(5)
+        # An engine that hangs would not notice that it is alone.
+        await asyncio.gather(*(engines.kill() for engines in self._engine_groups if engines is not self._engines))
         for task in self._background:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -294,7 +293,7 @@ class Supervisor:
 
 
 def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
-    """``count`` sockets on one port, between which the kernel spreads connections."""
+    """``count`` sockets on one port, over which the kernel distributes connections."""
     listeners = []
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -307,7 +306,7 @@ def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
             if count > 1:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
-            address = listener.getsockname()  # a port chosen by the system is that of all
+            address = listener.getsockname()  # all use the port that the system chose for the first
             listener.listen(BACKLOG)
     except OSError as error:
         for listener in listeners:
@@ -317,7 +316,7 @@ def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
 
 
 def _require_unused(family: int, kind: int, protocol: int, address: Any) -> None:
-    """Raises where another server listens: sockets that share a port would share it with that server's too."""
+    """Raise if another server listens: sockets that share a port would share it with that server too."""
     with socket.socket(family, kind, protocol) as alone:
         alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         alone.bind(address)

@@ -1,40 +1,143 @@
-"""The engines that serve one artifact: started together, each started again when it dies, drained together."""
+"""What the supervisor starts: a process with the line to it, and the engines of one version, which are kept running."""
 
 import asyncio
+import contextlib
 import logging
+import os
+import signal
+import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from intbmoe.serve.children import Child
+from intbmoe.serve.messages import Lines, to_line
 from intbmoe.serve.metrics import FOLDER, forget_process
 from intbmoe.serve.settings import Settings
 
+READ = 65_536
+WATCH_S = 1.0
+Tell = Callable[["Child", dict[str, Any]], None]
 START_S = 900.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 log = logging.getLogger(__name__)
 
 
+class Child:
+    """``python -m MODULE ARGUMENTS… CONTROL`` in a session of its own; ``on_event`` gets its messages."""
+
+    def __init__(self, process: asyncio.subprocess.Process, line: socket.socket) -> None:
+        self.process = process
+        self.started = time.monotonic()
+        self.heard: float | None = None
+        """When its last message came."""
+        self._line = line
+        self._writer: asyncio.StreamWriter | None = None
+        self.ended: asyncio.Task[int] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        pass_fds: Sequence[int] = (),
+        environment: dict[str, str] | None = None,
+        on_event: Tell,
+    ) -> "Child":
+        """Start the process; Ctrl-C in a terminal reaches the supervisor alone."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",  # do not import modules from the current folder
+                "-m",
+                module,
+                *arguments,
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(), *pass_fds),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, **(environment or {})},
+            )
+        child = cls(process, ours)
+        reader, child._writer = await asyncio.open_connection(sock=ours)
+        child.ended = asyncio.create_task(child._listen(reader, on_event))
+        return child
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self.ended is not None and not self.ended.done()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        if self.is_running:
+            self._writer.write(to_line(message))
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGKILL)
+
+    async def watch(self, hang_s: float) -> int:
+        """Wait for its end and return its status; kill it if, after its first message, it is silent for ``hang_s``."""
+        while self.is_running:
+            await asyncio.wait({self.ended}, timeout=WATCH_S)  # unlike wait_for, this does not cancel ``ended``
+            if self.is_running and self.heard is not None and time.monotonic() - self.heard > hang_s:
+                log.error("process %d has been silent for %g s: killed", self.pid, hang_s)
+                self.kill()
+                await asyncio.wait({self.ended})
+        return self.ended.result()
+
+    async def end(self, seconds: float) -> None:
+        """Wait for its end, and kill it if that takes longer than ``seconds``."""
+        done, _ = await asyncio.wait({self.ended}, timeout=seconds)
+        if not done:
+            self.kill()
+            await asyncio.wait({self.ended})
+
+    async def _listen(self, reader: asyncio.StreamReader, on_event: Tell) -> int:
+        lines = Lines()
+        try:
+            while data := await reader.read(READ):
+                self.heard = time.monotonic()
+                for message in lines.feed(data):
+                    on_event(self, message)
+        except ConnectionError:
+            pass
+        except Exception:  # a message we cannot read must not keep ``ended`` from finishing
+            log.exception("process %d sent something unreadable: killed", self.pid)
+            self.kill()
+        self._writer.close()
+        # A process that closed its line should be ending.
+        try:
+            return await asyncio.wait_for(self.process.wait(), 5)
+        except TimeoutError:
+            self.kill()
+            return await self.process.wait()
+
+
 class StartError(RuntimeError):
-    """An engine could not be made ready; the message is the engine's own."""
+    """An engine did not become ready; the message is the engine's own."""
 
 
 @dataclass(frozen=True)
 class Folders:
-    """Where the processes of a server meet."""
+    """Where a server's processes keep sockets and metrics."""
 
     sockets: Path
     figures: Path
 
     @property
     def environment(self) -> dict[str, str]:
-        """For every process."""
         return {FOLDER: str(self.figures)}
 
 
-class Crew:
+class EngineGroup:
     """The engines of one version. ``on_change`` is called when an engine came or went; ``on_other`` starts a reload,
     when the folder's content is no longer what the others serve.
     """
@@ -57,7 +160,7 @@ class Crew:
 
     @property
     def sockets(self) -> list[str]:
-        """Of the engines that are ready."""
+        """Of the ready engines."""
         return [path for child, path in self._paths.items() if child.is_running and _is_ready(self._ready[child])]
 
     def describe(self) -> dict[str, Any]:
@@ -66,7 +169,7 @@ class Crew:
         return {**about, "engines": self.sockets}
 
     async def start(self) -> None:
-        """Start all engines; when they are ready they are kept running. Raises ``StartError`` unless all are."""
+        """Start all engines and keep them running; raises ``StartError`` unless all become ready."""
         results = await asyncio.gather(
             *(self._start_one() for _ in range(self._settings.workers)), return_exceptions=True
         )
@@ -82,7 +185,7 @@ class Crew:
         self._keepers = [asyncio.create_task(self._keep(child)) for child in results]
 
     async def drain(self, seconds: float) -> None:
-        """Let every engine finish what it has; fronts have been told to ask others."""
+        """Let every engine finish its requests; fronts already send new ones elsewhere."""
         self._ending = True
         for keeper in self._keepers:
             keeper.cancel()
@@ -91,13 +194,12 @@ class Crew:
             if _is_ready(self._ready[child]):
                 child.tell({"do": "drain"})
             else:
-                child.kill()  # it is still being started, and has nothing
+                child.kill()  # still starting: it has no requests
         await asyncio.gather(*(child.end(seconds) for child in children))
         for child in children:
             self._forget(child)
 
     async def kill(self) -> None:
-        """End every engine at once."""
         for child in list(self._paths):
             child.kill()
         await self.drain(5)
@@ -106,7 +208,7 @@ class Crew:
         self._started += 1
         path = str(self._folders.sockets / f"{self.number}.{self._started}")
         arguments = [self._settings.to_json(), self.artifact, path]
-        # CPU threads are set by number; left to themselves, libraries would each take all cores.
+        # Without these, numeric libraries would take all cores in each engine.
         threads = str(self._settings.engine_threads())
         child = await Child.start(
             "intbmoe.serve.engine_process",
@@ -137,7 +239,7 @@ class Crew:
             ready.set_exception(StartError(message["why"]))
 
     async def _keep(self, child: Child) -> None:
-        """Whenever the engine dies, or is silent for too long, start another in its place."""
+        """Whenever the engine dies, or is silent for too long, replace it."""
         pause = FIRST_PAUSE_S
         while True:
             status = await child.watch(self._settings.hang_s)
@@ -153,7 +255,7 @@ class Crew:
             self.on_change()
 
     async def _start_again(self) -> Child | None:
-        """An engine that serves what the others do, or None."""
+        """An engine that serves the same version as the others, or None."""
         try:
             child = await self._start_one()
         except (StartError, OSError) as error:
@@ -164,7 +266,7 @@ class Crew:
         log.error("%s holds another version than the one served: reloading", self.artifact)
         child.kill()
         self._forget(child)
-        await asyncio.wait({self.on_other()})  # where that succeeds, this crew is drained; else it is tried again
+        await asyncio.wait({self.on_other()})  # where that succeeds, these engines are drained; else it is tried again
         return None
 
     def _forget(self, child: Child) -> None:

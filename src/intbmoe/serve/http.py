@@ -1,0 +1,151 @@
+"""HTTP in and out: reading request bodies within limits, JSON answers, errors that say what to do, streamed text."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+class HttpError(Exception):
+    """An error answer; ``outcome`` is its name in the metrics."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        outcome: str,
+        field: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.outcome = outcome
+        self.content = {"status": status, "message": message, **({} if field is None else {"field": field})}
+        self.headers = dict(headers or {})
+
+    def response(self) -> Response:
+        return json_response({"error": self.content}, self.status, self.headers)
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON response."""
+    return Response(ENCODER.encode(content).encode(), status, headers, media_type=JSON)
+
+
+class TextStream(Response):
+    """A text sent piece by piece: server-sent events, or if the client asks for it one JSON object per line."""
+
+    def __init__(self, events: AsyncIterator[tuple[str, Any]], as_lines: bool, patience_s: float) -> None:
+        super().__init__(headers={"cache-control": "no-store"}, media_type=LINES if as_lines else EVENTS)
+        del self.headers["content-length"]
+        self._events = events
+        self._as_lines = as_lines
+        self._patience_s = patience_s
+        self._ending = ExitStack()
+
+    def at_end(self, work: Callable[[], None]) -> None:
+        """Do ``work`` when the text has ended, for whatever reason; what was added last is done first."""
+        self._ending.callback(work)
+
+    async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for name, content in self._events:
+                body = self._format(name, content)
+                async with asyncio.timeout(self._patience_s):  # a client that does not read is cut off
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except TimeoutError:
+            return  # without an end, so that the connection is closed
+        finally:
+            self._ending.close()
+
+    def _format(self, name: str, content: Any) -> bytes:
+        if self._as_lines:
+            return json.dumps({name: content}, ensure_ascii=False).encode() + b"\n"
+        return f"event: {name}\ndata: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
+
+
+CLOSE = {"connection": "close"}
+"""After a request that came too slowly, so that nobody waits for the rest of it."""
+DIGITS = 18
+"""A longer number of bytes is too large whatever the limit."""
+
+
+class BodyMemory:
+    """The total size of request bodies in a front, from when a request announces its body until it has ended."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.held = 0
+
+    def take(self, size: int) -> None:
+        """Refuse, with 429, what would be too much."""
+        if self.held + size > self.most:
+            message = f"too many requests: their bodies take {self.held} of {self.most} bytes"
+            raise HttpError(429, message, outcome="refused", headers={"retry-after": "1"})
+        self.held += size
+
+    def give_back(self, size: int) -> None:
+        self.held -= size
+
+
+class Share:
+    """One request's part of ``BodyMemory``, to be given back when the request has ended."""
+
+    def __init__(self, memory: BodyMemory) -> None:
+        self._memory = memory
+        self._size = 0
+
+    def hold(self, size: int) -> None:
+        """Hold ``size`` bytes in all from now on, or refuse the request."""
+        if size > self._size:
+            self._memory.take(size - self._size)
+            self._size = size
+
+    def give_back(self) -> None:
+        size, self._size = self._size, 0
+        self._memory.give_back(size)
+
+
+async def read_body(
+    request: Request, headers: Mapping[str, str], share: Share, *, most: int, patience_s: float
+) -> bytes:
+    """The body; raises ``HttpError``.
+
+    A body that is too large is refused as soon as that is known: by the announced length, before any of it is read, or
+    while it arrives. The connection discards the rest (``connection.py``).
+    """
+    if headers.get("content-type", JSON).partition(";")[0].strip().lower() != JSON:
+        raise HttpError(415, f"a request is JSON: send 'Content-Type: {JSON}'", outcome="bad")
+    length = headers.get("content-length", "0")
+    announced = int(length) if length.isdecimal() and len(length) <= DIGITS else most + 1
+    _require_size(announced, most)
+    share.hold(announced)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(patience_s):
+            async for part in request.stream():
+                size += len(part)
+                _require_size(size, most)
+                share.hold(size)
+                parts.append(part)
+    except TimeoutError:
+        message = f"the request did not arrive within {patience_s:g} s"
+        raise HttpError(408, message, outcome="too_slow", headers=CLOSE) from None
+    return b"".join(parts)
+
+
+def _require_size(size: int, most: int) -> None:
+    if size > most:
+        raise HttpError(413, f"the request is larger than the {most} bytes allowed", outcome="too_large")

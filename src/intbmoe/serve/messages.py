@@ -1,0 +1,78 @@
+"""Messages between the processes of a server.
+
+**Between fronts and engines**, over Unix sockets: msgpack, one message after another, which cannot carry code.
+
+front → engine   [ASK, id, deadline, request, stream, sent]    [CANCEL, id]
+engine → front   [ANSWER, id, answer]    [PIECE, id, text, finished]    [EXPIRED, id]    [FAILED, id, message]
+                 [REFUSED, id, reason, retry after]            [BAD, id, field, message]
+
+A request is what ``intbmoe.tasks.serving.requests.to_wire`` makes of it. Deadlines and sending times are on the
+machine's monotonic clock, which all processes share.
+
+**Between the supervisor and each of its processes**, over a socket pair: lines of JSON. The process inherits its end as
+a file descriptor. When the supervisor is gone, for whatever reason, the line closes and the process exits: nothing is
+left behind.
+
+supervisor → engine   {"do": "drain"}
+engine → supervisor   {"event": "ready", "version": …}   {"event": "broken", "why": …}   {"event": "alive"}
+supervisor → front    {"do": "prepare", "number": n, "artifact": …, "version": …, "engines": [path, …]}
+                      {"do": "serve", and the same}   {"do": "abandon", "number": n}
+                      {"do": "drain"}   {"do": "reloaded", "id": n, "ok": …, …}
+front → supervisor    {"event": "prepared", "number": n}   {"event": "serving", "number": n}
+                      {"event": "cannot", "number": n, "why": …, "other": true if the folder holds another version}
+                      {"event": "reload", "id": n}   {"event": "alive"}
+
+Every front prepares a new version before any of them serves it: if one refuses it, none has answered with it.
+"""
+
+import json
+import socket
+from typing import Any
+
+import msgpack
+
+ASK, CANCEL, ANSWER, PIECE, REFUSED, EXPIRED, BAD, FAILED = range(8)
+LARGEST_MESSAGE = 256 * 1024 * 1024
+LONGEST_LINE = 1024 * 1024
+OWN = ("intbmoe", "__main__")
+"""Where this program's errors are defined; the module that a process is started with is its ``__main__``."""
+
+
+def pack(*message: Any) -> bytes:
+    """A message between front and engine as bytes."""
+    return msgpack.packb(message)
+
+
+def unpacker() -> msgpack.Unpacker:
+    """Feed it what arrives, and iterate over the complete messages."""
+    return msgpack.Unpacker(max_buffer_size=LARGEST_MESSAGE)
+
+
+def to_line(message: dict[str, Any]) -> bytes:
+    """A message to or from the supervisor as bytes."""
+    return json.dumps(message).encode() + b"\n"
+
+
+class Lines:
+    """Turns the pieces that arrive from a socket into messages."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """The messages that ``data`` completes."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LONGEST_LINE:
+            raise ValueError(f"a control message is longer than {LONGEST_LINE} bytes")
+        return [json.loads(line) for line in lines if line]
+
+
+def inherited_socket(descriptor: int) -> socket.socket:
+    """A process's end of the line to its supervisor."""
+    return socket.socket(fileno=descriptor)
+
+
+def reason(error: Exception) -> str:
+    """The text of ``why``. Our own errors explain themselves; for others the type says more than the message."""
+    own = type(error).__module__.partition(".")[0] in OWN
+    return (str(error) if own else f"{type(error).__name__}: {error}")[:2000]
