@@ -33,7 +33,7 @@ def train(args: Unparsed) -> None:
     Every setting of the recipe is an option. The same command goes on with a run that was interrupted.
     """
     with explained(KeyError, ValueError, OSError, ModuleNotFoundError):
-        from intbmoe.overrides import parse_recipe
+        from intbmoe.commands.overrides import parse_recipe
 
         recipe, options = parse_recipe("train", TrainOptions(), args, _first_line(train))
         from intbmoe.tasks import DataError
@@ -86,7 +86,7 @@ def compare(args: Unparsed) -> None:
     with explained(KeyError, ValueError, OSError, ModuleNotFoundError):
         from intbmoe.analysis.compare import CompareOptions
         from intbmoe.analysis.compare_report import compare as run_comparison
-        from intbmoe.overrides import parse_recipe
+        from intbmoe.commands.overrides import parse_recipe
         from intbmoe.tasks import DataError
         from intbmoe.train import TrainingError
 

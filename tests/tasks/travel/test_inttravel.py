@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.travel.generator import make_journeys
 from intbmoe.tasks.travel.duck import Budget
+from intbmoe.tasks.travel.generator import make_journeys
 from intbmoe.tasks.travel.inttravel import prepare
 from intbmoe.tasks.travel.store import open_journeys, read_json, shard_folder, write_json
 from intbmoe.tasks.travel.tables import POI_BY_CELL, POI_INFO, USER_ACTION, USER_PROFILE
@@ -179,7 +179,9 @@ def test_equals_the_plain_preparation(seed, tmp_path):
         assert (before < edge).sum() >= share * len(times) > (before < edge - 8).sum()  # bins are 6 ms wide or less
 
 
-@pytest.mark.parametrize("budget", [TINY, Budget(chunk_bytes=2_000, shard_rows=2_000), Budget(1 << 27, 1, 10**6, 2_000)])
+@pytest.mark.parametrize(
+    "budget", [TINY, Budget(chunk_bytes=2_000, shard_rows=2_000), Budget(1 << 27, 1, 10**6, 2_000)]
+)
 def test_sizes_of_chunks_and_memory_change_nothing(raw, tmp_path, budget):
     run(raw, tmp_path / "a", budget=Budget(shard_rows=2_000))
     run(raw, tmp_path / "b", budget=budget)

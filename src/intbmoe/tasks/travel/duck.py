@@ -98,7 +98,9 @@ def report_cut(chunk: Chunk, bad: BadRows) -> None:
     if chunk.cut:
         where = chunk.file.where(chunk.first_row + chunk.rows)
         advice = "get it again, or end its last row with a line break"
-        bad.report(f"{chunk.file.table.name}: file cut off", f"{where}: the file is cut off here ({chunk.cut}): {advice}")
+        bad.report(
+            f"{chunk.file.table.name}: file cut off", f"{where}: the file is cut off here ({chunk.cut}): {advice}"
+        )
 
 
 def keep(made: Path, to: Path, note: Mapping[str, Any]) -> None:

@@ -97,15 +97,21 @@ def _make(
         connection.execute(SHARD_OF)
         places = load_places(reader, target / WORK / "places.parquet", *poi_files, bad, progress)
         stamps = [[file.stamp() for file in table] for table in poi_files]
-        actions, rows = Spill(reader, target / WORK / "actions", ACTIONS, shards, stamps).run(action_files, bad, progress)
+        actions, rows = Spill(reader, target / WORK / "actions", ACTIONS, shards, stamps).run(
+            action_files, bad, progress
+        )
         if not rows:
             raise DataError(f"{action_files[0].path} holds no action that can be used")
-        profiles, _ = Spill(reader, target / WORK / "profiles", PROFILES, shards, None).run(profile_files, bad, progress)
+        profiles, _ = Spill(reader, target / WORK / "profiles", PROFILES, shards, None).run(
+            profile_files, bad, progress
+        )
         codes = _write_codes(connection, target, actions, profiles)
         _write_places(connection, target, codes["cell"])
         stamp = [[file.stamp() for table in files.values() for file in table], shards]
         users, sessions = 0, 0
-        for number, done in _write_shards(connection, target, shards, stamp, bad.skip, actions, profiles, profile_files):
+        for number, done in _write_shards(
+            connection, target, shards, stamp, bad.skip, actions, profiles, profile_files
+        ):
             users, sessions = users + done["users"], sessions + done["sessions"]
             bad.counts.update(done["bad"])
             progress("sorting (shards)", number + 1, shards)
@@ -138,9 +144,7 @@ def _make(
     return meta
 
 
-def _write_codes(
-    connection: Any, target: Path, actions: Sequence[Path], profiles: Sequence[Path]
-) -> dict[str, int]:
+def _write_codes(connection: Any, target: Path, actions: Sequence[Path], profiles: Sequence[Path]) -> dict[str, int]:
     """Of each field all values, ascending: the first has code 1. Kept as tables, too. How many codes there are."""
     codes = {}
     for name in ("category", *ACTIONS.coded, *PROFILES.coded):

@@ -66,9 +66,7 @@ def join_sessions(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return sessions
 
 
-def _find_profiles(
-    user: np.ndarray, rows: Mapping[str, np.ndarray]
-) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
+def _find_profiles(user: np.ndarray, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
     """(U, 6) codes of these users, 0 where there is no profile, and who has two; ``rows`` are sorted by user."""
     owner, first, group = np.unique(rows["user_id"], return_index=True, return_inverse=True)
     features = np.stack([rows[name] for name in PROFILES.coded], axis=1)[first]

@@ -2,8 +2,8 @@ import warnings
 
 import pytest
 
-from intbmoe import doctor
 from intbmoe.cli import main
+from intbmoe.commands import doctor
 
 
 def test_every_backend_of_this_machine_is_right(capsys):
