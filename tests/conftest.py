@@ -2,29 +2,19 @@
 
 import os
 import sys
-from types import SimpleNamespace
-from unittest.mock import MagicMock
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import HealthCheck
 
 # The tensors here are tiny: a second thread costs more than it gains, much more on a busy machine.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the processes that tests start
 
-try:
-    import hypothesis
-except ModuleNotFoundError:  # a machine for the GPU's tests alone (tests/run_gpu.py), which do not use it
-    skip = pytest.mark.skip(reason="needs hypothesis")
-    sys.modules["hypothesis"] = SimpleNamespace(
-        given=lambda *_, **__: skip,
-        settings=lambda *_, **__: lambda test: test,
-        **dict.fromkeys(("strategies", "assume", "HealthCheck"), MagicMock()),
-    )
-else:  # how long an example takes depends on what else the machine does
-    slow = [hypothesis.HealthCheck.too_slow]
-    hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=slow)
-    hypothesis.settings.load_profile("any machine")
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis.settings.load_profile("any machine")
 
 LONG = ("test_analyse", "test_compare", "test_cost_causal", "test_fused", "test_grouped_mm_fused", "test_fused_layer")
 LONG += ("test_server", "test_processes", "test_reload", "test_comparison_report", "test_preparation", "test_inttravel")

@@ -90,6 +90,9 @@ class Recorder:
                     function()  # compiles kernels, chooses algorithms, makes the constants
                     replay = self._capture(function)
                 except RuntimeError as error:
+                    # A broken recording leaves the device's generator waiting for its end: random numbers would fail.
+                    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                    generator.graphsafe_set_state(generator.clone_state())
                     # Ending a broken recording raises an error of its own.
                     raise CaptureError(str(error.__context__ or error)) from error
             torch.cuda.current_stream().wait_stream(self._stream)
