@@ -37,7 +37,7 @@ def read_note(folder: Path, stamp: Any) -> dict[str, Any] | None:
 
 def write_json(file: Path, content: Any) -> None:
     """The file appears whole or not at all."""
-    replace_file(file, to_json(content))
+    replace_file(file, to_json(content), sync=False)
 
 
 def read_json(file: Path) -> Any:
