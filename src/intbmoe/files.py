@@ -1,4 +1,7 @@
-"""Files and folders that a reader finds old or new, but always whole: written beside their place, then renamed."""
+"""Files and folders that a reader finds old or new, but always whole: written beside their place, then renamed.
+
+With ``sync`` that holds after a power cut too, and costs the time the disk needs.
+"""
 
 import hashlib
 import json
@@ -34,39 +37,45 @@ def write_bytes(path: Path, content: bytes) -> None:
         _sync(file)
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes, *, sync: bool = True) -> None:
     """Write beside and rename: ``path`` is never half written."""
-    with replacing_file(path) as file:
+    with replacing_file(path, sync=sync) as file:
         file.write(content)
 
 
 @contextmanager
-def replacing_file(path: Path) -> Iterator[BinaryIO]:
+def replacing_file(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """A file open for writing that takes the place of ``path`` once it is written; if that fails, the old one stays."""
     beside = path.with_name(f".{path.name}.part")
     try:
         with open(beside, "wb") as file:
             yield file
-            _sync(file)
+            if sync:
+                _sync(file)
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    if sync:
+        _sync_folder(path.parent)
 
 
 @contextmanager
-def replacing_folder(folder: Path, check: Callable[[Path], None] = lambda folder: None) -> Iterator[Path]:
+def replacing_folder(
+    folder: Path, check: Callable[[Path], None] = lambda folder: None, *, sync: bool = False
+) -> Iterator[Path]:
     """An empty folder that takes the place of ``folder`` once it is filled; if that fails, the old one stays.
 
     ``check`` gets ``folder`` right before what is there goes, and may raise. A kill leaves a folder ``.NAME.…`` beside.
+    ``sync`` is about names: files inside are on the disk if ``write_bytes`` wrote them.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         yield beside
         beside.chmod(0o777 & ~_umask())  # a temporary folder is its maker's alone
-        _sync_folder(beside)
+        if sync:
+            _sync_folder(beside)
         check(folder)
         before = _set_aside(folder) if folder.exists() else None
         try:
@@ -75,7 +84,8 @@ def replacing_folder(folder: Path, check: Callable[[Path], None] = lambda folder
             if before is not None:
                 os.rename(before, folder)
             raise
-        _sync_folder(folder.parent)
+        if sync:
+            _sync_folder(folder.parent)
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)
     finally:

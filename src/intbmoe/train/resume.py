@@ -65,7 +65,7 @@ class CheckpointFolder:
         folder = self.folder(checkpoint.step)
         kept = f"the checkpoints before it are whole (steps {self.steps() or 'none'}); free some space and start again"
         # A folder of this name is damaged, or its step would not have been reached a second time.
-        with full_disk_is_explained(folder, kept), replacing_folder(folder) as beside:
+        with full_disk_is_explained(folder, kept), replacing_folder(folder, sync=True) as beside:
             sums = {}
             for part in PARTS:
                 content = pack_tensors(checkpoint.tensors[part])
