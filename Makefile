@@ -2,27 +2,33 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint
+.PHONY: help demo test gpu-test lint
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
 
 help: ## say what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) ## train every method on handwritten digits, and compare them in a table and a picture
 	@echo "==> Comparing all methods on handwritten digits (a few minutes; make demo again goes on where it was stopped)"
 	@$(BIN)/intbmoe compare digits --methods all
 
-test: $(READY) ## run the tests; ARGS="-m slow" and the like go to pytest
+# Two processes, a file of tests whole in one of them. pytest's last -n counts: ARGS="-n 0" is one process.
+test: $(READY) ## run the tests; ARGS="-m slow", ARGS="-n 0 tests/test_cli.py" and the like go to pytest
 	@echo "==> Running the tests"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-lint: $(READY) ## check style and formatting with ruff
-	@echo "==> Checking style and formatting"
+gpu-test: $(READY) ## run the tests that need a CUDA device, several processes on the one device
+	@echo "==> Running the tests on the GPU"
+	@$(BIN)/python -m pytest -m gpu -n 8 $(ARGS)
+
+lint: $(READY) ## check style and formatting with ruff, and the layers with import-linter
+	@echo "==> Checking style, formatting and layers"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-logo
 
 # Touched last, so that an interrupted installation starts again. pip's output is thinned to what takes its time.
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/intbmoe/ops/native/*.[ch])

@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --sections stages small  # some of: stages layers experts small
 
 Times are medians of device events; "graph" is a replayed CUDA graph, "eager" includes the host where it is the slower.
-``benchmarks/README.md`` says what each table means. Ends with status 1 if a form is wrong.
+``benchmarks/README.md`` says what each table means. Ends with status 1 if a backend is wrong.
 
 A dry run without a GPU: TRITON_INTERPRET=1 python benchmarks/gpu.py --device cpu --tiny
 """
@@ -56,8 +56,7 @@ from gpu_timing import (
 from measure import write
 from torch import Tensor, nn
 
-from intbmoe.ops.triton_support import runs_on
-from intbmoe.parts.blocks import choose_form
+from intbmoe.ops.backend import choose_backend, triton_runs
 
 SECTIONS = ("stages", "layers", "experts", "small")
 EXPERTS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -108,9 +107,13 @@ class Run:
     wrong: bool = False
 
     @property
-    def forms(self) -> list[str]:
+    def backends(self) -> list[str]:
         """Those that run here, without the naive one."""
-        return [form for form in ("fused", "grouped", "tiled") if form != "fused" or runs_on(self.device)]
+        return [
+            backend
+            for backend in ("fused", "grouped", "tiled")
+            if backend != "fused" or triton_runs(self.device, torch.float32)
+        ]
 
     def tokens(self, shape: Shape, count: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """(1, N, d) random tokens."""
@@ -122,8 +125,8 @@ class Run:
 
 
 def time_stages(run: Run) -> None:
-    """Each stage of the fused form against its floor."""
-    if "fused" not in run.forms:
+    """Each stage of the fused backend against its floor."""
+    if "fused" not in run.backends:
         print("\nstages: left out, Triton's kernels do not run here (no GPU, and no TRITON_INTERPRET=1)")
         return
     for shape in run.shapes:
@@ -142,7 +145,7 @@ def time_stages(run: Run) -> None:
             sums = {key: sum(entry.get(key, 0) for entry in own) for key in ("bytes", "flops", "floor_ms", "ms")}
             rows += [_stage_row("  all of these", sums)]
         header = ("stage", "MB", "GFLOP", "floor µs", "µs", "× floor", "TB/s")
-        print_table(f"{title(shape)}: stages, fused form, balanced, inputs cold", header, rows)
+        print_table(f"{title(shape)}: stages, fused backend, balanced, inputs cold", header, rows)
         for entry in entries:
             if "failed" in entry:
                 say(f"failed: {entry['pass']}, {entry['stage']}: {entry['failed']}")
@@ -182,7 +185,7 @@ def time_passes(run: Run, module: nn.Module, x: Tensor, autocast: bool, graph: b
 
 
 def time_layers(run: Run) -> None:
-    """The whole layer in every form, balanced and Zipf; and Hugging Face's block at the first shape."""
+    """The whole layer in every backend, balanced and Zipf; and Hugging Face's block at the first shape."""
     for shape in run.shapes:
         torch.manual_seed(0)
         layer, x = build(shape, run.device), run.tokens(shape)
@@ -190,31 +193,31 @@ def time_layers(run: Run) -> None:
         rows, notes, found = [], [], run.results.setdefault("layers", {}).setdefault(shape.name, {})
         for routing in ROUTINGS:
             load = force_load(layer.router, x, shape.config.top_k, shares(routing, shape.config.blocks))
-            difference = largest_difference(layer, x, run.forms)
+            difference = largest_difference(layer, x, run.backends)
             verdict = "agree" if difference <= ALLOWED else "WRONG: differ"
             run.wrong |= difference > ALLOWED
             notes.append(
-                f"{routing}: blocks get {', '.join(f'{share:.1%}' for share in load)}; forms {verdict} with naive "
+                f"{routing}: blocks get {', '.join(f'{share:.1%}' for share in load)}; backends {verdict} with naive "
                 f"to {difference:.1e}"
             )
             found[routing] = {"load": load, "largest_difference": difference}
-            for form in (*run.forms, "naive"):
-                if form == "tiled" and routing != ROUTINGS[0]:
+            for backend in (*run.backends, "naive"):
+                if backend == "tiled" and routing != ROUTINGS[0]:
                     continue  # its work does not depend on the load
-                layer.form = form
+                layer.backend = backend
                 try:
-                    entry = time_passes(run, layer, x, autocast=True, graph=form != "naive")
+                    entry = time_passes(run, layer, x, autocast=True, graph=backend != "naive")
                 except Exception as error:
-                    notes.append(f"failed: {routing}, {form}: {reason(error)}")
+                    notes.append(f"failed: {routing}, {backend}: {reason(error)}")
                     continue
-                found[routing][form] = entry
-                rows.append(_layer_row(f"{form}, {routing}", entry, references["reach"]))
+                found[routing][backend] = entry
+                rows.append(_layer_row(f"{backend}, {routing}", entry, references["reach"]))
         found["references"] = references
         rows += [_reference_row(f"constant: {name}", name, times) for name, times in references.items()]
         if shape.name == "MiniPile":
             rows += _mixtral_rows(run, shape, notes)
         over = ("", "fwd", "fwd", "fwd+bwd", "fwd+bwd", "fwd", "fwd+bwd", "fwd graph", "fwd+bwd graph")
-        header = ("form", "eager", "graph", "eager", "graph", "MiB", "MiB", "/ reach", "/ reach")
+        header = ("backend", "eager", "graph", "eager", "graph", "MiB", "MiB", "/ reach", "/ reach")
         heading = f"{title(shape)}: whole layer, bf16 autocast, ms, and peak memory above the parameters"
         print_table(heading, header, rows, "\n".join(notes), over)
         del layer, x
@@ -281,7 +284,7 @@ def sweep_experts(run: Run) -> None:
 
 
 def time_small(run: Run) -> None:
-    """Few tokens through precomposed layers: which form is fastest where."""
+    """Few tokens through precomposed layers: which backend is fastest where."""
     for shape in run.shapes:
         if shape.name not in SMALL_SHAPES:
             continue
@@ -290,19 +293,19 @@ def time_small(run: Run) -> None:
         for count in SMALL_TOKENS[: 2 if run.tiny else None]:
             x = run.tokens(shape, count, torch.bfloat16)
             found: dict[str, dict[str, float]] = {"eager": {}, "graph": {}}
-            for form in run.forms:
-                layer.form = form
+            for backend in run.backends:
+                layer.backend = backend
                 call = forward_call(layer, x, autocast=False)
-                found["eager"][form] = eager_ms(call, run.device)
-                found["graph"][form] = graph_ms([call], run.device)
+                found["eager"][backend] = eager_ms(call, run.device)
+                found["graph"][backend] = graph_ms([call], run.device)
             best = {mode: min(times, key=times.get) for mode, times in found.items()}
-            chosen = choose_form(x.view(-1, x.shape[-1]))
+            chosen = choose_backend(x, has_native=True)
             entry = {"tokens": count, **found, "fastest": best, "chosen": chosen}
             run.results.setdefault("small", {}).setdefault(shape.name, []).append(entry)
-            cells = [number(found[mode][form] * 1e3, 1) for form in run.forms for mode in found]
+            cells = [number(found[mode][backend] * 1e3, 1) for backend in run.backends for mode in found]
             rows.append((f"{count:,}", *cells, best["eager"], best["graph"], chosen))
-        over = ("", *(form for form in run.forms for _ in found), "fastest", "fastest", "chosen by")
-        header = ("tokens", *(mode for _ in run.forms for mode in found), *found, "default")
+        over = ("", *(backend for backend in run.backends for _ in found), "fastest", "fastest", "chosen by")
+        header = ("tokens", *(mode for _ in run.backends for mode in found), *found, "default")
         print_table(f"{shape.name}: few tokens, precomposed bf16 forward, µs", header, rows, over=over)
 
 

@@ -6,8 +6,8 @@
 First every product is checked against float64 on fresh random inputs; a wrong one ends the run with status 1. Then each
 is timed in bfloat16 by replays of a CUDA graph that holds many calls, over several sets of inputs where one set would
 stay in the L2 cache: microseconds a call, medians over replays, balanced and then Zipf routing. "dense" is one cuBLAS
-product of as many operations, "torch" is F.grouped_mm with the gather as an index_select before it, "table" what
-``fused.mm_tile`` and ``fused.outer_tile`` choose. The remaining columns are tiles: 256 is 128 × 256, d reads
+product of as many operations, "torch" is F.grouped_mm, "table" what ``fused.mm_tile`` and ``fused.outer_tile`` choose.
+ The remaining columns are tiles: 256 is 128 × 256, d reads
 through tensor descriptors, P is persistent. TFLOP/s are those of the fastest tile, balanced.
 
 Processes compile in parallel before anything is timed.
@@ -63,16 +63,10 @@ class Product(NamedTuple):
 
     name: str
     kind: str
-    tokens: int
-    k: int
+    rows: int
     groups: int
     inputs: int
     outputs: int
-    gathered: bool
-
-    @property
-    def rows(self) -> int:
-        return self.tokens * self.k
 
     @property
     def flops(self) -> int:
@@ -95,9 +89,9 @@ def products() -> list[Product]:
     found = []
     for name, tokens, dim, hidden in layers:
         for kind in ("fwd", "dx", "dw"):
-            found.append(Product(f"{name} 1", kind, tokens, 2, 8, dim, 2 * hidden, gathered=kind != "dx"))
-            found.append(Product(f"{name} 2", kind, tokens, 2, 8, hidden, 2 * dim, gathered=False))
-    found += [Product(f"{tokens} tokens", "fwd", tokens, 2, 8, 768, 5688, gathered=True) for tokens in (1, 126)]
+            found.append(Product(f"{name} 1", kind, 2 * tokens, 8, dim, 2 * hidden))
+            found.append(Product(f"{name} 2", kind, 2 * tokens, 8, hidden, 2 * dim))
+    found += [Product(f"{tokens} tokens", "fwd", 2 * tokens, 8, 768, 5688) for tokens in (1, 126)]
     return found
 
 
@@ -107,13 +101,11 @@ class Inputs(NamedTuple):
     x: Tensor
     weight: Tensor
     offsets: Tensor
-    token: Tensor | None
-    inverse: Tensor | None
     probe: Tensor
 
 
-def route(routing: str, tokens: int, k: int, groups: int) -> Tensor:
-    """(tokens, k) group of each assignment, −1 for none."""
+def ends(routing: str, rows: int, groups: int) -> Tensor:
+    """(groups,) where each group's rows end."""
     probability = torch.ones(groups)
     if routing == "zipf":
         probability = 1 / torch.arange(1.0, groups + 1)
@@ -121,10 +113,9 @@ def route(routing: str, tokens: int, k: int, groups: int) -> Tensor:
         probability = torch.eye(groups)[groups // 2]
     elif routing == "empty":
         probability = (torch.arange(groups) % 2).float()
-    if tokens == 0:
-        return torch.zeros(0, k, dtype=torch.long)
-    ids = torch.multinomial(probability, tokens * k, replacement=True).view(tokens, k)
-    return torch.where(torch.rand(tokens, k) < 0.2, -1, ids) if routing == "masked" else ids
+    grouped = int(0.8 * rows) if routing == "masked" else rows
+    ids = torch.multinomial(probability, grouped, replacement=True) if grouped else torch.zeros(0, dtype=torch.long)
+    return torch.bincount(ids, minlength=groups).cumsum(0).int().to(DEVICE)
 
 
 def normal(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -135,16 +126,11 @@ def normal(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def draw(product: Product, routing: str, dtype: torch.dtype) -> Inputs:
     """Fresh random inputs."""
-    ids = route(routing, product.tokens, product.k, product.groups).to(DEVICE)
-    keys, order = torch.where(ids < 0, product.groups, ids).reshape(-1).sort(stable=True)
-    offsets = torch.searchsorted(keys, torch.arange(product.groups, device=DEVICE), right=True, out_int32=True)
     rows, i, o = product.rows, product.inputs, product.outputs
     return Inputs(
-        normal(product.tokens if product.gathered else rows, i, dtype=dtype),
+        normal(rows, i, dtype=dtype),
         normal(product.groups, i, o, dtype=dtype),
-        offsets,
-        order // product.k if product.gathered else None,
-        order.argsort().view_as(ids) if product.gathered else None,
+        ends(routing, rows, product.groups),
         normal(rows, o, dtype=dtype),
     )
 
@@ -152,27 +138,26 @@ def draw(product: Product, routing: str, dtype: torch.dtype) -> Inputs:
 def run(product: Product, given: Inputs, tile: Tile | None) -> Tensor:
     """The fused product; the table's tile if none is given."""
     if product.kind == "dw":
-        return fused.run_outer(given.x, given.probe, given.offsets, given.token, tile=tile)
+        return fused.run_outer(given.x, given.probe, given.offsets, tile=tile)
     if product.kind == "dx":
-        return fused.run_mm(given.probe, given.weight.mT, given.offsets, None, complete=True, tile=tile)
-    return fused.run_mm(given.x, given.weight, given.offsets, given.token, complete=True, tile=tile)
+        return fused.run_mm(given.probe, given.weight.mT, given.offsets, complete=True, tile=tile)
+    return fused.run_mm(given.x, given.weight, given.offsets, complete=True, tile=tile)
 
 
 def run_torch(product: Product, given: Inputs) -> Tensor:
-    """torch's grouped GEMM on gathered rows."""
+    """torch's grouped GEMM."""
     if product.kind == "dx":
         return F.grouped_mm(given.probe, given.weight.mT, offs=given.offsets)
-    rows = given.x if given.token is None else given.x.index_select(0, given.token)
     if product.kind == "dw":
-        return F.grouped_mm(rows.t(), given.probe, offs=given.offsets)
-    return F.grouped_mm(rows, given.weight, offs=given.offsets)
+        return F.grouped_mm(given.x.t(), given.probe, offs=given.offsets)
+    return F.grouped_mm(given.x, given.weight, offs=given.offsets)
 
 
-def run_dense(product: Product, given: Inputs, rows: Tensor) -> Tensor:
+def run_dense(product: Product, given: Inputs) -> Tensor:
     """One product of as many operations."""
     if product.kind == "dx":
         return given.probe @ given.weight[0].t()
-    return rows.t() @ given.probe if product.kind == "dw" else rows @ given.weight[0]
+    return given.x.t() @ given.probe if product.kind == "dw" else given.x @ given.weight[0]
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -189,7 +174,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def expected_of(product: Product, given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Output and gradients in float64."""
     x, weight = given.x.detach().double().requires_grad_(), given.weight.detach().double().requires_grad_()
-    out = naive.grouped_mm(x if given.token is None else x[given.token], weight, given.offsets)
+    out = naive.grouped_mm(x, weight, given.offsets)
     return out.detach(), *torch.autograd.grad(out, (x, weight), given.probe.double())
 
 
@@ -204,7 +189,7 @@ def check(task: tuple[Product, str, torch.dtype]) -> tuple[str, float]:
         x, weight = given.x.requires_grad_(), given.weight.requires_grad_()
         for shape in (expected[0].shape, x.shape, weight.shape):  # so that what is not written is NaN
             normal(*shape, dtype=dtype).fill_(math.nan)
-        out = fused.gathered_mm(x, weight, given.offsets, given.token, given.inverse, complete=routing != "masked")
+        out = fused.grouped_mm(x, weight, given.offsets, complete=routing != "masked")
         found = (out, *torch.autograd.grad(out, (x, weight), given.probe))
         allowed = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
         return name, max(relative_error(a.detach(), b) for a, b in zip(found, expected, strict=True)) / allowed
@@ -230,13 +215,12 @@ def check_tile(task: tuple[Product, str]) -> tuple[str, float]:
 
 def checks() -> list[tuple[Product, str, torch.dtype]]:
     """Routings, types, numbers of rows and widths; rows of no group are in "masked"."""
-    widths = ((192, 384, True), (187, 61, True), (284, 572, False))
     found = []
     for dtype in fused.DTYPES:
-        for inputs, outputs, gathered in widths:
-            for tokens, k in ((0, 2), (1, 1), (7, 1), (8192, 2)):
-                product = Product("check", "fwd", tokens, k, 8, inputs, outputs, gathered)
-                routings = ("balanced", "zipf", "one", "empty", "masked") if tokens > 7 else ("balanced", "masked")
+        for inputs, outputs in ((192, 384), (187, 61), (284, 572)):
+            for rows in (0, 1, 7, 16384):
+                product = Product("check", "fwd", rows, 8, inputs, outputs)
+                routings = ("balanced", "zipf", "one", "empty", "masked") if rows > 7 else ("balanced", "masked")
                 found += [(product, routing, dtype) for routing in routings]
     return found
 
@@ -252,7 +236,7 @@ def check_everything(workers: int) -> bool:
     by_kernel: dict[object, list] = {}
     for task in checks():
         product = task[0]
-        by_kernel.setdefault((product.inputs, product.gathered, task[2], product.tokens > 7), []).append(task)
+        by_kernel.setdefault((product.inputs, task[2], product.rows > 7), []).append(task)
     bundles = list(by_kernel.values())
     bundles += [[(product, name)] for product in products() for name in ("table", *product.tiles)]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -289,15 +273,14 @@ def microseconds(calls: list[Callable[[], object]]) -> float:
 def measure(product: Product, routing: str) -> dict[str, float | None]:
     """Microseconds of every candidate; None for one that failed."""
     first = draw(product, routing, torch.bfloat16)
-    size = sum(t.numel() * t.element_size() for t in first if t is not None)
+    size = sum(t.numel() * t.element_size() for t in first)
     sets = [first, *(draw(product, routing, torch.bfloat16) for _ in range(min(7, int(3 * L2_BYTES // size))))]
-    gathered = [given.x if given.token is None else given.x.index_select(0, given.token) for given in sets]
 
     def each(function: Callable[..., Tensor], *arguments: object) -> list[Callable[[], object]]:
         return [lambda given=given: function(product, given, *arguments) for given in sets]
 
     candidates = {
-        "dense": [lambda g=given, r=rows: run_dense(product, g, r) for given, rows in zip(sets, gathered, strict=True)],
+        "dense": each(run_dense),
         "torch": each(run_torch),
         "table": each(run, None),
         **{name: each(run, tile) for name, tile in product.tiles.items()},

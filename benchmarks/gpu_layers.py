@@ -17,7 +17,7 @@ from intbmoe.parts.router import MLPRouter, count_choices, top_k
 
 ROUTINGS = ("balanced", "Zipf")
 ALLOWED = 2e-2
-"""Relative difference between forms in bfloat16, by norm: products of rounded factors, in other orders."""
+"""Relative difference between backends in bfloat16, by norm: products of rounded factors, in other orders."""
 MIXTRAL_EXPERTS, MIXTRAL_TOP, MIXTRAL_HIDDEN = 9, 2, 2048
 
 
@@ -66,18 +66,18 @@ def force_load(router: MLPRouter, x: Tensor, k: int, wanted: Tensor) -> list[flo
     return (count_choices(top_k(router(x), k), len(wanted)) / (k * len(x))).tolist()
 
 
-def largest_difference(layer: IntBMoE, x: Tensor, forms: Sequence[str]) -> float:
-    """Of output, input gradient and parameter gradients of ``forms`` to the naive form's, relative to their norms."""
+def largest_difference(layer: IntBMoE, x: Tensor, backends: Sequence[str]) -> float:
+    """Of outputs and gradients of ``backends`` to those of the naive one, relative to their norms."""
     both = both_call(layer, x, autocast=True)
 
-    def results(form: str) -> tuple[Tensor, ...]:
-        layer.form = form
+    def results(backend: str) -> tuple[Tensor, ...]:
+        layer.backend = backend
         x_grad, *gradients = both()
         return forward_call(layer, x, autocast=True)(), x_grad, torch.cat([g.reshape(-1) for g in gradients])
 
     expected, worst = results("naive"), 0.0
-    for form in forms:
-        for found, right in zip(results(form), expected, strict=True):
+    for backend in backends:
+        for found, right in zip(results(backend), expected, strict=True):
             difference = ((found - right).norm() / right.norm()).item()
             worst = max(worst, difference if math.isfinite(difference) else math.inf)
     return worst
@@ -148,14 +148,14 @@ def _compile_stage(shape: Shape, index: int, device: torch.device) -> None:
 def _compile_layer(shape: Shape, tokens: int | None, device: torch.device) -> None:
     """The layer at its full size, both ways and precomposed; or, with ``tokens``, precomposed alone."""
     x = torch.randn(1, tokens or shape.tokens, shape.config.dim, device=device)
-    forms = ("fused", "grouped", "tiled")
+    backends = ("fused", "grouped", "tiled")
     if tokens is None:
         layer = build(shape, device)
-        for form in forms:
-            layer.form = form
+        for backend in backends:
+            layer.backend = backend
             forward_call(layer, x, autocast=True)()
             both_call(layer, x, autocast=True)()
     layer = precomposed(shape, 2, device)
-    for form in forms:
-        layer.form = form
+    for backend in backends:
+        layer.backend = backend
         forward_call(layer, x.bfloat16(), autocast=False)()

@@ -1,4 +1,4 @@
-"""The stages of one IntBMoE layer on a GPU, in the fused form: what each computes, and the least it must move.
+"""The stages of one IntBMoE layer on a GPU, by the backend fused: what each computes, and the least it must move.
 
 Letters as in ``methods/intbmoe.py``; ``n`` tokens make ``m = n·k`` rows, ``h`` is a block's inner width. Counted are a
 stage's inputs and outputs as the layer passes them on: tokens and rows in bfloat16; parameters, the layer's input and
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from intbmoe import IntBMoEConfig
 from intbmoe.methods.intbmoe import Hypernetwork
 from intbmoe.ops.blocks.naive import LAYER_NORM_EPS
-from intbmoe.ops.compose import Recipe, compose
+from intbmoe.ops.choose import choose
+from intbmoe.ops.compose import Coefficients, compose
 from intbmoe.ops.grouped_mm import grouped_mm
 from intbmoe.ops.permute import permute, sort
-from intbmoe.ops.route import route
 from intbmoe.ops.triton_support import empty_rows
 from intbmoe.parts.experts import SwiGLU
 from intbmoe.parts.router import MLPRouter
@@ -100,7 +100,7 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
         return Stage(
             name,
             lambda: {"z": rows(i), "weight": normal(blocks, i, o, scale=i**-0.5), "plan": plan()},
-            lambda g: grouped_mm(g["z"], g["weight"], g["plan"].ends, complete=True),
+            lambda g: grouped_mm(g["z"], g["weight"], g["plan"].ends, "fused", complete=True),
             cost,
             {f"{name}, rows' gradient": (("z",), cost), f"{name}, weights' gradient": (("weight",), cost)},
         )
@@ -109,26 +109,26 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
     composed = 2 * blocks * 2 * d * h
     products = 2 * 2 * blocks * pool
     router_flops = 2 * n * (d * c.router_dim + c.router_dim * blocks)
-    from intbmoe.ops.combine.gated import gated_combine
-    from intbmoe.ops.dprg.fused import gated_rows
-    from intbmoe.ops.row_filter.fused import filter_rows
+    from intbmoe.ops.blocks.fused_combine import gated_combine
+    from intbmoe.ops.blocks.fused_filter import filter_rows
+    from intbmoe.ops.blocks.fused_gate import gated_rows
 
     def compose_small(g: Given) -> list[Tensor]:
-        recipe = g["hypernetwork"](g["codebook"])
-        biases = [compose(recipe, g[bias].unsqueeze(1), torch.float32, "fused") for bias in ("first", "second")]
-        return [*recipe[:2], *biases, linear(g["codebook"], g["code_filter"]).to(compute)]
+        alpha = g["hypernetwork"](g["codebook"])
+        biases = [compose(alpha, g[bias].unsqueeze(1), torch.float32, "fused") for bias in ("first", "second")]
+        return [*alpha[:2], *biases, linear(g["codebook"], g["code_filter"]).to(compute)]
 
     def compose_weights(g: Given) -> list[Tensor]:
-        recipe = Recipe(g["value"], g["gate"], bases**-0.5)
-        return [compose(recipe, g[pool], compute, "fused") for pool in ("first", "second")]
+        alpha = Coefficients(g["value"], g["gate"], bases**-0.5)
+        return [compose(alpha, g[pool], compute, "fused") for pool in ("first", "second")]
 
     return [
         Stage(
-            "router, route",
+            "router, choice",
             lambda: {"x": wide(n, d), "router": module(MLPRouter, d, c.router_dim, blocks)},
-            lambda g: route(g["router"](g["x"]), c.top_k)[::-1],
+            lambda g: choose(g["router"](g["x"], backend="fused"), c.top_k, "fused")[::-1],
             Cost(F32 * n * d + (I64 + F32) * m, router_flops, torch.float32),
-            {"router, route": (("x", "router"), Cost(F32 * (2 * n * d + m), 2 * router_flops, torch.float32))},
+            {"router, choice": (("x", "router"), Cost(F32 * (2 * n * d + m), 2 * router_flops, torch.float32))},
         ),
         Stage(
             "cast of the tokens",
@@ -140,12 +140,12 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
         Stage(
             "permutation",
             lambda: {"ids": routing_of(n, blocks, c.top_k)},
-            lambda g: permute(g["ids"], blocks),
+            lambda g: permute(g["ids"], blocks, "fused"),
             Cost(5 * I64 * m),
             {},
         ),
         Stage(
-            "recipes, biases, block terms",
+            "coefficients, biases, block terms",
             lambda: {
                 "codebook": wide(blocks, c.code_dim),
                 "hypernetwork": module(Hypernetwork, c),
@@ -156,7 +156,7 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
             compose_small,
             Cost(F32 * (bases + 2 * blocks) * (d + h)),
             {
-                "recipes, biases, block terms": (
+                "coefficients, biases, block terms": (
                     ("codebook", "hypernetwork", "first", "second", "code_filter"),
                     Cost(F32 * (2 * bases + 2 * blocks) * (d + h)),
                 )

@@ -1,4 +1,4 @@
-"""Training steps on a GPU: the paper's ViT and its 18-layer decoder, dense, with IntBMoE, and with its naive form.
+"""Training steps on a GPU: the paper's ViT and its 18-layer decoder, dense, with IntBMoE, and with its naive backend.
 
     python benchmarks/gpu_training.py                      # about two minutes
     python benchmarks/gpu_training.py --json figures.json  # also every figure
@@ -6,7 +6,7 @@
 
 A step is what README's training loop does: forward in bf16 autocast with float32 parameters, loss, ``aux_loss``,
 backward, ``before_step``, fused AdamW, ``after_step``, on random data that is already on the device. Times are medians
-of device events over at least ten steps after warm-up (three for the naive form); memory is the peak of all tensors,
+of device events over at least ten steps after warm-up (three for the naive backend); memory is the peak of all tensors,
 parameters and optimizer included. Blocks are compiled one by one, and equal ones share a graph, as ``train.compile``
 does; ``--whole`` compiles a model as one. "captured": forward and backward are replayed from a CUDA graph, as
 ``train.capture`` does; the optimizer's step is not part of it. "compiled, captured": the graph holds compiled kernels.
@@ -52,7 +52,7 @@ STEPS, NAIVE_STEPS, WARM_UP = 10, 3, 3
 SECONDS = 1.0
 """Of steps, where ten take less."""
 UNROLLING = 60.0
-"""Seconds that must be left to compile the naive form: its loop over blocks becomes one large graph."""
+"""Seconds that must be left to compile the naive backend: its loop over blocks becomes one large graph."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Bench:
         if left < (UNROLLING if compiled and ffn == NAIVE else 0):
             self.notes.append(f"{name}: left out, {max(left, 0):.0f} of --seconds are left")
             return
-        # A form that breaks the graph at every block would run eagerly between the pieces: only a whole graph counts.
+        # What breaks the graph at every block would run eagerly between the pieces: only a whole graph counts.
         attempts = [False] if not compiled else [True] if ffn == NAIVE else [True, False]
         for fullgraph in attempts:
             try:
@@ -188,7 +188,7 @@ class Bench:
         with self.device:
             model = experiment.build(ffn != DENSE).train()
         for _, layer in moe_layers(model):
-            layer.form = "naive" if ffn == NAIVE else None
+            layer.backend = "naive" if ffn == NAIVE else None
         if how in (COMPILED, BOTH):
             compile_model(model, self.whole, fullgraph)
         if self.device.type == "cuda":

@@ -1,10 +1,10 @@
-"""The IntBMoE layer on the CPU: each form against the naive compose-and-loop, and time against E.
+"""The IntBMoE layer on the CPU: each backend against the naive compose-and-loop, and time against E.
 
     python benchmarks/layer.py                     # minutes, on an otherwise idle machine
     python benchmarks/layer.py --quick             # seconds: does it run?
     python benchmarks/layer.py --json figures.json
 
-Before anything is timed, every candidate's output (and gradients) must agree with the naive form's. Candidates then
+Before anything is timed, every candidate's output (and gradients) must agree with the naive backend's. Candidates then
 run round-robin in a shuffled order, so that whatever else the machine does hits all of them alike; times are medians
 over rounds, ratios are between medians of one run. ``benchmarks/README.md`` says how memory is measured.
 """
@@ -37,8 +37,8 @@ from intbmoe.ops import native
 
 console = Console()
 NAIVE = "naive"
-FORMS = (NAIVE, "grouped", "tiled")
-INFERENCE_FORMS = FORMS if native.LIBRARY is None else (*FORMS, "native")
+BACKENDS = (NAIVE, "grouped", "tiled")
+INFERENCE_BACKENDS = BACKENDS if native.LIBRARY is None else (*BACKENDS, "native")
 MIB = 2**20
 TARGET = 3.0
 """How many times faster than naive compose-and-loop the precomposed layer must be at the IntTravel shape."""
@@ -67,13 +67,13 @@ class Candidate:
     """Something to time: one way to run one layer."""
 
     layer: IntBMoE | ComposedMoE
-    form: str | None
+    backend: str | None
     run: Callable[[], object]
     """One call, with everything around it that is not to be timed left out."""
 
     def prepare(self) -> None:
-        """Set the form and drop gradients: not timed."""
-        self.layer.form = self.form
+        """Set the backend and drop gradients: not timed."""
+        self.layer.backend = self.backend
         self.layer.zero_grad(set_to_none=True)
 
 
@@ -87,20 +87,20 @@ def build(config: IntBMoEConfig) -> IntBMoE:
     return layer
 
 
-def forward(layer: nn.Module, x: Tensor, form: str | None) -> Candidate:
+def forward(layer: nn.Module, x: Tensor, backend: str | None) -> Candidate:
     """The layer in inference."""
 
     def run() -> Tensor:
         with torch.inference_mode():
             return layer(x)
 
-    return Candidate(layer, form, run)
+    return Candidate(layer, backend, run)
 
 
-def forward_backward(layer: nn.Module, x: Tensor, form: str | None) -> Candidate:
+def forward_backward(layer: nn.Module, x: Tensor, backend: str | None) -> Candidate:
     """The layer in training: output, and the gradients of all parameters."""
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
-    return Candidate(layer, form, lambda: layer(x).backward(grad))
+    return Candidate(layer, backend, lambda: layer(x).backward(grad))
 
 
 def make_candidates(shape: Shape) -> dict[str, dict[str, Candidate]]:
@@ -110,9 +110,11 @@ def make_candidates(shape: Shape) -> dict[str, dict[str, Candidate]]:
     evaluated = layer.eval()
     trained = build(shape.config).train()
     x = torch.randn(1, shape.tokens, shape.config.dim)
-    inference = {f"composing, {form}": forward(evaluated, x, form) for form in INFERENCE_FORMS}
-    inference |= {f"precomposed, {form or 'default'}": forward(composed, x, form) for form in (*INFERENCE_FORMS, None)}
-    training = {f"composing, {form}": forward_backward(trained, x, form) for form in FORMS}
+    inference = {f"composing, {backend}": forward(evaluated, x, backend) for backend in INFERENCE_BACKENDS}
+    inference |= {
+        f"precomposed, {backend or 'default'}": forward(composed, x, backend) for backend in (*INFERENCE_BACKENDS, None)
+    }
+    training = {f"composing, {backend}": forward_backward(trained, x, backend) for backend in BACKENDS}
     return {"forward": inference, "forward+backward": training}
 
 
@@ -227,7 +229,7 @@ def bench_shape(shape: Shape, seconds: float, rounds: int) -> dict:
 
 
 def bench_experts(seconds: float, rounds: int) -> list[dict]:
-    """Time of the default form, composing and precomposed, against E; every layer routes the tokens alike."""
+    """Time of the default backend, composing and precomposed, against E; every layer routes the tokens alike."""
     x = torch.randn(1, SWEEP.tokens, SWEEP.config.dim)
     layers = {e: build(replace(SWEEP.config, experts=e)).eval() for e in SWEEP_EXPERTS}
     router = layers[SWEEP_EXPERTS[0]].router.state_dict()
@@ -237,7 +239,7 @@ def bench_experts(seconds: float, rounds: int) -> list[dict]:
         candidates[f"composing {e}"] = forward(layer, x, None)
         candidates[f"precomposed {e}"] = forward(layer.precompose().eval(), x, None)
     times = time_round_robin(candidates, seconds, rounds, "time against E")
-    table = Table(title=f"Time against E: {SWEEP.name}, {SWEEP.tokens} tokens, forward, default form")
+    table = Table(title=f"Time against E: {SWEEP.name}, {SWEEP.tokens} tokens, forward, default backend")
     for column in ("E", "composing ms", "to E = 1", "precomposed ms", "to E = 1", "ratio"):
         table.add_column(column, justify="right")
     results = []

@@ -28,18 +28,18 @@ from intbmoe.export.artifact import (
     GOLDEN,
     MODEL,
     Artifact,
-    file_digest,
     load_artifact,
 )
 from intbmoe.export.export import DTYPES, cast_model, export_run
 from intbmoe.export.golden import ask, make_golden
+from intbmoe.files import file_digest, to_json
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.models.travel import PLACE
 from intbmoe.recipes import Recipe, load_recipe, recipe_to_dict
 from intbmoe.tasks import make_task
 from intbmoe.tasks.serving import Catalogue, Predictor
 from intbmoe.tasks.travel.examples import HOUR, SCORE_CODES
-from intbmoe.train.files import pack_tensors, to_json
+from intbmoe.train.files import pack_tensors
 
 REQUESTS = 256
 """Different requests of a load."""

@@ -40,7 +40,7 @@ from study_plan import (
     write_plan,
 )
 
-from intbmoe.train.environment import git_state
+from intbmoe.train.run import git_state
 
 RESULTS = HERE / "results" / "study"
 POLL_SECONDS = 0.5

@@ -20,13 +20,14 @@ import torch
 
 from intbmoe.analysis.compare import Job, summarise
 from intbmoe.analysis.report.comparison import thin
+from intbmoe.files import digest, replace_file, to_json
 from intbmoe.recipes import recipe_from_dict
 from intbmoe.recipes.compute import training_flops
 from intbmoe.recipes.sets import Variant
 from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train import RunDirectory, load, train
-from intbmoe.train.files import digest, pack_tensors, read_json, read_tensors, replace_file, to_json
+from intbmoe.train.files import pack_tensors, read_json, read_tensors
 
 CURVE_POINTS = 100
 LOADS = ("utilisation", "worst_case", "entropy", "dropped")

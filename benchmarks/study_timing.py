@@ -21,15 +21,15 @@ from study import HERE, RESULTS
 from study_clock import TIMING
 from study_plan import Entry, free_settings, read_plan, with_settings
 
+from intbmoe.files import replace_file, to_json
 from intbmoe.recipes import recipe_from_dict
 from intbmoe.tasks import make_task
 from intbmoe.tasks.base import Examples
 from intbmoe.tasks.recipe import Recipe
+from intbmoe.train.data import make_generator
 from intbmoe.train.distribution import Ranks
-from intbmoe.train.environment import git_state
-from intbmoe.train.files import replace_file, to_json
 from intbmoe.train.optimizer import make_optimizer
-from intbmoe.train.seeds import make_generator
+from intbmoe.train.run import git_state
 from intbmoe.train.step import Stepper
 
 WARM_UPS = 5

@@ -204,10 +204,10 @@ def cost_table(costs: dict[int, tuple[Cost, Cost]]) -> Table:
 
 @torch.no_grad()
 def draw(model: Painter, patchwork: Patchwork, losses: list[float], costs: dict[int, tuple[Cost, Cost]]) -> plt.Figure:
-    """Six panels: the problem, the answer and the routing above; learning, cost and recipes below."""
+    """Six panels: the problem, the answer and the routing above; learning, cost and coefficients below."""
     plt.rcParams.update({"font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold"})
     figure, panels = plt.subplots(2, 3, figsize=(13, 8.4), layout="constrained")
-    (target, learned, routing), (loss, cost, recipes) = panels
+    (target, learned, routing), (loss, cost, coefficients) = panels
 
     side = torch.linspace(-1, 1, 240)
     grid = torch.stack(torch.meshgrid(side, side, indexing="xy"), dim=-1).reshape(1, -1, 2)
@@ -245,12 +245,12 @@ def draw(model: Painter, patchwork: Patchwork, losses: list[float], costs: dict[
     cost.set(title=f"Time of a forward, {TOKENS} tokens", xlabel="experts E", ylabel="ms, median")
     cost.legend(frameon=False)
 
-    value_recipe = model.ffn.recipes()[0]
-    reach = float(value_recipe.abs().max())
-    image = recipes.imshow(value_recipe, cmap="PuOr", vmin=-reach, vmax=reach, aspect="auto")
-    figure.colorbar(image, ax=recipes, label="coefficient")
-    recipes.set(title="Recipes: all experts in every block", xlabel="expert", ylabel="block")
-    recipes.set(xticks=range(0, value_recipe.shape[1], 3), yticks=range(blocks))
+    of_value = model.ffn.coefficients()[0]
+    reach = float(of_value.abs().max())
+    image = coefficients.imshow(of_value, cmap="PuOr", vmin=-reach, vmax=reach, aspect="auto")
+    figure.colorbar(image, ax=coefficients, label="coefficient")
+    coefficients.set(title="Coefficients: all experts in every block", xlabel="expert", ylabel="block")
+    coefficients.set(xticks=range(0, of_value.shape[1], 3), yticks=range(blocks))
 
     for panel in (loss, cost):
         panel.spines[["top", "right"]].set_visible(False)

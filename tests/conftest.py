@@ -1,12 +1,28 @@
 """Shared fixtures: every test starts from the same seed, and leaves torch as it was."""
 
+import os
 import sys
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import HealthCheck
 
 # The tensors here are tiny: a second thread costs more than it gains, much more on a busy machine.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the processes that tests start
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis.settings.load_profile("any machine")
+
+LONG = ("test_analyse", "test_compare", "test_cost_causal", "test_fused", "test_grouped_mm_fused", "test_fused_layer")
+LONG += ("test_server", "test_processes", "test_reload", "test_comparison_report", "test_preparation", "test_inttravel")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that of several processes none has one of them left at the end."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
 
 
 @pytest.fixture(autouse=True)

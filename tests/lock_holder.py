@@ -7,7 +7,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from intbmoe.train.lock import RunLock
+from intbmoe.train.run import RunLock
 
 FORK = multiprocessing.get_context("fork")
 

@@ -87,11 +87,11 @@ def test_training_repeats_bit_for_bit(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 1000])
-def test_intbmoe_forms_agree_on_the_device(dtype, tokens):
+def test_intbmoe_backends_agree_on_the_device(dtype, tokens):
     layer = make("intbmoe").cuda().eval()
     x = torch.randn(1, tokens, DIM, device="cuda")
     exact = copy.deepcopy(layer).double()
-    exact.form = "naive"
+    exact.backend = "naive"
     expected = exact(x.double()).float()
     with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32):
         found = layer(x)
@@ -115,7 +115,7 @@ def test_intbmoe_replays_from_a_cuda_graph():
 
 @pytest.mark.parametrize("name", ["intbmoe", "vmoe", "deepseek"])
 def test_compiled_layers_keep_the_kernels(name):
-    """torch 2.11 says "exporting" wherever it compiles, which once led to the plain forms."""
+    """torch 2.11 says "exporting" wherever it compiles, which once led to plain torch."""
     written = []
 
     def backend(graph, inputs):
@@ -124,7 +124,7 @@ def test_compiled_layers_keep_the_kernels(name):
 
     x, mask = (tensor.cuda() for tensor in batch())
     torch.compile(make(name).cuda(), fullgraph=True, backend=backend)(x, mask)
-    wanted = ["intbmoe.permute", "intbmoe.gated_rows" if name == "intbmoe" else "intbmoe.gathered_mm"]
+    wanted = ["intbmoe.permute", "intbmoe.gated_rows" if name == "intbmoe" else "intbmoe.fused_mm"]
     assert all(any(operation in text for text in written) for operation in wanted), written
 
 
@@ -168,16 +168,16 @@ def assert_trains_alike(plain, compiled, x, dtype=torch.bfloat16):
             assert (a - b).norm() <= (1e-4 if dtype == torch.float32 else 0.1) * (b.norm() + 1e-3)
 
 
-@pytest.mark.parametrize(("name", "form"), [*((name, None) for name in METHODS), ("intbmoe", "grouped")])
-def test_compiled_blocks_train_as_ordinary_ones(name, form):
+@pytest.mark.parametrize(("name", "backend"), [*((name, None) for name in METHODS), ("intbmoe", "grouped")])
+def test_compiled_blocks_train_as_ordinary_ones(name, backend):
     """A block with a class token: where a gather of the layer's, fused into the norm, went wrong."""
     from intbmoe.train.distribution import compile_in_place
 
     torch.manual_seed(1)
     config = ViTConfig(image_size=32, patch_size=4, dim=192, heads=3, hidden=64)
     plain = Block(config, 0.0, intbmoe.create(name, 192, 64)).cuda().eval()
-    if form:
-        plain.moe.form = form
+    if backend:
+        plain.moe.backend = backend
     compiled = copy.deepcopy(plain)
     compile_in_place(compiled)
     assert_trains_alike(plain, compiled, torch.randn(64, 1 + config.patches, 192, device="cuda"))

@@ -44,8 +44,8 @@ def test_padding_of_nan_is_zero_inside_and_outside():
 def test_copies_leave_the_record_of_a_forward_behind(clone):
     layer = Echo(4, 4)
     layer(torch.randn(1, 2, 4))
-    assert layer._record is not None
-    assert clone(layer)._record is None
+    assert layer.statistics.record is not None
+    assert clone(layer).statistics.record is None
 
 
 def test_help_shows_the_configs_fields():

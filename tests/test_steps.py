@@ -52,7 +52,7 @@ def test_layers_in_evaluation_are_passed_over():
     model(torch.randn(1, 2, 4))
     assert intbmoe.aux_loss(model) == 9
     intbmoe.after_step(model)
-    assert not model[0]._window
+    assert not model[0].statistics.window
 
 
 def test_a_model_without_layers_is_refused():
@@ -88,7 +88,7 @@ def test_checkpointing_keeps_no_graph_alive_and_a_second_call_is_still_refused()
     layer = Echo(4, 4)
     y = checkpoint(lambda x: layer(x).exp(), torch.randn(1, 2, 4, requires_grad=True), use_reentrant=False)
     (y.sum() + intbmoe.aux_loss(layer)).backward()
-    assert layer._record is None
+    assert layer.statistics.record is None
     with pytest.raises(RuntimeError, match="left no record"):
         intbmoe.aux_loss(layer)
 

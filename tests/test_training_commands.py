@@ -8,7 +8,7 @@ import pytest
 from intbmoe.cli import main
 from intbmoe.recipes import load_recipe
 from intbmoe.tasks import DataError
-from intbmoe.train import RunDirectory, parent
+from intbmoe.train import RunDirectory, signals
 
 SMALL = [
     *("--model.dim", "16", "--model.depth", "2", "--model.heads", "2", "--model.hidden", "16"),
@@ -94,7 +94,7 @@ def test_only_a_comparisons_run_waits_for_another_process(monkeypatch, capsys):
 
     monkeypatch.setattr(sys.modules["intbmoe.train"], "train", note)
     for started_by_one in (True, False):
-        monkeypatch.setattr(parent, "belongs_to_another", lambda answer=started_by_one: answer)
+        monkeypatch.setattr(signals, "belongs_to_another", lambda answer=started_by_one: answer)
         with pytest.raises(SystemExit):
             main(["train", "digits", *SMALL])
     assert waited == [True, False]

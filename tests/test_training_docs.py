@@ -8,8 +8,8 @@ import pytest
 
 from intbmoe.analysis.compare import CompareOptions
 from intbmoe.cli import COMMANDS, main
+from intbmoe.commands.overrides import parse_recipe
 from intbmoe.commands.training import TrainOptions
-from intbmoe.overrides import parse_recipe
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import find_variants
 

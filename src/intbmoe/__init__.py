@@ -1,6 +1,8 @@
 """IntBMoE and the mixture-of-experts layers it is compared with, on one contract."""
 
-from typing import Any
+from os import PathLike
+
+from torch import nn
 
 from intbmoe.budget import match_budget
 from intbmoe.layer import MoELayer
@@ -9,6 +11,7 @@ from intbmoe.precomposition import precompose
 from intbmoe.registry import create, list_methods
 from intbmoe.routing import load_statistics, record_routing
 from intbmoe.steps import after_step, aux_loss, before_step
+from intbmoe.version import program_version
 
 __all__ = [
     "ComposedMoE",
@@ -27,10 +30,14 @@ __all__ = [
     "record_routing",
 ]
 
+__version__ = program_version()
 
-def __getattr__(name: str) -> Any:
-    if name == "load":  # training's packages are an extra: only who loads a run needs them
-        from intbmoe.train import load
 
-        return load
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def load(run: str | PathLike[str]) -> nn.Module:
+    """The trained model of a finished run directory, on the CPU and in evaluation mode."""
+    try:
+        from intbmoe.train import load as load_run  # training's packages are an extra: only who loads a run needs them
+    except ModuleNotFoundError as error:
+        message = f"loading a run needs {error.name}, which comes with training: pip install 'intbmoe[train]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
+    return load_run(run)

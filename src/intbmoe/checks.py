@@ -1,8 +1,12 @@
-"""Argument checks whose messages name the argument, its value and what is allowed."""
+"""Checks of functions' arguments, whose messages name the argument, its value and what is allowed.
+
+Those of settings are written as annotations: ``settings.py``.
+"""
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 def require(condition: bool, argument: str, value: object, allowed: str) -> None:
@@ -11,12 +15,10 @@ def require(condition: bool, argument: str, value: object, allowed: str) -> None
         raise ValueError(f"{argument}={value!r} is not allowed: {argument} must be {allowed}")
 
 
-def require_positive_int(argument: str, value: object, at_most: int | None = None, limit: str = "") -> None:
-    """Raise unless ``value`` is an int ≥ 1 (and ≤ ``at_most``, which the message calls ``limit``)."""
+def require_positive_int(argument: str, value: object) -> None:
+    """Raise unless ``value`` is an int ≥ 1."""
     integral = isinstance(value, int) and not isinstance(value, bool)
     require(integral and value >= 1, argument, value, "an integer of at least 1")
-    if at_most is not None:
-        require(value <= at_most, argument, value, f"at most {limit} ({at_most})")
 
 
 def require_finite(argument: str, value: object) -> None:
@@ -25,13 +27,27 @@ def require_finite(argument: str, value: object) -> None:
     require(number and math.isfinite(value), argument, value, "a finite number")
 
 
-def require_bool(argument: str, value: object) -> None:
-    """Raise unless ``value`` is True or False."""
-    require(isinstance(value, bool), argument, value, "True or False")
-
-
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A sentence for an error message: the nearest known word, or all of them."""
     known = sorted(known)
     near = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def require_state(
+    source: str, state: Mapping[str, Any], expected: Mapping[str, Any], also: Iterable[str] = (), dtypes: bool = False
+) -> None:
+    """Raise unless ``state`` has the keys of ``expected``, no others but ``also``, and tensors of the same shapes.
+
+    ``source`` is what the message calls the state; with ``dtypes`` the types must be the same too.
+    """
+    missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected) - set(also))
+    if missing or unknown:
+        raise KeyError(f"{source} state does not fit: missing keys {missing}, unknown keys {unknown}")
+    for name, wanted in expected.items():
+        found = state[name]
+        if found.shape != wanted.shape:
+            shapes = f"{tuple(found.shape)}, expected {tuple(wanted.shape)}"
+            raise ValueError(f"{source} parameter {name!r} has shape {shapes}")
+        if dtypes and found.dtype != wanted.dtype:
+            raise ValueError(f"{source} parameter {name!r} is {found.dtype}, expected {wanted.dtype}")

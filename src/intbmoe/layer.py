@@ -4,35 +4,38 @@ Letters used throughout: ``B`` sequences, ``T`` tokens each, ``N = B·T``, ``d``
 ``K`` blocks, ``k`` chosen for a token.
 
 A method's file defines a Config and a subclass of ``MoELayer`` with ``compute``. The base class checks and reshapes
-the input, keeps padding out, and stores what else a forward produces; ``steps.py`` collects that for a whole model.
+the input, keeps padding out, and leaves what else a forward produces with its ``statistics``; ``steps.py`` collects
+that for a whole model.
 """
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from inspect import Parameter, signature
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import did_you_mean, require, require_positive_int
+from intbmoe.checks import did_you_mean, require
 from intbmoe.precision import autocast_dtype, autocast_off, cast
+from intbmoe.settings import Checked, PositiveInt
+from intbmoe.statistics import LayerStatistics, Result, Routing
+
+__all__ = ["LayerConfig", "MoELayer", "Quantities", "Result", "Routing", "moe_layers", "unwrap"]
 
 
 @dataclass(frozen=True)
-class LayerConfig:
-    """What every method is told. Subclasses add their own fields, keyword-only, and check them."""
+class LayerConfig(Checked):
+    """The options every method has. Subclasses add their own fields, keyword-only; annotations say what they may be."""
 
-    dim: int
-    hidden: Any
-
-    def __post_init__(self) -> None:
-        require_positive_int("dim", self.dim)
+    dim: PositiveInt
+    """d, the width of a token."""
+    hidden: PositiveInt
+    """Inner width of one expert."""
 
     def noncausal_reason(self) -> str | None:
-        """Why a layer so configured may not stand in a causal model; None when it may."""
+        """Why a layer with this Config cannot be used in a causal model; None if it can."""
         return None
 
 
@@ -47,50 +50,6 @@ class Quantities(NamedTuple):
     """Expert-sized weight sets merged from experts and held; 0 for a method that merges none."""
 
 
-class Routing(NamedTuple):
-    """Which experts each token chose."""
-
-    ids: Tensor | None
-    """(N, k_max), −1 where a token has no further choice or is masked; None for a method that does not choose."""
-    weights: Tensor | None
-    """(N, k_max), the weight of each choice, 0 where there is none."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What ``compute`` returns beside nothing hidden: the output, and what the contract may ask about it."""
-
-    y: Tensor
-    """(B, T, d)."""
-    routing: Routing | None = None
-    losses: dict[str, Tensor] = field(default_factory=dict)
-    """Auxiliary losses, coefficients applied."""
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    """Statistics that add up over micro-batches and ranks, such as ``load``: assignments of each expert."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """What a training forward leaves for ``aux_loss``."""
-
-    losses: dict[str, Tensor]
-    sums: dict[str, Tensor]
-    differentiable: bool
-    """Whether the forward ran with gradients; reentrant checkpointing runs it without."""
-
-
-class RoutedForward(NamedTuple):
-    """What a forward leaves for ``record_routing``."""
-
-    routing: Routing
-    shape: tuple[int, ...]
-    """(…, T)."""
-    count: Tensor
-    """Valid tokens."""
-    sums: dict[str, Tensor]
-    """The forward's statistics: ``load``, and ``dropped`` or ``untaken`` of methods that leave tokens out."""
-
-
 class MoELayer(nn.Module):
     """A mixture-of-experts layer in place of a Transformer's FFN: ``layer(x, mask)`` is the tensor alone.
 
@@ -99,7 +58,7 @@ class MoELayer(nn.Module):
 
     Config: ClassVar[type[LayerConfig]] = LayerConfig
     KEPT_WIDE: ClassVar[tuple[str, ...]] = ("router",)
-    """What decides where tokens go: a half-precision copy that is to serve keeps it as it is, see ``kept_wide``."""
+    """What decides where tokens go: a half-precision copy for serving keeps its type, see ``kept_wide``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -112,11 +71,7 @@ class MoELayer(nn.Module):
             self.config = dim
         else:
             self.config = self.make_config(dim, hidden, **options)
-        self._record: Record | None = None
-        self._routing_log: list[RoutedForward] | None = None
-        self._pending: dict[str, Tensor] = {}
-        self._window: dict[str, Tensor] = {}
-        self._warned_dead: set[int] = set()
+        self.statistics = LayerStatistics()
 
     @classmethod
     def make_config(cls, dim: int, hidden: Any, **options: Any) -> LayerConfig:
@@ -142,7 +97,6 @@ class MoELayer(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define compute()")
 
     def quantities(self) -> Quantities:
-        """Participation, execution and materialization of this layer."""
         raise TypeError(f"{type(self).__name__} does not define quantities()")
 
     @property
@@ -163,7 +117,7 @@ class MoELayer(nn.Module):
         """Decoding state for ``batch`` sequences; None for a method whose tokens need no earlier ones."""
         reason = self.config.noncausal_reason()
         if reason is not None:
-            raise ValueError(f"{type(self).__name__} so configured cannot decode token by token: {reason}")
+            raise ValueError(f"{type(self).__name__} with this configuration cannot decode token by token: {reason}")
         return None
 
     @classmethod
@@ -190,28 +144,10 @@ class MoELayer(nn.Module):
         y = result.y
         if mask is not None:
             y = torch.where(mask.unsqueeze(-1), y, 0)
-        # Activation checkpointing runs forwards again during backward: these were counted the first time.
-        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if not again and (self.training or self._routing_log is not None):
+        if self.statistics.wants(self.training):
             count = x.new_full((), tokens.shape[0] * tokens.shape[1], dtype=torch.int64) if mask is None else mask.sum()
-            self._keep(result, count, tuple(x.shape[:-1]))
+            self.statistics.keep(result, count, tuple(x.shape[:-1]), self.training, type(self).__name__)
         return cast(y, x.dtype).reshape(x.shape)
-
-    def _keep(self, result: Result, count: Tensor, shape: tuple[int, ...]) -> None:
-        """Store what the contract may ask about this forward of ``count`` valid tokens."""
-        if self.training:
-            if self._record is not None and self._record.losses and not torch.compiler.is_compiling():
-                warnings.warn(
-                    f"{type(self).__name__} ran again before aux_loss took the losses of its last forward, which are "
-                    f"lost: call intbmoe.aux_loss(model) once a forward, and use a layer once in each",
-                    stacklevel=4,
-                )
-            self._record = Record(result.losses, {"tokens": count, **result.sums}, torch.is_grad_enabled())
-        if self._routing_log is not None:
-            ids, weights = result.routing or Routing(None, None)
-            routing = Routing(ids, weights if weights is None else weights.detach())
-            sums = {key: value.detach() for key, value in result.sums.items()}
-            self._routing_log.append(RoutedForward(routing, shape, count, sums))
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -246,10 +182,6 @@ class MoELayer(nn.Module):
             raise TypeError(f"mask is {found}: expected torch.bool, True where a token is valid (mask.bool())")
         if mask.shape != x.shape[:-1]:
             raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {tuple(x.shape[:-1])}, as x without dim")
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Non-leaf tensors in an attribute break deepcopy and pickle; they belong to a forward, not to the layer.
-        return {**self.__dict__, "_record": None, "_routing_log": None}
 
 
 def unwrap(model: nn.Module) -> nn.Module:

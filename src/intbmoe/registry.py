@@ -1,20 +1,23 @@
-"""The lowest room: methods and tasks announce themselves here, and are found by name.
+"""The ground floor: methods and tasks register themselves here and are found by name.
 
     @register("switch", title="Switch Transformer", paper="Fedus et al., 2022", participation="sparse")
     class Switch(MoELayer): ...
 
     layer = create("switch", dim=192, hidden=768, experts=17)
 
-A method's file may register several names, each with presets for its Config. The registry imports
-``intbmoe.methods.*`` the first time anything is looked up, so that a new file there is all a new method needs. A task
-is a folder in ``intbmoe.tasks`` that does the same (below).
+One file may register several names, each with presets for its Config. What others need to know about a method is a
+trait here, never guessed from its name. Methods are imported when one is first looked up: every module of
+``intbmoe.methods``, and what installed packages name as entry points of the group ``intbmoe.methods``. A task is a
+folder in ``intbmoe.tasks`` that does the same (below).
 """
 
+import functools
 import hashlib
 import importlib
 import os
 import pkgutil
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -35,6 +38,11 @@ class Method:
     title: str
     paper: str
     participation: Participation
+    """Whether a token's output depends on all experts or on some."""
+    dynamic: bool = False
+    """The trained router decides how many experts a token gets."""
+    composes: bool = False
+    """Blocks are built from a pool, independently of the input, so the layer can be precomposed."""
     presets: dict[str, Any] = field(default_factory=dict)
 
     def config(self, dim: int, hidden: Any, **options: Any) -> Any:
@@ -55,7 +63,14 @@ def _full_name(layer: type) -> str:
 
 
 def register(
-    name: str, *, title: str, paper: str, participation: Participation, **presets: Any
+    name: str,
+    *,
+    title: str,
+    paper: str,
+    participation: Participation,
+    dynamic: bool = False,
+    composes: bool = False,
+    **presets: Any,
 ) -> Callable[[type], type]:
     """Class decorator: make the layer available as ``create(name, …)``, with ``presets`` for its Config."""
 
@@ -63,17 +78,34 @@ def register(
         known = _methods.get(name)
         if known is not None and _full_name(known.layer) != _full_name(layer):
             raise ValueError(f"the method name {name!r} is taken by {_full_name(known.layer)}")
-        _methods[name] = Method(name, layer, title, paper, participation, presets)
+        _methods[name] = Method(name, layer, title, paper, participation, dynamic, composes, presets)
         return layer
 
     return add
 
 
+@functools.cache
+def _discover(room: str) -> None:
+    """Import what registers itself: the modules of ``intbmoe.methods`` or ``intbmoe.tasks``, and others' packages."""
+    package = importlib.import_module(f"intbmoe.{room}")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    for entry in entry_points(group=package.__name__):
+        try:
+            entry.load()
+        except Exception as error:  # someone else's package: ours must work without it
+            owner = entry.dist.name if entry.dist else "an unknown package"
+            warnings.warn(
+                f"{room} of {owner} are missing: its entry point {entry.name} = {entry.value!r} in the group "
+                f"{entry.group!r} cannot be loaded ({type(error).__name__}: {error})",
+                stacklevel=2,
+            )
+
+
 def list_methods() -> list[str]:
     """The names that ``create`` knows, in alphabetical order."""
-    methods = importlib.import_module("intbmoe.methods")
-    for module in pkgutil.iter_modules(methods.__path__):
-        importlib.import_module(f"{methods.__name__}.{module.name}")
+    _discover("methods")
+    _load_plugins()
     return sorted(_methods)
 
 
@@ -102,11 +134,10 @@ def create(name: str, dim: int, hidden: Any, **options: Any) -> Any:
 
 PLUGINS = "INTBMOE_PLUGINS"
 """The environment variable: paths of Python files, separated as in PATH."""
-ENTRY_POINTS = "intbmoe.tasks"
 
 _tasks: dict[str, type] = {}
 _loaded: set[str] = set()
-"""Sources of tasks that have been imported: the package's own, the entry points, plugin files."""
+"""Plugin files that have been imported."""
 
 
 def register_task(name: str) -> Callable[[type], type]:
@@ -125,16 +156,8 @@ def register_task(name: str) -> Callable[[type], type]:
 
 def list_tasks() -> list[str]:
     """The names of all tasks, in alphabetical order."""
-    if "own" not in _loaded:
-        package = importlib.import_module("intbmoe.tasks")
-        for module in pkgutil.iter_modules(package.__path__):
-            if module.ispkg:
-                importlib.import_module(f"{package.__name__}.{module.name}")
-        for entry in entry_points(group=ENTRY_POINTS):
-            entry.load()
-        _loaded.add("own")
-    for file in plugin_files():
-        load_plugin(file)
+    _discover("tasks")
+    _load_plugins()
     return sorted(_tasks)
 
 
@@ -166,6 +189,11 @@ def add_plugin(file: str | Path) -> None:
     load_plugin(path)
     known = [str(known) for known in plugin_files()]
     os.environ[PLUGINS] = os.pathsep.join([*known, *({str(path)} - set(known))])
+
+
+def _load_plugins() -> None:
+    for file in plugin_files():
+        load_plugin(file)
 
 
 def load_plugin(path: Path) -> None:

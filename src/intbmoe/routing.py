@@ -2,13 +2,13 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from intbmoe.layer import RoutedForward, moe_layers
-from intbmoe.parts.load import LoadStatistics, load_statistics_of
+from intbmoe.layer import moe_layers
+from intbmoe.statistics import LoadStatistics, RoutedForward, load_statistics_of
 
 
 class RecordedRouting:
@@ -74,18 +74,11 @@ def record_routing(model: nn.Module) -> Iterator[Mapping[str, RecordedRouting]]:
     layers = dict(moe_layers(model))
     if not layers:
         raise ValueError(f"{type(model).__name__} holds no MoE layer, so it has no routing to record")
-    log = {}
-    outer = {name: layer._routing_log for name, layer in layers.items()}
-    for name, layer in layers.items():
-        layer._routing_log = []
-        log[name] = RecordedRouting(layer._routing_log, layer.choices, layer.open_choices)
-    try:
-        yield log
-    finally:
-        for name, layer in layers.items():
-            if outer[name] is not None:  # contexts nest: what the inner one saw, the outer one saw too
-                outer[name].extend(layer._routing_log)
-            layer._routing_log = outer[name]
+    with ExitStack() as stack:
+        yield {
+            name: RecordedRouting(stack.enter_context(layer.statistics.recording()), layer.choices, layer.open_choices)
+            for name, layer in layers.items()
+        }
 
 
 def load_statistics(model: nn.Module, *, reset: bool = True) -> dict[str, LoadStatistics]:
@@ -94,23 +87,20 @@ def load_statistics(model: nn.Module, *, reset: bool = True) -> dict[str, LoadSt
     Call it where you log, after ``after_step``, which is what ends a step. A block that got no token in the whole
     window is warned about, once.
     """
-    statistics = {}
+    loads = {}
     for name, layer in moe_layers(model):
-        if layer._pending and not layer._window:
+        statistics = layer.statistics
+        if statistics.pending and not statistics.window:
             raise RuntimeError(f"layer {name!r} has counts of an unfinished step only: call intbmoe.after_step(model)")
-        if "load" not in layer._window:
+        load = statistics.load(layer.open_choices)
+        if load is None:
             continue
-        window = layer._window
-        dropped = int(window.get("dropped", 0))
-        untaken = int(window["untaken"]) if "untaken" in window else None
-        found = load_statistics_of(window["load"], int(window["tokens"]), dropped, layer.open_choices, untaken)
-        statistics[name] = found
-        new = set(found.dead) - layer._warned_dead
-        if new and found.tokens:
-            layer._warned_dead |= new
+        loads[name] = load
+        dead = statistics.newly_dead(load)
+        if dead:
             warnings.warn(
-                f"layer {name!r}: {sorted(new)} of {len(found.counts)} got none of {found.tokens} tokens", stacklevel=2
+                f"layer {name!r}: {dead} of {len(load.counts)} got none of {load.tokens} tokens", stacklevel=2
             )
         if reset:
-            layer._window = {}
-    return statistics
+            statistics.clear_window()
+    return loads

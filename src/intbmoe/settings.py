@@ -1,19 +1,78 @@
-"""Settings to plain data and back: dataclasses ↔ dicts of strings, numbers, lists, as YAML and JSON hold them.
+"""Settings say in their annotations what they may be; one reader checks and converts them, from Python and from YAML.
 
-``to_plain`` and ``from_plain`` are exact inverses. Coming back every key and type is checked, and an error says where:
-``train.epoch: no such setting: did you mean 'epochs'?``.
+    @dataclass(frozen=True)
+    class RouterSettings(Checked):
+        experts: PositiveInt = 8
+        top_k: Annotated[PositiveInt, AtMost("experts")] = 2
+        dropout: Share = 0.1
+
+    RouterSettings(top_k=9)    # ValueError: top_k=9 is not allowed: top_k must be at most experts (8)
+
+``from_plain`` makes settings of the dicts, lists, strings and numbers that YAML and JSON hold, and ``to_plain`` is its
+exact inverse. An error says where: ``train.epoch: no such setting: did you mean 'epochs'?``.
 """
 
+import math
 import types
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from intbmoe.checks import did_you_mean
-from intbmoe.registry import find_method
+from intbmoe.checks import did_you_mean, require
 
-SCALARS = (str, bool, int, float, type(None))
+
+@dataclass(frozen=True)
+class MustBe:
+    """In an annotation: what a value of the type must be, in words and as a test; or, without a test, in better words.
+
+    Of several, the last one's words are shown.
+    """
+
+    words: str
+    test: Callable[[Any], bool] = lambda value: True
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """In an annotation: the value may not exceed that of another field."""
+
+    field: str
+
+
+PositiveInt = Annotated[int, MustBe("an integer of at least 1", lambda value: value >= 1)]
+NonNegativeInt = Annotated[int, MustBe("an integer of at least 0", lambda value: value >= 0)]
+Positive = Annotated[float, MustBe("a positive finite number", lambda value: value > 0)]
+NonNegative = Annotated[float, MustBe("a finite number of at least 0", lambda value: value >= 0)]
+Probability = Annotated[float, MustBe("a number in [0, 1]", lambda value: 0 <= value <= 1)]
+Share = Annotated[float, MustBe("a number in [0, 1)", lambda value: 0 <= value < 1)]
+
+_NAMES = {int: "an integer", float: "a finite number", str: "a string", bool: "True or False", Path: "a path"}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Base of frozen dataclasses whose fields are checked, and converted, by their annotations when one is made."""
+
+    def __post_init__(self) -> None:
+        hints = field_types(type(self))
+        for name, kind in hints.items():
+            object.__setattr__(self, name, from_plain(kind, getattr(self, name), name))
+        for name, kind in hints.items():
+            value = getattr(self, name)
+            for limit in getattr(kind, "__metadata__", ()):
+                if isinstance(limit, AtMost) and value is not None:
+                    most = getattr(self, limit.field)
+                    require(value <= most, name, value, f"at most {limit.field} ({most})")
+
+
+@cache
+def field_types(kind: type) -> dict[str, Any]:
+    """The annotations of what a dataclass can be told, by name."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {f.name: hints[f.name] for f in fields(kind) if f.init}
 
 
 def to_plain(value: Any) -> Any:
@@ -26,138 +85,123 @@ def to_plain(value: Any) -> Any:
         return [to_plain(entry) for entry in value]
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, SCALARS):
+    if isinstance(value, str | int | float | None):
         return value
     raise TypeError(f"{value!r} is a {type(value).__name__}, which a recipe cannot hold")
 
 
 def from_plain(kind: Any, value: Any, where: str) -> Any:
     """``value`` as ``kind``, a type or an annotation; ``where`` is its place for error messages."""
-    if is_dataclass(kind):
-        return _settings(kind, value, where)
     origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        return value if isinstance(value, kind) else _settings(kind, value, where)
     if kind is Any:
         return value
+    if origin is Annotated:
+        return _annotated(kind, value, where)
     if origin in (Union, types.UnionType):
         return _first_fit(kind, value, where)
-    if origin is Literal:
-        if value in arguments:
-            return value
-        raise _wrong(value, where, f"one of {', '.join(map(repr, arguments))}")
     if origin is tuple:
-        return _tuple(arguments, value, where)
-    if origin is dict:
-        if isinstance(value, Mapping):
-            return {str(key): from_plain(arguments[1], entry, f"{where}.{key}") for key, entry in value.items()}
-        raise _wrong(value, where, "a mapping")
-    return _scalar(kind, value, where)
+        return _tuple(kind, value, where)
+    if origin is Literal and value in arguments:
+        return value
+    if origin is dict and isinstance(value, Mapping):
+        return {str(key): from_plain(arguments[1], entry, f"{where}.{key}") for key, entry in value.items()}
+    if origin is None:
+        return _scalar(kind, value, where)
+    raise _wrong(value, where, kind)
 
 
 def _settings(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
-        raise _wrong(value, where, f"a mapping with the settings of {kind.__name__}")
-    hints = get_type_hints(kind)
-    known = {f.name: f for f in fields(kind) if f.init}
+        raise _wrong(value, where, kind)
+    hints = field_types(kind)
     for key in value:
-        if key not in known:
-            raise ValueError(f"{_join(where, key)}: no such setting: {did_you_mean(str(key), known)}")
-    for name, f in known.items():
-        if name not in value and f.default is MISSING and f.default_factory is MISSING:
-            raise ValueError(f"{_join(where, name)} is missing")
+        if key not in hints:
+            raise ValueError(f"{_join(where, key)}: no such setting: {did_you_mean(str(key), hints)}")
+    for f in fields(kind):
+        if f.name in hints and f.name not in value and f.default is MISSING and f.default_factory is MISSING:
+            raise ValueError(f"{_join(where, f.name)} is missing")
     converted = {key: from_plain(hints[key], entry, _join(where, key)) for key, entry in value.items()}
     try:
         return kind(**converted)
+    except ValueError as error:  # of fields that do not go together, which names the field, not where it stands
+        raise ValueError(f"{where}: {error}" if where else str(error)) from error
+
+
+def _annotated(kind: Any, value: Any, where: str) -> Any:
+    base, *metadata = get_args(kind)
+    rules = [rule for rule in metadata if isinstance(rule, MustBe)]
+    if not rules:
+        return from_plain(base, value, where)
+    try:
+        converted = from_plain(base, value, where)
     except ValueError as error:
-        # The settings' own checks name the argument, not always the room it stands in.
-        text = str(error)
-        raise ValueError(text if not where or text.startswith(f"{where}.") else f"{where}: {text}") from error
+        raise _wrong(value, where, kind) from error
+    if not all(rule.test(converted) for rule in rules):
+        raise _wrong(value, where, kind)
+    return converted
 
 
 def _first_fit(kind: Any, value: Any, where: str) -> Any:
-    """None only for None, otherwise the first member that takes the value."""
-    members = get_args(kind)
-    if value is None and type(None) in members:
+    """As the first member of a union that takes the value."""
+    if value is None and type(None) in get_args(kind):
         return None
-    last = None
-    for member in members:
-        if member is type(None):
-            continue
+    for member in get_args(kind):
         try:
             return from_plain(member, value, where)
-        except (ValueError, TypeError) as error:
-            last = error
-    names = " or ".join("None" if member is type(None) else _name(member) for member in members)
-    raise _wrong(value, where, names) from last
+        except ValueError:
+            continue
+    raise _wrong(value, where, kind)
 
 
-def _tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise _wrong(value, where, "a list")
-    if len(arguments) == 2 and arguments[1] is Ellipsis:
-        arguments = (arguments[0],) * len(value)
-    if len(arguments) != len(value):
-        raise _wrong(value, where, f"a list of {len(arguments)}")
-    pairs = zip(arguments, value, strict=True)
-    return tuple(from_plain(kind, entry, f"{where}[{index}]") for index, (kind, entry) in enumerate(pairs))
+def _tuple(kind: Any, value: Any, where: str) -> tuple[Any, ...]:
+    kinds = get_args(kind)
+    if isinstance(value, list | tuple):
+        if kinds[-1:] == (Ellipsis,):
+            kinds = kinds[:1] * len(value)
+        if len(kinds) == len(value):
+            return tuple(from_plain(kinds[i], entry, f"{where}[{i}]") for i, entry in enumerate(value))
+    raise _wrong(value, where, kind)
 
 
 def _scalar(kind: type, value: Any, where: str) -> Any:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
     if kind is float:
         # YAML reads 1e-3, without a point, as a string; what a person means is a number.
-        if isinstance(value, str) and "e" in value.lower():
-            try:
-                return float(value)
-            except ValueError:
-                raise _wrong(value, where, "a number") from None
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        raise _wrong(value, where, "a number")
-    if kind is int and isinstance(value, bool):
-        raise _wrong(value, where, "an integer")
-    if kind is Path and isinstance(value, str | Path):
-        return Path(value)
-    if not isinstance(value, kind):
-        raise _wrong(value, where, _name(kind))
-    return value
+        written = isinstance(value, str) and "e" in value.lower()
+        with suppress(ValueError, OverflowError):
+            if written or (isinstance(value, int | float) and not isinstance(value, bool)):
+                number = float(value)
+                if math.isfinite(number):
+                    return number
+    elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    raise _wrong(value, where, kind)
 
 
-def _name(kind: Any) -> str:
-    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", Path: "a path"}
-    return names.get(kind, "a list" if get_origin(kind) is tuple else str(kind))
+def _words(kind: Any) -> str:
+    """What a value of this type or annotation must be."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        rules = [rule.words for rule in arguments[1:] if isinstance(rule, MustBe)]
+        return rules[-1] if rules else _words(arguments[0])
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_words, arguments))
+    if origin is Literal:
+        named = [repr(argument) for argument in arguments]
+        return " or ".join(named) if len(named) <= 2 else f"one of {', '.join(named)}"
+    if origin is tuple:
+        return "a list" if arguments[-1:] == (Ellipsis,) else f"a list of {len(arguments)}"
+    if is_dataclass(kind):
+        return f"a mapping with the settings of {kind.__name__}"
+    return "a mapping" if origin is dict else "None" if kind is type(None) else _NAMES.get(kind, str(kind))
+
+
+def _wrong(value: Any, where: str, kind: Any) -> ValueError:
+    return ValueError(f"{where}={value!r} is not allowed: {where} must be {_words(kind)}")
 
 
 def _join(where: str, key: Any) -> str:
     return f"{where}.{key}" if where else str(key)
-
-
-def _wrong(value: Any, where: str, allowed: str) -> ValueError:
-    return ValueError(f"{where}={value!r} is not allowed: {where} must be {allowed}")
-
-
-def option_types(method: str) -> dict[str, Any]:
-    """What ``moe.options`` may set for a method, with types: the fields of its Config, all but the width ``dim``."""
-    config = find_method(method).layer.Config
-    hints = get_type_hints(config)
-    kinds = {f.name: hints[f.name] for f in fields(config) if f.init and f.name != "dim"}
-    # Methods whose blocks have one inner width do not annotate it anew.
-    return {name: int if kind is Any else kind for name, kind in kinds.items()}
-
-
-def require_options(method: str, names: Iterable[str]) -> None:
-    """Raise unless the method has options of these names."""
-    known = option_types(method)
-    for name in names:
-        if name not in known:
-            raise ValueError(f"moe.options.{name}: {method} has no such option: {did_you_mean(name, known)}")
-
-
-def check_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """``options`` with names, types and values checked against the method's Config, as plain data."""
-    require_options(method, options)
-    known = option_types(method)
-    typed = {name: from_plain(known[name], value, f"moe.options.{name}") for name, value in options.items()}
-    try:
-        find_method(method).config(**{"dim": 8, "hidden": 8, **typed})  # sizes that any option goes with
-    except ValueError as error:
-        raise ValueError(f"moe.options: {error}") from error
-    return {name: to_plain(value) for name, value in typed.items()}

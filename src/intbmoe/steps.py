@@ -1,6 +1,6 @@
 """What a training loop calls, for a whole model: ``aux_loss``, ``before_step``, ``after_step``.
 
-    loss = task_loss(model(x)) + intbmoe.aux_loss(model)     # once a micro-batch
+    loss = task_loss(model(x)) + intbmoe.aux_loss(model)     # once per micro-batch
     loss.backward()
     intbmoe.before_step(model, optimizer)
     optimizer.step()
@@ -22,22 +22,22 @@ from intbmoe.layer import MoELayer, moe_layers
 
 
 def aux_loss(model: nn.Module) -> Tensor:
-    """The sum of all layers' auxiliary losses for the last forward; call once a micro-batch, before backward.
+    """The sum of all layers' auxiliary losses for the last forward; call once per micro-batch, before backward.
 
     Also adds the layers' load counts to what ``after_step`` hands on. Layers in evaluation mode are passed over.
     """
     layers = list(moe_layers(model))
     if not layers:
         raise ValueError(f"{type(model).__name__} holds no MoE layer, so it has no auxiliary loss")
-    total = torch.zeros((), device=_device(layers[0][1]))
+    total = torch.zeros((), device=next(layers[0][1].parameters()).device)
     for name, layer in layers:
         if not layer.training:
             continue
-        record, layer._record = layer._record, None
+        record = layer.statistics.take_record()
         if record is None:
             raise RuntimeError(
                 f"layer {name!r} left no record: run the model forward in training mode before each call of aux_loss, "
-                f"and call it once a forward"
+                f"and call it once per forward"
             )
         if record.losses and torch.is_grad_enabled() and not record.differentiable:
             raise RuntimeError(
@@ -46,16 +46,8 @@ def aux_loss(model: nn.Module) -> Tensor:
             )
         for loss in record.losses.values():
             total = total + loss.to(total.device)
-        add_sums(layer, record.sums)
+        layer.statistics.add(record.sums)
     return total
-
-
-def add_sums(layer: MoELayer, sums: dict[str, Tensor]) -> None:
-    """Add a micro-batch's statistics to those that ``after_step`` hands on."""
-    for key, value in sums.items():
-        value = value.detach()
-        # A copy: under torch.compile(mode="reduce-overhead") the next forward writes over what this one returned.
-        layer._pending[key] = layer._pending[key] + value if key in layer._pending else value.clone()
 
 
 def before_step(model: nn.Module, optimizer: Any, reevaluate: Callable[[], Tensor] | None = None) -> None:
@@ -66,30 +58,27 @@ def before_step(model: nn.Module, optimizer: Any, reevaluate: Callable[[], Tenso
 
 def after_step(model: nn.Module, optimizer: Any = None) -> None:
     """Call after ``optimizer.step()``: moves the state that gradients do not, from the step's global counts."""
-    layers = [layer for _, layer in moe_layers(model) if layer.training]
-    for name, layer in moe_layers(model):
-        if layer.training and not layer._pending:
-            raise RuntimeError(f"layer {name!r} has no counts: call intbmoe.aux_loss(model) once a micro-batch")
-    _all_reduce([layer._pending for layer in layers])
+    layers = {name: layer for name, layer in moe_layers(model) if layer.training}
+    for name, layer in layers.items():
+        if not layer.statistics.pending:
+            raise RuntimeError(f"layer {name!r} has no counts: call intbmoe.aux_loss(model) once per micro-batch")
+    _all_reduce([layer.statistics.pending for layer in layers.values()])
     for family, members in _families(model):
-        family.family_after_step(members, [layer._pending for layer in members], optimizer)
-    for layer in layers:
-        for key, value in layer._pending.items():
-            layer._window[key] = layer._window[key] + value if key in layer._window else value
-        layer._pending = {}
-        layer._record = None  # left behind by checkpointing's recomputation
+        family.family_after_step(members, [layer.statistics.pending for layer in members], optimizer)
+    for layer in layers.values():
+        layer.statistics.end_step()
 
 
 def _families(model: nn.Module) -> Iterable[tuple[type[MoELayer], list[MoELayer]]]:
-    """The model's training layers by class, so that a method with one state a model sees all its layers."""
-    layers = sorted((layer for _, layer in moe_layers(model) if layer.training), key=_family_name)
-    for _, members in groupby(layers, key=_family_name):
+    """The model's training layers by class, so that a method with one state per model sees all its layers."""
+
+    def name(layer: MoELayer) -> str:
+        return f"{type(layer).__module__}.{type(layer).__qualname__}"
+
+    layers = sorted((layer for _, layer in moe_layers(model) if layer.training), key=name)
+    for _, members in groupby(layers, key=name):
         members = list(members)
         yield type(members[0]), members
-
-
-def _family_name(layer: MoELayer) -> str:
-    return f"{type(layer).__module__}.{type(layer).__qualname__}"
 
 
 def _all_reduce(sums: list[dict[str, Tensor]]) -> None:
@@ -103,7 +92,3 @@ def _all_reduce(sums: list[dict[str, Tensor]]) -> None:
     parts = message.split([entry[key].numel() for entry, key in entries])
     for (entry, key), part in zip(entries, parts, strict=True):
         entry[key] = part.view(entry[key].shape).to(entry[key].device, entry[key].dtype)
-
-
-def _device(layer: nn.Module) -> torch.device:
-    return next(layer.parameters()).device

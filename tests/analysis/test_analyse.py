@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from intbmoe.analysis import analyse as analysis
 from intbmoe.analysis import run_cost
@@ -43,9 +44,10 @@ def small(name, method="intbmoe"):
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_sweep():
-    """tests/analysis/test_run_cost.py has the whole one."""
+    """tests/analysis/test_run_cost.py has the whole one, and pictures are laid out in the tests of the page."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_cost, "SWEEP", (1, 4))
+        patch.setattr(ConstrainedLayoutEngine, "execute", lambda self, figure: None)  # half of the time of drawing
         yield
 
 

@@ -192,11 +192,11 @@ def test_an_interrupted_comparison_saves_and_goes_on(tmp_path):
     command = [sys.executable, "-m", "intbmoe.cli", *args]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     metrics = tmp_path / "runs/digits/dense/0/metrics.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300  # on a busy machine
     while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 130, output
     assert "The same command goes on from there" in output
     saved = list((tmp_path / "runs/digits/dense/0/checkpoints").glob("step-*"))

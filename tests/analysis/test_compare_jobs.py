@@ -12,7 +12,7 @@ from intbmoe.analysis import compare_jobs
 from intbmoe.analysis.compare import CompareOptions, make_plan
 from intbmoe.analysis.compare_jobs import run_jobs, threads
 from intbmoe.recipes import load_recipe
-from intbmoe.train.parent import STARTED_BY
+from intbmoe.train.signals import STARTED_BY
 from lock_holder import locked_by_another
 
 

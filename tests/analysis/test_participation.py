@@ -28,7 +28,7 @@ def zero_base(layer, base):
         for path in (layer.hypernetwork.value, layer.hypernetwork.gate):
             path.weight[base] = 0
             path.bias[base] = 0 if layer.config.coefficients == "linear" else -1e4
-    assert all(bool((path[:, base] == 0).all()) for path in layer.recipes())
+    assert all(bool((path[:, base] == 0).all()) for path in layer.coefficients())
     return layer
 
 

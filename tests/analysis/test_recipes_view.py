@@ -39,7 +39,7 @@ def test_blocks_with_the_same_code_have_the_same_recipe():
 def test_rows_have_length_one_and_keep_their_direction():
     layer = make()
     found = collect_recipes(OneLayer(layer))
-    for path, recipe in zip(found.layers, layer.recipes(), strict=True):
+    for path, recipe in zip(found.layers, layer.coefficients(), strict=True):
         assert torch.equal(torch.tensor(path.coefficients, dtype=torch.float64), recipe)
         for raw, row in zip(path.coefficients, path.normalised, strict=True):
             length = math.hypot(*raw)

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from intbmoe.files import digest, to_json
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.recipes import MoESettings, load_recipe
 from intbmoe.tasks import make_task
-from intbmoe.train.files import digest, pack_tensors, to_json
+from intbmoe.train.files import pack_tensors
 from intbmoe.train.run import RunDirectory
 
 TASKS = ("vision", "language", "sequences", "travel")

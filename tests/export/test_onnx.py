@@ -12,7 +12,7 @@ from intbmoe.export.artifact import ONNX
 from intbmoe.export.export import export_run
 from intbmoe.export.parity import Parity
 from intbmoe.tasks import make_task
-from intbmoe.train.loading import load
+from intbmoe.train.evaluation import load
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

@@ -263,3 +263,4 @@ def test_what_waits_for_the_device_cannot_be_recorded():
         recorder.record(lambda: x.mul_(x.sum().item()))
     torch.cuda.synchronize()  # the ordinary way still works
     assert x.add_(1).isfinite().all()
+    assert torch.rand_like(x).isfinite().all()

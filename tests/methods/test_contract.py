@@ -108,7 +108,7 @@ def test_masked_tokens_neither_give_nor_take(name, training, dtype):
         aux = intbmoe.aux_loss(layer) if training else torch.zeros(())
         (y.square().sum() + aux).backward()
         assert (padded.grad[~mask] == 0).all()
-        pending = dict(layer._pending)
+        pending = dict(layer.statistics.pending)
         if training:
             intbmoe.after_step(layer)
         results.append((y.detach(), aux.detach(), pending, grads(layer), state_of(layer)))
@@ -225,7 +225,7 @@ def test_compiles_whole(name, backend):
         for layer, call in ((eager, eager), (compiled, run)):
             (call(x, valid).square().sum() + intbmoe.aux_loss(layer)).backward()
     torch.testing.assert_close(grads(compiled), grads(eager), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(compiled._pending, eager._pending)
+    torch.testing.assert_close(compiled.statistics.pending, eager.statistics.pending)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -255,8 +255,8 @@ def test_activation_checkpointing_changes_nothing(name):
         # Something that saves a tensor follows, as in a block: the recomputation then runs through the whole layer.
         y = checkpoint(lambda x, layer=layer: layer(x).exp(), x, use_reentrant=False) if recompute else layer(x).exp()
         (y.square().sum() + intbmoe.aux_loss(layer)).backward()
-        assert layer._record is None  # the forward run again in backward leaves nothing behind
-        pending = dict(layer._pending)
+        assert layer.statistics.record is None  # the forward run again in backward leaves nothing behind
+        pending = dict(layer.statistics.pending)
         intbmoe.after_step(layer)
         results.append((grads(layer), pending, state_of(layer)))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
@@ -275,7 +275,7 @@ def _train(rank, world, name):
         intbmoe.before_step(model, optimizer)
         optimizer.step()
         intbmoe.after_step(model, optimizer)
-    return {"grads": grads(layer), "state": state_of(layer), "window": dict(layer._window)}
+    return {"grads": grads(layer), "state": state_of(layer), "window": dict(layer.statistics.window)}
 
 
 def _train_all(rank, world, names):

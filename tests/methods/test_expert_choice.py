@@ -84,9 +84,9 @@ def test_every_expert_takes_exactly_c_distinct_tokens():
         for row in ids:
             assert len(set(row[row >= 0].tolist())) == (row >= 0).sum()
     intbmoe.aux_loss(layer)
-    assert layer._pending["load"].tolist() == [3 * 24] * 17
-    assert layer._pending["untaken"] == (log[""].ids[:, 0] < 0).sum()
-    assert layer._pending["untaken"] > 0
+    assert layer.statistics.pending["load"].tolist() == [3 * 24] * 17
+    assert layer.statistics.pending["untaken"] == (log[""].ids[:, 0] < 0).sum()
+    assert layer.statistics.pending["untaken"] > 0
 
 
 def test_an_untaken_token_gives_zero():
@@ -126,7 +126,7 @@ def test_a_padded_sequence_gives_what_it_gives_alone():
     torch.testing.assert_close(layer(padded, mask)[:, where], layer(x), rtol=0, atol=1e-12)
     layer(padded, mask)
     intbmoe.aux_loss(layer)
-    assert layer._pending["load"].tolist() == [4] * 4
+    assert layer.statistics.pending["load"].tolist() == [4] * 4
 
 
 def test_ties_go_to_the_earlier_token():
@@ -141,7 +141,7 @@ def test_capacity_is_exact_where_floating_point_is_not():
     layer = make(experts=11, capacity_factor=1.1)  # 1.1 · 10 / 11 is 1.0000000000000002 in float64
     layer(tokens(1, 10))
     intbmoe.aux_loss(layer)
-    assert layer._pending["load"].tolist() == [1] * 11
+    assert layer.statistics.pending["load"].tolist() == [1] * 11
 
 
 def test_a_masked_layer_compiles_whole():

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import intbmoe
-from intbmoe.ops.triton_support import INSTALLED
+from intbmoe.ops.backend import TRITON
 from interpreter import INTERPRETING, on_device, rerun
 
-if not INSTALLED:
+if not TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 DIM, HIDDEN = (6, 11) if INTERPRETING else (12, 22)
@@ -69,7 +69,7 @@ def inputs(tokens=17):
 def test_every_switch(device, switch, recompute):
     layer = make(**SWITCHES[switch])
     exact = copy.deepcopy(layer).double()
-    exact.form = "naive"
+    exact.backend = "naive"
     x, mask, probe = inputs()
     expected = outputs_and_gradients(exact, x.double(), mask, probe.double())
     layer = layer.to(device)
@@ -112,17 +112,17 @@ def test_compiles_into_one_graph(device):
 
 
 @on_device
-def test_flops_are_those_of_the_plain_form(device):
+def test_flops_are_those_of_the_plain_backend(device):
     from torch.utils.flop_counter import FlopCounterMode
 
     counts = {}
-    for form in ("fused", "grouped"):
+    for backend in ("fused", "grouped"):
         layer = make().to(device)
-        layer.form = form
+        layer.backend = backend
         x = inputs()[0].to(device)
         with FlopCounterMode(display=False) as counter:
             layer(x)
-        counts[form] = counter.get_total_flops()
+        counts[backend] = counter.get_total_flops()
     assert counts["fused"] == counts["grouped"]
 
 
@@ -156,11 +156,11 @@ def launches(monkeypatch):
 
 @on_device
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("form", ["fused", "grouped", "tiled", "naive"])
-def test_only_the_fused_form_starts_kernels(device, form, recompute, launches):
+@pytest.mark.parametrize("backend", ["fused", "grouped", "tiled", "naive"])
+def test_only_the_fused_backend_starts_kernels(device, backend, recompute, launches):
     layer = make().to(device)
-    layer.form, layer.recompute = form, recompute
+    layer.backend, layer.recompute = backend, recompute
     x, mask, probe = (tensor.to(device) for tensor in inputs(tokens=1))
     outputs_and_gradients(layer, x, mask, probe)
     layer.precompose()(x, mask)
-    assert (len(launches) > 0) == (form == "fused"), launches
+    assert (len(launches) > 0) == (backend == "fused"), launches

@@ -173,7 +173,7 @@ def test_default_ranks_follow_the_width():
         ("mumoe_cp", {"experts": 0}, "experts=0"),
         ("mumoe_cp", {"share_expert_factor": "yes"}, "share_expert_factor='yes'"),
         ("mumoe_tr", {"ring_ranks": 4}, "ring_ranks=4"),
-        ("mumoe_tr", {"ring_ranks": (4, 0)}, "ring_ranks=0"),
+        ("mumoe_tr", {"ring_ranks": (4, 0)}, r"ring_ranks\[1\]=0"),
         ("mumoe_tr", {"gate_affine": 1}, "gate_affine=1"),
     ],
 )

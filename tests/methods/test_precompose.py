@@ -22,7 +22,7 @@ def test_precomposing_changes_no_output(options, dtype):
     assert isinstance(composed, ComposedMoE)
     assert not isinstance(composed, IntBMoE)
     assert torch.equal(composed(x, mask), layer(x, mask))
-    composed.form = "naive"
+    composed.backend = "naive"
     torch.testing.assert_close(composed(x, mask), layer(x, mask))
 
 
@@ -167,7 +167,7 @@ def test_composed_layers_compile_whole():
 def test_composing_under_autocast_is_as_wide_as_without():
     layer, x = make().float().eval(), tokens(2, 5).float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        composed, recipes = layer.precompose(), layer.recipes()
+        composed, recipes = layer.precompose(), layer.coefficients()
     assert torch.equal(composed(x), layer.precompose()(x))
     assert recipes[0].dtype == torch.float32
 
@@ -205,8 +205,8 @@ def test_wrapped_models_are_unwrapped():
 def test_the_specification_runs_under_autocast():
     layer, x = make(hidden=64).float().eval(), tokens(4, 9).float()
     outputs = []
-    for form in ("grouped", "naive"):
-        layer.form = form
+    for backend in ("grouped", "naive"):
+        layer.backend = backend
         with torch.autocast("cpu", dtype=torch.bfloat16):
             outputs.append(layer(x))
     assert (outputs[0] - outputs[1]).norm() <= 2**-6 * outputs[1].norm()

@@ -68,8 +68,10 @@ def test_gradients_of_torch_func_are_autograds(name, training):
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_a_form_without_tangents_refuses_to_drop_them():
+def test_a_backend_without_tangents_refuses_to_drop_them():
     layer, (x, t, _) = make("intbmoe", torch.float32).eval(), batch(torch.float32)
-    layer.form = "grouped"
-    with pytest.raises(RuntimeError, match=r"form 'grouped' has no forward-mode derivative: leave layer\.form None"):
+    layer.backend = "grouped"
+    with pytest.raises(
+        RuntimeError, match=r"backend 'grouped' has no forward-mode derivative: leave layer\.backend None"
+    ):
         torch.func.jvp(layer, (x,), (t,))

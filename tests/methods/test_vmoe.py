@@ -63,7 +63,7 @@ def test_outputs_losses_and_gradients_agree_with_a_loop(options, monkeypatch):
     for form in ("layer", "naive"):
         if form == "layer":
             y = layer(x, mask)
-            losses = tuple(layer._record.losses[name] for name in ("importance", "load"))
+            losses = tuple(layer.statistics.record.losses[name] for name in ("importance", "load"))
         else:
             y, *losses = naive(layer, x, mask, noise)
         total = y.square().sum() + sum(losses)
@@ -78,7 +78,7 @@ def test_evaluation_is_the_masked_dense_sum_without_noise_or_losses():
     kept = gates * (gates >= gates.sort(-1, descending=True).values[..., 1:2])
     dense = torch.stack([expert(layer, e, x) for e in range(4)], -1)
     torch.testing.assert_close(layer(x), (dense * kept.unsqueeze(-2)).sum(-1))
-    assert layer._record is None
+    assert layer.statistics.record is None
 
 
 def test_noise_is_in_training_only_and_has_its_deviation():
@@ -108,18 +108,18 @@ def test_losses_of_a_collapsed_router_by_hand():
         layer.router.weight.zero_()[2] = 1000.0
     x = torch.ones(1, 8, DIM, dtype=torch.float64)
     layer(x)
-    assert layer._record.losses["importance"].item() == pytest.approx(3)
+    assert layer.statistics.record.losses["importance"].item() == pytest.approx(3)
     layer = make(importance=0.0, load=1.0, top_k=1)
     with torch.no_grad():
         layer.router.weight.zero_()[2] = 1000.0
     layer(x)
-    assert layer._record.losses["load"].item() == pytest.approx(3)
+    assert layer.statistics.record.losses["load"].item() == pytest.approx(3)
 
 
 def test_without_noise_there_is_no_load_loss():
     layer = make(noise=0.0)
     layer(tokens(2, 5))
-    assert set(layer._record.losses) == {"importance"}
+    assert set(layer.statistics.record.losses) == {"importance"}
 
 
 def _losses(rank, world):
@@ -175,8 +175,8 @@ def test_capacity_keeps_whom_the_loop_keeps(factor, multiple, priority):
         assert torch.equal(kept[b], place(wanted[b], capacity, order))
     assert torch.equal(weights, torch.where(kept < 0, 0, gates))
     intbmoe.aux_loss(layer)
-    assert layer._pending["dropped"] == ((wanted >= 0) & (kept < 0)).sum()
-    assert layer._pending["dropped"] > 0
+    assert layer.statistics.pending["dropped"] == ((wanted >= 0) & (kept < 0)).sum()
+    assert layer.statistics.pending["dropped"] > 0
     intbmoe.after_step(layer)
     assert intbmoe.load_statistics(layer)[""].dropped > 0
 

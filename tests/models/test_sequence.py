@@ -184,11 +184,11 @@ def test_a_layer_that_looks_ahead_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"items": 0}, "model.items=0"),
-        ({"length": 0}, "model.length=0"),
-        ({"dropout": 1.0}, "model.dropout=1.0"),
-        ({"dropout": float("nan")}, "model.dropout=nan"),
-        ({"copy": 1}, "model.copy=1"),
+        ({"items": 0}, "items=0"),
+        ({"length": 0}, "length=0"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"dropout": float("nan")}, "dropout=nan"),
+        ({"copy": 1}, "copy=1"),
         ({"heads": 5}, "heads=5"),
     ],
 )

@@ -8,9 +8,9 @@ from intbmoe.ops.compose import naive, product
 @pytest.mark.parametrize("shape", [(5, 3, 4), (5, 4)], ids=["weights", "biases"])
 def test_one_product_is_the_equation(paths, shape):
     pool = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    recipes = [torch.randn(6, 5, dtype=torch.float64, requires_grad=True) for _ in range(paths)]
-    torch.testing.assert_close(product(recipes, pool), naive.compose(recipes, pool))
-    assert torch.autograd.gradcheck(lambda pool, *recipes: product(list(recipes), pool), (pool, *recipes))
+    alphas = [torch.randn(6, 5, dtype=torch.float64, requires_grad=True) for _ in range(paths)]
+    torch.testing.assert_close(product(alphas, pool), naive.compose(alphas, pool))
+    assert torch.autograd.gradcheck(lambda pool, *alphas: product(list(alphas), pool), (pool, *alphas))
 
 
 def test_paths_stand_side_by_side():

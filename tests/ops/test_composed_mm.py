@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from intbmoe import IntBMoE
-from intbmoe.ops.compose import Recipe, compose
+from intbmoe.ops.compose import Coefficients, compose
 from intbmoe.ops.composed_mm import Pooled, multiply
 
 
@@ -21,10 +21,10 @@ def test_it_is_composition_and_product(gate):
     results = []
     for pooled in (True, False):
         z, value, second, pool = (None if t is None else t.clone().requires_grad_() for t in given)
-        recipe = Recipe(value, second, 0.3)
-        weight = Pooled(recipe, pool) if pooled else compose(recipe, pool, torch.float32)
+        alpha = Coefficients(value, second, 0.3)
+        weight = Pooled(alpha, pool) if pooled else compose(alpha, pool, torch.float32, "grouped")
         assert tuple(weight.shape) == (4, 12, 16 if gate else 8)
-        y = multiply(z, weight, ends, complete=True, form="grouped")
+        y = multiply(z, weight, ends, "grouped", complete=True)
         (y * torch.arange(y.numel()).view_as(y)).sum().backward()
         results.append([y.detach(), *(t.grad for t in (z, value, second, pool) if t is not None)])
     for a, b in zip(*results, strict=True):

@@ -1,11 +1,11 @@
-"""Every form of the grouped product against the loop, outputs and gradients, wherever the rows fall."""
+"""Every backend of the grouped product against the loop, outputs and gradients, wherever the rows fall."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from intbmoe.ops.grouped_mm import choose_form, grouped, grouped_mm, naive, tiled
+from intbmoe.ops.grouped_mm import grouped, grouped_mm, naive, tiled
 
 
 def case(counts, tail, inputs, outputs, dtype):
@@ -60,7 +60,7 @@ def test_the_custom_op_is_the_loop_at_any_width_and_zero_after_the_last_group(co
 def test_bfloat16_within_its_rounding(counts):
     x, weight, offsets = case(counts, 0, 16, 24, torch.bfloat16)
     exact = naive.grouped_mm(x.double(), weight.double(), offsets)
-    found = grouped_mm(x, weight, offsets, complete=True, form="grouped")
+    found = grouped_mm(x, weight, offsets, "grouped", complete=True)
     assert (found.double() - exact).norm() <= 2**-8 * exact.norm()
 
 
@@ -68,9 +68,9 @@ def test_second_derivatives_of_the_custom_op():
     """Double backward against the tiles, which autograd derives by itself."""
     x, weight, offsets = case([2, 0, 3], 1, 4, 4, torch.float32)
     results = []
-    for form in ("grouped", "tiled"):
+    for backend in ("grouped", "tiled"):
         a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        first = torch.autograd.grad(grouped_mm(a, b, offsets, form=form).square().sum(), (a, b), create_graph=True)
+        first = torch.autograd.grad(grouped_mm(a, b, offsets, backend).square().sum(), (a, b), create_graph=True)
         sum(grad.square().sum() for grad in first).backward()
         results.append((a.grad, b.grad))
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-3)
@@ -85,15 +85,10 @@ def test_the_custom_op_passes_torchs_own_checks():
     torch.library.opcheck(torch.ops.intbmoe.grouped_outer.default, (x, rows, offsets))
 
 
-def test_float64_takes_the_tiles_and_float32_the_grouped_product():
-    assert choose_form(torch.zeros(1, dtype=torch.float64)) == "tiled"
-    assert choose_form(torch.zeros(1)) == "grouped"
-
-
-def test_an_unknown_form_is_named():
+def test_an_unknown_backend_is_named():
     x, weight, offsets = case([1], 0, 4, 4, torch.float32)
-    with pytest.raises(ValueError, match=r"form='quick'.*grouped, tiled, naive"):
-        grouped_mm(x, weight, offsets, form="quick")
+    with pytest.raises(ValueError, match=r"backend='quick'.*grouped, tiled, naive"):
+        grouped_mm(x, weight, offsets, "quick")
 
 
 def test_flops_are_counted():
@@ -101,5 +96,5 @@ def test_flops_are_counted():
 
     x, weight, offsets = case([2, 3], 0, 4, 8, torch.float32)
     with FlopCounterMode(display=False) as counter:
-        grouped_mm(x.requires_grad_(), weight.requires_grad_(), offsets, form="grouped").square().sum().backward()
+        grouped_mm(x.requires_grad_(), weight.requires_grad_(), offsets, "grouped").square().sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 5 * 4 * 8

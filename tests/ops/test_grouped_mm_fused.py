@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from intbmoe.ops import triton_support
+from intbmoe.ops import backend, triton_support
 from intbmoe.ops.grouped_mm import fused, naive
 from interpreter import INTERPRETING, on_device, rerun
 
@@ -26,9 +26,9 @@ if not INTERPRETING:
 
     def test_the_cpu_without_the_interpreter_is_refused():
         x, weight, offsets = torch.randn(3, 4), torch.randn(1, 4, 4), torch.tensor([3], dtype=torch.int32)
-        assert not triton_support.usable(x)
+        assert not backend.triton_runs(x.device, x.dtype)
         with pytest.raises(ValueError, match=r"x\.device='cpu'.*TRITON_INTERPRET"):
-            fused.gathered_mm(x, weight, offsets)
+            fused.grouped_mm(x, weight, offsets)
 
 
 def choices(routing, tokens, k, groups=GROUPS):
@@ -42,34 +42,24 @@ def choices(routing, tokens, k, groups=GROUPS):
     return ids.long()
 
 
-def plan(ids, groups=GROUPS, trim=False):
-    """Offsets, the token of each row, the row of each assignment."""
-    keys, order = torch.where(ids < 0, groups, ids).reshape(-1).sort(stable=True)
-    offsets = torch.searchsorted(keys, torch.arange(groups), right=True).int()
-    token, inverse = order // ids.shape[1], order.argsort().view_as(ids)
-    if trim:
-        token, inverse = token[: int(offsets[-1])], inverse.clamp(max=int(offsets[-1]))
-    return offsets, token, inverse
-
-
-def exact(x, weight, offsets, token, probe):
+def exact(x, weight, offsets, probe):
     """Output, gradient of x and gradient of weight, in float64 by the loop."""
     x, weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
-    out = naive.grouped_mm(x if token is None else x[token], weight, offsets)
+    out = naive.grouped_mm(x, weight, offsets)
     return [out.detach(), *torch.autograd.grad(out, (x, weight), probe.double())]
 
 
-def errors(found, case, k=1):
+def errors(found, case):
     """How far output and gradients are from the exact ones, None for those not found, in units of what is allowed.
 
     Every entry is a sum of n products, added in float32 and rounded to its type at most three times. Each addition may
     lose a unit in the last place of Σ|terms|, 2^-23 (tensor cores cut off instead of rounding); Σ|terms| is what the
     same computation gives for the absolute values.
     """
-    x, weight, offsets, token, probe = case
+    x, weight, offsets, probe = case
     expected = exact(*case)
-    sizes = exact(x.abs(), weight.abs(), offsets, token, probe.abs())
-    terms = weight.shape[1], weight.shape[2] + k, probe.shape[0]
+    sizes = exact(x.abs(), weight.abs(), offsets, probe.abs())
+    terms = weight.shape[1], weight.shape[2], probe.shape[0]
     for value, wanted, size, n in zip(found, expected, sizes, terms, strict=True):
         if value is not None:
             assert value.shape == wanted.shape
@@ -86,25 +76,25 @@ def padded(x):
     return x.new_full((*x.shape[:-1], width), float("nan"))[..., : x.shape[-1]].copy_(x)
 
 
-def make(routing, tokens, k, inputs, outputs, dtype, device, gathered=True, groups=GROUPS):
-    offsets, token, inverse = plan(choices(routing, tokens, k, groups), groups, trim=routing == "trimmed")
-    rows = token.shape[0]
-    x = torch.randn(tokens if gathered else rows, inputs).to(device, dtype)
-    weight = torch.randn(groups, inputs, outputs).to(device, dtype)
-    probe = torch.randn(rows, outputs).to(device, dtype)
-    token, inverse = (token.to(device), inverse.to(device)) if gathered else (None, None)
-    return (x, weight, offsets.to(device), token, probe), inverse
+def make(routing, tokens, k, inputs, outputs, dtype, device, groups=GROUPS):
+    """Rows sorted by group, weights, ends of the groups, and a gradient of the output."""
+    ids = choices(routing, tokens, k, groups).reshape(-1)
+    offsets = torch.bincount(ids[ids >= 0], minlength=groups).cumsum(0).int()
+    rows = int(offsets[-1]) if routing == "trimmed" else len(ids)
+    shapes = (rows, inputs), (groups, inputs, outputs), (rows, outputs)
+    x, weight, probe = (torch.randn(shape).to(device, dtype) for shape in shapes)
+    return x, weight, offsets.to(device), probe
 
 
-def check(routing, tokens, k, inputs, outputs, dtype, device, gathered=True, groups=GROUPS):
-    case, inverse = make(routing, tokens, k, inputs, outputs, dtype, device, gathered, groups)
-    x, weight, offsets, token, probe = case
+def check(routing, tokens, k, inputs, outputs, dtype, device, groups=GROUPS):
+    case = make(routing, tokens, k, inputs, outputs, dtype, device, groups)
+    x, weight, offsets, probe = case
     x.requires_grad_()
     weight.requires_grad_()
-    out = fused.gathered_mm(x, weight, offsets, token, inverse, complete=routing != "masked")
+    out = fused.grouped_mm(x, weight, offsets, complete=routing != "masked")
     found = [out, *torch.autograd.grad(out, (x, weight), probe)]
     assert all(value.dtype == dtype for value in found)
-    assert max(errors(found, case, k)) <= 1
+    assert max(errors(found, case)) <= 1
 
 
 @on_device
@@ -112,16 +102,15 @@ def check(routing, tokens, k, inputs, outputs, dtype, device, gathered=True, gro
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_outputs_and_gradients_are_the_loops(device, dtype, routing):
     check(routing, 7, 2, 24, 40, dtype, device)
-    check(routing, 20, 2, 17, 9, dtype, device, gathered=dtype == torch.float32)
+    check(routing, 20, 2, 17, 9, dtype, device)
 
 
 @on_device
-@pytest.mark.parametrize("gathered", [True, False])
-def test_no_row_one_row_one_group(device, gathered):
+def test_no_row_one_row_one_group(device):
     for tokens in (0, 1):
-        check("balanced", tokens, 1, 12, 20, torch.float32, device, gathered)
-    check("balanced", 7, 1, 1, 1, torch.float32, device, gathered, groups=1)
-    check("one", 3, 2, 8, 8, torch.float32, device, gathered, groups=9)
+        check("balanced", tokens, 1, 12, 20, torch.float32, device)
+    check("balanced", 7, 1, 1, 1, torch.float32, device, groups=1)
+    check("one", 3, 2, 8, 8, torch.float32, device, groups=9)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="too large for the interpreter")
@@ -131,27 +120,25 @@ def test_no_row_one_row_one_group(device, gathered):
 @pytest.mark.parametrize("widths", [(768, 1536), (284, 572), (187, 61)])
 def test_large_products_on_the_device(device, dtype, routing, widths):
     check(routing, 8192, 2, *widths, dtype, device)
-    check(routing, 8192, 2, *widths, dtype, device, gathered=False)
 
 
 @on_device
 @pytest.mark.parametrize("descriptors", [False, True])
 @pytest.mark.parametrize("persistent", [0, 1])
-@pytest.mark.parametrize("gathered", [True, False])
-def test_every_kind_of_tile(device, descriptors, persistent, gathered, monkeypatch):
+def test_every_kind_of_tile(device, descriptors, persistent, monkeypatch):
     # So that a persistent program has several tiles to go through, and tiles are not computed in their order.
     monkeypatch.setattr(fused, "PROCESSORS", 3)
     tile = SMALL._replace(descriptors=descriptors, persistent=persistent)
     for inputs, outputs in ((24, 32), (9, 17)):
-        case, _ = make("masked", 12, 2, inputs, outputs, torch.float32, device, gathered, groups=3)
-        x, weight, offsets, token, probe = case
+        case = make("masked", 12, 2, inputs, outputs, torch.float32, device, groups=3)
+        x, weight, offsets, probe = case
         x, weight, probe = (padded(tensor) if descriptors else tensor for tensor in (x, weight, probe))
         strided = weight.repeat_interleave(2, dim=2)[:, :, ::2]
         for matrices in (weight, padded(weight.mT).mT) if descriptors else (weight, strided):
-            out = fused.run_mm(x, matrices, offsets, token, complete=False, tile=tile)
+            out = fused.run_mm(x, matrices, offsets, complete=False, tile=tile)
             assert max(errors([out, None, None], case)) <= 1
         for splits in () if persistent else (1, 2):
-            outer = fused.run_outer(x, probe, offsets, token, tile=tile, splits=splits)
+            outer = fused.run_outer(x, probe, offsets, tile=tile, splits=splits)
             assert max(errors([None, None, outer], case)) <= 1
 
 
@@ -161,20 +148,20 @@ def test_programs_that_go_from_tile_to_tile(device, routing, monkeypatch):
     monkeypatch.setattr(fused, "PROCESSORS", 2)
     tile = SMALL._replace(descriptors=True, persistent=1)
     for inputs, outputs in ((24, 32), (9, 17)):
-        case, _ = make(routing, 13, 2, inputs, outputs, torch.float32, device, gathered=False, groups=3)
+        case = make(routing, 13, 2, inputs, outputs, torch.float32, device, groups=3)
         x, weight, offsets, *_ = case
         for matrices in (padded(weight), padded(weight.mT).mT):
-            out = fused.run_mm(padded(x), matrices, offsets, None, complete=True, tile=tile)
+            out = fused.run_mm(padded(x), matrices, offsets, complete=True, tile=tile)
             assert max(errors([out, None, None], case)) <= 1
 
 
 @on_device
 def test_repeats_are_equal_bit_for_bit(device):
-    (x, weight, offsets, token, probe), _ = make("zipf", 30, 2, 12, 20, torch.float16, device)
+    x, weight, offsets, probe = make("zipf", 30, 2, 12, 20, torch.float16, device)
     tile = SMALL._replace(n=32)
     for run in (
-        lambda: fused.run_mm(x, weight, offsets, token, complete=True, tile=tile),
-        lambda: fused.run_outer(x, probe, offsets, token, tile=tile, splits=2),
+        lambda: fused.run_mm(x, weight, offsets, complete=True, tile=tile),
+        lambda: fused.run_outer(x, probe, offsets, tile=tile, splits=2),
     ):
         assert torch.equal(run(), run())
 
@@ -182,40 +169,24 @@ def test_repeats_are_equal_bit_for_bit(device):
 @on_device
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_what_belongs_to_no_group_never_leaks(device, descriptors):
-    """Rows after the last group, and the tokens only they read, may hold anything."""
+    """Rows after the last group may hold anything."""
     tile = SMALL._replace(descriptors=descriptors)
-    (x, weight, offsets, _, probe), _ = make("masked", 20, 2, 32, 20, torch.float32, device, gathered=False)
+    x, weight, offsets, probe = make("masked", 20, 2, 32, 20, torch.float32, device)
     x[offsets[-1] :] = float("nan")
     probe[offsets[-1] :] = float("inf")
-    out = fused.run_mm(x, weight, offsets, None, complete=False, tile=tile)
+    out = fused.run_mm(x, weight, offsets, complete=False, tile=tile)
     assert out.isfinite().all()
     assert (out[offsets[-1] :] == 0).all()
-    assert fused.run_outer(x, probe, offsets, None, tile=tile, splits=2).isfinite().all()
+    assert fused.run_outer(x, probe, offsets, tile=tile, splits=2).isfinite().all()
 
 
 @on_device
-def test_half_precision_gives_float32_sums_on_demand(device):
-    case, _ = make("zipf", 40, 2, 24, 40, torch.float16, device)
-    x, _, offsets, token, probe = case
-    for splits in (1, 2):
-        outer = fused.run_outer(x, probe, offsets, token, torch.float32, SMALL._replace(m=32, n=64), splits)
-        assert outer.dtype == torch.float32
-        assert max(errors([None, None, outer], case)) <= 1
-    assert fused.gathered_outer(x, probe, offsets, token, dtype=torch.float32).dtype == torch.float32
-
-
-@on_device
-@pytest.mark.parametrize("gathered", [True, False])
-def test_second_derivatives(device, gathered):
-    case, inverse = make("masked", 9, 2, 8, 12, torch.float32, device, gathered)
-    x, weight, offsets, token, _ = case
+def test_second_derivatives(device):
+    x, weight, offsets, _ = make("masked", 9, 2, 8, 12, torch.float32, device)
     results = []
     for dtype in (torch.float32, torch.float64):
         a, b = x.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()
-        if dtype == torch.float32:
-            out = fused.gathered_mm(a, b, offsets, token, inverse)
-        else:
-            out = naive.grouped_mm(a[token] if gathered else a, b, offsets)
+        out = (fused if dtype == torch.float32 else naive).grouped_mm(a, b, offsets)
         first = torch.autograd.grad(out.square().sum(), (a, b), create_graph=True)
         results.append(torch.autograd.grad(sum(grad.square().sum() for grad in first), (a, b)))
     for found, expected in zip(*results, strict=True):
@@ -224,20 +195,18 @@ def test_second_derivatives(device, gathered):
 
 @on_device
 def test_torchs_own_checks(device):
-    (x, weight, offsets, token, probe), inverse = make("masked", 6, 2, 8, 12, torch.float32, device, groups=2)
+    x, weight, offsets, probe = make("masked", 6, 2, 8, 12, torch.float32, device, groups=2)
     x, weight, probe = (tensor.requires_grad_() for tensor in (x, weight, probe))
-    torch.library.opcheck(torch.ops.intbmoe.gathered_mm.default, (x, weight, offsets, token, inverse, False))
-    torch.library.opcheck(torch.ops.intbmoe.gathered_outer.default, (x, probe, offsets, token, inverse, None))
-    rows = x.detach()[token].requires_grad_()
-    torch.library.opcheck(torch.ops.intbmoe.gathered_mm.default, (rows, weight, offsets, None, None, False))
+    torch.library.opcheck(torch.ops.intbmoe.fused_mm.default, (x, weight, offsets, False))
+    torch.library.opcheck(torch.ops.intbmoe.fused_outer.default, (x, probe, offsets))
 
 
 @on_device
 def test_a_compiled_step_is_the_same(device):
-    (x, weight, offsets, token, probe), inverse = make("masked", 9, 2, 8, 12, torch.float32, device)
+    x, weight, offsets, probe = make("masked", 9, 2, 8, 12, torch.float32, device)
 
     def step(x, weight):
-        return (fused.gathered_mm(x, weight, offsets, token, inverse) * probe).sum()
+        return (fused.grouped_mm(x, weight, offsets) * probe).sum()
 
     results = []
     for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
@@ -250,12 +219,12 @@ def test_a_compiled_step_is_the_same(device):
 @pytest.mark.skipif(INTERPRETING, reason="needs a CUDA device")
 @on_device
 def test_no_wait_for_the_device_and_replays_from_a_graph(device):
-    (x, weight, offsets, token, probe), inverse = make("zipf", 300, 2, 64, 96, torch.bfloat16, device)
+    x, weight, offsets, probe = make("zipf", 300, 2, 64, 96, torch.bfloat16, device)
     x.requires_grad_()
     weight.requires_grad_()
 
     def step():
-        out = fused.gathered_mm(x, weight, offsets, token, inverse)
+        out = fused.grouped_mm(x, weight, offsets)
         return out, *torch.autograd.grad(out, (x, weight), probe)
 
     step()
@@ -268,27 +237,23 @@ def test_no_wait_for_the_device_and_replays_from_a_graph(device):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    (fresh, _, other, tokens, _), rows = make("empty", 300, 2, 64, 96, torch.bfloat16, device)
+    fresh, _, other, _ = make("empty", 300, 2, 64, 96, torch.bfloat16, device)
     with torch.no_grad():
         x.copy_(fresh)
-        for old, new in ((offsets, other), (token, tokens), (inverse, rows)):
-            old.copy_(new)
+        offsets.copy_(other)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
 @on_device
 def test_bad_input_is_named(device):
-    (x, weight, offsets, token, _), _ = make("balanced", 4, 1, 8, 8, torch.float32, device)
+    x, weight, offsets, _ = make("balanced", 4, 1, 8, 8, torch.float32, device)
     with pytest.raises(ValueError, match=r"weight\.dtype=torch\.float16.*that of x"):
-        fused.gathered_mm(x, weight.half(), offsets, token)
+        fused.grouped_mm(x, weight.half(), offsets)
     with pytest.raises(ValueError, match=r"offsets\.dtype=torch\.int64.*int32"):
-        fused.gathered_mm(x, weight, offsets.long(), token)
+        fused.grouped_mm(x, weight, offsets.long())
     with pytest.raises(ValueError, match=r"x\.dtype=torch\.float64.*float32"):
-        fused.gathered_mm(x.double(), weight.double(), offsets, token)
-    out = fused.gathered_mm(x.requires_grad_(), weight, offsets, token)
-    with pytest.raises(ValueError, match="needs `inverse`"):
-        out.sum().backward()
+        fused.grouped_mm(x.double(), weight.double(), offsets)
 
 
 @pytest.mark.parametrize("device", ["cpu"])
@@ -296,12 +261,12 @@ def test_shapes_and_flops_without_a_kernel(device):
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    (x, weight, offsets, token, _), inverse = make("balanced", 6, 2, 8, 12, torch.bfloat16, device)
+    x, weight, offsets, _ = make("balanced", 6, 2, 8, 12, torch.bfloat16, device)
     with FakeTensorMode() as mode, FlopCounterMode(display=False) as counter:
-        x, weight, offsets, token, inverse = map(mode.from_tensor, (x, weight, offsets, token, inverse))
-        out = fused.gathered_mm(x.requires_grad_(), weight.requires_grad_(), offsets, token, inverse)
+        x, weight, offsets = map(mode.from_tensor, (x, weight, offsets))
+        out = fused.grouped_mm(x.requires_grad_(), weight.requires_grad_(), offsets)
         out.sum().backward()
-    assert (out.shape, x.grad.shape, weight.grad.shape) == ((12, 12), (6, 8), (5, 8, 12))
+    assert (out.shape, x.grad.shape, weight.grad.shape) == ((12, 12), (12, 8), (5, 8, 12))
     assert counter.get_total_flops() == 3 * 2 * 12 * 8 * 12
 
 

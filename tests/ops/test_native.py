@@ -16,9 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from intbmoe import IntBMoE
 from intbmoe.ops import native as library
+from intbmoe.ops.backend import choose_backend
 from intbmoe.ops.blocks import Blocks, naive, native
-from intbmoe.ops.route import naive as route_naive
-from intbmoe.ops.route import native as route_native
+from intbmoe.ops.choose import naive as choose_naive
+from intbmoe.ops.choose import native as choose_native
 from small_intbmoe import SIZES, make, switches, tokens
 
 pytestmark = pytest.mark.skipif(library.LIBRARY is None, reason=f"the compiled library is {library.STATUS}")
@@ -151,8 +152,8 @@ def test_routing_is_the_specification_ties_included(dtype, rows, count, seed, le
     torch.manual_seed(seed)
     scores = torch.randint(levels, (rows, count)).to(dtype) * torch.randn((), dtype=dtype)
     k = 1 + seed % count
-    ids, weights = route_native.route(scores, k)
-    expected_ids, expected = route_naive.route(scores, k)
+    ids, weights = choose_native.choose(scores, k)
+    expected_ids, expected = choose_naive.choose(scores, k)
     assert torch.equal(ids, expected_ids)
     assert_near(weights, expected)
 
@@ -163,8 +164,8 @@ def test_routing_of_strange_and_of_many_scores(dtype, instructions, two_threads)
     rows = [[0, nan, 1], [nan, 2, nan], [-inf, 0, 1], [inf, 0, inf], [-inf, -inf, -inf], [1e4, -1e4, 0], [-0.0, 0, 0]]
     many = torch.randn(2000, 3)
     for scores in (torch.tensor(rows, dtype=dtype), many.to(dtype), torch.randn(3, 9).to(dtype).t()):
-        ids, weights = route_native.route(scores, 2)
-        expected_ids, expected = route_naive.route(scores, 2)
+        ids, weights = choose_native.choose(scores, 2)
+        expected_ids, expected = choose_naive.choose(scores, 2)
         assert torch.equal(ids, expected_ids)
         assert_near(weights, expected)
 
@@ -199,7 +200,7 @@ def test_a_layer_without_gradients_takes_it(options, dtype, masked, calls):
     with torch.inference_mode():
         found, composed = layer(x, mask), layer.precompose()(x, mask)
         assert calls.call_count == 2
-        layer.form = "naive"
+        layer.backend = "naive"
         assert_near(found, layer(x, mask))
     assert_near(found, with_gradients)
     assert torch.equal(found, composed)
@@ -211,7 +212,7 @@ def test_norms_of_another_type_than_the_blocks(calls):
     x = tokens(2, 5).float()
     found = composed(x)
     assert calls.called
-    composed.form = "grouped"
+    composed.backend = "grouped"
     assert_near(found, composed(x))
 
 
@@ -222,7 +223,7 @@ def test_few_tokens_and_none(shape, calls):
     x = tokens(*shape)
     found, nothing = layer(x), layer(x, torch.zeros(shape, dtype=torch.bool))
     assert calls.call_count == 2
-    layer.form = "naive"
+    layer.backend = "naive"
     assert_near(found, layer(x))
     assert torch.equal(nothing, torch.zeros_like(x))
 
@@ -250,10 +251,10 @@ def test_counters_compilers_and_transforms_keep_to_torch(calls):
     program = torch.export.export(layer, (x,))
     assert_near(program.module()(x), expected)
     with forward_ad.dual_level():
-        assert not library.usable(x)
+        assert choose_backend(x, has_native=True) == "tiled"
     seen = []
-    torch.func.vmap(lambda row: seen.append(library.usable(row)) or row)(x)
-    assert seen == [False]
+    torch.func.vmap(lambda row: seen.append(choose_backend(row, has_native=True)) or row)(x)
+    assert seen == ["tiled"]
     with FakeTensorMode():
         assert IntBMoE(8, 12, **SIZES).eval()(torch.empty(2, 5, 8)).shape == (2, 5, 8)
     assert calls.call_count == 1
@@ -261,8 +262,8 @@ def test_counters_compilers_and_transforms_keep_to_torch(calls):
 
 def test_asked_for_where_it_cannot_run_it_says_why():
     layer = make().eval()
-    layer.form = "native"
-    with pytest.raises(RuntimeError, match=r"gradients are on.*leave layer\.form None"):
+    layer.backend = "native"
+    with pytest.raises(RuntimeError, match=r"gradients are on.*leave layer\.backend None"):
         layer(tokens(1, 3))
 
 
@@ -270,13 +271,13 @@ def test_without_it_torch_takes_its_place_and_says_so():
     script = """
 import torch, intbmoe
 from intbmoe.ops import native
-from intbmoe.parts.blocks import choose_form
+from intbmoe.ops.backend import choose_backend
 layer = intbmoe.IntBMoE(8, 12)
 assert "without the compiled library" in repr(layer), layer
 with torch.no_grad():
-    assert choose_form(torch.zeros(1)) == "grouped"
+    assert choose_backend(torch.zeros(1), has_native=True) == "grouped"
     assert layer(torch.randn(1, 3, 8)).isfinite().all()
-    layer.form = "native"
+    layer.backend = "native"
     try:
         layer(torch.randn(1, 3, 8))
     except RuntimeError as error:

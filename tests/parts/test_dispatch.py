@@ -21,7 +21,7 @@ def random_ids(tokens, k, groups, holes=True):
 def test_rows_are_sorted_by_group_and_stable(size):
     tokens, k, groups = size
     ids = random_ids(tokens, k, groups)
-    plan = dispatch(ids, groups)
+    plan = dispatch(ids, groups, "tiled")
     keys = ids.flatten()
     order = [i for g in range(groups) for i in range(tokens * k) if keys[i] == g]
     assert plan.choice.tolist() == order
@@ -39,9 +39,9 @@ def test_static_rows_hold_the_same_and_a_tail_of_no_group(size):
     """The plan of a compiled graph or a GPU, whose shapes may not depend on where tokens go."""
     tokens, k, groups = size
     ids = random_ids(tokens, k, groups)
-    trimmed = dispatch(ids, groups)
+    trimmed = dispatch(ids, groups, "tiled")
     with mock.patch("torch.compiler.is_compiling", return_value=True):
-        static = dispatch(ids, groups)
+        static = dispatch(ids, groups, "tiled")
     rows = len(trimmed.group)
     assert static.group.shape == (tokens * k,)
     assert torch.equal(static.group[:rows], trimmed.group)
@@ -58,7 +58,7 @@ def test_static_rows_hold_the_same_and_a_tail_of_no_group(size):
 def test_there_and_back_is_the_weighted_sum_over_choices(size):
     tokens, k, groups = size
     ids = random_ids(tokens, k, groups)
-    plan = dispatch(ids, groups)
+    plan = dispatch(ids, groups, "tiled")
     x, table = torch.randn(tokens, 3, dtype=torch.float64), torch.randn(groups, 3, dtype=torch.float64)
     weights = torch.randn(tokens, k, dtype=torch.float64)
     found = combine(to_rows(x, plan) * spread(table, plan), weights, plan)
@@ -70,7 +70,7 @@ def test_there_and_back_is_the_weighted_sum_over_choices(size):
 def test_gradients(static):
     ids = random_ids(5, 2, 3)
     with mock.patch("torch.compiler.is_compiling", return_value=static):
-        plan = dispatch(ids, 3)
+        plan = dispatch(ids, 3, "tiled")
     x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
     table = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     rows = torch.randn(len(plan.token), 2, dtype=torch.float64, requires_grad=True)

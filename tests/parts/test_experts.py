@@ -67,7 +67,7 @@ def test_merged_is_the_expert_of_averaged_parameters_for_groups_and_for_single_t
 @kinds
 def test_rows_of_starved_experts_give_zero_gradients_not_none(kind):
     made = experts(kind)
-    plan = dispatch(torch.zeros(3, 1, dtype=torch.int64), E, complete=True)
+    plan = dispatch(torch.zeros(3, 1, dtype=torch.int64), E, "tiled", complete=True)
     made.rows(to_rows(torch.randn(3, D, dtype=torch.float64), plan), plan).sum().backward()
     for parameter in made.parameters():
         assert (parameter.grad[1:] == 0).all()

@@ -101,7 +101,7 @@ def test_a_file_of_ones_own(tmp_path):
     ("line", "message"),
     [
         ("train: {epoch: 3}", "train.epoch: no such setting: did you mean 'epochs'"),
-        ("train: {epochs: 0}", "train.epochs=0.0 is not allowed"),
+        ("train: {epochs: 0}", "train.epochs=0 is not allowed: train.epochs must be a positive finite number"),
         ("moe: {name: swich}", "moe.name: no method is called 'swich': did you mean 'switch'"),
         ("moe: {options: {topk: 3}}", "moe.options.topk: intbmoe has no such option: did you mean 'top_k'"),
         ("moe: {label: a/b}", "moe.label='a/b' is not allowed"),

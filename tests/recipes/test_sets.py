@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from intbmoe.layer import moe_layers
-from intbmoe.recipes import SETS, load_recipe
+from intbmoe.recipes import SETS, check_options, load_recipe
 from intbmoe.recipes.sets import TABLE_1, find_variants
-from intbmoe.settings import check_options
 from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import MoESettings
 

@@ -40,23 +40,23 @@ def encode(encoder, deadline_s=5.0, size=10, request=()):
 
 
 def test_an_image_does_not_hold_others_up_however_small_its_file():
-    outcome, encoded, gap = encode(Encoder(0.4, image_pixels=10**6))
+    outcome, encoded, gap = encode(Encoder(1.0, image_pixels=10**6))
     assert (outcome, encoded) == (None, True)
-    assert gap < 0.3
+    assert gap < 0.8
 
 
 def test_encoding_ends_with_the_deadline():
     started = time.monotonic()
 
     async def run():
-        encoder = Encoder(0.6, image_pixels=10**6)
+        encoder = Encoder(1.5, image_pixels=10**6)
         call = Call({}, time.monotonic() + 0.05)
         await _encode(call, SimpleNamespace(opened=SimpleNamespace(encoder=encoder)), 10)
         return call.done.result().name, time.monotonic() - started
 
     outcome, seconds = asyncio.run(run())
     assert outcome == "expired"
-    assert seconds < 0.4
+    assert seconds < 1.2
 
 
 @pytest.mark.parametrize("size", [10, 10**6])

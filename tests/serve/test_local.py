@@ -72,7 +72,8 @@ def test_when_the_engine_dies_those_that_wait_are_told(tmp_path, monkeypatch, ca
     caplog.set_level(logging.CRITICAL)
     deaths = []
     monkeypatch.setattr("intbmoe.serve.local.LAST_ANSWERS_S", 0)
-    settings = Settings(artifact=str(write_artifact(tmp_path, action=action)), loader="fake_model")
+    artifact = str(write_artifact(tmp_path, action=action))
+    settings = Settings(artifact=artifact, loader="fake_model", deadline_ms=30_000)
     app = build_app(settings, on_death=lambda: deaths.append(time.monotonic()))
     path, content = f"/v1/{action}", {"history": [1]} if action == "recommend" else {"prompt": "a", "stream": True}
 
@@ -83,7 +84,7 @@ def test_when_the_engine_dies_those_that_wait_are_told(tmp_path, monkeypatch, ca
     monkeypatch.setattr("intbmoe.serve.engine.Engine.step", die)
     started = time.monotonic()
     answers = ask_all(app, path, [content] * 5)
-    assert time.monotonic() - started < 0.5  # the deadline is longer
+    assert time.monotonic() - started < 10  # the deadline is longer
     assert {status for status, _ in answers} == {503}
     assert len(deaths) == 1
     assert call(app, "/health/ready")[0] == 503

@@ -30,6 +30,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "wine_task.py").write_text(blocks("python")[0], encoding="utf-8")
     (tmp_path / "wine.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    registry.list_tasks()  # the package's own are imported once
     monkeypatch.setenv(registry.PLUGINS, "")
     monkeypatch.setattr(registry, "_tasks", dict(registry._tasks))
     monkeypatch.setattr(registry, "_loaded", set(registry._loaded))
@@ -146,6 +147,5 @@ def test_the_name_of_another_task_is_taken(folder):
     (folder / "wine_task.py").write_text(
         "from intbmoe.tasks import Task, register_task\n\n@register_task('vision')\nclass Mine(Task): ...\n"
     )
-    registry.list_tasks()
     with pytest.raises(SystemExit, match=r"the task name 'vision' is taken by intbmoe.tasks.vision"):
         cli.main(["methods", "--plugin", "wine_task.py"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from export.small_runs import small_recipe
+from intbmoe.recipes import recipe_from_dict, recipe_to_dict
 from intbmoe.registry import _tasks
 from intbmoe.tasks import Task, find_task, list_preparations, list_tasks, make_task, register_task
 from intbmoe.tasks.recipe import Recipe
@@ -14,6 +15,13 @@ from intbmoe.tasks.serving.requests import from_wire, to_wire
 
 NAMES = [name for name in list_tasks() if find_task(name).__module__.startswith("intbmoe.")]
 FEW = [3, 0, 5, 2]
+DECIDES = {
+    "vision": ("accuracy", True, False),
+    "language": ("loss", False, True),
+    "sequences": ("HR@10", True, True),
+    "travel": ("HR@5", True, True),
+}
+"""The metric, whether higher is better, and whether models may not look ahead."""
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -44,6 +52,8 @@ def test_it_is_found_by_the_name_that_its_recipes_carry(task):
     assert isinstance(task, Task)
     assert find_task(task.recipe.task) is type(task)
     assert task.name == task.recipe.task
+    assert (task.metric, task.higher_is_better, task.causal) == DECIDES[task.name]
+    assert recipe_from_dict(recipe_to_dict(task.recipe)) == task.recipe
 
 
 def test_splits_have_examples_and_others_are_refused(task):

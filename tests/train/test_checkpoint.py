@@ -7,10 +7,10 @@ import pickle
 import pytest
 import torch
 
-from intbmoe.train import checkpoint as module
-from intbmoe.train.checkpoint import Checkpoint, CheckpointFolder
+from intbmoe.train import resume as module
 from intbmoe.train.errors import DamagedFileError, DiskFullError
 from intbmoe.train.files import read_tensors
+from intbmoe.train.resume import Checkpoint, CheckpointFolder
 
 
 def make(step):

@@ -7,10 +7,10 @@ import torch
 from test_resume import run_child, train_and_die
 from tiny_task import tiny_recipe
 
-from intbmoe.parts.load import load_statistics_of
+from intbmoe.statistics import load_statistics_of
 from intbmoe.train import train
-from intbmoe.train.checkpoint import Checkpoint, CheckpointFolder
 from intbmoe.train.metrics import load_line, mean_load
+from intbmoe.train.resume import Checkpoint, CheckpointFolder
 from intbmoe.train.run import RunDirectory
 from intbmoe.train.step import Stepper
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import intbmoe
 from intbmoe.tasks import DataError
-from intbmoe.train import RunDirectory, evaluate, load, loop, train
-from intbmoe.train import checkpoint as checkpoint_module
+from intbmoe.train import RunDirectory, build, evaluate, load, train
+from intbmoe.train import resume as checkpoint_module
 from intbmoe.train.distribution import compile_in_place
 from intbmoe.train.errors import (
     DamagedFileError,
@@ -212,7 +212,7 @@ def test_bfloat16_trains_and_keeps_its_weights_wide(tmp_path):
 
 @pytest.mark.parametrize("slow", [True, False])
 def test_bfloat16_where_it_is_slow_is_told_with_the_remedy(tmp_path, monkeypatch, capsys, slow):
-    monkeypatch.setattr(loop, "bfloat16_is_slow", lambda device: slow)
+    monkeypatch.setattr(build, "bfloat16_is_slow", lambda device: slow)
     for precision in ("float32", "bfloat16"):
         train(tiny_recipe(precision=precision, steps=1), tmp_path / precision, quiet=True)
         said = "--train.precision float32" in capsys.readouterr().err

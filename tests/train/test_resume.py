@@ -9,9 +9,12 @@ import pytest
 import torch
 from tiny_task import TinyTask, tiny_recipe
 
-from intbmoe.train import checkpoint as checkpoint_module
-from intbmoe.train import files, train
-from intbmoe.train.run import MetricsFile, RunDirectory
+from intbmoe.train import resume as checkpoint_module
+from intbmoe.train import run as run_module
+from intbmoe.train import train
+from intbmoe.train.files import read_tensors
+from intbmoe.train.metrics import MetricsFile
+from intbmoe.train.run import RunDirectory
 from intbmoe.train.step import Stepper
 
 STATEFUL = ("deepseek", "remoe", "dynmoe", "mass")
@@ -66,7 +69,7 @@ MOMENTS = [
     (checkpoint_module, "write_bytes", 6),  # while the second checkpoint's tensors are written
     (checkpoint_module, "remove_folder", 0),  # before an old checkpoint is removed
     (MetricsFile, "append", 2),
-    (files, "replace_file", 0),
+    (run_module, "replace_file", 1),
 ]
 """(whose, what, which call): the child dies there."""
 
@@ -84,7 +87,7 @@ def test_state_moves_in_the_runs_compared(tmp_path):
     """Otherwise the test above would show nothing."""
     for method, buffer in {"deepseek": "bias", "remoe": "strength", "dynmoe": "active", "mass": "active"}.items():
         recipe = tiny_recipe(method)
-        trained = files.read_tensors(train(recipe, tmp_path, quiet=True).model_path)
+        trained = read_tensors(train(recipe, tmp_path, quiet=True).model_path)
         start = TinyTask(recipe).make_model().state_dict()
         names = [name for name in start if name.endswith(buffer)]
         assert any(not torch.equal(start[name], trained[name]) for name in names), method
@@ -94,7 +97,7 @@ def test_state_moves_in_the_runs_compared(tmp_path):
 def test_killed_while_writing_the_smaller_files(tmp_path, moment):
     recipe = tiny_recipe()
     straight = train(recipe, tmp_path / "straight", quiet=True)
-    run_child(train_and_die, recipe, tmp_path / "killed", *moment)
+    assert run_child(train_and_die, recipe, tmp_path / "killed", *moment) == -signal.SIGKILL
     assert_same(train(recipe, tmp_path / "killed", quiet=True), straight)
 
 

@@ -13,10 +13,9 @@ from tiny_task import tiny_recipe
 from intbmoe.recipes import load_recipe, recipe_to_dict
 from intbmoe.tasks import DataError
 from intbmoe.train import RunDirectory, find_runs
-from intbmoe.train.environment import describe_environment, git_state
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
-from intbmoe.train.lock import RunLock
-from intbmoe.train.run import MetricsFile, differing_keys, moved_data_is_explained
+from intbmoe.train.metrics import MetricsFile
+from intbmoe.train.run import RunLock, describe_environment, differing_keys, git_state, moved_data_is_explained
 
 
 @pytest.fixture
@@ -181,7 +180,7 @@ def test_lines_of_something_else_are_named(run, line):
 
 def test_two_processes_do_not_train_into_one_directory(tmp_path):
     code = (
-        "import sys, pathlib\nfrom intbmoe.train.lock import RunLock\n"
+        "import sys, pathlib\nfrom intbmoe.train.run import RunLock\n"
         "with RunLock(pathlib.Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
     )
     holder = subprocess.Popen(

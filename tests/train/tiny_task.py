@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import intbmoe
 from intbmoe.tasks import Task, register_task
 from intbmoe.tasks.recipe import MoESettings, Recipe, TrainSettings
-from intbmoe.train.seeds import make_generator
+from intbmoe.train.data import make_generator
 
 DIM, TOKENS, CLASSES = 8, 4, 3
 

@@ -12,11 +12,7 @@ choose.
 
 import csv
 import io
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +30,7 @@ from intbmoe.analysis.report.trace import trace_run
 from intbmoe.analysis.routing_share import routing_shares
 from intbmoe.analysis.run_cost import measure_run_cost
 from intbmoe.analysis.sample import Sample
+from intbmoe.files import replacing_folder, to_json
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.registry import find_method
@@ -41,8 +38,8 @@ from intbmoe.tasks import Task, make_task
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import DamagedFileError, TrainingError
-from intbmoe.train.files import full_disk_is_explained, read_json, remove_folder, to_json
-from intbmoe.train.loading import BATCH, load
+from intbmoe.train.evaluation import BATCH, load
+from intbmoe.train.files import full_disk_is_explained, read_json
 from intbmoe.train.run import RunDirectory
 
 FOLDER = "analysis"
@@ -96,7 +93,7 @@ def analyse(
             left_out[name] = str(reason)
     summary = {**_describe(run, recipe, sample), "parts": list(found), "left_out": left_out}
     folder = run.path / FOLDER
-    with full_disk_is_explained(folder, "free some space and analyse again"), _replacing(folder) as beside:
+    with full_disk_is_explained(folder, "free some space and analyse again"), replacing_folder(folder) as beside:
         data = beside / "data"
         data.mkdir()
         (data / "analysis.json").write_bytes(to_json(summary))
@@ -118,7 +115,7 @@ def redraw(folder: str | Path) -> list[Path]:
     if "run" not in read_summary(folder):
         raise TrainingError(f"{folder} is of an earlier version of intbmoe: analyse its run again")
     with full_disk_is_explained(folder, "free some space and draw again"):
-        with _replacing(folder / "pictures") as beside:
+        with replacing_folder(folder / "pictures") as beside:
             _draw(folder / "data", beside)
         write_run_report(folder)
     return sorted((folder / "pictures").iterdir())
@@ -247,26 +244,6 @@ def _draw(data: Path, pictures: Path) -> None:
             for form in FORMATS:
                 (pictures / f"{picture.name}.{form}").write_bytes(picture.content(form))
             (pictures / f"{picture.name}.json").write_bytes(to_json(picture.caption()))
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """An empty folder beside ``folder`` that takes its place once it is filled; if that fails, the old one stays."""
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        yield beside
-        beside.chmod(0o777 & ~_umask())  # a temporary folder is its maker's alone
-        if folder.exists():
-            remove_folder(folder)
-        os.rename(beside, folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

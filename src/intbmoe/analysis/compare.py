@@ -19,13 +19,13 @@ from torch import nn
 
 from intbmoe.analysis.cost import Counts, count
 from intbmoe.analysis.settings import IMAGENET, class_token_ffns
-from intbmoe.checks import require_positive_int
 from intbmoe.layer import moe_layers
 from intbmoe.models.vit import ViT
 from intbmoe.precomposition import precompose
 from intbmoe.recipes import recipe_to_dict
 from intbmoe.recipes.sets import Variant, find_variants
 from intbmoe.routing import record_routing
+from intbmoe.settings import Checked, PositiveInt
 from intbmoe.tasks import Task, make_task
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train import RunDirectory, TrainingError, load
@@ -44,22 +44,17 @@ T_QUANTILES = (
 
 
 @dataclass(frozen=True)
-class CompareOptions:
+class CompareOptions(Checked):
     """What ``compare`` takes beside the recipe's settings."""
 
     methods: str = "all"
     """Methods and sets, with commas between them: all, ablations, compute, place, K, k, E, L, switch,intbmoe, …"""
-    seeds: int = 1
+    seeds: PositiveInt = 1
     """Runs of each, over the recipe's seeds from the first on; with two or more there is an interval."""
-    jobs: int | None = None
+    jobs: PositiveInt | None = None
     """Runs side by side; None for as many as cores, memory and GPUs allow."""
     root: Path = Path("runs")
     """Where runs are kept."""
-
-    def __post_init__(self) -> None:
-        require_positive_int("seeds", self.seeds)
-        if self.jobs is not None:
-            require_positive_int("jobs", self.jobs)
 
 
 @dataclass(frozen=True)

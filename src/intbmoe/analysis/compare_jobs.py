@@ -26,8 +26,8 @@ from intbmoe.recipes import recipe_to_dict
 from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.errors import RunConflictError
 from intbmoe.train.files import full_disk_is_explained
-from intbmoe.train.lock import RunLock
-from intbmoe.train.parent import STARTED_BY
+from intbmoe.train.run import RunLock
+from intbmoe.train.signals import STARTED_BY
 
 POLL_SECONDS = 0.3
 GRACE_SECONDS = 120

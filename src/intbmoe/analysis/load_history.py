@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from intbmoe.parts.load import LoadStatistics, load_statistics_of
+from intbmoe.statistics import LoadStatistics, load_statistics_of
 
 RATIOS = ("utilisation", "worst_case", "entropy")
 

@@ -16,8 +16,8 @@ from torch import nn
 from intbmoe.analysis.sample import Sample
 from intbmoe.layer import MoELayer, moe_layers
 from intbmoe.methods.intbmoe import BlockLayer
-from intbmoe.parts.load import load_statistics_of
 from intbmoe.routing import RecordedRouting
+from intbmoe.statistics import load_statistics_of
 from intbmoe.train.metrics import LOAD_RATIOS
 
 PLACE = ("step", "epoch", "split")

@@ -23,7 +23,7 @@ from intbmoe.analysis.sample import Sample
 from intbmoe.checks import require
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import ComposedMoE, Hypernetwork, IntBMoE
-from intbmoe.ops.compose import Recipe
+from intbmoe.ops.compose import Coefficients
 from intbmoe.precomposition import precompose
 
 
@@ -70,13 +70,13 @@ class _ChangedRecipes(nn.Module):
         self.hypernetwork = hypernetwork
         self.base = base
 
-    def forward(self, codebook: Tensor) -> Recipe:
+    def forward(self, codebook: Tensor) -> Coefficients:
         recipe = self.hypernetwork(codebook)
         value, gate = self._without_base(recipe.value), recipe.gate
         gate = None if gate is None else self._without_base(gate)
         if self.hypernetwork.config.coefficients == "softmax":
-            return Recipe(_share_out(value), None if gate is None else _share_out(gate), 1.0)
-        return Recipe(value, gate, (self.hypernetwork.config.experts - 1) ** -0.5)
+            return Coefficients(_share_out(value), None if gate is None else _share_out(gate), 1.0)
+        return Coefficients(value, gate, (self.hypernetwork.config.experts - 1) ** -0.5)
 
     def _without_base(self, coefficients: Tensor) -> Tensor:
         if self.base is None:

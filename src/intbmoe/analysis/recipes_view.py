@@ -51,7 +51,7 @@ def collect_recipes(model: nn.Module) -> Recipes:
         if not isinstance(layer, IntBMoE):
             continue
         with torch.no_grad():
-            paths = layer.recipes()
+            paths = layer.coefficients()
         for path, coefficients in zip(PATHS, paths, strict=False):  # without a gate there is one path
             wide = coefficients.double()
             normalised = F.normalize(wide, dim=1)

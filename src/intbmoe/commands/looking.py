@@ -131,7 +131,7 @@ def cost(
 
 def doctor() -> None:
     """Say what this machine has, how a layer runs on it, and whether it runs right."""
-    from intbmoe.doctor import examine
+    from intbmoe.commands.doctor import examine
 
     table = Table("what", "found", show_header=False)
     findings = examine()

@@ -33,13 +33,13 @@ def train(args: Unparsed) -> None:
     Every setting of the recipe is an option. The same command goes on with a run that was interrupted.
     """
     with explained(KeyError, ValueError, OSError, ModuleNotFoundError):
-        from intbmoe.overrides import parse_recipe
+        from intbmoe.commands.overrides import parse_recipe
 
         recipe, options = parse_recipe("train", TrainOptions(), args, _first_line(train))
         from intbmoe.tasks import DataError
         from intbmoe.train import RunDirectory, TrainingError
         from intbmoe.train import train as run_training
-        from intbmoe.train.parent import belongs_to_another
+        from intbmoe.train.signals import belongs_to_another
 
         already = "already " if RunDirectory.of(recipe, options.root).finished else ""
     with explained(TrainingError, DataError, OSError):
@@ -86,7 +86,7 @@ def compare(args: Unparsed) -> None:
     with explained(KeyError, ValueError, OSError, ModuleNotFoundError):
         from intbmoe.analysis.compare import CompareOptions
         from intbmoe.analysis.compare_report import compare as run_comparison
-        from intbmoe.overrides import parse_recipe
+        from intbmoe.commands.overrides import parse_recipe
         from intbmoe.tasks import DataError
         from intbmoe.train import TrainingError
 

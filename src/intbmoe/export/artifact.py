@@ -12,7 +12,6 @@ model.onnx, model.pt2     on request: for ONNX Runtime, and an AOTInductor packa
 ``export.py`` writes one, ``load_artifact`` opens it.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.checks import did_you_mean
+from intbmoe.files import file_digest
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 from intbmoe.recipes import recipe_from_dict
 from intbmoe.tasks import find_task, list_tasks, make_task
@@ -210,12 +210,6 @@ def make_skeleton(recipe: Any, *, precomposed: bool) -> nn.Module:
             if isinstance(layer, IntBMoE):
                 model.set_submodule(name, ComposedMoE(layer.config))
     return model
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _require_device(name: str) -> None:

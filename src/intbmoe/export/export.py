@@ -1,12 +1,8 @@
 """``intbmoe export RUN --to DIR``: precompose, write, compare with the trained model, and only then keep it."""
 
 import copy
-import os
 import shlex
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +11,17 @@ from torch import nn
 
 from intbmoe.checks import require
 from intbmoe.export import aoti, artifact, onnx
-from intbmoe.export.artifact import ABOUT, DTYPES, FORMAT_VERSION, Artifact, ExportError, file_digest, load_artifact
+from intbmoe.export.artifact import ABOUT, DTYPES, FORMAT_VERSION, Artifact, ExportError, load_artifact
 from intbmoe.export.golden import make_golden
 from intbmoe.export.parity import Parity
+from intbmoe.files import file_digest, replacing_folder, to_json
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.precomposition import cast_for_serving
 from intbmoe.precomposition import precompose as precompose_model
 from intbmoe.recipes import recipe_to_dict
 from intbmoe.tasks import find_task, make_task
-from intbmoe.train.files import full_disk_is_explained, pack_tensors, to_json
-from intbmoe.train.loading import load
+from intbmoe.train.evaluation import load
+from intbmoe.train.files import full_disk_is_explained, pack_tensors
 from intbmoe.train.run import RunDirectory
 from intbmoe.version import program_version
 
@@ -62,7 +59,10 @@ def export_run(
     trained = load(run).requires_grad_(False)
     tell("looking for validation inputs that reach every block")
     parity = Parity(task, trained, DTYPES[dtype])
-    with _replacing(to) as folder, full_disk_is_explained(folder, "free some space and export again"):
+    with (
+        replacing_folder(to, _require_replaceable) as folder,
+        full_disk_is_explained(folder, "free some space and export again"),
+    ):
         about = _write_model(folder, run, trained, dtype, precompose)
         written = load_artifact(folder)
         tell("comparing with the trained model")
@@ -170,29 +170,3 @@ def _require_replaceable(to: Path) -> None:
     if others:
         named = ", ".join(others[:3]) + (" …" if len(others) > 3 else "")
         raise ExportError(f"{to} holds more than the artifact it is ({named}): move that, or give --to another folder")
-
-
-@contextmanager
-def _replacing(to: Path) -> Iterator[Path]:
-    """An empty folder beside ``to`` that takes its place once it is filled; if that fails, what was there stays."""
-    to.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
-    try:
-        yield beside
-        mask = os.umask(0)
-        os.umask(mask)
-        beside.chmod(0o777 & ~mask)  # a temporary folder is its maker's alone
-        _require_replaceable(to)  # an export can take long, and this is when what is there goes
-        before = to.with_name(f".{to.name}.before")
-        shutil.rmtree(before, ignore_errors=True)
-        if to.exists():
-            os.rename(to, before)
-        try:
-            os.rename(beside, to)
-        except OSError:
-            if before.exists():
-                os.rename(before, to)
-            raise
-        shutil.rmtree(before, ignore_errors=True)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)

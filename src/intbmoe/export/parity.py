@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from intbmoe.export.artifact import ExportError
 from intbmoe.layer import MoELayer, moe_layers
 from intbmoe.methods.intbmoe import BlockLayer
-from intbmoe.parts.blocks import choose_form, run_blocks
+from intbmoe.ops.backend import choose_backend
+from intbmoe.parts.blocks import run_blocks
 from intbmoe.precision import wide
 from intbmoe.routing import record_routing
 from intbmoe.tasks import Batch, Task
@@ -272,10 +273,10 @@ def _compare_blocks(
     ids = torch.arange(count).repeat(len(tokens)).unsqueeze(1)
     pair = []
     for layer, rows in ((trained, x), (served, x.to(dtype))):
-        form = layer.form or choose_form(rows)
+        backend = choose_backend(rows, wanted=layer.backend, has_native=True)
         ones = torch.ones(len(ids), 1)
-        blocks = layer.blocks(rows.dtype, form)
-        pair.append(run_blocks(rows, ids, ones, None, blocks, form, complete=True, dtype=rows.dtype)[0])
+        blocks = layer.blocks(rows.dtype, backend)
+        pair.append(run_blocks(rows, ids, ones, None, blocks, backend, complete=True, dtype=rows.dtype)[0])
     error.add(wide(pair[0]), wide(pair[1]), ids, ids)
 
 

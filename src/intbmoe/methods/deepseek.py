@@ -21,13 +21,12 @@ inference file computes the sigmoid in the input's type; ours is in float32 or w
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_finite, require_positive_int
 from intbmoe.layer import Quantities, Result, Routing
 from intbmoe.parts.experts import ExpertsConfig, SwiGLU
 from intbmoe.parts.losses import global_sum
@@ -35,6 +34,7 @@ from intbmoe.parts.router import mask_choices, top_k
 from intbmoe.parts.state import WideBuffers
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
+from intbmoe.settings import AtMost, MustBe, NonNegative, NonNegativeInt, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -42,33 +42,22 @@ class DeepSeekConfig(ExpertsConfig):
     """Top-k of the routed experts, and shared ones."""
 
     _: KW_ONLY
-    experts: int = 16
+    experts: PositiveInt = 16
     """E, routed experts; shared ones come on top."""
-    expert: Literal["swiglu"] = "swiglu"
-    top_k: int = 2
+    expert: Annotated[Literal["swiglu"], MustBe("'swiglu' in this method")] = "swiglu"
+    """The expert network: always SwiGLU without biases."""
+    top_k: Annotated[PositiveInt, AtMost("experts")] = 2
     """k, routed experts of a token."""
-    shared_experts: int = 1
+    shared_experts: NonNegativeInt = 1
     """Experts that every token passes; 0 for none."""
-    shared_hidden: int | None = None
+    shared_hidden: PositiveInt | None = None
     """Inner width of one shared expert; None: that of a routed one."""
-    bias_speed: float = 1e-3
+    bias_speed: NonNegative = 1e-3
     """γ, how far an expert's bias moves at a step."""
     balance: float = 1e-4
     """α, the coefficient of the sequence-wise balance loss."""
     route_scale: float = 1.0
     """ρ, what the weights of a token's routed experts sum to."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.expert == "swiglu", "expert", self.expert, "'swiglu' in this method")
-        require_positive_int("top_k", self.top_k, at_most=self.experts, limit="experts")
-        if self.shared_experts != 0:
-            require_positive_int("shared_experts", self.shared_experts)
-        if self.shared_hidden is not None:
-            require_positive_int("shared_hidden", self.shared_hidden)
-        for name in ("bias_speed", "balance", "route_scale"):
-            require_finite(name, getattr(self, name))
-        require(self.bias_speed >= 0, "bias_speed", self.bias_speed, "0 or more")
 
     @property
     def shared_width(self) -> int:

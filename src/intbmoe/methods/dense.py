@@ -5,15 +5,15 @@ swiglu    y = W_2 (SiLU(W_1 x) ⊙ W_3 x)           Shazeer, "GLU Variants Impro
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from intbmoe.checks import require
 from intbmoe.layer import MoELayer, Quantities, Result
 from intbmoe.parts.experts import ExpertsConfig
 from intbmoe.registry import register
+from intbmoe.settings import MustBe
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,8 @@ class DenseConfig(ExpertsConfig):
     """One expert, always on."""
 
     _: KW_ONLY
-    experts: Literal[1] = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.experts == 1, "experts", self.experts, "1 in a dense layer")
+    experts: Annotated[Literal[1], MustBe("1 in a dense layer")] = 1
+    """Always 1."""
 
 
 @register("swiglu", title="Dense SwiGLU", paper="Shazeer, 2020", participation="dense", expert="swiglu")

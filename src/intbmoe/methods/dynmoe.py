@@ -40,13 +40,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_finite, require_positive_int
 from intbmoe.layer import Result, Routing
 from intbmoe.parts.losses import count_valid, global_sum
 from intbmoe.parts.router import pack_choices, top_k
 from intbmoe.parts.slots import PoolConfig, PoolLayer, require_whole, reset_moments, unit
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
+from intbmoe.settings import Positive, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class DynMoEConfig(PoolConfig):
     """Top-any routing over a pool of at most ``experts``."""
 
     _: KW_ONLY
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """τ, multiplies the cosine and the threshold."""
-    update_every: int = 300
+    update_every: PositiveInt = 300
     """Optimizer steps between two changes of the pool."""
     auxiliary: float = 0.01
     """α, the coefficient of the auxiliary losses together."""
@@ -65,15 +65,8 @@ class DynMoEConfig(PoolConfig):
     efficiency: float = 0.0
     """β_2, mean activation relative to diversity (authors' DeepSpeed code: 1)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("temperature", "auxiliary", "load_balance", "efficiency"):
-            require_finite(name, getattr(self, name))
-        require(self.temperature > 0, "temperature", self.temperature, "positive")
-        require_positive_int("update_every", self.update_every)
 
-
-@register("dynmoe", title="DynMoE", paper="Guo et al., 2025", participation="sparse")
+@register("dynmoe", title="DynMoE", paper="Guo et al., 2025", participation="sparse", dynamic=True)
 class DynMoE(PoolLayer):
     """Top-any token choice by cosine and threshold, with a pool that follows what tokens ask for."""
 

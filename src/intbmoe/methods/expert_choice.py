@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_finite
 from intbmoe.layer import MoELayer, Quantities, Result, Routing
-from intbmoe.parts.dispatch import capacity_of, exact_ratio, places, sum_places, to_places
+from intbmoe.parts.dispatch import capacity_of, exact_ratio, seat, sum_seats, to_seats
 from intbmoe.parts.experts import ExpertsConfig
 from intbmoe.parts.router import pack_choices
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
+from intbmoe.settings import Positive
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,8 @@ class ExpertChoiceConfig(ExpertsConfig):
     """Top-C tokens for each expert."""
 
     _: KW_ONLY
-    capacity_factor: float = 2.0
+    capacity_factor: Positive = 2.0
     """cf, the mean number of experts of a token (but for rounding C up)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_finite("capacity_factor", self.capacity_factor)
-        require(self.capacity_factor > 0, "capacity_factor", self.capacity_factor, "a positive number")
 
     def noncausal_reason(self) -> str | None:
         if self.capacity_factor >= self.experts:
@@ -75,14 +70,14 @@ class ExpertChoice(MoELayer):
         gates = linear(wide(x), self.router.weight).softmax(-1)  # (B, T, E)
         taken, filled = self._choose(gates.detach(), mask)  # (B, C, E)
 
-        # Place (e, b, j) is the j-th token that expert e took from sequence b. An unfilled place computes some token of
+        # Seat (e, b, j) has the j-th token that expert e took from sequence b. An unfilled seat computes some token of
         # its sequence with weight 0: shapes stay fixed, and nothing flows through it either way.
         first = tokens * torch.arange(batch, device=x.device).view(-1, 1, 1)
-        plan = places((taken + first).permute(2, 0, 1).reshape(-1), batch * tokens)
+        plan = seat((taken + first).permute(2, 0, 1).reshape(-1), batch * tokens)
         weights = torch.where(filled, gates.gather(1, taken), 0).permute(2, 0, 1).reshape(-1, 1)
-        z = to_places(x.reshape(-1, c.dim).to(dtype), plan)
+        z = to_seats(x.reshape(-1, c.dim).to(dtype), plan)
         z = self.experts.batch(z.view(c.experts, batch * taken.shape[1], c.dim)).reshape(-1, c.dim)
-        y = sum_places(z * weights, plan)
+        y = sum_seats(z * weights, plan)
 
         chosen = torch.zeros_like(gates, dtype=torch.bool).scatter(1, taken, filled).flatten(0, 1)
         ids, token_weights = pack_choices(gates.flatten(0, 1), chosen)
@@ -91,7 +86,7 @@ class ExpertChoice(MoELayer):
         return Result(y.view(x.shape), Routing(ids, token_weights), sums=sums)
 
     def _choose(self, gates: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Gates (B, T, E) → (B, C, E) each expert's tokens, best first, and whether the place is filled.
+        """Gates (B, T, E) → (B, C, E) each expert's tokens, best first, and whether the seat is filled.
 
         C follows from T, for a fixed shape; a sequence with padding fills only what its valid tokens allow.
         """

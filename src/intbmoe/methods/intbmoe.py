@@ -3,13 +3,17 @@
 Cheng, Xu, Liu, Liu and Chu, "IntBMoE: Integrating Block-Level Conditioning into Expert Composition for
 Full-Participation Mixture-of-Experts", 2026. In our letters (``docs/method.md`` explains them):
 
-    recipe     q_b = ReLU(LN(A c_b + a)),  α_b^p = A_p q_b + a_p              codebook c_b, paths p ∈ {v, g}
-    compose    W_{b,p}^l = 1/√E Σ_e α_{b,e}^p W_e^l,  biases likewise         b = 1…K, l = 1…L
-    route      r_t = MLP(x_t),  B_t = top-k(r_t),  π_t = softmax(r_t)         over all K, not renormalised
-    filter     z^0 = x_t ⊙ sigmoid(W_x x_t + W_c c_b + b_f)
-    DPRG       v = W_{b,v} z + b_{b,v},  g = RMSNorm(W_{b,g} z + b_{b,g}),  z̃ = v ⊙ (1 + λ SiLU(g))
-    between    z^l = LN(z̃^l) for l < L,  z^L = z̃^L = F_b(x_t)
-    output     y_t = Σ_{b ∈ B_t} π_{t,b} F_b(x_t) + S(x_t)                    S: shared SwiGLU, always on
+    coefficients  q_b = ReLU(LN(A c_b + a)),  α_b^p = A_p q_b + a_p              codebook c_b, paths p ∈ {v, g}
+    compose       W_{b,p}^l = 1/√E Σ_e α_{b,e}^p W_e^l,  biases likewise         b = 1…K, l = 1…L
+    route         r_t = MLP(x_t),  B_t = top-k(r_t),  π_t = softmax(r_t)         over all K, not renormalised
+    filter        z^0 = x_t ⊙ sigmoid(W_x x_t + W_c c_b + b_f)
+    DPRG          v = W_{b,v} z + b_{b,v},  g = RMSNorm(W_{b,g} z + b_{b,g}),  z̃ = v ⊙ (1 + λ SiLU(g))
+    between       z^l = LN(z̃^l) for l < L,  z^L = z̃^L = F_b(x_t)
+    output        y_t = Σ_{b ∈ B_t} π_{t,b} F_b(x_t) + S(x_t)                    S: shared SwiGLU, always on
+
+``BlockLayer.compute`` takes the tokens from router to output, ``parts/blocks.py`` through the blocks. The forward to
+read is ``ops/blocks/naive.py``, a loop over blocks: ``layer.backend = "naive"`` runs it, and every other backend is
+tested against it.
 
 The released module differs in one point: it holds a LayerNorm after the last internal layer that nothing uses. Ours
 has none; ``load_reference_state_dict`` and ``to_reference_state_dict`` translate.
@@ -19,71 +23,66 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_bool, require_finite, require_positive_int
+from intbmoe.checks import require, require_state
 from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing
 from intbmoe.ops import native
+from intbmoe.ops.backend import BACKENDS, Backend, choose_backend
 from intbmoe.ops.blocks import Blocks
-from intbmoe.ops.compose import Recipe, compose
+from intbmoe.ops.choose import choose
+from intbmoe.ops.compose import Coefficients, compose
 from intbmoe.ops.composed_mm import Pooled
-from intbmoe.ops.route import route
-from intbmoe.parts.blocks import FORMS, choose_form, run_blocks
+from intbmoe.parts.blocks import run_blocks
 from intbmoe.parts.experts import StackedLinear, SwiGLU
 from intbmoe.parts.router import MLPRouter, mask_choices
 from intbmoe.precision import autocast_off, cast, linear, wide
 from intbmoe.registry import register
+from intbmoe.settings import AtMost, MustBe, PositiveInt
 
 
 @dataclass(frozen=True)
 class IntBMoEConfig(LayerConfig):
     """Every switch of the layer; the defaults are the paper's on ImageNet."""
 
-    hidden: int | tuple[int, ...]
+    hidden: Annotated[PositiveInt | tuple[PositiveInt, ...], MustBe("a positive integer or a tuple of them")]
     """Inner widths of a block: L = len(hidden) + 1 internal layers, an int means one inner width."""
     _: KW_ONLY
-    experts: int = 16
+    experts: PositiveInt = 16
     """E, expert bases in each internal layer's pool."""
-    blocks: int = 8
+    blocks: PositiveInt = 8
     """K, codebook entries and thus composed blocks."""
-    top_k: int = 2
+    top_k: Annotated[PositiveInt, AtMost("blocks")] = 2
     """k, blocks a token is sent to."""
-    code_dim: int = 32
-    router_dim: int = 64
-    hyper_dim: int = 16
-    shared_hidden: int | None = None
+    code_dim: PositiveInt = 32
+    """Width of a codebook entry."""
+    router_dim: PositiveInt = 64
+    """Inner width of the router's MLP."""
+    hyper_dim: PositiveInt = 16
+    """Inner width of the hypernetwork that makes coefficients of codebook entries."""
+    shared_hidden: PositiveInt | None = None
     """Inner width of the shared SwiGLU; None matches its weights to one expert's."""
     residual_scale: float = 1.0
     """λ at the start."""
     learn_scale: bool = True
+    """Whether λ is trained."""
     gate: bool = True
+    """Whether a composed block has a gating path beside its value path; without it λ is not there either."""
     filter: bool = True
+    """Whether a token is filtered for the block that it enters."""
     shared: bool = True
+    """Whether there is a shared SwiGLU that every token passes."""
     coefficients: Literal["linear", "softmax"] = "linear"
     """Unconstrained with 1/√E, or a softmax over the bases for each path."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        allowed = "a positive integer or a tuple of them, one for each inner width"
-        require(isinstance(self.hidden, int | tuple | list), "hidden", self.hidden, allowed)
-        widths = (self.hidden,) if isinstance(self.hidden, int) else tuple(self.hidden)
-        for width in widths:
-            require_positive_int("hidden", width)
+        widths = self.hidden if isinstance(self.hidden, tuple) else (self.hidden,)
         object.__setattr__(self, "hidden", widths)
-        for name in ("experts", "blocks", "code_dim", "router_dim", "hyper_dim"):
-            require_positive_int(name, getattr(self, name))
-        require_positive_int("top_k", self.top_k, at_most=self.blocks, limit="blocks")
-        if self.shared_hidden is not None:
-            require_positive_int("shared_hidden", self.shared_hidden)
-        require_finite("residual_scale", self.residual_scale)
-        for name in ("learn_scale", "gate", "filter", "shared"):
-            require_bool(name, getattr(self, name))
-        known = self.coefficients in ("linear", "softmax")
-        require(known, "coefficients", self.coefficients, "'linear' or 'softmax'")
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -115,7 +114,7 @@ class IntBMoEConfig(LayerConfig):
 
 
 class Hypernetwork(nn.Module):
-    """From a block's code to its recipe: one coefficient for each base and path."""
+    """From a block's code to its coefficients: one for each base and path."""
 
     def __init__(self, config: IntBMoEConfig) -> None:
         super().__init__()
@@ -125,7 +124,7 @@ class Hypernetwork(nn.Module):
         self.value = nn.Linear(config.hyper_dim, config.experts)
         self.gate = nn.Linear(config.hyper_dim, config.experts) if config.gate else None
 
-    def forward(self, codebook: Tensor) -> Recipe:
+    def forward(self, codebook: Tensor) -> Coefficients:
         """(K, code_dim) codes → the coefficients of each path in the wide type."""
         trunk = linear(wide(codebook), self.trunk.weight, self.trunk.bias)
         norm = wide(self.norm.weight), wide(self.norm.bias)
@@ -133,8 +132,8 @@ class Hypernetwork(nn.Module):
         value = linear(q, self.value.weight, self.value.bias)
         gate = None if self.gate is None else linear(q, self.gate.weight, self.gate.bias)
         if self.config.coefficients == "softmax":
-            return Recipe(value.softmax(-1), None if gate is None else gate.softmax(-1), 1.0)
-        return Recipe(value, gate, 1 / math.sqrt(self.config.experts))
+            return Coefficients(value.softmax(-1), None if gate is None else gate.softmax(-1), 1.0)
+        return Coefficients(value, gate, 1 / math.sqrt(self.config.experts))
 
 
 class BlockLayer(MoELayer):
@@ -156,38 +155,38 @@ class BlockLayer(MoELayer):
             self.scale = nn.Parameter(scale)
         else:
             self.register_buffer("scale", scale)
-        self._form: str | None = None
+        self._backend: Backend | None = None
 
     @property
-    def form(self) -> str | None:
-        """How blocks run: one of ``parts.blocks.FORMS``, "naive" being the specification; None chooses by the input."""
-        return self._form
+    def backend(self) -> Backend | None:
+        """What runs the layer: one of ``ops.backend.BACKENDS``, "naive" being the specification; None: by the input."""
+        return self._backend
 
-    @form.setter
-    def form(self, form: str | None) -> None:
-        require(form is None or form in FORMS, "form", form, f"None or one of {', '.join(FORMS)}")
-        self._form = form
+    @backend.setter
+    def backend(self, backend: Backend | None) -> None:
+        allowed = f"None or one of {', '.join(BACKENDS)}"
+        require(backend is None or backend in BACKENDS, "backend", backend, allowed)
+        self._backend = backend
 
     @property
     def choices(self) -> int:
         return self.config.blocks
 
-    def blocks(self, dtype: torch.dtype, form: str | None = None) -> Blocks:
-        """The K blocks, large tensors in ``dtype``, laid out for ``form``."""
+    def blocks(self, dtype: torch.dtype, backend: Backend = "tiled") -> Blocks:
+        """The K blocks, large tensors in ``dtype``, laid out for ``backend``."""
         raise TypeError(f"{type(self).__name__} does not define blocks()")
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         rows = x.reshape(-1, self.config.dim)
-        form = self.form or choose_form(rows.new_empty(0, dtype=dtype))
-        plain = form != "fused"  # that form runs Triton's kernels, and no other does
-        scores, tokens = self.router(rows, dtype, plain=plain)
-        ids, weights = route(scores, self.config.top_k, plain=form not in ("fused", "native"))
+        backend = choose_backend(rows, dtype, self._backend, has_native=True)
+        scores, tokens = self.router(rows, dtype, backend)
+        ids, weights = choose(scores, self.config.top_k, backend)
         if mask is not None:
             ids = mask_choices(ids, mask)
             weights = torch.where(ids < 0, 0, weights)
-        shared = None if self.shared is None else self.shared(tokens, plain=plain)
-        blocks = self.blocks(dtype, form)
-        y, load = run_blocks(tokens, ids, weights, shared, blocks, form, complete=mask is None, dtype=x.dtype)
+        shared = None if self.shared is None else self.shared(tokens, backend)
+        blocks = self.blocks(dtype, backend)
+        y, load = run_blocks(tokens, ids, weights, shared, blocks, backend, complete=mask is None, dtype=x.dtype)
         return Result(y.view(x.shape), Routing(ids, weights), sums={"load": load})
 
     def _row_parameters(self) -> dict[str, Any]:
@@ -201,11 +200,11 @@ class BlockLayer(MoELayer):
     def extra_repr(self) -> str:
         c = self.config
         widths = "→".join(str(width) for width in c.widths)
-        form = self.form or ("auto" if native.LIBRARY else "auto without the compiled library")
-        return f"{widths}, experts={c.experts}, blocks={c.blocks}, top_k={c.top_k}, form={form}"
+        backend = self.backend or ("auto" if native.LIBRARY else "auto without the compiled library")
+        return f"{widths}, experts={c.experts}, blocks={c.blocks}, top_k={c.top_k}, backend={backend}"
 
 
-@register("intbmoe", title="IntBMoE", paper="Cheng et al., 2026", participation="dense")
+@register("intbmoe", title="IntBMoE", paper="Cheng et al., 2026", participation="dense", composes=True)
 class IntBMoE(BlockLayer):
     """The trainable layer: K blocks are composed from the pools at every forward."""
 
@@ -220,40 +219,40 @@ class IntBMoE(BlockLayer):
         self.pools = nn.ModuleList(StackedLinear(c.experts, a, b, bias=True) for a, b in pairs)
         self.filter = nn.Linear(c.dim + c.code_dim, c.dim) if c.filter else None
         self.recompute = False
-        """Whether the forms fused and grouped compose again in backward, instead of keeping what they composed."""
+        """Whether the backends fused and grouped compose again in backward, instead of keeping what they composed."""
 
     @property
     def weight_dtype(self) -> torch.dtype:
         return self.pools[0].weight.dtype
 
-    def recipes(self) -> list[Tensor]:
+    def coefficients(self) -> list[Tensor]:
         """The composition coefficients (K, E) of each path, as they multiply the bases."""
         with autocast_off(self.codebook):
             return self.hypernetwork(self.codebook).paths
 
-    def blocks(self, dtype: torch.dtype, form: str | None = None) -> Blocks:
+    def blocks(self, dtype: torch.dtype, backend: Backend = "tiled") -> Blocks:
         """Compose the K blocks in the wide type; the matrices are then cast once."""
-        recipe = self.hypernetwork(self.codebook)
+        coefficients = self.hypernetwork(self.codebook)
         token_filter = block_filter = None
         if self.filter is not None:
             token_filter, code_filter = self.filter.weight.split([self.config.dim, self.config.code_dim], dim=1)
             block_filter = linear(wide(self.codebook), code_filter, self.filter.bias).to(dtype)
         return Blocks(
-            weights=tuple(self._weight(recipe, pool.weight, dtype, form) for pool in self.pools),
-            biases=tuple(self._compose_bias(recipe, pool.bias, form) for pool in self.pools),
+            weights=tuple(self._weight(coefficients, pool.weight, dtype, backend) for pool in self.pools),
+            biases=tuple(self._compose_bias(coefficients, pool.bias, backend) for pool in self.pools),
             token_filter=token_filter,
             block_filter=block_filter,
             **self._row_parameters(),
         )
 
-    def _weight(self, recipe: Recipe, pool: Tensor, dtype: torch.dtype, form: str | None) -> Tensor | Pooled:
-        if self.recompute and torch.is_grad_enabled() and form in ("fused", "grouped"):
-            return Pooled(recipe, pool)
-        return compose(recipe, pool, dtype, form)
+    def _weight(self, alpha: Coefficients, pool: Tensor, dtype: torch.dtype, backend: Backend) -> Tensor | Pooled:
+        if self.recompute and torch.is_grad_enabled() and backend in ("fused", "grouped"):
+            return Pooled(alpha, pool)
+        return compose(alpha, pool, dtype, backend)
 
-    def _compose_bias(self, recipe: Recipe, pool: Tensor, form: str | None) -> Tensor:
+    def _compose_bias(self, alpha: Coefficients, pool: Tensor, backend: Backend) -> Tensor:
         """(E, o) → (K, P·o), in the wide type."""
-        return compose(recipe, pool.unsqueeze(1), wide(pool).dtype, form).squeeze(1).contiguous()
+        return compose(alpha, pool.unsqueeze(1), wide(pool).dtype, backend).squeeze(1).contiguous()
 
     def quantities(self) -> Quantities:
         return Quantities(self.config.experts, self.config.top_k, self.config.blocks)
@@ -273,17 +272,9 @@ class IntBMoE(BlockLayer):
         """
         names = self._reference_names()
         unused = [key for key in self._unused_reference_keys() if key in state]
-        missing = sorted(set(names.values()) - set(state))
-        unknown = sorted(set(state) - set(names.values()) - set(unused))
-        if missing or unknown:
-            raise KeyError(f"reference state does not fit: missing keys {missing}, unknown keys {unknown}")
         own = self.state_dict()
-        shapes = {reference: own[name].shape for name, reference in names.items()}
-        shapes |= dict.fromkeys(unused, self.pools[-1].bias.shape[1:])
-        for reference, shape in shapes.items():
-            if state[reference].shape != shape:
-                found = f"{tuple(state[reference].shape)}, expected {tuple(shape)}"
-                raise ValueError(f"reference parameter {reference!r} has shape {found}")
+        expected = {reference: own[name] for name, reference in names.items()}
+        require_state("reference", state, expected | dict.fromkeys(unused, self.pools[-1].bias[0]))
         self.load_state_dict({name: state[reference] for name, reference in names.items()})
         return unused
 
@@ -350,7 +341,7 @@ class ComposedMoE(BlockLayer):
             composed = cls(layer.config).train(layer.training)
         with torch.no_grad(), autocast_off(layer.codebook):
             blocks = layer.blocks(dtype)
-        composed.form = layer.form
+        composed.backend = layer.backend
         for name in ("router", "norms", "gate_norms", "scale"):
             setattr(composed, name, copy.deepcopy(getattr(layer, name)))
         composed.shared = copy.deepcopy(layer.shared).to(dtype) if layer.shared is not None else None
@@ -365,7 +356,7 @@ class ComposedMoE(BlockLayer):
     def weight_dtype(self) -> torch.dtype:
         return self.block_weights[0].dtype
 
-    def blocks(self, dtype: torch.dtype, form: str | None = None) -> Blocks:
+    def blocks(self, dtype: torch.dtype, backend: Backend = "tiled") -> Blocks:
         return Blocks(
             weights=tuple(cast(weight, dtype) for weight in self.block_weights),
             biases=tuple(wide(bias) for bias in self.block_biases),

@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_positive_int
 from intbmoe.layer import MoELayer, Quantities, Result
 from intbmoe.parts.experts import ExpertsConfig
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
+from intbmoe.settings import PositiveInt
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,10 @@ class LoryConfig(ExpertsConfig):
 
     _: KW_ONLY
     expert: Literal["gelu", "swiglu"] = "swiglu"
-    segment: int = 16
+    segment: PositiveInt = 16
     """S, tokens in a segment (the Lory paper: 256)."""
     first_segment: Literal["uniform", "stop_gradient"] = "uniform"
     """Weights of the first segment: uniform, or its own without gradient, as in the paper."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive_int("segment", self.segment)
-        known = self.first_segment in ("uniform", "stop_gradient")
-        require(known, "first_segment", self.first_segment, "'uniform' or 'stop_gradient'")
 
     def noncausal_reason(self) -> str | None:
         if self.first_segment == "uniform":

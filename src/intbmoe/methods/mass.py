@@ -43,19 +43,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from statistics import NormalDist
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_bool, require_finite, require_positive_int
 from intbmoe.layer import Result, Routing
 from intbmoe.parts.losses import sum_over_ranks
 from intbmoe.parts.router import mask_choices, top_k
 from intbmoe.parts.slots import PoolConfig, PoolLayer, require_whole, reset_moments, unit
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
+from intbmoe.settings import MustBe, NonNegativeInt, Positive, PositiveInt
 
 ROUNDING = torch.finfo(torch.float32).eps
 """A spread of norms below this share of the norm is rounding, not drift."""
@@ -66,45 +66,29 @@ class MASSConfig(PoolConfig):
     """Top-p routing over a pool that grows to at most ``experts``."""
 
     _: KW_ONLY
-    top_p: float = 0.5
+    top_p: Annotated[float, MustBe("a number in (0, 1]", lambda value: 0 < value <= 1)] = 0.5
     """p, the routing mass a token's experts hold together."""
     renormalize: bool = True
     """Whether the weights of the chosen experts are scaled to sum to 1."""
     redundancy: float = 0.01
     """β, the coefficient of the redundancy loss."""
-    window: int = 200
+    window: Annotated[int, MustBe("an integer of at least 2, for a standard deviation", lambda value: value > 1)] = 200
     """ω, optimizer steps in a window."""
-    warmup: int = 50
+    warmup: PositiveInt = 50
     """Steps before an expert's drift is looked at, at the start and after it was copied."""
-    significance: float = 0.01
+    significance: Annotated[float, MustBe("a number in (0, 1)", lambda value: 0 < value < 1)] = 0.01
     """Largest p-value that counts as a drift."""
-    similarity: float = 0.001
+    similarity: Positive = 0.001
     """Largest |cosine| of weights and gradient of an expert that is copied."""
-    patience: int = 3
+    patience: NonNegativeInt = 3
     """How many useless experts may be replaced before the pool is final."""
-    check_after: int = 0
+    check_after: NonNegativeInt = 0
     """Added experts beyond which the last one must prove useful (authors: 0 for images, 1 for text)."""
-    expansion_steps: int = 1000
+    expansion_steps: NonNegativeInt = 1000
     """Optimizer steps in which the pool may grow (authors: a tenth of training)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("top_p", "redundancy", "significance", "similarity"):
-            require_finite(name, getattr(self, name))
-        require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        require(0 < self.significance < 1, "significance", self.significance, "in (0, 1)")
-        require(self.similarity > 0, "similarity", self.similarity, "positive")
-        require_bool("renormalize", self.renormalize)
-        require_positive_int("warmup", self.warmup)
-        require_positive_int("window", self.window)
-        require(self.window >= 2, "window", self.window, "at least 2, for a standard deviation")
-        for name in ("patience", "check_after", "expansion_steps"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            require(whole and value >= 0, name, value, "an integer of at least 0")
 
-
-@register("mass", title="MASS", paper="Park and Park, 2026", participation="sparse")
+@register("mass", title="MASS", paper="Park and Park, 2026", participation="sparse", dynamic=True)
 class MASS(PoolLayer):
     """Top-p token choice, with a pool that grows where gradients drift."""
 

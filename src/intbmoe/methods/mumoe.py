@@ -38,37 +38,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_bool, require_positive_int
 from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result
 from intbmoe.parts.entmax import entmax15
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
+from intbmoe.settings import PositiveInt
 
 
 @dataclass(frozen=True)
 class MuMoEConfig(LayerConfig):
     """What both factorisations share."""
 
-    hidden: int
+    hidden: PositiveInt
     """Width between the two layers."""
     _: KW_ONLY
-    experts: int = 8
-    """E."""
-    rank: int | None = None
+    experts: PositiveInt = 8
+    """E, how many experts."""
+    rank: PositiveInt | None = None
     """R of CP, R_3 of TR: what sets the size of the layer. None takes the authors' share of dim."""
     gate_affine: bool = False
     """Give the gate's LayerNorm a gain and a bias."""
 
     RANK_SHARE: ClassVar[float] = 0.75
     """Of dim, where ``rank`` is None."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive_int("hidden", self.hidden)
-        require_positive_int("experts", self.experts)
-        if self.rank is not None:
-            require_positive_int("rank", self.rank)
-        require_bool("gate_affine", self.gate_affine)
 
     @property
     def resolved_rank(self) -> int:
@@ -84,28 +76,16 @@ class CPConfig(MuMoEConfig):
     share_expert_factor: bool = True
     """One expert factor A for both layers; False gives each its own, as in the authors' code."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_bool("share_expert_factor", self.share_expert_factor)
-
 
 @dataclass(frozen=True)
 class TRConfig(MuMoEConfig):
     """Tensor ring."""
 
     _: KW_ONLY
-    ring_ranks: tuple[int, int] = (4, 4)
+    ring_ranks: tuple[PositiveInt, PositiveInt] = (4, 4)
     """R_1, R_2: how far the layer can tell experts apart."""
 
     RANK_SHARE: ClassVar[float] = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        pair = isinstance(self.ring_ranks, tuple | list) and len(self.ring_ranks) == 2
-        require(pair, "ring_ranks", self.ring_ranks, "two positive integers (R_1, R_2)")
-        for rank in self.ring_ranks:
-            require_positive_int("ring_ranks", rank)
-        object.__setattr__(self, "ring_ranks", tuple(self.ring_ranks))
 
 
 def _uniform(*shape: int, fan: int) -> nn.Parameter:

@@ -24,12 +24,12 @@ the grouped product runs as one kernel, not multiplied.
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_finite, require_positive_int
+from intbmoe.checks import require
 from intbmoe.layer import Quantities, Result, Routing
 from intbmoe.parts.experts import ExpertsConfig
 from intbmoe.parts.losses import count_valid, global_sum
@@ -37,6 +37,7 @@ from intbmoe.parts.router import pack_choices
 from intbmoe.parts.state import WideBuffers
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
+from intbmoe.settings import AtMost, MustBe, Positive, PositiveInt
 
 FLOAT32 = torch.finfo(torch.float32)
 
@@ -46,29 +47,19 @@ class ReMoEConfig(ExpertsConfig):
     """ReLU routing with a sparsity target."""
 
     _: KW_ONLY
-    top_k: int = 1
+    top_k: Annotated[PositiveInt, AtMost("experts")] = 1
     """k, the mean number of active experts that λ is steered to."""
-    sparsity_strength: float = 1e-8
+    sparsity_strength: Annotated[
+        float, MustBe("positive, within float32", lambda value: FLOAT32.tiny <= value <= FLOAT32.max)
+    ] = 1e-8
     """λ at the start."""
-    sparsity_rate: float = 1.2
+    sparsity_rate: Annotated[float, MustBe("a finite number of more than 1", lambda value: value > 1)] = 1.2
     """a, the factor by which λ moves at a step."""
-    router_std: float | None = 0.01
+    router_std: Positive | None = 0.01
     """Standard deviation of the router's weights at the start; None: the law of nn.Linear."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive_int("top_k", self.top_k, at_most=self.experts, limit="experts")
-        for name in ("sparsity_strength", "sparsity_rate"):
-            require_finite(name, getattr(self, name))
-        strength = self.sparsity_strength
-        require(FLOAT32.tiny <= strength <= FLOAT32.max, "sparsity_strength", strength, "positive, within float32")
-        require(self.sparsity_rate > 1, "sparsity_rate", self.sparsity_rate, "more than 1")
-        if self.router_std is not None:
-            require_finite("router_std", self.router_std)
-            require(self.router_std > 0, "router_std", self.router_std, "None or a positive number")
 
-
-@register("remoe", title="ReMoE", paper="Wang et al., 2025", participation="sparse")
+@register("remoe", title="ReMoE", paper="Wang et al., 2025", participation="sparse", dynamic=True)
 class ReMoE(WideBuffers):
     """Every expert with a positive score, with a controller that keeps their mean number at k."""
 

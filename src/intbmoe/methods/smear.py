@@ -24,11 +24,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_finite
 from intbmoe.layer import MoELayer, Quantities, Result
 from intbmoe.parts.experts import ExpertsConfig
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
+from intbmoe.settings import Share
 
 ROUTER_STD = 0.01
 RENORMALISE_EPS = 1e-10
@@ -41,14 +41,8 @@ class SmearConfig(ExpertsConfig):
     _: KW_ONLY
     level: Literal["example", "token"] = "example"
     """Whether a sequence or each token has its own merged expert."""
-    expert_dropout: float = 0.1
+    expert_dropout: Share = 0.1
     """Probability of leaving an expert out of a merge, in training."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.level in ("example", "token"), "level", self.level, "'example' or 'token'")
-        require_finite("expert_dropout", self.expert_dropout)
-        require(0 <= self.expert_dropout < 1, "expert_dropout", self.expert_dropout, "in [0, 1)")
 
     def noncausal_reason(self) -> str | None:
         if self.level == "token":

@@ -29,12 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_bool, require_positive_int
+from intbmoe.checks import require
 from intbmoe.layer import MoELayer, Quantities, Result
 from intbmoe.ops.running_sum import running_sum
 from intbmoe.parts.experts import ExpertsConfig
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
+from intbmoe.settings import PositiveInt
 
 EPS = 1e-6
 MAX_EXPONENT = 60.0
@@ -46,15 +47,13 @@ class SoftConfig(ExpertsConfig):
     """Slots of weighted means."""
 
     _: KW_ONLY
-    slots: int = 1
+    slots: PositiveInt = 1
     """p, slots of one expert."""
     causal: bool = False
     """Build each position's slots from it and earlier tokens alone; needs one slot an expert."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive_int("slots", self.slots)
-        require_bool("causal", self.causal)
         require(not self.causal or self.slots == 1, "slots", self.slots, "1 when causal=True")
 
     def noncausal_reason(self) -> str | None:

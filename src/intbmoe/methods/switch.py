@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_finite
 from intbmoe.layer import MoELayer, Quantities, Result, Routing
 from intbmoe.parts.capacity import CapacityConfig
 from intbmoe.parts.dispatch import limit_capacity
@@ -29,6 +28,7 @@ from intbmoe.parts.losses import balance_loss, count_valid, masked_sum
 from intbmoe.parts.router import count_choices, mask_choices, top_k
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
+from intbmoe.settings import Share
 
 MIN_CAPACITY = 4
 
@@ -40,14 +40,8 @@ class SwitchConfig(CapacityConfig):
     _: KW_ONLY
     balance: float = 0.01
     """α, the coefficient of the load-balancing loss."""
-    jitter: float = 0.01
+    jitter: Share = 0.01
     """ε, multiplicative noise on the router's input in training."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("balance", "jitter"):
-            require_finite(name, getattr(self, name))
-        require(0 <= self.jitter < 1, "jitter", self.jitter, "in [0, 1)")
 
 
 @register("switch", title="Switch Transformer", paper="Fedus et al., 2022", participation="sparse")

@@ -24,12 +24,12 @@ start from one set of weights. A bias-free router, GELU experts with biases, as 
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_bool, require_finite, require_positive_int
+from intbmoe.checks import require
 from intbmoe.layer import MoELayer, Quantities, Result, Routing
 from intbmoe.parts.capacity import CapacityConfig
 from intbmoe.parts.dispatch import capacity_of, limit_capacity
@@ -37,6 +37,7 @@ from intbmoe.parts.losses import global_sum, masked_sum, squared_variation
 from intbmoe.parts.router import count_choices, mask_choices, top_k
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
+from intbmoe.settings import AtMost, NonNegative, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -44,27 +45,21 @@ class VMoEConfig(CapacityConfig):
     """Noisy top-k routing."""
 
     _: KW_ONLY
-    top_k: int = 2
-    """k."""
-    noise: float = 1.0
+    top_k: Annotated[PositiveInt, AtMost("experts")] = 2
+    """k, experts of a token."""
+    noise: NonNegative = 1.0
     """σ, the noise on the logits in training, in units of 1/E."""
     importance: float = 0.005
     """w_i, the coefficient of the importance loss."""
     load: float = 0.005
     """w_l, the coefficient of the load loss."""
-    capacity_multiple: int = 4
+    capacity_multiple: PositiveInt = 4
     """Capacities are rounded up to a multiple of this."""
     priority_routing: bool = False
     """Places go to the tokens with the largest gates, not to the first ones."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive_int("top_k", self.top_k, at_most=self.experts, limit="experts")
-        for name in ("noise", "importance", "load"):
-            require_finite(name, getattr(self, name))
-        require(self.noise >= 0, "noise", self.noise, "0 or more")
-        require_positive_int("capacity_multiple", self.capacity_multiple)
-        require_bool("priority_routing", self.priority_routing)
         useful = self.has_capacity or not self.priority_routing
         require(useful, "priority_routing", self.priority_routing, "False without a capacity factor")
 

@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from intbmoe.checks import require, require_finite, require_positive_int
+from intbmoe.checks import require, require_positive_int
 from intbmoe.layer import moe_layers
 from intbmoe.models.causal import check_mask
 from intbmoe.precision import wide
+from intbmoe.settings import Checked, MustBe, PositiveInt
 
 
 class Decoder(Protocol):
@@ -24,24 +25,18 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(Checked):
     """How the next token is chosen. Greedy by default: the likeliest, of equals the one with the lowest id."""
 
-    temperature: float = 0.0
+    temperature: Annotated[float, MustBe("0 (greedy) or a positive finite number", lambda value: value >= 0)] = 0.0
     """Draw from softmax(logits / temperature); 0 takes the likeliest."""
-    top_k: int | None = None
+    top_k: PositiveInt | None = None
     """Draw among the k likeliest; of equals, the lower ids."""
-    top_p: float | None = None
+    top_p: Annotated[float, MustBe("above 0 and at most 1", lambda value: 0 < value <= 1)] | None = None
     """Draw among the likeliest that together have this probability, the one that reaches it included."""
 
     def __post_init__(self) -> None:
-        require_finite("temperature", self.temperature)
-        require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or positive")
-        if self.top_k is not None:
-            require_positive_int("top_k", self.top_k)
-        if self.top_p is not None:
-            require_finite("top_p", self.top_p)
-            require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        super().__post_init__()
         idle = self.temperature == 0 and not (self.top_k is None and self.top_p is None)
         require(not idle, "temperature", self.temperature, "positive with top_k or top_p, which greedy choice ignores")
 

@@ -35,39 +35,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_finite, require_positive_int
+from intbmoe.checks import require, require_positive_int, require_state
 from intbmoe.models.causal import apply_ffn, check_mask, new_ffn_state, require_causal, visible_tokens
 from intbmoe.models.decoding import Sampling, stream
 from intbmoe.precision import autocast_dtype, cast, wide
+from intbmoe.settings import Checked, Positive, PositiveInt
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, (T, w/2) each."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
+class LlamaConfig(Checked):
     """Sizes of the decoder; the defaults are the paper's on MiniPile."""
 
-    vocabulary: int = 32_000
-    """V."""
-    dim: int = 768
-    depth: int = 18
-    heads: int = 12
-    hidden: int = 2048
+    vocabulary: PositiveInt = 32_000
+    """V, how many different tokens there are."""
+    dim: PositiveInt = 768
+    """d, the width of a token."""
+    depth: PositiveInt = 18
+    """Transformer blocks."""
+    heads: PositiveInt = 12
+    """Attention heads of a block."""
+    hidden: PositiveInt = 2048
     """Inner width of the dense SwiGLU."""
-    rope_theta: float = 1e4
+    rope_theta: Positive = 1e4
     """θ: the slowest pair of a head turns by about 1/θ a token."""
-    norm_eps: float = 1e-6
-    init_std: float = 0.02
+    norm_eps: Positive = 1e-6
+    """What RMSNorm adds to the mean square."""
+    init_std: Positive = 0.02
+    """Standard deviation of weights at the start."""
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "dim", "depth", "heads", "hidden"):
-            require_positive_int(name, getattr(self, name))
+        super().__post_init__()
         even = self.dim % (2 * self.heads) == 0
         require(even, "heads", self.heads, f"such that dim ({self.dim}) splits into heads of even width")
-        for name in ("rope_theta", "norm_eps", "init_std"):
-            require_finite(name, getattr(self, name))
-            require(getattr(self, name) > 0, name, getattr(self, name), "positive")
 
     @property
     def head_dim(self) -> int:
@@ -318,14 +320,8 @@ class Llama(nn.Module):
             raise ValueError("these weights fit the dense form only: build Llama(config) without make_ffn")
         own = self.state_dict()
         names = {f"model.{name}": name for name in own}
-        missing = sorted(set(names) - set(state))
-        unknown = sorted(set(state) - set(names) - {"lm_head.weight"})
-        if missing or unknown:
-            raise KeyError(f"Hugging Face state does not fit: missing keys {missing}, unknown keys {unknown}")
-        for theirs, name in names.items():
-            if state[theirs].shape != own[name].shape:
-                shapes = f"{tuple(state[theirs].shape)}, expected {tuple(own[name].shape)}"
-                raise ValueError(f"Hugging Face parameter {theirs!r} has shape {shapes}")
+        expected = {theirs: own[name] for theirs, name in names.items()}
+        require_state("Hugging Face", state, expected, also=["lm_head.weight"])
         embedding = state["model.embed_tokens.weight"]
         if not torch.equal(state.get("lm_head.weight", embedding), embedding):
             raise ValueError("lm_head.weight differs from model.embed_tokens.weight: this model ties the two")

@@ -26,29 +26,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_positive_int
+from intbmoe.checks import require
 from intbmoe.layer import moe_layers
 from intbmoe.models.causal import apply_ffn, check_mask, require_causal, visible_tokens
 from intbmoe.registry import create
+from intbmoe.settings import Checked, PositiveInt
 
 BIAS_STD = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecommenderConfig:
+class RecommenderConfig(Checked):
     """Sizes of the backbone; the defaults are the paper's on IntTravel."""
 
-    dim: int = 96
-    depth: int = 8
-    heads: int = 1
-    hidden: int = 384
+    dim: PositiveInt = 96
+    """d, the width of a token."""
+    depth: PositiveInt = 8
+    """Transformer blocks."""
+    heads: PositiveInt = 1
+    """Attention heads of a block."""
+    hidden: PositiveInt = 384
     """Inner width of the dense FFNs, the head's included."""
-    max_length: int = 126
+    max_length: PositiveInt = 126
     """L: 40 sessions of three tokens and six profile tokens."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "depth", "heads", "hidden", "max_length"):
-            require_positive_int(name, getattr(self, name))
+        super().__post_init__()
         require(self.dim % self.heads == 0, "heads", self.heads, f"a divisor of dim ({self.dim})")
 
 

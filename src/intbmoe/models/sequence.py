@@ -23,40 +23,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_bool, require_finite, require_positive_int
 from intbmoe.models.causal import visible_tokens
 from intbmoe.models.recommender import Recommender, RecommenderConfig
 from intbmoe.precision import autocast_off, wide
+from intbmoe.settings import Checked, PositiveInt, Share
 
 PADDING = -1
 INIT_STD = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceConfig:
+class SequenceConfig(Checked):
     """Sizes of the model."""
 
-    items: int
+    items: PositiveInt
     """V: the items of the data, which are numbered from 0."""
-    length: int = 50
+    length: PositiveInt = 50
     """Most items of a history that are looked at."""
-    dim: int = 96
-    depth: int = 2
-    heads: int = 1
-    hidden: int = 384
+    dim: PositiveInt = 96
+    """d, the width of a token."""
+    depth: PositiveInt = 2
+    """Transformer blocks."""
+    heads: PositiveInt = 1
+    """Attention heads of a block."""
+    hidden: PositiveInt = 384
     """Inner width of the dense FFNs, the head's included."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """Of the backbone's inputs and outputs."""
     copy: bool = False
     """Whether the model can point at an item of the history."""
 
     def __post_init__(self) -> None:
-        for name in ("items", "length"):
-            require_positive_int(f"model.{name}", getattr(self, name))
-        require_finite("model.dropout", self.dropout)
-        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "in [0, 1)")
-        require_bool("model.copy", self.copy)
-        self.backbone()  # checks the other sizes
+        super().__post_init__()
+        self.backbone()  # checks that the sizes go together
 
     def backbone(self) -> RecommenderConfig:
         """The sizes of the backbone."""

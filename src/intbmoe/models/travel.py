@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require_positive_int
 from intbmoe.models.hashing import MultiHashEmbedding
 from intbmoe.models.recommender import Recommender, RecommenderConfig
 from intbmoe.precision import autocast_off, wide
+from intbmoe.settings import Checked, PositiveInt
 
 PROFILE_TOKENS = 6
 SESSION_TOKENS = 3
@@ -44,29 +44,31 @@ EMBEDDING_STD = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class TravelConfig:
+class TravelConfig(Checked):
     """Sizes of the travel model; those of the backbone are the paper's by default, those of the tables are ours."""
 
-    dim: int = 96
-    depth: int = 8
-    heads: int = 1
-    hidden: int = 384
+    dim: PositiveInt = 96
+    """d, the width of a token."""
+    depth: PositiveInt = 8
+    """Transformer blocks."""
+    heads: PositiveInt = 1
+    """Attention heads of a block."""
+    hidden: PositiveInt = 384
     """Inner width of the dense FFNs, the head's included."""
-    sessions: int = 40
+    sessions: PositiveInt = 40
     """Most sessions of a sequence, three tokens each; six profile tokens come before them."""
-    place_rows: int = 262_144
+    place_rows: PositiveInt = 262_144
     """Rows of each table for ids of places."""
-    cell_rows: int = 65_536
+    cell_rows: PositiveInt = 65_536
     """Rows of each table for cells."""
-    code_rows: int = 65_536
+    code_rows: PositiveInt = 65_536
     """Rows of each table for all other codes; 15 times the largest code leaves none without a row of its own."""
-    hashes: int = 2
+    hashes: PositiveInt = 2
     """Tables of each kind."""
 
     def __post_init__(self) -> None:
-        for name in ("sessions", "place_rows", "cell_rows", "code_rows", "hashes"):
-            require_positive_int(name, getattr(self, name))
-        self.backbone()
+        super().__post_init__()
+        self.backbone()  # checks that the sizes go together
 
     def backbone(self) -> RecommenderConfig:
         """The Transformer's sizes."""

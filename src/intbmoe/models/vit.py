@@ -23,41 +23,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_positive_int
+from intbmoe.checks import require, require_state
+from intbmoe.settings import Checked, PositiveInt, Share
 
 NORM_EPS = 1e-6
 INIT_STD = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViTConfig:
+class ViTConfig(Checked):
     """Sizes of the backbone; the defaults are the paper's on ImageNet."""
 
-    image_size: int = 224
-    patch_size: int = 16
-    channels: int = 3
-    classes: int = 1000
-    dim: int = 192
-    depth: int = 8
-    heads: int = 3
-    hidden: int = 768
+    image_size: PositiveInt = 224
+    """Pixels along each side of an image."""
+    patch_size: PositiveInt = 16
+    """Pixels along each side of a patch; a patch becomes one token."""
+    channels: PositiveInt = 3
+    """1 for grey, 3 for colour."""
+    classes: PositiveInt = 1000
+    """How many classes images are told apart by."""
+    dim: PositiveInt = 192
+    """d, the width of a token."""
+    depth: PositiveInt = 8
+    """Transformer blocks."""
+    heads: PositiveInt = 3
+    """Attention heads of a block."""
+    hidden: PositiveInt = 768
     """Inner width of the dense FFNs."""
     moe_layers: tuple[int, ...] = (0, 2, 4, 6)
     """Which blocks hold a mixture, when the model is given one."""
-    drop_path: float = 0.1
+    drop_path: Share = 0.1
     """Rate of stochastic depth in the last block; it grows linearly from 0 in the first."""
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "patch_size", "channels", "classes", "dim", "depth", "heads", "hidden"):
-            require_positive_int(name, getattr(self, name))
+        super().__post_init__()
         divides = self.image_size % self.patch_size == 0
         require(divides, "patch_size", self.patch_size, f"a divisor of image_size ({self.image_size})")
         require(self.dim % self.heads == 0, "heads", self.heads, f"a divisor of dim ({self.dim})")
-        object.__setattr__(self, "moe_layers", tuple(self.moe_layers))
         layers = self.moe_layers
         known = len(set(layers)) == len(layers) and all(layer in range(self.depth) for layer in layers)
         require(known, "moe_layers", layers, f"distinct blocks among 0…{self.depth - 1}")
-        require(0 <= self.drop_path < 1, "drop_path", self.drop_path, "in [0, 1)")
 
     @property
     def patches(self) -> int:
@@ -196,14 +201,7 @@ class ViT(nn.Module):
             raise ValueError("timm's weights fit the dense form only: build ViT(config) without make_ffn")
         own = self.state_dict()
         cut = [key for key in state if self._is_cut_off(key)]
-        missing = sorted(set(own) - set(state))
-        unknown = sorted(set(state) - set(own) - set(cut))
-        if missing or unknown:
-            raise KeyError(f"timm state does not fit: missing keys {missing}, unknown keys {unknown}")
-        for name, value in own.items():
-            if state[name].shape != value.shape:
-                shapes = f"{tuple(state[name].shape)}, expected {tuple(value.shape)}"
-                raise ValueError(f"timm parameter {name!r} has shape {shapes}")
+        require_state("timm", state, own, also=cut)
         self.load_state_dict({name: state[name] for name in own})
         return cut
 

@@ -1,4 +1,4 @@
-"""Whether operations run at once, on numbers that are there, or are only written down: what may then be asked."""
+"""Whether operations run at once on real numbers, or something traces, exports, maps or differentiates them."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 
 
 def exporting() -> bool:
-    """Whether torch.export is at work; not so under torch.compile, whatever torch 2.11 says where it compiles."""
+    """Whether torch.export is tracing. False under torch.compile, where torch 2.11 itself says otherwise."""
     return torch.compiler.is_exporting()
 
 
@@ -16,19 +16,19 @@ exporting._dynamo_marked_constant = True
 
 
 def compiled_for_gpu(x: Tensor) -> bool:
-    """Whether what is done to ``x`` is being compiled for a GPU: there some things must be kept from the compiler."""
+    """Whether operations on ``x`` are being compiled for a GPU: some of them must be hidden from the compiler there."""
     return x.device.type == "cuda" and torch.compiler.is_compiling() and not exporting()
 
 
 def transformed() -> bool:
-    """Whether torch.func or dual numbers follow what is done: they know torch's operations, not every one of ours."""
+    """Whether torch.func or forward-mode derivatives are active, which know torch's operations, not all of ours."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.maybe_current_level() is not None or has_dual_numbers()
 
 
 def has_dual_numbers() -> bool:
-    """Whether derivatives are carried forward, by torch.func or torch.autograd.forward_ad."""
+    """Whether forward-mode derivatives are active, by torch.func or torch.autograd.forward_ad."""
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
@@ -41,7 +41,7 @@ def readable(x: Tensor) -> bool:
 
 
 def unobserved(x: Tensor) -> bool:
-    """Whether nothing differentiates, traces, maps or counts what is done to ``x``."""
+    """Whether nothing differentiates, traces, maps or counts operations on ``x``."""
     return (
         readable(x)
         and not torch.is_grad_enabled()

@@ -64,6 +64,13 @@ def programs(rows: int, groups: int, size: int) -> int:
 
 
 @triton.jit
+def load_rows(base, row, column, stride, mask):
+    """A tile of rows in float32."""
+    place = row[:, None].to(tl.int64) * stride + column[None, :]
+    return tl.load(base + place, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def tiles_of_groups(ends, GROUPS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
     """Index, first row, end, number of tiles and number of tiles up to its last, of every group."""
     group = tl.arange(0, PADDED)

@@ -1,38 +1,12 @@
-"""When Triton's kernels can run, and what they share on the host's side.
+"""What Triton's kernels share on the host's side; needs no Triton itself."""
 
-Triton is optional: torch's CUDA builds bring it along, and without it every operation has a plain form. On the CPU its
-kernels run only in Triton's interpreter (``TRITON_INTERPRET=1``), which is how they are tested where there is no GPU.
-"""
-
-import os
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from intbmoe.ops.eager import exporting, transformed
-
-INSTALLED = find_spec("triton") is not None and os.environ.get("INTBMOE_TRITON") != "0"
-"""Whether Triton is there. ``INTBMOE_TRITON=0`` does without it: for a GPU or a driver that it does not compile for."""
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-"""Read once, as Triton itself does when it meets a kernel."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16
 """Bytes that a row's start must be a multiple of: the grouped GEMM reads so many at once."""
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether Triton's kernels run on ``device``, and are to: an exported program must not need them, and torch.func
-    does not know them."""
-    if not INSTALLED or exporting() or transformed():
-        return False
-    return device.type == "cuda" or (INTERPRETING and device.type == "cpu")
-
-
-def usable(x: Tensor) -> bool:
-    """Whether Triton's kernels run on numbers like those of ``x``."""
-    return x.dtype in DTYPES and runs_on(x.device)
 
 
 def in_rows(x: Tensor) -> Tensor:
@@ -46,7 +20,7 @@ def differentiable_once(name: str) -> None:
     def refuse(ctx, *grads):
         raise RuntimeError(
             f"{name} has no derivative of its own: for second derivatives use plain torch, "
-            f"layer.form = 'grouped' or the environment variable INTBMOE_TRITON=0"
+            f"layer.backend = 'grouped' or the environment variable INTBMOE_TRITON=0"
         )
 
     torch.library.register_autograd(name, refuse, setup_context=lambda ctx, inputs, output: None)

@@ -5,9 +5,9 @@ The group is the sequence, so that a result does not depend on the batch around 
 
 from dataclasses import KW_ONLY, dataclass
 
-from intbmoe.checks import require, require_finite
 from intbmoe.parts.dispatch import exact_ratio
 from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.settings import Positive
 
 
 @dataclass(frozen=True)
@@ -15,18 +15,10 @@ class CapacityConfig(ExpertsConfig):
     """Fields of a token-choice method that can drop."""
 
     _: KW_ONLY
-    capacity_factor: float | None = None
+    capacity_factor: Positive | None = None
     """Places an expert has for a sequence, relative to its fair share, in training; None drops nothing."""
-    eval_capacity_factor: float | None = None
+    eval_capacity_factor: Positive | None = None
     """The same in evaluation."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("capacity_factor", "eval_capacity_factor"):
-            factor = getattr(self, name)
-            if factor is not None:
-                require_finite(name, factor)
-                require(factor > 0, name, factor, "None or a positive number")
 
     @property
     def has_capacity(self) -> bool:

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from intbmoe.ops.backend import Backend
 from intbmoe.ops.combine.rows import rows_of_tokens, sum_rows
 from intbmoe.ops.eager import readable, transformed
 from intbmoe.ops.permute import permute
-from intbmoe.ops.triton_support import usable
 from intbmoe.precision import cast
 
 
@@ -43,25 +43,25 @@ class Dispatch:
     """True when every row is known to have a group, so that none follows the last one."""
     trimmed: bool
     """True when assignments of no group have no row."""
-    plain: bool
-    """True when all that follows this plan is to be plain torch, also where Triton's kernels run."""
+    backend: Backend
+    """What runs all that follows this plan."""
 
 
-def dispatch(ids: Tensor, groups: int, complete: bool = False, *, plain: bool = False) -> Dispatch:
+def dispatch(ids: Tensor, groups: int, backend: Backend, complete: bool = False) -> Dispatch:
     """Sort the assignments ``ids`` (N, k), −1 for none, by group. Pass ``complete`` if none is −1."""
-    token, choice, inverse, group, offsets, counts = permute(ids, groups, complete, plain=plain)
+    token, choice, inverse, group, offsets, counts = permute(ids, groups, backend, complete)
     trimmed = not complete and readable(ids) and not transformed()
     if trimmed:
         last = int(offsets[-1])
         token, choice, group, inverse = token[:last], choice[:last], group[:last], inverse.clamp(max=last)
-    return Dispatch(token, choice, inverse, group, counts, offsets, complete or trimmed, trimmed, plain)
+    return Dispatch(token, choice, inverse, group, counts, offsets, complete or trimmed, trimmed, backend)
 
 
 def to_rows(x: Tensor, plan: Dispatch) -> Tensor:
     """(N, c) values of tokens → (M, c) values of their rows."""
     if not _differentiates(x):
         return x.index_select(0, plan.token)
-    return _ToRows.apply(x, plan.token, plan.inverse, plan.plain)
+    return _ToRows.apply(x, plan.token, plan.inverse, plan.backend)
 
 
 def spread(table: Tensor, plan: Dispatch) -> Tensor:
@@ -75,7 +75,7 @@ def spread(table: Tensor, plan: Dispatch) -> Tensor:
 
 def combine(rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
     """(M, c) rows and (N, k) weights → (N, c) weighted sums, in the type of ``weights``."""
-    if not plan.plain and usable(rows):
+    if plan.backend == "fused":
         from intbmoe.ops.combine import fused
 
         return fused.combine(rows, weights, plan.token, plan.choice, plan.inverse)
@@ -97,15 +97,15 @@ class _ToRows(Function):
     """Autograd would scatter the gradient of a gather; each token knows its k rows, so gather them instead."""
 
     @staticmethod
-    def forward(ctx, x, token, inverse, plain):
+    def forward(ctx, x, token, inverse, backend):
         ctx.save_for_backward(token, inverse)
-        ctx.plain = plain
+        ctx.backend = backend
         return x.index_select(0, token)
 
     @staticmethod
     def backward(ctx, grad):
         token, inverse = ctx.saved_tensors
-        return sum_rows(grad, token, inverse, ctx.plain), None, None, None
+        return sum_rows(grad, token, inverse, ctx.backend), None, None, None
 
 
 class _Spread(Function):
@@ -141,40 +141,40 @@ class _Combine(Function):
 
 
 @dataclass(frozen=True)
-class Places:
-    """M places that experts filled with tokens of their own choice: a token may stand in none or in several."""
+class Seats:
+    """M seats, which experts gave to tokens of their own choice: a token may have none or several."""
 
     token: Tensor
-    """(M,) the token in each place."""
+    """(M,) the token in each seat."""
     order: Tensor
-    """(M,) the places sorted by token."""
+    """(M,) the seats sorted by token."""
     starts: Tensor
-    """(N,) where each token's places start in ``order``."""
+    """(N,) where each token's seats start in ``order``."""
 
 
-def places(token: Tensor, tokens: int) -> Places:
-    """The plan for M places holding ``token`` (M,), each one of N = ``tokens``."""
+def seat(token: Tensor, tokens: int) -> Seats:
+    """The plan for M seats holding ``token`` (M,), each one of N = ``tokens``."""
     counts = torch.zeros(tokens, dtype=torch.int64, device=token.device)
     counts = counts.scatter_add(0, token, torch.ones_like(token))
-    return Places(token, torch.argsort(token, stable=True), counts.cumsum(0) - counts)
+    return Seats(token, torch.argsort(token, stable=True), counts.cumsum(0) - counts)
 
 
-def to_places(x: Tensor, plan: Places) -> Tensor:
-    """(N, c) values of tokens → (M, c) values of their places."""
+def to_seats(x: Tensor, plan: Seats) -> Tensor:
+    """(N, c) values of tokens → (M, c) values of their seats."""
     if not _differentiates(x):
         return x.index_select(0, plan.token)
-    return _ToPlaces.apply(x, plan.token, plan.order, plan.starts)
+    return _ToSeats.apply(x, plan.token, plan.order, plan.starts)
 
 
-def sum_places(values: Tensor, plan: Places) -> Tensor:
-    """(M, c) values of places → (N, c), for each token the sum over the places it stands in."""
+def sum_seats(values: Tensor, plan: Seats) -> Tensor:
+    """(M, c) values of seats → (N, c), for each token the sum over the seats it has."""
     if transformed():
         return values.new_zeros(plan.starts.shape[0], values.shape[1]).index_add(0, plan.token, values)
-    return _SumPlaces.apply(values, plan.token, plan.order, plan.starts)
+    return _SumSeats.apply(values, plan.token, plan.order, plan.starts)
 
 
-class _ToPlaces(Function):
-    """The transpose of ``_SumPlaces``; autograd would scatter."""
+class _ToSeats(Function):
+    """The transpose of ``_SumSeats``; autograd would scatter."""
 
     @staticmethod
     def forward(ctx, x, token, order, starts):
@@ -183,11 +183,11 @@ class _ToPlaces(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _SumPlaces.apply(grad, *ctx.saved_tensors), None, None, None
+        return _SumSeats.apply(grad, *ctx.saved_tensors), None, None, None
 
 
-class _SumPlaces(Function):
-    """Each token reads its places one after another: no atomics, and no (N, E, c) table of what it might have."""
+class _SumSeats(Function):
+    """Each token reads its seats one after another: no atomics, and no (N, E, c) table of what it might have."""
 
     @staticmethod
     def forward(ctx, values, token, order, starts):
@@ -196,7 +196,7 @@ class _SumPlaces(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _ToPlaces.apply(grad, *ctx.saved_tensors), None, None, None
+        return _ToSeats.apply(grad, *ctx.saved_tensors), None, None, None
 
 
 def exact_ratio(factor: float) -> tuple[int, int]:

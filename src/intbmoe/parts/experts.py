@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_positive_int
 from intbmoe.layer import LayerConfig
+from intbmoe.ops.backend import Backend, choose_backend
 from intbmoe.ops.grouped_mm import grouped_mm
 from intbmoe.ops.merged_mm import merged_mm
 from intbmoe.ops.swiglu import swiglu
-from intbmoe.ops.triton_support import usable
 from intbmoe.parts.dispatch import Dispatch, combine, dispatch, spread, to_rows
 from intbmoe.precision import linear
+from intbmoe.settings import PositiveInt
 
 
 class SwiGLU(nn.Module):
@@ -35,14 +35,9 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
-    def forward(self, x: Tensor, *, plain: bool = False) -> Tensor:
-        """(…, d) → (…, d), in the type of ``x``; on a GPU with one kernel of our own, unless it is to be ``plain``."""
-        if not plain and usable(x):
-            # One product and one kernel: reading x twice costs more than joining the two matrices.
-            rows = linear(x.reshape(-1, x.shape[-1]), torch.cat([self.gate.weight, self.up.weight]))
-            inner = swiglu(rows).view(*x.shape[:-1], self.down.in_features)
-        else:
-            inner = F.silu(linear(x, self.gate.weight)) * linear(x, self.up.weight)
+    def forward(self, x: Tensor, backend: Backend | None = None) -> Tensor:
+        """(…, d) → (…, d), in the type of ``x``; ``backend`` None chooses by the input."""
+        inner = swiglu(x, self.gate.weight, self.up.weight, backend or choose_backend(x))
         return linear(inner, self.down.weight)
 
 
@@ -64,7 +59,7 @@ class StackedLinear(nn.Module):
 
     def rows(self, z: Tensor, plan: Dispatch) -> Tensor:
         """(M, i) rows sorted by expert → (M, o)."""
-        out = grouped_mm(z, self.weight.to(z.dtype), plan.offsets, complete=plan.complete)
+        out = grouped_mm(z, self.weight.to(z.dtype), plan.offsets, plan.backend, complete=plan.complete)
         return out if self.bias is None else out + spread(self.bias.to(z.dtype), plan)
 
     def batch(self, z: Tensor) -> Tensor:
@@ -109,7 +104,7 @@ class StackedExperts(nn.Module):
 
         The sum is in the type of ``weights``. Pass ``complete`` if no choice is −1.
         """
-        plan = dispatch(ids, self.count, complete)
+        plan = dispatch(ids, self.count, choose_backend(x), complete)
         return combine(self.rows(to_rows(x, plan), plan), weights, plan), plan.counts
 
     def expert_parameters(self) -> int:
@@ -146,19 +141,11 @@ class SwiGLUExperts(StackedExperts):
 class ExpertsConfig(LayerConfig):
     """Fields of every method with stacked experts. ``experts`` is literal: that many are made."""
 
-    hidden: int
-    """Inner width of one expert."""
     _: KW_ONLY
-    experts: int = 8
-    """E."""
+    experts: PositiveInt = 8
+    """E, how many experts."""
     expert: Literal["gelu", "swiglu"] = "gelu"
     """The expert network: GELU FFN with biases, or SwiGLU without."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive_int("hidden", self.hidden)
-        require_positive_int("experts", self.experts)
-        require(self.expert in ("gelu", "swiglu"), "expert", self.expert, "'gelu' or 'swiglu'")
 
     def make_experts(self) -> StackedExperts:
         """The E experts so configured."""

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from intbmoe.ops.route import MOST_IN_ONE_KERNEL
-from intbmoe.ops.router import router_scores
-from intbmoe.ops.triton_support import usable
+from intbmoe.ops.backend import Backend, choose_backend
+from intbmoe.ops.choose import MOST_IN_ONE_KERNEL
+from intbmoe.ops.scores import router_scores
 
 
 class MLPRouter(nn.Module):
@@ -17,14 +17,14 @@ class MLPRouter(nn.Module):
         self.scores = nn.Linear(router_dim, choices)
 
     def forward(
-        self, x: Tensor, dtype: torch.dtype | None = None, *, plain: bool = False
+        self, x: Tensor, dtype: torch.dtype | None = None, backend: Backend | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """(N, d) tokens → (N, choices) scores in the wide type; with ``dtype`` also the tokens in it.
 
-        Both, as a kernel that reads the tokens can write them too; it does not run where all is to be ``plain`` torch.
+        Both, because a kernel that reads the tokens can write them too. ``backend`` None chooses by the input.
         """
         maps = [(layer.weight, layer.bias) for layer in (self.hidden, self.scores)]
-        scores, tokens = router_scores(x, *maps, dtype or x.dtype, plain=plain)
+        scores, tokens = router_scores(x, *maps, dtype or x.dtype, backend or choose_backend(x))
         return scores if dtype is None else (scores, tokens)
 
 
@@ -33,10 +33,10 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 
     ``torch.topk`` leaves the order of equal scores open, hence the stable sort (of a handful of columns).
     """
-    if k <= MOST_IN_ONE_KERNEL and scores.dim() == 2 and usable(scores):
-        from intbmoe.ops.route import fused
+    if k <= MOST_IN_ONE_KERNEL and scores.dim() == 2 and choose_backend(scores) == "fused":
+        from intbmoe.ops.choose import fused
 
-        return fused.route(scores.detach(), k)[0]
+        return fused.choose(scores.detach(), k)[0]
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 

@@ -6,15 +6,15 @@ which are open. Every parameter of such a layer is stacked, slot by slot, along 
 
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import require_positive_int
 from intbmoe.layer import Quantities
 from intbmoe.parts.experts import ExpertsConfig
 from intbmoe.parts.state import WideBuffers
+from intbmoe.settings import AtMost, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,8 @@ class PoolConfig(ExpertsConfig):
     """A pool: ``experts`` is the number of slots, the most experts there can ever be."""
 
     _: KW_ONLY
-    initial_experts: int | None = None
-    """Slots open at the start, the first ones; None for half of ``experts``, rounded down (8 of 17)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.initial_experts is not None:
-            require_positive_int("initial_experts", self.initial_experts, at_most=self.experts, limit="experts")
+    initial_experts: Annotated[PositiveInt | None, AtMost("experts")] = None
+    """Slots open at the start, the first ones; None for half of them, rounded down (8 of 17)."""
 
     @property
     def start(self) -> int:

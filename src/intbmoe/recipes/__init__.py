@@ -6,7 +6,7 @@
 ``sets.py`` has the named sets of variants that ``intbmoe compare`` takes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import yaml
 
 from intbmoe.checks import did_you_mean
 from intbmoe.recipes.sets import SETS
-from intbmoe.registry import find_task, list_tasks, unknown_task
-from intbmoe.settings import check_options, from_plain, to_plain
+from intbmoe.registry import find_method, find_task, list_tasks, unknown_task
+from intbmoe.settings import field_types, from_plain, to_plain
 from intbmoe.tasks.recipe import MoESettings, Recipe, TrainSettings
 
 __all__ = [
@@ -24,11 +24,14 @@ __all__ = [
     "MoESettings",
     "Recipe",
     "TrainSettings",
+    "check_options",
     "describe_recipe",
     "list_recipes",
     "load_recipe",
+    "option_types",
     "recipe_from_dict",
     "recipe_to_dict",
+    "require_options",
 ]
 
 FOLDER = Path(__file__).parent
@@ -82,3 +85,28 @@ def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
     except KeyError as error:
         raise ValueError(f"moe.name: {error.args[0]}") from error
     return replace(recipe, moe=replace(recipe.moe, options=options))
+
+
+def option_types(method: str) -> dict[str, Any]:
+    """What ``moe.options`` may set for a method, with types: the fields of its Config, all but the width ``dim``."""
+    return {name: kind for name, kind in field_types(find_method(method).layer.Config).items() if name != "dim"}
+
+
+def require_options(method: str, names: Iterable[str]) -> None:
+    """Raise unless the method has options of these names."""
+    known = option_types(method)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"moe.options.{name}: {method} has no such option: {did_you_mean(name, known)}")
+
+
+def check_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` with names, types and values checked against the method's Config, as plain data."""
+    require_options(method, options)
+    known = option_types(method)
+    typed = {name: from_plain(known[name], value, f"moe.options.{name}") for name, value in options.items()}
+    try:
+        find_method(method).config(**{"dim": 8, "hidden": 8, **typed})  # sizes that any option goes with
+    except ValueError as error:
+        raise ValueError(f"moe.options: {error}") from error
+    return {name: to_plain(value) for name, value in typed.items()}

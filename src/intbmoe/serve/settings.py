@@ -8,7 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from intbmoe.checks import require, require_finite, require_positive_int
+from intbmoe.checks import require
+from intbmoe.settings import Checked, MustBe, Positive, PositiveInt
 
 LOADER = "intbmoe.serve.loading"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -17,44 +18,44 @@ STREAM_DEADLINE_MS = 60_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Checked):
     """How an artifact is served."""
 
     artifact: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="ARTIFACT")]]
     """What intbmoe export wrote, or a link to it."""
     host: str = "127.0.0.1"
     """Where to listen; by default only this machine can connect."""
-    port: int = 8000
+    port: Annotated[int, MustBe("from 0 to 65535", lambda value: 0 <= value < 65536)] = 8000
     """0 takes a free one."""
-    budget_ms: float = 60.0
+    budget_ms: Positive = 60.0
     """The latency aimed at: a batch is made no larger than can be computed in half of it."""
-    deadline_ms: float | None = None
+    deadline_ms: Positive | None = None
     """After so long a request is answered 504. Default: ten budgets; for generated text, a minute."""
-    workers: int = 1
+    workers: PositiveInt = 1
     """Engine processes, each with the model."""
-    fronts: int = 1
+    fronts: PositiveInt = 1
     """HTTP processes."""
-    threads: int | None = None
+    threads: PositiveInt | None = None
     """Of each engine's model on a CPU. Default: the cores that fronts leave, shared by the engines."""
     device: str = "cpu"
     """Where the model runs, such as cuda."""
-    queue: int = 1024
+    queue: PositiveInt = 1024
     """Most requests that wait in one engine; more are refused with 429."""
-    batch_tokens: int = 65_536
+    batch_tokens: PositiveInt = 65_536
     """Most tokens of a batch, padding included, whatever the budget would allow."""
-    streams: int = 8
+    streams: PositiveInt = 8
     """Batches of texts that an engine writes at the same time."""
-    body_bytes: int | None = None
+    body_bytes: PositiveInt | None = None
     """Largest request. Default: what the artifact's predictor says."""
-    body_memory_mb: float = 256.0
+    body_memory_mb: Positive = 256.0
     """Most of all requests' bodies together, in one front; more are refused with 429."""
-    connections: int = 4096
+    connections: PositiveInt = 4096
     """Of one front; more are answered 503."""
-    patience_s: float = 10.0
+    patience_s: Positive = 10.0
     """A client that takes longer to send its request is cut off."""
-    drain_s: float = 15.0
+    drain_s: Positive = 15.0
     """At the end, how long requests under way may take."""
-    hang_s: float = 60.0
+    hang_s: Positive = 60.0
     """An engine that is silent for so long is ended and started anew."""
     api_key_file: str | None = None
     """One key a line; without a file no key is asked for."""
@@ -62,18 +63,7 @@ class Settings:
     """The module that opens artifacts; tests put in one of their own."""
 
     def check(self) -> None:
-        """Raise, naming the setting, where one cannot be; nothing has been started then."""
-        for name in ("workers", "fronts", "queue", "batch_tokens", "streams", "connections"):
-            require_positive_int(name, getattr(self, name))
-        for name in ("threads", "body_bytes"):
-            if getattr(self, name) is not None:
-                require_positive_int(name, getattr(self, name))
-        for name in ("budget_ms", "deadline_ms", "body_memory_mb", "patience_s", "drain_s", "hang_s"):
-            value = getattr(self, name)
-            if value is not None:
-                require_finite(name, value)
-                require(value > 0, name, value, "positive")
-        require(isinstance(self.port, int) and 0 <= self.port < 65536, "port", self.port, "from 0 to 65535")
+        """Raise, naming the setting, where settings do not go together; nothing has been started then."""
         if self.body_bytes is not None:
             allowed = f"at least as much as one request of body_bytes={self.body_bytes}"
             require(self.body_memory_bytes >= self.body_bytes, "body_memory_mb", self.body_memory_mb, allowed)

@@ -8,7 +8,7 @@ from intbmoe.train.errors import (
     TrainingError,
     TrainingInterrupted,
 )
-from intbmoe.train.loading import evaluate, load
+from intbmoe.train.evaluation import evaluate, load
 from intbmoe.train.loop import train
 from intbmoe.train.run import RunDirectory, find_runs
 

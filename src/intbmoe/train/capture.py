@@ -1,7 +1,7 @@
 """Forward and backward of a micro-batch as a CUDA graph: recorded once, replayed at every step.
 
-A step of a small model is hundreds of short kernels, and Python hands them out more slowly than a large GPU works them
-off. A replayed graph is one launch. The kernels and their random numbers are those of the ordinary step, so a captured
+A step of a small model is hundreds of short kernels, and Python launches them more slowly than a large GPU runs them. A
+replayed graph is one launch. The kernels and their random numbers are those of the ordinary step, so a captured
 run ends with the same weights; only what lies between the micro-batches (clipping, the optimizer, the methods' state,
 which lives in buffers and moves in place) still runs from Python.
 """
@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.layer import moe_layers
-from intbmoe.steps import add_sums
 from intbmoe.tasks.base import Batch
 from intbmoe.train.errors import CaptureError
 
 WARM_UPS = 2
-"""Forwards and backwards before the recording: libraries choose their algorithms, kernels are compiled."""
+"""Forwards and backwards before the recording, in which libraries choose algorithms and kernels are compiled."""
 MOST_GRAPHS = 16
 """Different shapes of batches; each holds its own memory."""
 
@@ -44,7 +43,7 @@ class CapturedBackward:
     def __init__(self, backward: Callable[[Batch], Tensor], model: nn.Module) -> None:
         self.backward, self.model = backward, model
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.layers = [layer for _, layer in moe_layers(model)]
+        self.statistics = [layer.statistics for _, layer in moe_layers(model)]
         self.recordings: dict[Signature, _Recording] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -68,7 +67,7 @@ class CapturedBackward:
                 f"use --train.capture False for data of many lengths"
             )
         kept = [parameter.grad for parameter in self.parameters]
-        pending = [layer._pending for layer in self.layers]
+        pending = [statistics.exchange_pending({}) for statistics in self.statistics]
         random_state = torch.cuda.get_rng_state()
         fixed = {name: value.clone() for name, value in batch.items()}
         side = torch.cuda.Stream()
@@ -86,11 +85,11 @@ class CapturedBackward:
         except RuntimeError as error:
             raise CaptureError(f"the step cannot be recorded, use --train.capture False: {error}") from error
         gradients = [parameter.grad for parameter in self.parameters]
-        sums = [layer._pending for layer in self.layers]
+        sums = [
+            statistics.exchange_pending(before) for statistics, before in zip(self.statistics, pending, strict=True)
+        ]
         for parameter, gradient in zip(self.parameters, kept, strict=True):
             parameter.grad = gradient
-        for layer, counted in zip(self.layers, pending, strict=True):
-            layer._pending = counted
         torch.cuda.set_rng_state(random_state)
         return _Recording(graph, fixed, totals, gradients, sums, self._addresses())
 
@@ -98,8 +97,8 @@ class CapturedBackward:
         """The recording starts without gradients and counts, so that each replay's are those of its batch alone."""
         for parameter in self.parameters:
             parameter.grad = None
-        for layer in self.layers:
-            layer._pending = {}
+        for statistics in self.statistics:
+            statistics.exchange_pending({})
 
     def _hand_on(self, recording: _Recording) -> None:
         """The replay's gradients and counts to where an ordinary backward leaves them.
@@ -118,8 +117,8 @@ class CapturedBackward:
                 values.append(gradient)
         if added:
             torch._foreach_add_(added, values)
-        for layer, sums in zip(self.layers, recording.sums, strict=True):
-            add_sums(layer, sums)
+        for statistics, sums in zip(self.statistics, recording.sums, strict=True):
+            statistics.add(sums)
 
     def own_gradients(self) -> None:
         """Between micro-batches: gradients that belong to a graph become copies that no replay overwrites."""

@@ -1,12 +1,16 @@
-"""Which examples form which step, and who reads them.
+"""Which examples form which step, who reads them, and the seeds of all that is random.
 
 The examples of an epoch are put in an order that follows from (seed, epoch) and cut into global batches; the last,
 incomplete one is left out, so that every step has equally many (another epoch has another order, so nothing is left out
-for good). A set smaller than one batch is a batch by itself. Each rank takes its contiguous part of a global batch, and
-of that each micro-batch a contiguous part: how many devices there are and how much one holds does not change which
-examples form a step. Any step can be the first, without reading those before it.
+for good). A set smaller than one batch is a batch by itself. Each rank takes a contiguous part of a global batch, and
+each micro-batch a contiguous part of that: the number of devices and what one holds do not change which examples form a
+step. Any step can be the first, without reading those before it.
+
+Nothing random in training has a memory: each step's numbers follow from (seed, purpose, step, rank). A resumed run
+therefore needs no generator state, and evaluating in between disturbs nothing.
 """
 
+import hashlib
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +22,17 @@ from torch.utils.data import DataLoader, Dataset
 from intbmoe.tasks.base import Batch, Examples
 from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.errors import TrainingError
-from intbmoe.train.seeds import make_generator
+
+
+def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
+    """A seed of 63 bits that differs whenever an argument does."""
+    text = "/".join([purpose, str(seed), *map(str, numbers)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def make_generator(seed: int, purpose: str, *numbers: int) -> torch.Generator:
+    """A generator on the CPU, where its numbers are the same on every machine."""
+    return torch.Generator().manual_seed(derive_seed(seed, purpose, *numbers))
 
 
 @dataclass(frozen=True)
@@ -109,8 +123,6 @@ def evaluation_batches(examples: int, size: int, rank: int, world: int) -> Itera
 
 
 class _Reads(Dataset):
-    """What a worker does: read the examples of one entry."""
-
     def __init__(self, examples: Examples, seed: int) -> None:
         self.examples, self.seed = examples, seed
 

@@ -3,7 +3,7 @@
 Started plainly there is one process; under ``torchrun`` there are many, each with the whole model (DDP), or with
 shards of it (FSDP2) where ``ACCELERATE_USE_FSDP=true FSDP_VERSION=2`` is set, as ``accelerate launch`` does.
 accelerate finds the device and the process group, replicates and casts. Sharding calls torch's ``fully_shard`` itself:
-accelerate (1.15) passes FSDP over without a word where the ranks have no GPU, and one way for both can be tested.
+accelerate (1.15) silently skips FSDP where the ranks have no GPU, and one way for both can be tested.
 """
 
 import os
@@ -24,7 +24,7 @@ from intbmoe.train.errors import TrainingError
 
 
 def stacked_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a Transformer: members of a list of modules that lie in no other such member."""
+    """The blocks of a Transformer: the members of its lists of modules that lie inside no other member."""
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inner = {id(m) for stack in stacks for member in stack for m in member.modules() if m is not member}
     members = [member for stack in stacks for member in stack if id(member) not in inner]
@@ -34,8 +34,8 @@ def stacked_blocks(model: nn.Module) -> list[nn.Module]:
 def compile_in_place(model: nn.Module) -> None:
     """``torch.compile`` that leaves the parameters' names alone.
 
-    Block by block, where all mixtures lie in such: equal blocks share a graph, and a deep model is compiled as fast as
-    a shallow one.
+    It goes block by block if every mixture lies in a block: equal blocks share a graph, and a deep model is compiled as
+    fast as a shallow one.
 
     Backward passes are compiled as they are run, outside of autocast. Left alone, the compiler puts them under the
     forward's autocast, inside of which what a layer does in float32 (routers, hypernetworks) would get its gradients
@@ -52,7 +52,7 @@ class Ranks:
     """All processes of a training, seen from one of them."""
 
     def __init__(self, precision: str = "float32") -> None:
-        # accelerate keeps one state a process and refuses another precision: a later run may have one.
+        # accelerate keeps one state per process and refuses another precision: a later run may have one.
         AcceleratorState._reset_state()
         self.accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),
@@ -91,7 +91,6 @@ class Ranks:
         fully_shard(model, mesh=mesh)
 
     def autocast(self) -> Any:
-        """The recipe's precision for a forward and its loss."""
         return self.accelerator.autocast()
 
     @contextmanager
@@ -103,7 +102,6 @@ class Ranks:
             yield
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks."""
         if self.world > 1:
             values = values.to(self.device)
             dist.all_reduce(values)
@@ -118,21 +116,15 @@ class Ranks:
         return int(message)
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks are here."""
         self.accelerator.wait_for_everyone()
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A batch where the model is."""
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
 
-def bare(model: nn.Module) -> nn.Module:
-    """The model itself, without the wrapper that replicates it."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor as a single process has it. Of a sharded one all ranks must ask together."""
+    """The whole of a tensor that may be sharded; if it is, all ranks must call this together."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

@@ -1,4 +1,4 @@
-"""What can end a training, each with a message that says what to do."""
+"""What can end a training; each message says what to do."""
 
 import signal
 
@@ -20,7 +20,7 @@ class NonFiniteLossError(TrainingError):
 
 
 class CaptureError(TrainingError):
-    """A step that cannot be recorded as a CUDA graph."""
+    """The step cannot be recorded as a CUDA graph."""
 
 
 class DiskFullError(TrainingError):

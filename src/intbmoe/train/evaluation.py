@@ -1,23 +1,61 @@
-"""Metrics of a whole split, over all ranks."""
+"""Metrics of a whole split, and from a finished run back to its model."""
+
+from os import PathLike
 
 import torch
 from torch import nn
 
+from intbmoe.layer import unwrap
+from intbmoe.tasks import make_task
 from intbmoe.tasks.base import Task
 from intbmoe.train.data import evaluation_batches, read_ahead
-from intbmoe.train.distribution import Ranks, bare
+from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import TrainingError
+from intbmoe.train.files import read_tensors
+from intbmoe.train.resume import restore_model
+from intbmoe.train.run import RunDirectory
+
+BATCH = 256
+"""Examples a device takes at a time, where the recipe does not say."""
+
+
+def load(run: str | PathLike[str]) -> nn.Module:
+    """The trained model of a finished run, on the CPU and in evaluation mode."""
+    return _load(RunDirectory.existing(run))[1]
+
+
+def evaluate(run: str | PathLike[str], split: str = "test") -> dict[str, float]:
+    """The metrics of a finished run's model on ``valid`` or ``test``, in the recipe's precision."""
+    if split not in ("valid", "test"):
+        raise ValueError(f"split={split!r} is not allowed: split must be 'valid' or 'test'")
+    run = RunDirectory.existing(run)
+    settings = run.recipe.train
+    ranks = Ranks(settings.precision)
+    task, model = _load(run)
+    size = min(settings.device_batch or settings.batch, BATCH)
+    return evaluate_split(task, model.to(ranks.device), split, ranks, size, settings.seed, settings.workers)
+
+
+def _load(run: RunDirectory) -> tuple[Task, nn.Module]:
+    if not run.finished:
+        raise TrainingError(f"{run.path} is not finished, so it has no model yet: train it to its end first")
+    tensors = read_tensors(run.model_path, run.result["sha256"]["model.safetensors"])
+    task = make_task(run.recipe)
+    with torch.random.fork_rng(devices=[]):  # making a model draws random numbers; loading one should not
+        model = task.make_model()
+    restore_model(model, tensors, str(run.model_path))
+    return task, model.eval()
 
 
 @torch.no_grad()
 def evaluate_split(
     task: Task, model: nn.Module, split: str, ranks: Ranks, size: int, seed: int, workers: int
 ) -> dict[str, float]:
-    """The task's metrics of ``split``, each example counted once; ``size`` examples a rank at a time."""
+    """The task's metrics of ``split``, each example counted once; each rank takes ``size`` examples at a time."""
     examples = task.split(split)
     if len(examples) == 0:
         raise TrainingError(f"the {split} split is empty")
-    model = bare(model)
+    model = unwrap(model)
     mode = model.training
     model.eval()
     totals: dict[str, torch.Tensor] = {}

@@ -1,6 +1,8 @@
 """Lines of metrics and of loads: what is summed up between two of them, and where they go."""
 
+import json
 import math
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,14 +11,14 @@ from typing import Any
 
 from torch import nn
 
-from intbmoe.parts.load import LoadStatistics
 from intbmoe.routing import load_statistics
-from intbmoe.train.run import MetricsFile
+from intbmoe.statistics import LoadStatistics
+from intbmoe.train.errors import DamagedFileError
+from intbmoe.train.files import full_disk_is_explained
+from intbmoe.train.run import RunDirectory
 from intbmoe.train.step import StepResult
 
 LOAD_RATIOS = ("utilisation", "worst_case", "entropy", "dropped", "untaken")
-
-
 SHARE_DIGITS = 6
 
 
@@ -27,7 +29,6 @@ class Window:
         self.sums = dict(sums or {"steps": 0, "units": 0.0, "loss": 0.0, "aux": 0.0, "grad_norm": 0.0})
 
     def add(self, result: StepResult) -> None:
-        """Take a step in."""
         self.sums["steps"] += 1
         self.sums["units"] += result.units
         self.sums["loss"] += result.loss * result.units
@@ -68,8 +69,8 @@ def mean_load(loads: Mapping[str, LoadStatistics]) -> dict[str, float]:
 def load_line(load: LoadStatistics) -> dict[str, Any]:
     """One layer in a line of ``loads.jsonl``: counts, from which every ratio follows.
 
-    An expert that is not there, because a growing pool has it closed, has None for a count. What was dropped stands
-    there as a share, if anything was; ``untaken`` where the method counts it.
+    An expert that is not there, because a growing pool has it closed, has None for a count. ``dropped`` is a share, and
+    left out if it is 0; ``untaken`` is there where the method counts it.
     """
     gone = {index for index, count in enumerate(load.counts) if count == 0} - set(load.dead)
     counts = [None if index in gone else count for index, count in enumerate(load.counts)]
@@ -81,17 +82,48 @@ def load_line(load: LoadStatistics) -> dict[str, Any]:
     return line
 
 
+class MetricsFile:
+    """Appends lines to ``metrics.jsonl`` or ``loads.jsonl``, after cutting off what a checkpoint does not know of."""
+
+    def __init__(self, path: Path, length: int) -> None:
+        self.path = path
+        found = path.stat().st_size if path.is_file() else 0
+        if found < length:
+            raise DamagedFileError(
+                f"{path} has {found} bytes, the checkpoint knows of {length}: restore it from a copy"
+            )
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._file.truncate(length)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one line and hand it to the operating system: a kill loses nothing."""
+        with full_disk_is_explained(self.path, "free some space and start again; the run goes on from its checkpoint"):
+            line = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
+            while line:
+                line = line[self._file.write(line) :]
+
+    def sync(self) -> int:
+        """Wait until all lines are on the disk; returns the file's length."""
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class MetricsLog:
     """``metrics.jsonl``, ``loads.jsonl`` and TensorBoard.
 
-    Throughput differs between repetitions, so only TensorBoard gets it. Without ``loads`` no loads are kept.
+    Throughput differs between repetitions, so only TensorBoard gets it. ``step`` and ``lengths`` (see ``sync``) are
+    where the run stands; without ``loads`` no loads are kept.
     """
 
-    def __init__(self, folder: Path, file: MetricsFile, step: int, loads: MetricsFile | None = None) -> None:
+    def __init__(self, run: RunDirectory, step: int, lengths: Mapping[str, int], loads: bool) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.file, self.loads = file, loads
-        self.board = SummaryWriter(str(folder), purge_step=step + 1)
+        self.file = MetricsFile(run.metrics_path, lengths.get("metrics_length", 0))
+        self.loads = MetricsFile(run.loads_path, lengths.get("loads_length", 0)) if loads else None
+        self.board = SummaryWriter(str(run.path), purge_step=step + 1)
 
     def write(self, step: int, epoch: float, split: str, values: Mapping[str, Any], speed: float | None = None) -> None:
         """One line. Values that are not finite have no place in JSON and are left out."""
@@ -114,7 +146,6 @@ class MetricsLog:
         return {"metrics_length": self.file.sync(), "loads_length": loads}
 
     def close(self) -> None:
-        """No more lines."""
         self.board.close()
         self.file.close()
         if self.loads is not None:

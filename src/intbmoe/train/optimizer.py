@@ -1,10 +1,9 @@
 """AdamW, which parameters it decays, and the learning rate of each step."""
 
 import math
-from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from intbmoe.layer import moe_layers
 from intbmoe.tasks.recipe import TrainSettings
@@ -20,8 +19,8 @@ ROUTING_PARAMETERS = frozenset({"router", "codebook", "phi", "embeddings", "gate
 def spared_from_decay(model: nn.Module) -> set[str]:
     """Names of norms, biases, routers and codebooks.
 
-    Whatever has at most one dimension is a norm, a bias, a scale or a threshold; stacked experts have biases of two,
-    which are known by their name. Routers and codebooks are known by the attribute of the MoE layer that holds them.
+    Whatever has at most one dimension is a norm, a bias, a scale or a threshold; the biases of stacked experts have two
+    and are recognised by name. Routers and codebooks are recognised by the attribute of the MoE layer that holds them.
     """
     spared = {name for name, value in model.named_parameters() if value.dim() <= 1 or name.rpartition(".")[2] == "bias"}
     for prefix, layer in moe_layers(model):
@@ -32,7 +31,7 @@ def spared_from_decay(model: nn.Module) -> set[str]:
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW with decay on every parameter (``decay_all``), or with a second group that has none."""
+    """AdamW that decays every parameter (``decay_all``), or has a second group of parameters that it does not decay."""
     spared = set() if settings.decay_all else spared_from_decay(model)
     decayed, plain = [], []
     for name, parameter in model.named_parameters():
@@ -66,10 +65,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Give every group the rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate
-
-
-def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor]]:
-    """(parameter's name, name of the quantity, tensor) of all that the optimizer remembers."""
-    for name, parameter in model.named_parameters():
-        for quantity, value in sorted(optimizer.state.get(parameter, {}).items()):
-            yield name, quantity, value

@@ -11,7 +11,7 @@ SHOWN = ("loss", "accuracy", "perplexity", "HR@5", "HR@10", "lr")
 
 
 class TrainingProgress:
-    """Shows steps, loss, learning rate, throughput and time left. Messages pass through it, so that nothing tears."""
+    """Shows steps, loss, learning rate, throughput and time left. Messages go through it, beside the bar."""
 
     def __init__(self, title: str, steps: int, quiet: bool, console: Console | None = None) -> None:
         self.title, self.steps, self.quiet = title, steps, quiet
@@ -42,12 +42,11 @@ class TrainingProgress:
         self._bar.start()
 
     def advance(self, step: int) -> None:
-        """Step ``step`` is done."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def measure(self, step: int, batch: int) -> float:
-        """Examples a second since the last call."""
+        """Examples per second since the last call."""
         before, since = self._window
         now = time.perf_counter()
         self._window = (step, now)
@@ -69,16 +68,15 @@ class TrainingProgress:
             self._bar.update(self._task, figures=figures)
 
     def say(self, message: str) -> None:
-        """A message for the person; quiet ones are not even told this, warnings come by ``warn``."""
+        """A message that ``quiet`` suppresses; warnings go through ``warn``."""
         if not self.quiet:
             self.console.print(message, markup=False)
 
     def warn(self, message: str) -> None:
-        """What must be seen also when quiet."""
+        """A message that must be seen, quiet or not."""
         self.console.print(message, markup=False)
 
     def stop(self) -> None:
-        """Take the bar away."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -2,49 +2,66 @@
 
 config.yaml          the recipe, resolved
 environment.json     versions, device, source and command of every start
-metrics.jsonl        one object a line: step, epoch, split, name → value
+metrics.jsonl        one object per line: step, epoch, split, name → value
 loads.jsonl          of methods whose tokens choose, each expert's assignments between two lines of metrics, by layer
 events.…             the same for TensorBoard, and throughput
-checkpoints/         see checkpoint.py
+checkpoints/         see resume.py
 model.safetensors    the trained model
 done.json            the results, once finished
+lock                 held by the process that trains
 """
 
+import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
+from intbmoe.files import replace_file, to_json
 from intbmoe.recipes import recipe_from_dict, recipe_to_dict
+from intbmoe.registry import describe_plugins
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.recipe import Recipe, require_folder_name
+from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
-from intbmoe.train.files import full_disk_is_explained, read_json, replace_file, to_json
+from intbmoe.train.files import full_disk_is_explained, read_json
 
 FREE_TO_CHANGE = ("train.workers", "train.checkpoint_every", "train.keep_checkpoints", "seeds")
 """Settings that may differ when a run goes on: they change nothing that is computed."""
+PACKAGES = ("intbmoe", "torch", "accelerate", "safetensors", "numpy", "timm", "torchvision", "scikit-learn")
+"""Those whose versions a result may depend on."""
 
 
 class RunDirectory:
     """A run on the disk, finished or not."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
+        self.config_path = self.path / "config.yaml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.loads_path = self.path / "loads.jsonl"
+        self.model_path = self.path / "model.safetensors"
+        self.result_path = self.path / "done.json"
 
     @classmethod
     def of(cls, recipe: Recipe, root: str | Path) -> "RunDirectory":
         """Where a recipe's run belongs: root/<recipe>/<label or method>/<seed>."""
-        require_folder_name("name", recipe.name)
         return cls(Path(root) / recipe.name / (recipe.moe.label or recipe.moe.name) / str(recipe.train.seed))
 
     @classmethod
-    def existing(cls, run: "RunDirectory | str | Path") -> "RunDirectory":
+    def existing(cls, run: str | PathLike[str]) -> "RunDirectory":
         """The run at a path; an error if there is none."""
-        run = run if isinstance(run, RunDirectory) else cls(run)
+        run = cls(run)
         if not run.config_path.is_file():
             raise TrainingError(f"{run.path} is not a run directory: it has no config.yaml")
         return run
@@ -52,25 +69,8 @@ class RunDirectory:
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
 
-    @property
-    def config_path(self) -> Path:
-        """The resolved recipe."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics_path(self) -> Path:
-        """Lines of metrics."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def loads_path(self) -> Path:
-        """Lines of loads."""
-        return self.path / "loads.jsonl"
-
-    @property
-    def model_path(self) -> Path:
-        """The trained weights."""
-        return self.path / "model.safetensors"
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     @property
     def recipe(self) -> Recipe:
@@ -83,7 +83,7 @@ class RunDirectory:
     @property
     def finished(self) -> bool:
         """Whether training came to its end."""
-        return (self.path / "done.json").is_file()
+        return self.result_path.is_file()
 
     @property
     def begun(self) -> bool:
@@ -96,11 +96,11 @@ class RunDirectory:
         """The final metrics of ``valid`` and ``test``, and what it took to get there."""
         if not self.finished:
             raise TrainingError(f"{self.path} is not finished: train it to its end first")
-        path = self.path / "done.json"
-        result = read_json(path)
+        result = read_json(self.result_path)
         sound = isinstance(result, dict) and _numbers(result.get("test")) and isinstance(result.get("sha256"), dict)
         if not sound or not isinstance(result["sha256"].get("model.safetensors"), str):
-            raise DamagedFileError(f"{path} cannot be read back: it lacks the metrics (test) or checksums (sha256)")
+            lacking = "it lacks the metrics (test) or checksums (sha256)"
+            raise DamagedFileError(f"{self.result_path} cannot be read back: {lacking}")
         return result
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ class RunDirectory:
         return _read_lines(self.metrics_path)
 
     def loads(self) -> list[dict[str, Any]]:
-        """All lines of loads, like ``metrics``; none of a method that does not choose, and of runs of old."""
+        """All lines of loads, like ``metrics``; none for a method that does not choose, nor in early runs."""
         return _read_lines(self.loads_path)
 
     def _config(self) -> dict[str, Any]:
@@ -154,6 +154,52 @@ class RunDirectory:
             replace_file(self.path / name, content)
 
 
+def find_runs(root: str | Path = "runs") -> list[RunDirectory]:
+    """All runs below a folder, by path."""
+    return [RunDirectory(path.parent) for path in sorted(Path(root).rglob("config.yaml"))]
+
+
+@contextmanager
+def moved_data_is_explained(path: str | Path) -> Iterator[None]:
+    """Say where a run's data was expected, if it is not there any more."""
+    try:
+        yield
+    except DataError as error:
+        run = RunDirectory(path)
+        if getattr(run.recipe.data, "path", None) is None:
+            raise
+        where = f"data.path is the one in {run.config_path}: set it there if the data has moved"
+        raise DataError(f"{error}\n({where})") from error
+
+
+def differing_settings(config: dict[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Dotted key → (there, now) of the settings in which ``recipe`` differs from a run's, free ones included."""
+    return differing_keys(_from_anywhere(config), _from_anywhere(recipe_to_dict(recipe)))
+
+
+def differing_keys(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted key → (old, new) of everything that differs; None stands for what is not there."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return {} if old == new else {prefix: (old, new)}
+    differing = {}
+    for key in [*old, *(key for key in new if key not in old)]:
+        path = f"{prefix}.{key}" if prefix else str(key)
+        differing |= differing_keys(old.get(key), new.get(key), path)
+    return differing
+
+
+def _from_anywhere(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings whose data is found from other working directories too."""
+    data = config.get("data")
+    if not isinstance(data, dict) or not isinstance(data.get("path"), str):
+        return config
+    return {**config, "data": {**data, "path": os.path.abspath(data["path"])}}
+
+
+def _numbers(values: Any) -> bool:
+    return isinstance(values, dict) and all(isinstance(value, int | float) for value in values.values())
+
+
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
@@ -172,77 +218,96 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _numbers(values: Any) -> bool:
-    return isinstance(values, dict) and all(isinstance(value, int | float) for value in values.values())
+# One process trains into a run directory.
+
+_held: set[Path] = set()  # record locks do not exclude a second attempt of the same process
 
 
-def _from_anywhere(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings whose data is found from other working directories too."""
-    data = config.get("data")
-    if not isinstance(data, dict) or not isinstance(data.get("path"), str):
-        return config
-    return {**config, "data": {**data, "path": os.path.abspath(data["path"])}}
+class RunLock:
+    """``with RunLock(folder): …``; raises ``RunConflictError``, naming the holder's process, when it is taken.
 
+    With ``wait`` the holder's end is waited for instead, after ``wait`` was told of it. It is a record lock: the
+    operating system drops it when its holder dies, however it dies, and children do not inherit it (a data worker that
+    outlives its parent for a moment does not keep the run locked).
+    """
 
-@contextmanager
-def moved_data_is_explained(path: str | Path) -> Iterator[None]:
-    """Say where a run's data was to be found, if it is not there any more."""
-    try:
-        yield
-    except DataError as error:
-        run = RunDirectory(path)
-        if getattr(run.recipe.data, "path", None) is None:
+    def __init__(self, folder: Path, wait: Callable[[str], None] | None = None) -> None:
+        self.path = folder.resolve() / "lock"
+        self._wait = wait
+        self._descriptor = -1
+
+    def __enter__(self) -> "RunLock":
+        if self.path in _held:
+            raise RunConflictError(f"this process already trains into {self.path.parent}")
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._take()
+        except BaseException:
+            os.close(self._descriptor)
             raise
-        where = f"data.path is the one in {run.config_path}: set it there if the data has moved"
-        raise DataError(f"{error}\n({where})") from error
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        _held.add(self.path)
+        return self
+
+    def _take(self) -> None:
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:  # either may stand for a lock that is taken
+            holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            taken = f"process {holder} trains into {self.path.parent}"
+            if self._wait is None:
+                raise RunConflictError(f"{taken}: wait for it, or stop it (kill {holder})") from error
+            self._wait(f"{taken}: waiting for its end")
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        # The file stays: removing it would let two later processes hold locks on two files of one name.
+        _held.discard(self.path)
+        os.close(self._descriptor)
 
 
-class MetricsFile:
-    """Appends lines to ``metrics.jsonl`` or ``loads.jsonl``, after cutting off what a checkpoint does not know of."""
-
-    def __init__(self, path: Path, length: int) -> None:
-        self.path = path
-        found = path.stat().st_size if path.is_file() else 0
-        if found < length:
-            raise DamagedFileError(
-                f"{path} has {found} bytes, the checkpoint knows of {length}: restore it from a copy"
-            )
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
-        self._file.truncate(length)
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Write one line and hand it to the operating system: a kill loses nothing."""
-        with full_disk_is_explained(self.path, "free some space and start again; the run goes on from its checkpoint"):
-            line = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
-            while line:
-                line = line[self._file.write(line) :]
-
-    def sync(self) -> int:
-        """Wait until all lines are on the disk; returns the file's length."""
-        os.fsync(self._file.fileno())
-        return os.fstat(self._file.fileno()).st_size
-
-    def close(self) -> None:
-        """No more lines."""
-        self._file.close()
+# What a result depends on besides its recipe.
 
 
-def find_runs(root: str | Path = "runs") -> list[RunDirectory]:
-    """All runs below a folder, by path."""
-    return [RunDirectory(path.parent) for path in sorted(Path(root).rglob("config.yaml"))]
+def describe_environment(*, device: torch.device, world: int, seed: int, step: int) -> dict[str, Any]:
+    """One entry of ``environment.json``, without anything that names the machine."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "from_step": step,
+        "command": sys.argv,
+        "seed": seed,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "processes": world,
+        "threads": torch.get_num_threads(),
+        "git": git_state(Path(__file__).parent),
+        **({"plugins": plugins} if (plugins := describe_plugins()) else {}),
+    }
 
 
-def differing_settings(config: dict[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Dotted key → (there, now) of the settings in which ``recipe`` is another than a run's, free ones included."""
-    return differing_keys(_from_anywhere(config), _from_anywhere(recipe_to_dict(recipe)))
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """The commit of the source and whether it was changed since; None for a package that lies in no checkout."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    # An installed package may lie inside somebody else's repository (a virtual environment in a checkout).
+    if commit is None or _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "changed": bool(changed)}
 
 
-def differing_keys(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Dotted key → (old, new) of everything that differs; None stands for what is not there."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return {} if old == new else {prefix: (old, new)}
-    differing = {}
-    for key in [*old, *(key for key in new if key not in old)]:
-        path = f"{prefix}.{key}" if prefix else str(key)
-        differing |= differing_keys(old.get(key), new.get(key), path)
-    return differing
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,14 +1,24 @@
-"""Ctrl-C and SIGTERM ask for an end after the step; a second one does not wait."""
+"""How a training is asked to end: by Ctrl-C or SIGTERM, or because the process that started it has ended."""
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+STARTED_BY = "INTBMOE_STARTED_BY"
+"""The environment variable that tells a training which process it belongs to."""
+PR_SET_PDEATHSIG = 1
+
 
 class StopRequest:
-    """``with StopRequest(tell) as stop: … stop.signum``. Outside the main thread signals are left as they are."""
+    """``with StopRequest(tell) as stop: … stop.signum``: end after the step. A second signal does not wait.
+
+    Outside the main thread signals are left as they are.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -35,3 +45,19 @@ class StopRequest:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
         self._before = {}
+
+
+def belongs_to_another() -> bool:
+    """Whether ``STARTED_BY`` names this process's parent; on Linux the parent's end is then a SIGTERM to this one.
+
+    So nobody trains on after a comparison's ``kill -9``.
+    """
+    parent = os.environ.pop(STARTED_BY, None)  # what this process starts is its own
+    if parent is None:
+        return False
+    if sys.platform == "linux":
+        # Where it is forbidden the run trains on alone, and who starts it again waits for its lock.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != int(parent):
+            sys.exit(128 + signal.SIGTERM)  # it ended before the signal was asked for
+    return True

@@ -2,8 +2,8 @@
 
 The losses of a step are sums over its units (images, tokens), divided by the number of units of the whole step, over
 all ranks and micro-batches. That number is known only after the last forward, so gradients of the sums are gathered
-first and divided once. A micro-batch's auxiliary loss counts by its units. With equal micro-batches that is their plain
-average, and how a batch is shared out changes nothing but rounding and what a loss says of single micro-batches.
+first and divided once. A micro-batch's auxiliary loss is weighted by its units. With equal micro-batches that is their
+plain average, and how a batch is split changes nothing but rounding and losses that are defined per micro-batch.
 """
 
 import math
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from intbmoe.layer import moe_layers
+from intbmoe.layer import moe_layers, unwrap
 from intbmoe.steps import after_step, aux_loss, before_step
 from intbmoe.tasks.base import Batch, Task
 from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.capture import CapturedBackward
-from intbmoe.train.distribution import Ranks, bare, whole
+from intbmoe.train.distribution import Ranks, whole
 from intbmoe.train.errors import NonFiniteLossError, TrainingError
 
 
@@ -104,7 +104,7 @@ class Stepper:
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for batch in batches:
             with self.ranks.autocast():
-                total += self.task.loss(bare(self.model), batch)[0].double()
+                total += self.task.loss(unwrap(self.model), batch)[0].double()
         return total
 
     @staticmethod

@@ -17,8 +17,9 @@ from intbmoe.analysis.report.comparison_pictures import draw_comparison
 from intbmoe.analysis.report.comparison_report import comparison_page, redraw_comparison, write_comparison_report
 from intbmoe.analysis.report.page import render
 from intbmoe.analysis.report.trace import find_flaw, sort_out, trace_run
-from intbmoe.train import RunDirectory, environment, load, train
-from intbmoe.train.files import digest
+from intbmoe.files import digest
+from intbmoe.train import RunDirectory, load, train
+from intbmoe.train import run as run_module
 
 
 def files(folder):
@@ -146,7 +147,7 @@ def test_results_without_environment_still_stand(runs):
 
 
 def test_a_package_outside_of_a_checkout_has_results_too(small_recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "git_state", lambda folder: None)
+    monkeypatch.setattr(run_module, "git_state", lambda folder: None)
     run = train(replace(small_recipe, train=replace(small_recipe.train, steps=1)), tmp_path, quiet=True)
     assert find_flaw(run, "accuracy") is None
     assert trace_run(run)["commit"] is None

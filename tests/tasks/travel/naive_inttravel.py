@@ -72,3 +72,11 @@ def prepare(folder: Path) -> dict:
         for poi, place in places.items()
     }
     return {"places": described, "users": result, "sizes": {name: len(known) + 1 for name, known in codes.items()}}
+
+
+def shard_of(user: np.ndarray, shards: int) -> np.ndarray:
+    mixed = user.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= np.uint64(0xD6E8FEB86659FD93)
+    mixed ^= mixed >> np.uint64(32)
+    return mixed % np.uint64(shards)

@@ -6,7 +6,6 @@ import hashlib
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -16,16 +15,15 @@ import numpy as np
 import pytest
 
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.travel import folders
+from intbmoe.tasks.travel.duck import Budget
 from intbmoe.tasks.travel.generator import make_journeys
-from intbmoe.tasks.travel.inttravel import Budget, prepare
-from intbmoe.tasks.travel.spill import shard_of
-from intbmoe.tasks.travel.store import open_journeys, shard_folder
+from intbmoe.tasks.travel.inttravel import prepare
+from intbmoe.tasks.travel.store import open_journeys, read_json, shard_folder, write_json
 from intbmoe.tasks.travel.tables import POI_BY_CELL, POI_INFO, USER_ACTION, USER_PROFILE
 from intbmoe.tasks.travel.write import write_tables
 
-pytest.importorskip("pyarrow")
-TINY = Budget(block_bytes=5_000, chunk_bytes=20_000, shard_rows=2_000)
+pytest.importorskip("duckdb")
+TINY = Budget(chunk_bytes=20_000, shard_rows=2_000)
 FIELDS = ("time", "action", "place", "cell", "region", "weather", "mode", "via")
 
 
@@ -75,7 +73,7 @@ def test_shards_divide_the_users_and_keep_their_sessions(journeys, raw, tmp_path
     seen = []
     for number, shard in enumerate(stored.shards):
         users = np.load(shard_folder(tmp_path, number) / "user.npy")
-        assert np.array_equal(shard_of(users, len(stored.shards)), np.full(len(users), number))
+        assert np.array_equal(naive_inttravel.shard_of(users, len(stored.shards)), np.full(len(users), number))
         for index, user in enumerate(users - 1):  # written as 1, 2, …
             here, there = slice(*shard.offsets[index : index + 2]), slice(*whole.offsets[user : user + 2])
             assert np.array_equal(shard.profile[index], whole.profile[user])
@@ -150,7 +148,7 @@ def test_equals_the_plain_preparation(seed, tmp_path):
     source.mkdir()
     write_random_tables(source, choose)
     expected = naive_inttravel.prepare(source)
-    budget = Budget(choose.choice([20, 200, 10_000]), choose.choice([100, 10_000]), choose.choice([3, 20, 1000]))
+    budget = Budget(chunk_bytes=choose.choice([20, 200, 10_000]), shard_rows=choose.choice([3, 20, 1000]))
     counted = run(source, target, budget=budget)
     data = open_journeys(target)
 
@@ -181,8 +179,10 @@ def test_equals_the_plain_preparation(seed, tmp_path):
         assert (before < edge).sum() >= share * len(times) > (before < edge - 8).sum()  # bins are 6 ms wide or less
 
 
-@pytest.mark.parametrize("budget", [TINY, Budget(1_000, 2_000, 2_000), Budget(100_000, 1_000_000, 2_000)])
-def test_block_and_chunk_sizes_change_nothing(raw, tmp_path, budget):
+@pytest.mark.parametrize(
+    "budget", [TINY, Budget(chunk_bytes=2_000, shard_rows=2_000), Budget(1 << 27, 1, 10**6, 2_000)]
+)
+def test_sizes_of_chunks_and_memory_change_nothing(raw, tmp_path, budget):
     run(raw, tmp_path / "a", budget=Budget(shard_rows=2_000))
     run(raw, tmp_path / "b", budget=budget)
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
@@ -289,10 +289,10 @@ def test_lost_chunks_are_made_again(raw, tmp_path):
     run(raw, tmp_path / "whole", budget=TINY)
     with pytest.raises(StoppedError):
         run(raw, tmp_path / "out", budget=TINY, progress=stop_at_sorting)
-    chunks = sorted((tmp_path / "out/work/actions/user_action.tsv").iterdir())
+    chunks = sorted((tmp_path / "out/work/actions/user_action.tsv").glob("*.parquet"))
     assert len(chunks) > 4
-    for chunk in (chunks[0], chunks[3]):
-        shutil.rmtree(chunk)
+    for lost in (chunks[0], chunks[3].with_suffix(".json")):
+        lost.unlink()
     run(raw, tmp_path / "out", budget=TINY)
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
@@ -312,11 +312,11 @@ def test_folders_that_cannot_be_opened_say_what_to_do(raw, tmp_path):
         open_journeys(tmp_path / "nothing")
     run(raw, tmp_path)
     meta = tmp_path / "meta.json"
-    content = folders.read_json(meta)
-    folders.write_json(meta, content | {"format": 99})
+    content = read_json(meta)
+    write_json(meta, content | {"format": 99})
     with pytest.raises(DataError, match=r"has format 99.*delete the folder and repeat intbmoe prepare inttravel"):
         open_journeys(tmp_path)
-    folders.write_json(meta, content | {"shards": 2})
+    write_json(meta, content | {"shards": 2})
     with pytest.raises(DataError, match=r"00001 is missing.*repeat intbmoe prepare inttravel"):
         open_journeys(tmp_path)
 

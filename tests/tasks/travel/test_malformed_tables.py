@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.travel.inttravel import Budget, prepare
+from intbmoe.tasks.travel.duck import Budget
+from intbmoe.tasks.travel.inttravel import prepare
 from intbmoe.tasks.travel.store import open_journeys
 
-pytest.importorskip("pyarrow")
+pytest.importorskip("duckdb")
 
 
 def rows(*lines: str) -> str:
@@ -34,7 +35,7 @@ PLACES = rows(
     "11 1 501 0 7",
 )
 BY_CELL = rows("500 10,0.25,4,7", "501 11,1,0,7;12,0.5,4,8;13,0.125,4,8")
-BLOCKS = [Budget(), Budget(block_bytes=30, chunk_bytes=60)]
+CHUNKS = [Budget(), Budget(chunk_bytes=60)]
 
 
 def write(folder: Path, actions=ACTIONS, profiles=PROFILES, places=PLACES, by_cell=BY_CELL) -> Path:
@@ -125,7 +126,7 @@ MALFORMED_ELSEWHERE = [
 ]
 
 
-@pytest.mark.parametrize("budget", BLOCKS, ids=["one block", "many blocks"])
+@pytest.mark.parametrize("budget", CHUNKS, ids=["one chunk", "many chunks"])
 @pytest.mark.parametrize(("text", "message", "kind"), MALFORMED_ACTIONS, ids=range(len(MALFORMED_ACTIONS)))
 def test_a_malformed_action_stops_or_is_left_out(tmp_path, text, message, kind, budget):
     source = write(tmp_path / "raw", actions=text)
@@ -184,7 +185,7 @@ def test_columns_that_are_not_known_are_not_read(tmp_path):
         assert np.array_equal(plain, wide)
 
 
-@pytest.mark.parametrize("budget", [Budget(), Budget(block_bytes=3_000, chunk_bytes=6_000)])
+@pytest.mark.parametrize("budget", [Budget(), Budget(chunk_bytes=6_000)])
 def test_a_cut_gzip_file_stops_or_gives_what_there_is(tmp_path, budget):
     text = rows(*(f"{user} {user * 977 % 100_003} 2 10 500 7 2 4 -" for user in range(2000)))
     source = write(tmp_path / "raw")

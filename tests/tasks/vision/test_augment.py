@@ -171,16 +171,16 @@ def test_a_missing_timm_is_an_error_that_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "heavy"}, "augmentation.kind='heavy'"),
-        ({"flip": 1.5}, r"augmentation.flip=1.5 .*in \[0, 1\]"),
-        ({"label_smoothing": 1.0}, "augmentation.label_smoothing=1.0"),
-        ({"mixup": -1.0}, "augmentation.mixup=-1.0"),
-        ({"cutmix": float("nan")}, "augmentation.cutmix=nan"),
-        ({"pad": 0}, "augmentation.pad=0"),
-        ({"crop_scale": (0.5, 0.1)}, r"augmentation.crop_scale=\(0.5, 0.1\)"),
-        ({"crop_scale": (0.5, 1.1)}, r"augmentation.crop_scale=.*at most 1"),
-        ({"crop_ratio": (1.0,)}, "augmentation.crop_ratio"),
-        ({"rand_augment": "augmix-m5"}, "augmentation.rand_augment='augmix-m5'"),
+        ({"kind": "heavy"}, "kind='heavy'"),
+        ({"flip": 1.5}, r"flip=1.5 .*in \[0, 1\]"),
+        ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
+        ({"mixup": -1.0}, "mixup=-1.0"),
+        ({"cutmix": float("nan")}, "cutmix=nan"),
+        ({"pad": 0}, "pad=0"),
+        ({"crop_scale": (0.5, 0.1)}, r"crop_scale=\(0.5, 0.1\)"),
+        ({"crop_scale": (0.5, 1.1)}, r"crop_scale=.*at most 1"),
+        ({"crop_ratio": (1.0,)}, "crop_ratio"),
+        ({"rand_augment": "augmix-m5"}, "rand_augment='augmix-m5'"),
     ],
 )
 def test_settings_are_checked(settings, message):

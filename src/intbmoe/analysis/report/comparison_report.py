@@ -11,7 +11,8 @@ from intbmoe.analysis.report.comparison import ABLATIONS, Comparison, collect
 from intbmoe.analysis.report.images import read_image
 from intbmoe.analysis.report.page import Cell, Column, Figure, Notice, Page, Section, Span, Table, render
 from intbmoe.analysis.report.run_report import NAME, NOTHING, trained_for
-from intbmoe.train.files import read_json, replace_file, to_json
+from intbmoe.files import replace_file, to_json
+from intbmoe.train.files import read_json
 from intbmoe.version import program_version
 
 DIGEST = 12

@@ -15,7 +15,8 @@ from intbmoe.analysis.compare_report import format_metric
 from intbmoe.analysis.report.answer import Answer
 from intbmoe.analysis.report.images import read_image
 from intbmoe.analysis.report.page import Cell, Column, Facts, Figure, Notice, Page, Section, Table, render
-from intbmoe.train.files import read_json, replace_file
+from intbmoe.files import replace_file
+from intbmoe.train.files import read_json
 from intbmoe.version import program_version
 
 NAME = "report.html"

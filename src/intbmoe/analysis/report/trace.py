@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from intbmoe.analysis.compare import Job
+from intbmoe.files import digest
 from intbmoe.tasks import find_task
 from intbmoe.train.errors import TrainingError
-from intbmoe.train.files import digest, read_bytes, read_json
+from intbmoe.train.files import read_bytes, read_json
 from intbmoe.train.run import RunDirectory
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from intbmoe.ops.blocks import Blocks
+from intbmoe.ops.blocks.fused_combine import gated_combine
+from intbmoe.ops.blocks.fused_filter import filter_rows
+from intbmoe.ops.blocks.fused_gate import gated_rows
 from intbmoe.ops.blocks.naive import LAYER_NORM_EPS
-from intbmoe.ops.combine.gated import gated_combine
 from intbmoe.ops.composed_mm import multiply
-from intbmoe.ops.dprg.fused import gated_rows
 from intbmoe.ops.permute import Permutation
-from intbmoe.ops.row_filter.fused import filter_rows
 from intbmoe.precision import linear
 
 
@@ -27,7 +27,7 @@ def run_blocks(
     last = len(blocks.norms)
     gains = blocks.gains or (None,) * (last + 1)
     for layer, norm in enumerate(blocks.norms):
-        rows = multiply(z, blocks.weights[layer], plan.ends, complete=True, form="fused")
+        rows = multiply(z, blocks.weights[layer], plan.ends, "fused", complete=True)
         z = gated_rows(rows, blocks.biases[layer], gains[layer], blocks.scale, norm, plan.ends, LAYER_NORM_EPS)
-    rows = multiply(z, blocks.weights[last], plan.ends, complete=True, form="fused")
+    rows = multiply(z, blocks.weights[last], plan.ends, "fused", complete=True)
     return gated_combine(rows, blocks.biases[last], gains[last], blocks.scale, weights, shared, plan, dtype)

@@ -1,29 +1,15 @@
-"""The specification of block execution: a loop over blocks, each run on the tokens that chose it."""
+"""The readable forward of IntBMoE's blocks, and the specification of every backend.
+
+A loop over the blocks, each run on the tokens that chose it: ``run_blocks``, and its steps below it.
+"""
 
 import torch
 from torch import Tensor
 
 from intbmoe.ops.blocks import Blocks
-from intbmoe.ops.dprg import naive as dprg_naive
 
 LAYER_NORM_EPS = 1e-5
-
-
-def run_block(x: Tensor, blocks: Blocks, b: int) -> Tensor:
-    """(n, d) tokens → (n, d) through block ``b``."""
-    z = x
-    if blocks.token_filter is not None:
-        z = x * torch.sigmoid(x @ blocks.token_filter.T.to(x.dtype) + blocks.block_filter[b])
-    for layer, (weight, bias) in enumerate(zip(blocks.weights, blocks.biases, strict=True)):
-        z = z.to(weight.dtype) @ weight[b] + bias[b]
-        if blocks.scale is not None:
-            v, g = z.chunk(2, dim=-1)
-            z = dprg_naive.dprg(v, g, blocks.gains[layer], blocks.scale)
-        if layer < len(blocks.norms):
-            gain, shift = blocks.norms[layer]
-            z = z - z.mean(-1, keepdim=True)
-            z = z / torch.sqrt(z.square().mean(-1, keepdim=True) + LAYER_NORM_EPS) * gain + shift
-    return z
+RMS_EPS = 1e-8
 
 
 def run_blocks(x: Tensor, ids: Tensor, weights: Tensor, blocks: Blocks) -> Tensor:
@@ -34,3 +20,32 @@ def run_blocks(x: Tensor, ids: Tensor, weights: Tensor, blocks: Blocks) -> Tenso
         out = run_block(x[token], blocks, b)
         y = y.index_add(0, token, out * weights[token, choice].unsqueeze(-1))
     return y
+
+
+def run_block(x: Tensor, blocks: Blocks, b: int) -> Tensor:
+    """(n, d) tokens → (n, d) through block ``b``."""
+    z = x
+    if blocks.token_filter is not None:
+        z = filter_tokens(x, x @ blocks.token_filter.T.to(x.dtype), blocks.block_filter[b])
+    for layer, (weight, bias) in enumerate(zip(blocks.weights, blocks.biases, strict=True)):
+        z = z.to(weight.dtype) @ weight[b] + bias[b]
+        if blocks.scale is not None:
+            v, g = z.chunk(2, dim=-1)
+            z = dprg(v, g, blocks.gains[layer], blocks.scale)
+        if layer < len(blocks.norms):
+            gain, shift = blocks.norms[layer]
+            z = z - z.mean(-1, keepdim=True)
+            z = z / torch.sqrt(z.square().mean(-1, keepdim=True) + LAYER_NORM_EPS) * gain + shift
+    return z
+
+
+def filter_tokens(x: Tensor, token_term: Tensor, block_term: Tensor) -> Tensor:
+    """(n, d) tokens, (n, d) W_x x, (n, d) or (d,) W_c c + b → x ⊙ sigmoid(W_x x + W_c c + b)."""
+    return x * torch.sigmoid(token_term + block_term)
+
+
+def dprg(v: Tensor, g: Tensor, gain: Tensor, scale: Tensor) -> Tensor:
+    """Dual-Path Residual Gating, value and gate (…, o) → v ⊙ (1 + λ·SiLU(RMSNorm(g)))."""
+    g = g / torch.sqrt(g.square().mean(-1, keepdim=True) + RMS_EPS) * gain
+    silu = g * torch.sigmoid(g)
+    return v * (1 + scale * silu)

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intbmoe.ops.dprg.fused import load_rows
-from intbmoe.ops.tiles import Tiling
+from intbmoe.ops.tiles import Tiling, load_rows
 from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device
 
 TILING = Tiling(elements=512, per_lane=8)

@@ -1,6 +1,6 @@
 """The sum of each token's rows: the gradient of a gather of tokens into rows.
 
-Where Triton runs it is one kernel. In compiled code for a GPU it is an operation by itself in any case. Left to
+By the backend ``fused`` it is one kernel. In compiled code for a GPU it is an operation by itself in any case. Left to
 Inductor, its gather is fused into the backward of the norm before the layer, by two loops of which the second reads
 what other threads stored in the first, without a barrier (pytorch/pytorch#190519): in bfloat16, with a class token,
 gradients were wrong by factors of a thousand.
@@ -9,19 +9,16 @@ gradients were wrong by factors of a thousand.
 import torch
 from torch import Tensor
 
+from intbmoe.ops.backend import Backend
 from intbmoe.ops.eager import compiled_for_gpu
-from intbmoe.ops.triton_support import usable
 
-torch.library.define("intbmoe::sum_rows", "(Tensor rows, Tensor token, Tensor inverse, bool plain) -> Tensor")
+torch.library.define("intbmoe::sum_rows", "(Tensor rows, Tensor token, Tensor inverse, str backend) -> Tensor")
 
 
-def sum_rows(rows: Tensor, token: Tensor, inverse: Tensor, plain: bool = False) -> Tensor:
-    """(M, c) rows, (M,) their tokens, (N, k) the row of each choice (M: none) → (N, c), in the type of ``rows``.
-
-    ``plain``: not by Triton, also where it runs.
-    """
-    if (not plain and usable(rows)) or compiled_for_gpu(rows):
-        return torch.ops.intbmoe.sum_rows(rows, token, inverse, plain)
+def sum_rows(rows: Tensor, token: Tensor, inverse: Tensor, backend: Backend) -> Tensor:
+    """(M, c) rows, (M,) their tokens, (N, k) the row of each choice (M: none) → (N, c), in the type of ``rows``."""
+    if backend == "fused" or compiled_for_gpu(rows):
+        return torch.ops.intbmoe.sum_rows(rows, token, inverse, backend)
     return rows_of_tokens(rows, inverse, rows.shape[0] != inverse.numel()).sum(1)
 
 
@@ -33,16 +30,16 @@ def rows_of_tokens(rows: Tensor, inverse: Tensor, trimmed: bool) -> Tensor:
 
 
 @torch.library.impl("intbmoe::sum_rows", "default")
-def _run(rows, token, inverse, plain):
-    if plain or not usable(rows):
-        return rows_of_tokens(rows, inverse, rows.shape[0] != inverse.numel()).sum(1)
-    from intbmoe.ops.combine import fused
+def _run(rows, token, inverse, backend):
+    if backend == "fused":
+        from intbmoe.ops.combine import fused
 
-    return fused.run_sum(rows, inverse)
+        return fused.run_sum(rows, inverse)
+    return rows_of_tokens(rows, inverse, rows.shape[0] != inverse.numel()).sum(1)
 
 
 @torch.library.register_fake("intbmoe::sum_rows")
-def _allocate(rows, token, inverse, plain):
+def _allocate(rows, token, inverse, backend):
     return rows.new_empty(inverse.shape[0], rows.shape[1])
 
 

@@ -5,13 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from intbmoe.ops.backend import Backend
 from intbmoe.ops.compose import naive
 from intbmoe.precision import cast, wide
 
-__all__ = ["Recipe", "compose", "naive"]
+__all__ = ["Coefficients", "compose", "naive"]
 
 
-class Recipe(NamedTuple):
+class Coefficients(NamedTuple):
     """How much of each base goes into each block."""
 
     value: Tensor
@@ -27,17 +28,14 @@ class Recipe(NamedTuple):
         return [path * self.factor for path in (self.value, self.gate) if path is not None]
 
 
-def compose(recipe: Recipe, pool: Tensor, dtype: torch.dtype, form: str | None = None) -> Tensor:
-    """A pool (E, i, o) → composed (K, i, P·o) in ``dtype``, paths side by side; merged in the wide type.
-
-    ``form`` is "fused" (Triton), "naive" (the specification) or anything else for one matrix product.
-    """
-    if form == "fused":
+def compose(coefficients: Coefficients, pool: Tensor, dtype: torch.dtype, backend: Backend) -> Tensor:
+    """A pool (E, i, o) → composed (K, i, P·o) in ``dtype``, paths side by side; merged in the wide type."""
+    if backend == "fused":
         from intbmoe.ops.compose import fused
 
-        return fused.compose(recipe.value, recipe.gate, pool, recipe.factor, dtype)
-    merge = naive.compose if form == "naive" else product
-    return cast(merge(recipe.paths, wide(pool)), dtype)
+        return fused.compose(coefficients.value, coefficients.gate, pool, coefficients.factor, dtype)
+    merge = naive.compose if backend == "naive" else product
+    return cast(merge(coefficients.paths, wide(pool)), dtype)
 
 
 def product(coefficients: list[Tensor], pool: Tensor) -> Tensor:

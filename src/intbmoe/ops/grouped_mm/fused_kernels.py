@@ -44,36 +44,16 @@ def _swizzle(tile, tiles_m, tiles_n, SWIZZLE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "groups", "slots"])  # their values change nothing in the code
 def mm(
-    x,  # (N or M, i), rows contiguous
+    x,  # (M, i), rows contiguous
     weight,  # (G, i, o), any strides; as a descriptor (G, i, o), or (G, o, i) if W_TRANSPOSED
     out,  # (M, o), rows contiguous
     offsets,  # (G,) int32 ends
-    token,  # (M,) or None
-    rows,
-    groups,
-    inputs,
-    outputs,
-    x_stride,
-    w_stride_g,
-    w_stride_i,
-    w_stride_o,
-    out_stride,
-    slots,
-    UNIT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GATHER: tl.constexpr,
-    X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr,
-    EVEN_I: tl.constexpr,
-    EVEN_O: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWIZZLE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """out[r] = x[token[r]] @ weight[g(r)]; zero for rows of no group where the slots reach them."""
+    rows, groups, inputs, outputs, x_stride, w_stride_g, w_stride_i, w_stride_o, out_stride, slots,
+    UNIT: tl.constexpr, GROUPS: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
+    EVEN_I: tl.constexpr, EVEN_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWIZZLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[r] = x[r] @ weight[g(r)]; zero for rows of no group where the slots reach them."""
     inputs = inputs // UNIT * UNIT
     outputs = outputs // UNIT * UNIT
     x_stride = x_stride // UNIT * UNIT
@@ -92,10 +72,7 @@ def mm(
     row = first + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows past the group's end are computed from whatever row is at hand, and not stored.
-    if GATHER:
-        source = tl.load(token + row, mask=row < end, other=0).to(tl.int64)
-    else:
-        source = tl.minimum(row, rows - 1).to(tl.int64)
+    source = tl.minimum(row, rows - 1).to(tl.int64)
     known = tl.minimum(group, groups - 1)
     if not X_TMA:
         x_row = x + source[:, None] * x_stride
@@ -140,19 +117,11 @@ def mm_through(
     weight,  # (G, i, o), or (G, o, i) if W_TRANSPOSED, a descriptor
     out,  # (M, o), rows contiguous
     offsets,  # (G,) int32 ends, the last M
-    groups,
-    outputs,
-    out_stride,
-    UNIT: tl.constexpr,
-    STEPS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWIZZLE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    groups, outputs, out_stride,
+    UNIT: tl.constexpr, STEPS: tl.constexpr, GROUPS: tl.constexpr, W_TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWIZZLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """``mm`` by programs that go from tile to tile; every tile has rows, so all take the same number of steps.
 
     That lets Triton make one loop of both (flatten): the next tile's loads start before this one's results are written.
@@ -188,18 +157,9 @@ def mm_through(
 
 @triton.jit
 def _tile(
-    source,
-    row,
-    column,
-    first_row,
-    first_column,
-    end_row,
-    width,
-    stride,
-    TMA: tl.constexpr,
-    EVEN: tl.constexpr,
-    EDGE: tl.constexpr,
-):
+    source, row, column, first_row, first_column, end_row, width, stride,
+    TMA: tl.constexpr, EVEN: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
     """A tile of (·, width) ``source``; with EDGE it holds the last rows and what lies past ``end_row`` is zero."""
     if TMA:
         value = source.load([first_row, first_column])
@@ -220,30 +180,17 @@ def _tile(
 
 @triton.jit
 def outer(
-    x,  # (N or M, i), rows contiguous
+    x,  # (M, i), rows contiguous
     grad,  # (M, o), rows contiguous
     out,  # (SPLITS, G, i, o), rows contiguous, the other dimensions without gaps
     offsets,  # (G,) int32 ends
-    token,  # (M,) or None
-    inputs,
-    outputs,
-    x_stride,
-    grad_stride,
-    out_stride,
-    UNIT: tl.constexpr,
-    GATHER: tl.constexpr,
-    X_TMA: tl.constexpr,
-    GRAD_TMA: tl.constexpr,
-    EVEN_I: tl.constexpr,
-    EVEN_O: tl.constexpr,
+    inputs, outputs, x_stride, grad_stride, out_stride,
+    UNIT: tl.constexpr, X_TMA: tl.constexpr, GRAD_TMA: tl.constexpr, EVEN_I: tl.constexpr, EVEN_O: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # of the inputs
-    BLOCK_N: tl.constexpr,  # of the outputs
-    BLOCK_K: tl.constexpr,  # of the rows
-    SWIZZLE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """out[s, g] = Σ over the s-th part of group g's rows of x[token[r]] ⊗ grad[r]; zero for a part without rows."""
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,  # of the inputs, the outputs, the rows
+    SWIZZLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[s, g] = Σ over the s-th part of group g's rows of x[r] ⊗ grad[r]; zero for a part without rows."""
     inputs = inputs // UNIT * UNIT
     outputs = outputs // UNIT * UNIT
     x_stride = x_stride // UNIT * UNIT
@@ -263,18 +210,12 @@ def outer(
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for first in range(start, whole, BLOCK_K):
         row = first + tl.arange(0, BLOCK_K)
-        source = row
-        if GATHER:
-            source = tl.load(token + row)
-        a = _tile(x, source, i, first, first_i, end, inputs, x_stride, X_TMA, EVEN_I, False)
+        a = _tile(x, row, i, first, first_i, end, inputs, x_stride, X_TMA, EVEN_I, False)
         b = _tile(grad, row, o, first, first_o, end, outputs, grad_stride, GRAD_TMA, EVEN_O, False)
         total = tl.dot(a.T, b, total, input_precision=PRECISION)
     if whole < end:
         row = whole + tl.arange(0, BLOCK_K)
-        source = row
-        if GATHER:
-            source = tl.load(token + row, mask=row < end, other=0)
-        a = _tile(x, source, i, whole, first_i, end, inputs, x_stride, X_TMA, EVEN_I, True)
+        a = _tile(x, row, i, whole, first_i, end, inputs, x_stride, X_TMA, EVEN_I, True)
         b = _tile(grad, row, o, whole, first_o, end, outputs, grad_stride, GRAD_TMA, EVEN_O, True)
         total = tl.dot(a.T, b, total, input_precision=PRECISION)
     matrix = (split * tl.num_programs(2) + group).to(tl.int64) * inputs

@@ -1,8 +1,7 @@
-"""The library compiled from ``native.c``: whether it is there, and when it may run.
+"""The library compiled from ``native.c``, if it is there.
 
 It is optional: installing the package builds it where there is gcc, and without it torch's operations run. It takes
-plain tensors on the CPU in float32 or float64 and gives no gradients, so it runs only where nothing differentiates,
-traces or counts (``usable``).
+plain tensors on the CPU in float32 or float64 and gives no gradients; ``backend.py`` says when it runs.
 """
 
 import ctypes
@@ -13,8 +12,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from intbmoe.ops.eager import unobserved
 
 DTYPES = (torch.float32, torch.float64)
 SOURCES = ("native.c", "instructions.h", "kernels.h")
@@ -50,25 +47,6 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 LIBRARY, STATUS = _load()
-
-
-def usable(x: Tensor) -> bool:
-    """Whether the library runs on numbers like those of ``x``, here and now."""
-    # In this order: a compiler knows the first, and must not see the rest.
-    return unobserved(x) and LIBRARY is not None and x.dtype in DTYPES
-
-
-def require_usable(x: Tensor) -> None:
-    """An error that says why the library does not run on ``x``, if it does not."""
-    if LIBRARY is None:
-        raise RuntimeError(f"form 'native' needs the compiled library, which is {STATUS}")
-    if not usable(x):
-        gradients = "on" if torch.is_grad_enabled() else "off"
-        raise RuntimeError(
-            f"form 'native' runs eagerly without gradients (torch.no_grad, torch.inference_mode) on the CPU in float32 "
-            f"or float64; here x is {x.dtype} on {x.device}, gradients are {gradients}: "
-            f"leave layer.form None to have the form chosen"
-        )
 
 
 def address(x: Tensor, dtype: torch.dtype) -> int:

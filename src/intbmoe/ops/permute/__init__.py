@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from intbmoe.ops.backend import Backend
 from intbmoe.ops.permute import naive
-from intbmoe.ops.triton_support import runs_on
 
 __all__ = ["Permutation", "naive", "permute", "sort"]
 
@@ -28,15 +28,12 @@ class Permutation(NamedTuple):
     """(G,) int64, how many rows each group has."""
 
 
-def permute(ids: Tensor, groups: int, complete: bool = False, *, plain: bool = False) -> Permutation:
-    """As ``naive.permute``; on a GPU by counting (``histogram.py``), elsewhere and if ``plain`` by torch's sort.
+def permute(ids: Tensor, groups: int, backend: Backend, complete: bool = False) -> Permutation:
+    """As ``naive.permute``; ``complete`` says that no id is −1."""
+    if backend == "fused":
+        from intbmoe.ops.permute import fused
 
-    ``complete`` says that no id is −1.
-    """
-    if not plain and runs_on(ids.device):
-        from intbmoe.ops.permute import histogram
-
-        return histogram.permute(ids, groups)
+        return fused.permute(ids, groups)
     return sort(ids, groups, complete)
 
 

@@ -1,16 +1,21 @@
-"""SiLU(gate) ⊙ up on rows [gate | up], one product's output."""
+"""The inner half of a SwiGLU network: two products, one through SiLU, multiplied."""
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
-from intbmoe.ops.triton_support import usable
+from intbmoe.ops.backend import Backend
+from intbmoe.ops.swiglu import naive
+from intbmoe.precision import linear
+
+__all__ = ["naive", "swiglu"]
 
 
-def swiglu(rows: Tensor) -> Tensor:
-    """(N, 2·h) rows [gate | up] → (N, h); on a GPU in one kernel."""
-    if usable(rows):
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, backend: Backend) -> Tensor:
+    """As ``naive.swiglu``."""
+    if backend == "fused":
         from intbmoe.ops.swiglu import fused
 
-        return fused.swiglu(rows)
-    gate, up = rows.chunk(2, -1)
-    return F.silu(gate) * up
+        # One product and one kernel: reading x twice costs more than joining the two matrices.
+        rows = linear(x.reshape(-1, x.shape[-1]), torch.cat([gate, up]))
+        return fused.swiglu(rows).view(*x.shape[:-1], gate.shape[0])
+    return naive.swiglu(x, gate, up)

@@ -1,4 +1,4 @@
-"""One Triton kernel each way."""
+"""SiLU(gate) ⊙ up on rows [gate | up], one product's output, in one Triton kernel each way."""
 
 import torch
 import triton

@@ -9,14 +9,14 @@ file that is not finished, and ends with the same bytes.
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from intbmoe.files import replace_file, replacing_file, to_json
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language.packed import META, SPLITS, TOKENIZER, VERSION, read_meta, tokens_name
 from intbmoe.tasks.language.tokenizer import Encoder, require_tokenizers
@@ -95,7 +95,7 @@ def pack(corpus: Corpus, target: Path, *, skip_bad: bool, progress: Progress) ->
             "splits": {split: _join(corpus, folder, target, split, records) for split in SPLITS},
         }
         replace_file(target / TOKENIZER, tokenizer)
-        replace_file(target / META, _to_json(meta))
+        replace_file(target / META, to_json(meta))
     shutil.rmtree(folder)
     return _counts(meta)
 
@@ -109,22 +109,6 @@ def usable(documents: Iterable[str | Malformed], skip_bad: bool, skipped: list[s
             raise DataError(f"{document.problem} (--skip-bad leaves such rows out)")
         elif skipped is not None:
             skipped.append(document.problem)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write beside and rename: ``path`` is never half written."""
-    with _written_beside(path) as file:
-        file.write(content)
-
-
-@contextmanager
-def _written_beside(path: Path) -> Iterator[BinaryIO]:
-    beside = path.with_name(f".{path.name}.part")
-    with open(beside, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
 
 
 @contextmanager
@@ -142,7 +126,7 @@ def _claim(folder: Path, corpus: Corpus, target: Path) -> None:
     """Write down what is being made, or check that it is what was begun here."""
     plan = {"version": VERSION, "name": corpus.name, "files": corpus.files()}
     if not (folder / PLAN).is_file():
-        replace_file(folder / PLAN, _to_json(plan))
+        replace_file(folder / PLAN, to_json(plan))
         return
     begun = json.loads((folder / PLAN).read_bytes())
     if (begun["version"], begun["name"]) != (VERSION, corpus.name):
@@ -177,13 +161,13 @@ def _pack_part(
     stage = f"tokens of {part.file.name}"
     documents, tokens, skipped = 0, 0, []
     texts = usable(corpus.read(part.file, lambda done, total: progress(stage, done, total)), skip_bad, skipped)
-    with _written_beside(folder / f"{stem}.bin") as file:
+    with replacing_file(folder / f"{stem}.bin") as file:
         for count, ids in encoder.encode(texts):
             file.write(ids.tobytes())
             documents += count
             tokens += len(ids)
     record = {"documents": documents, "tokens": tokens, "skipped": len(skipped)}
-    replace_file(record_path, _to_json(record))
+    replace_file(record_path, to_json(record))
     return record
 
 
@@ -193,7 +177,7 @@ def _join(
     """All parts of a split in one file; what ``meta.json`` says of it."""
     path, sha256 = target / tokens_name(split), hashlib.sha256()
     own = [index for index, part in enumerate(corpus.parts) if part.split == split]
-    with _written_beside(path) as joined:
+    with replacing_file(path) as joined:
         for index in own:
             with open(folder / f"{split}-{index:05d}.bin", "rb") as file:
                 while block := file.read(COPIED_BYTES):
@@ -210,7 +194,3 @@ def _counts(meta: Mapping[str, Any]) -> dict[str, Any]:
         counted[f"{split} documents"] = found["documents"]
         counted[f"{split} tokens"] = found["tokens"]
     return {**counted, "skipped": sum(found["skipped"] for found in meta["splits"].values())}
-
-
-def _to_json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from intbmoe.checks import require, require_positive_int
+from intbmoe.checks import require
 from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.precision import wide
 from intbmoe.registry import register_task
+from intbmoe.settings import Checked, PositiveInt
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language import packed, stdlib
@@ -36,7 +37,6 @@ from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Graph, Request
 
-PREPARED = ("wikipedia", "minipile")
 WIDE_SCORES = 2**26
 """Scores that the loss has in float32 at a time: 256 MiB."""
 COUNTED_TOKENS = 2**24
@@ -47,37 +47,31 @@ LARGEST_LOSS = 700.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageData:
+class LanguageData(Checked):
     """Which text, and how it is cut."""
 
     source: Literal["stdlib", "wikipedia", "minipile"] = "stdlib"
     """stdlib comes with Python; docs/data.md says how to get the others."""
     path: str | None = None
     """The folder that intbmoe prepare made. stdlib needs none."""
-    length: int = 1024
+    length: PositiveInt = 1024
     """Tokens of an example."""
-    max_bytes: int | None = None
+    max_bytes: PositiveInt | None = None
     """stdlib only: about how much of the text is used, over all splits; None for all of it."""
 
     def __post_init__(self) -> None:
-        sources = ("stdlib", *PREPARED)
-        require(self.source in sources, "data.source", self.source, f"one of {', '.join(sources)}")
-        require_positive_int("data.length", self.length)
-        if self.max_bytes is not None:
-            require_positive_int("data.max_bytes", self.max_bytes)
-            only = self.source == "stdlib"
-            require(only, "data.max_bytes", self.max_bytes, f"None for {self.source}, which is used as it was prepared")
+        super().__post_init__()
+        possible = self.max_bytes is None or self.source == "stdlib"
+        require(possible, "max_bytes", self.max_bytes, f"None for {self.source}, which is used as it was prepared")
 
 
 @dataclass(frozen=True)
 class LanguageRecipe(Recipe):
     """A recipe of the language task."""
 
+    task: Literal["language"]
     data: LanguageData
     model: LlamaConfig
-
-    def __post_init__(self) -> None:
-        require(self.task == "language", "task", self.task, "'language' in a recipe with text")
 
 
 @register_task("language")

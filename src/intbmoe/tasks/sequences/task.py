@@ -17,9 +17,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import require
 from intbmoe.models.sequence import PADDING, SequenceConfig, SequenceModel
 from intbmoe.registry import register_task
+from intbmoe.settings import Checked
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.looking import NO_LABEL, Content, Shown, Token, View, position_view, spread
 from intbmoe.tasks.mixture import ffn_maker
@@ -38,7 +38,7 @@ LENGTH_STEP = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceData:
+class SequenceData(Checked):
     """Where the histories are."""
 
     source: Literal["check-ins", "item-lists"] = "check-ins"
@@ -46,19 +46,14 @@ class SequenceData:
     path: str | None = None
     """An .npz file."""
 
-    def __post_init__(self) -> None:
-        require(self.source in SOURCES, "data.source", self.source, f"one of {', '.join(SOURCES)}")
-
 
 @dataclass(frozen=True)
 class SequencesRecipe(Recipe):
     """A recipe of the sequences task."""
 
+    task: Literal["sequences"]
     data: SequenceData
     model: SequenceConfig
-
-    def __post_init__(self) -> None:
-        require(self.task == "sequences", "task", self.task, "'sequences' in a recipe with item sequences")
 
 
 @register_task("sequences")

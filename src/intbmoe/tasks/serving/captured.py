@@ -9,15 +9,15 @@ places, so that all that is around the graphs can be tested there.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from intbmoe.layer import MoELayer, RoutedForward, Routing, moe_layers
-from intbmoe.routing import record_routing
+from intbmoe.layer import moe_layers
+from intbmoe.statistics import LayerStatistics, RoutedForward
 
 Recorded = Callable[[], None]
 
@@ -90,6 +90,9 @@ class Recorder:
                     function()  # compiles kernels, chooses algorithms, makes the constants
                     replay = self._capture(function)
                 except RuntimeError as error:
+                    # A broken recording leaves the device's generator waiting for its end: random numbers would fail.
+                    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                    generator.graphsafe_set_state(generator.clone_state())
                     # Ending a broken recording raises an error of its own.
                     raise CaptureError(str(error.__context__ or error)) from error
             torch.cuda.current_stream().wait_stream(self._stream)
@@ -97,37 +100,30 @@ class Recorder:
         return replay
 
     def _capture(self, function: Recorded) -> "_Replay":
-        layers = [layer for _, layer in moe_layers(self._model)]
         graph = torch.cuda.CUDAGraph()
         # The tensors in which a graph leaves its routing are kept with it: a sample of the routing costs nothing.
-        with record_routing(self._model) if layers else nullcontext():
+        with ExitStack() as stack:
+            layers = [layer.statistics for _, layer in moe_layers(self._model)]
+            routed = [(statistics, stack.enter_context(statistics.recording())) for statistics in layers]
             # Not torch.cuda.graph, which empties the allocator's cache each time. Other threads may use the GPU.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 function()
             finally:
                 graph.capture_end()
-            return _Replay(graph, [(layer, tuple(layer._routing_log)) for layer in layers])
+        return _Replay(graph, routed)
 
 
 class _Replay:
     """A graph, and the routing that it leaves."""
 
-    def __init__(self, graph: Any, routed: Sequence[tuple[MoELayer, Sequence[RoutedForward]]]) -> None:
+    def __init__(self, graph: Any, routed: Sequence[tuple[LayerStatistics, Sequence[RoutedForward]]]) -> None:
         self._graph, self._routed = graph, routed
 
     def __call__(self) -> None:
         self._graph.replay()
-        for layer, calls in self._routed:
-            if layer._routing_log is not None:
-                layer._routing_log.extend(_copied(call) for call in calls)
-
-
-def _copied(call: RoutedForward) -> RoutedForward:
-    """What the next replay does not overwrite."""
-    ids, weights = (None if tensor is None else tensor.clone() for tensor in call.routing)
-    sums = {key: value.clone() for key, value in call.sums.items()}
-    return call._replace(routing=Routing(ids, weights), count=call.count.clone(), sums=sums)
+        for statistics, calls in self._routed:
+            statistics.repeat(calls)
 
 
 class _Constants(TorchFunctionMode):

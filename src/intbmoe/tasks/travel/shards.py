@@ -4,11 +4,13 @@ The table of actions has a row for each thing a user does with a place: looks at
 follows within minutes for the same place is one session, else the next row would nearly always repeat the last one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from intbmoe.tasks.travel.spill import Chunk, recode
+from intbmoe.tasks.travel.spill import ACTIONS, PROFILES, parquet
 from intbmoe.tasks.travel.store import FIELDS
 
 SESSION_GAP = 5 * 60 * 1000
@@ -16,15 +18,20 @@ SESSION_GAP = 5 * 60 * 1000
 
 
 def make_shard(
-    number: int, actions: Sequence[Chunk], profiles: Sequence[Chunk], codes: Mapping[str, np.ndarray]
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The arrays of shard ``number``, and the users who have more than one profile (the first one counts)."""
-    rows = join_sessions(read_shard(number, actions, codes, by=("user", "time")))
-    user, first = np.unique(rows["user"], return_index=True)
-    profile, repeated = _find_profiles(user, read_shard(number, profiles, codes, by=("user",)))
+    connection: Any, number: int, actions: Sequence[Path], profiles: Sequence[Path]
+) -> tuple[dict[str, np.ndarray], list[tuple[int, int, int]]]:
+    """The arrays of shard ``number``, and (user, first row, another row) of those with more than one profile."""
+
+    def read(chunks: Sequence[Path], plain: str, coded: Iterable[str], order: str) -> dict[str, np.ndarray]:
+        source = with_codes(parquet(chunks), plain, {name: name for name in coded})
+        return connection.execute(f"{source} WHERE shard = {number} ORDER BY {order}, number").fetchnumpy()
+
+    rows = join_sessions(read(actions, "user_id, time, place, via", ACTIONS.coded, "user_id, time"))
+    user, first = np.unique(rows["user_id"], return_index=True)
+    profile, repeated = _find_profiles(user, read(profiles, "user_id, number", PROFILES.coded, "user_id"))
     arrays = {
         "user": user,
-        "offsets": np.append(first, len(rows["user"])),
+        "offsets": np.append(first, len(rows["user_id"])),
         "profile": profile,
         "time": rows["time"],
         "fields": np.stack([rows[name] for name in FIELDS]),
@@ -32,21 +39,11 @@ def make_shard(
     return arrays, repeated
 
 
-def read_shard(
-    number: int, chunks: Sequence[Chunk], codes: Mapping[str, np.ndarray], by: tuple[str, ...]
-) -> dict[str, np.ndarray]:
-    """The rows of a shard by column, with codes; sorted, and in the order of the table where ``by`` does not decide."""
-    ends = np.cumsum([chunk.starts[number + 1] - chunk.starts[number] for chunk in chunks])
-    rows = np.empty(ends[-1], chunks[0].layout.dtype)
-    for chunk, end in zip(chunks, ends, strict=True):
-        part = chunk.shard(number)
-        rows[end - len(part) : end] = part
-    order = np.lexsort([rows[name] for name in reversed(by)])
-    return {name: _column(rows[name][order], codes.get(name)) for name in rows.dtype.names}
-
-
-def _column(values: np.ndarray, known: np.ndarray | None) -> np.ndarray:
-    return values if known is None else recode(values, known)
+def with_codes(source: str, plain: str, coded: Mapping[str, str]) -> str:
+    """SQL for the columns ``plain`` and the codes of others (name → column), 0 for an empty field."""
+    codes = ", ".join(f"coalesce(code_{name}.code, 0) AS {name}" for name in coded)
+    joins = " ".join(f"LEFT JOIN code_{name} ON code_{name}.value = rows.{column}" for name, column in coded.items())
+    return f"SELECT {plain}, {codes} FROM {source} AS rows {joins}"
 
 
 def join_sessions(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -56,7 +53,7 @@ def join_sessions(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     is at most ``SESSION_GAP`` later. A session has the scenario of its first row, which is what was known before, and
     of what came after the last: the action of its last row and the last travel mode that was given.
     """
-    user, time, place, via = (rows[name] for name in ("user", "time", "place", "via"))
+    user, time, place, via = (rows[name] for name in ("user_id", "time", "place", "via"))
     number = len(user)
     joins = (user[1:] == user[:-1]) & (place[1:] == place[:-1]) & (place[1:] >= 0)
     joins &= (via[1:] < 0) & (via[:-1] < 0) & (np.diff(time) <= SESSION_GAP)
@@ -69,11 +66,13 @@ def join_sessions(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return sessions
 
 
-def _find_profiles(user: np.ndarray, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _find_profiles(user: np.ndarray, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
     """(U, 6) codes of these users, 0 where there is no profile, and who has two; ``rows`` are sorted by user."""
-    owner, first = np.unique(rows["user"], return_index=True)
-    features = np.stack([column[first] for name, column in rows.items() if name != "user"], axis=1)
+    owner, first, group = np.unique(rows["user_id"], return_index=True, return_inverse=True)
+    features = np.stack([rows[name] for name in PROFILES.coded], axis=1)[first]
     features = np.concatenate([features, np.zeros((1, features.shape[1]), np.int32)])
     found = np.searchsorted(owner, user)
     found[np.append(owner, 0)[found] != user] = len(owner)
-    return features[found], np.delete(rows["user"], first)
+    number = rows["number"]
+    again = np.delete(np.arange(len(number)), first)
+    return features[found], list(zip(owner[group[again]], number[first][group[again]], number[again], strict=True))

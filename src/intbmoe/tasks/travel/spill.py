@@ -1,157 +1,169 @@
-"""Rows of a large table, dealt out to shards by user: read once, in chunks that are kept on disk.
+"""Actions and profiles, read once: in chunks of rows grouped by shard, each kept on disk as a parquet file.
 
-A chunk holds its rows grouped by shard, so that a shard later reads one slice of each chunk. Fields that will be codes
-keep their values, and the chunk lists those it has: the codes are known only after the last row of the table.
+A shard later reads one slice of each chunk, for which parquet's statistics of row groups are enough. Fields that will
+be codes keep their values: the codes are known only after the last row of the table.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from intbmoe.tasks.preparation import Progress
-from intbmoe.tasks.travel.folders import read_note, write_folder
-from intbmoe.tasks.travel.parse import MISSING, Rows, parse
-from intbmoe.tasks.travel.tables import BadRows, Block, TableFile, read_blocks
+from intbmoe.tasks.travel.duck import FILE_BITS, Reader, keep, kept, literal, report_cut, where
+from intbmoe.tasks.travel.tables import POI_INFO, PROFILE_COLUMNS, BadRows, Chunk, TableFile
+
+ROW_GROUP = (2048, 122_880)
+"""DuckDB's smallest and default row groups of a parquet file."""
+SHARD_OF = f"""
+CREATE MACRO low(x) AS (x & {2**64 - 1}::HUGEINT)::UBIGINT;
+CREATE MACRO times(x, y) AS (x::UHUGEINT * y & {2**64 - 1}::UHUGEINT)::UBIGINT;
+CREATE MACRO fold(x) AS xor(x, x >> 32);
+CREATE MACRO shard_of(user, shards) AS
+    (fold(times(fold(times(low(user::HUGEINT), {0x9E3779B97F4A7C15})), {0xD6E8FEB86659FD93})) % shards)::INTEGER
+"""
+"""The shard of a user is the same whatever else is in the table; user numbers are mixed well first."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a row of a table is kept: "user" and other fields that stay as they are, and those that become codes."""
+    """How rows of a table are kept: with their shard and number, ``plain`` columns, and those that become codes."""
 
-    plain: Mapping[str, tuple[str, str]]
-    """Name → (column, type)."""
+    plain: Mapping[str, str]
+    """Name → SQL."""
     coded: Mapping[str, str]
     """Name → column."""
+    wrong: Mapping[str, tuple[str, str, str]]
+    """SQL that is true of rows to be left out → (the column to blame, kind of mistake, the same in words)."""
+    joins: str = ""
+    """Other tables that ``plain`` and ``wrong`` ask."""
 
-    @property
-    def fields(self) -> dict[str, tuple[str, str]]:
-        """Name → (column, type) of all."""
-        return {**self.plain, **{name: (column, "<i8") for name, column in self.coded.items()}}
+    def select(self, rows: str, required: Sequence[str], shards: int, position: int) -> str:
+        """SQL for the rows of a file, grouped by shard.
 
-    @property
-    def dtype(self) -> np.dtype:
-        """Of one row."""
-        return np.dtype([(name, kind) for name, (_, kind) in self.fields.items()])
+        The shard of one to be left out is −1, −2, … by the mistake, and of one that lacks what is required NULL.
+        """
+        cases = [f"WHEN {name} IS NULL THEN NULL" for name in required]
+        cases += [f"WHEN {condition} THEN {-number}" for number, condition in enumerate(self.wrong, 1)]
+        blamed = [f"WHEN {-number} THEN {column}" for number, (column, *_) in enumerate(self.wrong.values(), 1)]
+        columns = {
+            "shard": f"CASE {' '.join(cases)} ELSE shard_of(user_id, {shards}) END",
+            "number": f"{position << FILE_BITS} + row",
+            "blamed": f"CASE shard {' '.join(blamed)} END::BIGINT" if blamed else "NULL::BIGINT",
+            **self.plain,
+            **{name: f"rows.{column}" for name, column in self.coded.items()},
+        }
+        selected = ", ".join(f"{expression} AS {name}" for name, expression in columns.items())
+        return f"SELECT {selected} FROM {rows} AS rows {self.joins} ORDER BY shard"
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Some rows of a file, on disk."""
+UNKNOWN = ("unknown place", f"is not a place of {POI_INFO.name}")
+ACTIONS = Layout(
+    plain={
+        "user_id": "user_id",
+        "time": "timestamp",
+        "place": "coalesce(there.place, -1)",
+        "via": "coalesce(through.place, -1)",
+    },
+    coded={
+        "action": "action_type",
+        "cell": "geographic_id",
+        "region": "administrative_region_id",
+        "weather": "weather",
+        "mode": "travel_mode",
+    },
+    wrong={
+        "timestamp < 0": ("timestamp", "negative timestamp", "is negative"),
+        "rows.poi_id IS NOT NULL AND there.place IS NULL": ("rows.poi_id", *UNKNOWN),
+        "via_poi_id IS NOT NULL AND through.place IS NULL": ("via_poi_id", *UNKNOWN),
+    },
+    joins="LEFT JOIN places there ON rows.poi_id = there.poi_id LEFT JOIN places through ON via_poi_id = through.poi_id",
+)
+PROFILES = Layout(
+    plain={"user_id": "user_id"},
+    coded={f"profile_{number}": column for number, column in enumerate(PROFILE_COLUMNS, 1)},
+    wrong={},
+)
 
-    folder: Path
-    layout: Layout
-    note: Mapping[str, Any]
-    """Where in the file it starts and ends, the number of the next row, whether it is the last, rows and bad rows."""
 
-    def values(self, name: str) -> np.ndarray:
-        """All values of a field that becomes codes, ascending."""
-        return np.load(self.folder / f"{name}.npy")
-
-    @cached_property
-    def starts(self) -> np.ndarray:
-        """(shards + 1,): where the rows of each shard begin."""
-        return np.load(self.folder / "starts.npy")
-
-    def shard(self, number: int) -> np.ndarray:
-        """The rows of a shard, in the order of the file."""
-        return np.load(self.folder / "rows.npy", mmap_mode="r")[self.starts[number] : self.starts[number + 1]]
+def parquet(files: Sequence[Path]) -> str:
+    """SQL for the rows of files, in their order."""
+    return f"read_parquet([{', '.join(map(literal, files))}])"
 
 
 @dataclass(frozen=True)
 class Spill:
-    """How a table becomes chunks."""
+    """How a table becomes chunks on disk."""
 
+    reader: Reader
     folder: Path
     layout: Layout
     shards: int
-    examine: Callable[[TableFile, Rows, BadRows], Rows]
-    """Leaves out the rows that are wrong for reasons of this table, and gives its columns their final form."""
     depends_on: Any
     """What else makes finished chunks worthless when it changes."""
-    block_bytes: int
-    chunk_bytes: int
 
-    def run(self, files: Sequence[TableFile], bad: BadRows, progress: Progress) -> list[Chunk]:
-        """All chunks, in the order of the rows; those that are there already are not made again."""
+    def run(self, files: Sequence[TableFile], bad: BadRows, progress: Progress) -> tuple[list[Path], int]:
+        """The files of all chunks and how many rows they have; those that are there already are not made again."""
         sizes = [file.path.stat().st_size for file in files]
-        chunks = []
-        for number, file in enumerate(files):
-            for chunk in self._chunks_of(file, bad.skip):
-                chunks.append(chunk)
-                bad.counts.update(chunk.note["bad"])
-                done = sizes[number] if chunk.note["last"] else min(chunk.note["end"], sizes[number])
-                progress(f"reading {file.table.name} (bytes)", sum(sizes[:number]) + done, sum(sizes))
-        return chunks
+        made, rows = [], 0
+        for position, file in enumerate(files):
+            stamp = [file.stamp(), position, self.shards, self.depends_on]
+            end, next_row, number, last, chunks = file.start, file.first_row, 0, False, None
+            while not last:
+                to = self.folder / file.path.name / f"{number:06d}.parquet"
+                note = kept(to, stamp, skip_bad=bad.skip)
+                if note is not None and note["start"] == end:
+                    chunks = None
+                else:
+                    chunks = chunks or self.reader.chunks(file, end, next_row)
+                    note = self._keep(next(chunks), files, position, to, stamp, bad.skip)
+                end, next_row, number, last = note["end"], note["next_row"], number + 1, note["last"]
+                made.append(to)
+                rows += note["rows"]
+                bad.counts.update(note["bad"])
+                done = sizes[position] if last else min(end, sizes[position])
+                progress(f"reading {file.table.name} (bytes)", sum(sizes[:position]) + done, sum(sizes))
+        return made, rows
 
-    def _chunks_of(self, file: TableFile, skip_bad: bool) -> Iterator[Chunk]:
-        stamp = [file.stamp(), self.shards, self.depends_on]
-        offset, row, number, blocks, last = file.start, file.first_row, 0, None, False
-        while not last:
-            folder = self.folder / file.path.name / f"{number:06d}"
-            note = read_note(folder, stamp)
-            usable = note is not None and note["start"] == offset and (skip_bad or not note["bad"])
-            if usable:
-                blocks = None
-            else:
-                blocks = blocks or read_blocks(file, self.block_bytes, offset)
-                bad = BadRows(skip_bad)
-                rows, note = self._gather(file, blocks, offset, row, bad)
-                note = {"stamp": stamp, **note, "bad": dict(bad.counts)}
-                write_folder(folder, self._arrange(rows), note)
-            yield Chunk(folder, self.layout, note)
-            offset, row, number, last = note["end"], note["next_row"], number + 1, note["last"]
+    def _keep(
+        self, chunk: Chunk, files: Sequence[TableFile], position: int, to: Path, stamp: Any, skip_bad: bool
+    ) -> dict[str, Any]:
+        bad, made = BadRows(skip_bad), self.reader.temporary / "chunk.parquet"
+        found = self._read_plain(chunk, position, made) if chunk.plain else None
+        if found is None:
+            found = self._write(chunk, self.reader.mended(chunk, bad), position, made)
+        for kind, number, first, value in found:
+            if kind < 0:
+                column, name, what = list(self.layout.wrong.values())[-kind - 1]
+                field = column.removeprefix("rows.")
+                message = f"{where(files, first, field)}: {value} {what}"
+                bad.report(f"{chunk.file.table.name}: {name}", message, number)
+        report_cut(chunk, bad)
+        span = {"start": chunk.start, "end": chunk.end, "next_row": chunk.first_row + chunk.rows, "last": chunk.last}
+        rows = sum(number for kind, number, *_ in found if kind == 0)
+        note = {"stamp": stamp, **span, "rows": rows, "bad": dict(bad.counts)}
+        keep(made, to, note)
+        return note
 
-    def _gather(
-        self, file: TableFile, blocks: Iterator[Block], offset: int, row: int, bad: BadRows
-    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Good rows of as many blocks as make a chunk, by column, and the chunk's note."""
-        start, kept = offset, []
-        for block in blocks:
-            rows = self.examine(file, parse(file, block, row, bad), bad)
-            kept.append({name: rows.columns[column] for name, (column, _) in self.layout.fields.items()})
-            offset, row = block.end, row + block.text.count(b"\n")
-            if block.last or offset - start >= self.chunk_bytes:
-                break
-        columns = {name: np.concatenate([part.pop(name) for part in kept]) for name in list(kept[0])}
-        rows = len(columns["user"])
-        return columns, {"start": start, "end": offset, "next_row": row, "last": block.last, "rows": rows}
+    def _read_plain(self, chunk: Chunk, position: int, to: Path) -> list[tuple] | None:
+        """What ``_write`` found, or None if any row is malformed."""
+        import duckdb
 
-    def _arrange(self, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The arrays of a chunk."""
-        shard = shard_of(columns["user"], self.shards)
-        order = np.argsort(shard, kind="stable")
-        rows, values = np.empty(len(order), self.layout.dtype), {}
-        for name in self.layout.fields:
-            column = columns.pop(name)
-            rows[name] = column[order]
-            if name in self.layout.coded:
-                values[name] = unique(column)
-        starts = np.concatenate([[0], np.cumsum(np.bincount(shard, minlength=self.shards))])
-        return {"rows": rows, "starts": starts, **values}
+        try:
+            found = self._write(chunk, self.reader.as_it_is(chunk), position, to)
+        except (duckdb.ConversionException, duckdb.InvalidInputException):
+            return None
+        whole = all(kind is not None for kind, *_ in found) and sum(number for _, number, *_ in found) == chunk.rows
+        return found if whole else None
 
-
-def shard_of(user: np.ndarray, shards: int) -> np.ndarray:
-    """The shard of each user, the same whatever else is in the table; user numbers are mixed well first."""
-    mixed = user.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(32)
-    mixed *= np.uint64(0xD6E8FEB86659FD93)
-    mixed ^= mixed >> np.uint64(32)
-    shard = mixed % np.uint64(shards)
-    return shard.astype(np.uint16 if shards <= 1 << 16 else np.int64)  # 16 bits are sorted in linear time
-
-
-def unique(column: np.ndarray) -> np.ndarray:
-    """The values of a column but MISSING, ascending."""
-    import pyarrow as pa
-
-    values = pa.array(column).unique().to_numpy()  # by hashing: quicker than sorting millions
-    return np.sort(values[values != MISSING])
-
-
-def recode(values: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """int32 codes of ``values`` by the ascending ``known``, among which all are but MISSING: that has code 0."""
-    return np.where(values == MISSING, 0, np.searchsorted(known, values) + 1).astype(np.int32)
+    def _write(self, chunk: Chunk, rows: str, position: int, to: Path) -> list[tuple]:
+        """(shard if negative, else 0; number of rows; number of the first; its value to blame), by the first."""
+        execute = self.reader.connection.execute
+        select = self.layout.select(rows, chunk.file.table.required, self.shards, position)
+        smallest, largest = ROW_GROUP
+        size = min(max(chunk.rows // self.shards, smallest), largest)
+        execute(f"COPY ({select}) TO {literal(to)} (FORMAT parquet, ROW_GROUP_SIZE {size})")
+        return execute(
+            "SELECT CASE WHEN shard > 0 THEN 0 ELSE shard END AS kind, count(*), min(number), arg_min(blamed, number) "
+            f"FROM {parquet([to])} GROUP BY kind ORDER BY min(number)"
+        ).fetchall()

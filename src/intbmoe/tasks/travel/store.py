@@ -7,13 +7,17 @@ shards/00000/time.npy …      sessions of the first shard: offsets, profile, ti
                              user.npy has the original user ids, which nothing else needs
 """
 
-from collections.abc import Sequence
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.travel.data import JourneyData, Places, Sessions, Sizes
-from intbmoe.tasks.travel.folders import read_arrays, read_json
 
 FORMAT = 1
 META, WORK = "meta.json", "work"
@@ -26,8 +30,38 @@ OPEN_SHARDS = 100
 
 
 def shard_folder(path: Path, number: int) -> Path:
-    """Where a shard lies."""
     return path / "shards" / f"{number:05d}"
+
+
+def write_folder(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """``arrays`` as NAME.npy; what was in ``folder`` is replaced. It is whole or not there."""
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    for name, array in arrays.items():
+        np.save(unfinished / f"{name}.npy", array)
+    if folder.exists():
+        shutil.rmtree(folder)
+    unfinished.rename(folder)
+
+
+def _map_arrays(folder: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    return {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in names}
+
+
+def write_json(file: Path, content: Any) -> None:
+    """The file appears whole or not at all."""
+    unfinished = file.with_name(file.name + ".unfinished")
+    unfinished.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(unfinished, file)
+
+
+def read_json(file: Path) -> Any:
+    """The content, or None if the file is not there."""
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
 
 
 class StoredShards(Sequence[Sessions]):
@@ -45,7 +79,7 @@ class StoredShards(Sequence[Sessions]):
             raise IndexError(f"shard {number} of {self.number}")
         shard = self._open.pop(number, None)
         if shard is None:
-            arrays = read_arrays(shard_folder(self.path, number), SHARD_ARRAYS, mapped=True)
+            arrays = _map_arrays(shard_folder(self.path, number), SHARD_ARRAYS)
             shard = Sessions(**dict(zip(FIELDS, arrays.pop("fields"), strict=True)), **arrays)
         self._open[number] = shard  # the one used last is the last of the dict
         if len(self._open) > OPEN_SHARDS:
@@ -57,7 +91,6 @@ class StoredShards(Sequence[Sessions]):
 
 
 def open_journeys(path: str | Path) -> JourneyData:
-    """The journeys of a prepared folder."""
     path = Path(path).expanduser()
     command = f"intbmoe prepare inttravel SOURCE {path}"
     meta = read_json(path / META)
@@ -70,7 +103,7 @@ def open_journeys(path: str | Path) -> JourneyData:
         found = f"{path} has format {meta['format']}, this version of intbmoe reads format {FORMAT}"
         raise DataError(f"{found}: delete the folder and repeat {command}")
     try:
-        places = Places(**read_arrays(path / "places", PLACE_ARRAYS, mapped=True))
+        places = Places(**_map_arrays(path / "places", PLACE_ARRAYS))
         shards = StoredShards(path, meta["shards"])
         folders = [shard_folder(path, number) for number in range(len(shards))]
         missing = [folder for folder in folders if not folder.is_dir()]

@@ -1,4 +1,4 @@
-"""IntTravel's four raw tables: their columns, which files hold them, and blocks of whole rows with exact row numbers.
+"""IntTravel's four raw tables: their columns, the files that hold them, and whole rows cut out of those in chunks.
 
 A file may be gzipped (told by its content) and may begin with a header, recognised by its column names: columns
 are then found by name, and others are not read. Without a header the columns are those of ``Table``, in order.
@@ -7,17 +7,18 @@ are then found by name, and others are not read. Without a header the columns ar
 import gzip
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from intbmoe.tasks.errors import DataError
 
-NEEDS_PYARROW = "preparing IntTravel needs pyarrow: pip install 'intbmoe[travel]'"
+NEEDS_DUCKDB = "IntTravel's tables need duckdb: pip install 'intbmoe[travel]'"
 GZIP = b"\x1f\x8b"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SUFFIXES = ("", ".tsv", ".txt", ".csv")
+BLOCK_BYTES = 1 << 20
+PLAIN_BYTES = b"0123456789-\t\n"
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,11 @@ class TableFile:
 
     @property
     def zipped(self) -> bool:
-        """Whether it is gzipped."""
         with self.path.open("rb") as handle:
             return handle.read(len(GZIP)) == GZIP
+
+    def open(self) -> BinaryIO:
+        return gzip.open(self.path) if self.zipped else self.path.open("rb")
 
     def stamp(self) -> list[str | int]:
         """What changes when the file is exchanged or edited."""
@@ -106,15 +109,21 @@ class TableFile:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Whole rows, each with its line break."""
+class Chunk:
+    """Whole rows of a file, copied as text to ``path``, each ended by a line feed alone."""
 
-    text: bytes
+    file: TableFile
+    path: Path
+    start: int
     end: int
-    """Where the next block begins, in bytes of the file's text."""
+    """Where the chunk lies, in bytes of the file's text."""
+    first_row: int
+    rows: int
+    plain: bool
+    """Whether it has no byte that a whole number cannot have."""
     last: bool
     cut: str = ""
-    """Why the file is thought to end in the middle of a row, after this block; empty if it does not."""
+    """Why the file is thought to end in the middle of a row, after this chunk; empty if it does not."""
 
 
 def find_files(source: Path, table: Table) -> list[TableFile]:
@@ -122,7 +131,7 @@ def find_files(source: Path, table: Table) -> list[TableFile]:
     longer = [other.name for other in TABLES if other.name != table.name and other.name.startswith(table.name)]
     names = (table.name, *table.other_names)
     return [
-        open_table_file(path, table)
+        _look_at(path, table)
         for path in sorted(source.iterdir())
         if path.is_file()
         and path.name.startswith(names)
@@ -131,9 +140,9 @@ def find_files(source: Path, table: Table) -> list[TableFile]:
     ]
 
 
-def open_table_file(path: Path, table: Table) -> TableFile:
-    """Look at the first row: is it a header?"""
-    with _open(path) as stream:
+def _look_at(path: Path, table: Table) -> TableFile:
+    """Is the first row a header?"""
+    with TableFile(path, table, (), 0, 1).open() as stream:
         try:
             line = stream.readline()
         except (EOFError, OSError, zlib.error):
@@ -153,51 +162,34 @@ def open_table_file(path: Path, table: Table) -> TableFile:
     return TableFile(path, table, tuple(fields), len(line), 2)
 
 
-def read_blocks(file: TableFile, size: int, offset: int) -> Iterator[Block]:
-    """Blocks of about ``size`` bytes from ``offset`` on, at least one; a row longer than that makes a longer block."""
-    with _open(file.path) as stream:
-        rest, problem = b"", _skip(stream, offset)
-        while not problem:
-            data, problem = _read(stream, size)
-            ended = len(data) < size
-            rest += data
-            whole = rest.rfind(b"\n") + 1
-            text, rest = rest[:whole], rest[whole:]
-            offset += whole
-            if ended:
-                problem = problem or ("it does not end with a line break" if rest else "")
-                yield Block(text.replace(b"\r\n", b"\n"), offset, True, problem)
-                return
-            if text:
-                yield Block(text.replace(b"\r\n", b"\n"), offset, False)
-        yield Block(b"", offset, True, problem)
+def cut_chunk(file: TableFile, stream: BinaryIO, start: int, first_row: int, size: int, to: Path) -> Chunk:
+    """The next rows of ``stream``, which stands at byte ``start``: at least ``size`` bytes, or all that are left."""
+    end, rows, plain, last, cut = start, 0, True, False, ""
+    with to.open("wb") as out:
+        while not last and end - start < size:
+            text, cut = _read(stream, min(size, BLOCK_BYTES))
+            last = bool(cut) or len(text) < min(size, BLOCK_BYTES)
+            if not last and not text.endswith(b"\n"):
+                rest, cut = _read(stream, None)
+                text, last = text + rest, bool(cut) or not rest.endswith(b"\n")
+            whole = text.rfind(b"\n") + 1
+            if last and not cut and whole < len(text):
+                cut = "it does not end with a line break"
+            text = text[:whole].replace(b"\r\n", b"\n")
+            end, rows = end + whole, rows + text.count(b"\n")
+            plain = plain and not text.translate(None, PLAIN_BYTES)
+            out.write(text)
+    return Chunk(file, to, start, end, first_row, rows, plain, last, cut)
 
 
-def _open(path: Path) -> BinaryIO:
-    handle = path.open("rb")
-    zipped = handle.read(2) == GZIP
-    handle.seek(0)
-    return gzip.GzipFile(fileobj=handle) if zipped else handle
-
-
-def _skip(stream: BinaryIO, offset: int) -> str:
-    try:
-        stream.seek(offset)
-    except (EOFError, OSError, zlib.error) as error:
-        return str(error)
-    return ""
-
-
-def _read(stream: BinaryIO, size: int) -> tuple[bytes, str]:
-    """Exactly ``size`` bytes, or all up to the end or to where the gzip stream breaks, and why it breaks."""
-    parts, wanted = [], size
-    while wanted:
+def _read(stream: BinaryIO, size: int | None) -> tuple[bytes, str]:
+    """``size`` bytes, or the rest of the line if None; less where the file ends or the gzip stream breaks, and why."""
+    parts = []
+    while size != 0:
         try:
-            part = stream.read1(wanted)
+            part = stream.readline() if size is None else stream.read1(size)
         except (EOFError, OSError, zlib.error) as error:
             return b"".join(parts), str(error)
-        if not part:
-            break
         parts.append(part)
-        wanted -= len(part)
+        size = size - len(part) if size and part else 0
     return b"".join(parts), ""

@@ -16,17 +16,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_finite, require_positive_int
+from intbmoe.checks import require
 from intbmoe.models.travel import FEEDBACK, PLACE, PROFILE_TOKENS, SCENARIO, TravelConfig, TravelModel
 from intbmoe.precision import wide
 from intbmoe.registry import register_task
+from intbmoe.settings import Checked, MustBe, PositiveInt
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.looking import Shown, View
@@ -47,38 +48,28 @@ TOP = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class TravelData:
+class TravelData(Checked):
     """Which journeys."""
 
     source: Literal["journeys", "inttravel"] = "journeys"
     """journeys are made by a generator; docs/data.md says how to get and prepare IntTravel."""
     path: str | None = None
-    """What ``intbmoe prepare inttravel`` made. journeys need none."""
-    users: int = 2000
+    """What intbmoe prepare inttravel made. journeys need none."""
+    users: PositiveInt = 2000
     """How many users the generator makes."""
-    valid_windows: int | None = None
+    valid_windows: PositiveInt | None = None
     """Windows of the validation split that are evaluated, evenly spread over all; None for all."""
-    utc_offset: float = 0.0
+    utc_offset: Annotated[float, MustBe("a number between -14 and 14", lambda value: abs(value) <= 14)] = 0.0
     """Hours by which the users' clocks are ahead of UTC, for the hour and the weekday of a session."""
-
-    def __post_init__(self) -> None:
-        require(self.source in ("journeys", "inttravel"), "data.source", self.source, "'journeys' or 'inttravel'")
-        require_positive_int("data.users", self.users)
-        if self.valid_windows is not None:
-            require_positive_int("data.valid_windows", self.valid_windows)
-        require_finite("data.utc_offset", self.utc_offset)
-        require(abs(self.utc_offset) <= 14, "data.utc_offset", self.utc_offset, "between -14 and 14")
 
 
 @dataclass(frozen=True)
 class TravelRecipe(Recipe):
     """A recipe of the travel task."""
 
+    task: Literal["travel"]
     data: TravelData
     model: TravelConfig
-
-    def __post_init__(self) -> None:
-        require(self.task == "travel", "task", self.task, "'travel' in a recipe with journeys")
 
 
 @register_task("travel")

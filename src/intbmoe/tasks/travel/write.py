@@ -1,12 +1,14 @@
 """Journeys → IntTravel's raw tables: for tests, for benchmarks, and to see what the tables look like."""
 
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from intbmoe.tasks.travel.data import JourneyData, Places, Sessions
-from intbmoe.tasks.travel.tables import NEEDS_PYARROW, POI_BY_CELL, POI_INFO, USER_ACTION, USER_PROFILE, Table
+from intbmoe.tasks.travel.duck import Budget, connect, literal
+from intbmoe.tasks.travel.tables import POI_BY_CELL, POI_INFO, USER_ACTION, USER_PROFILE, Table
 
 
 def write_tables(data: JourneyData, folder: Path, *, header: bool = True) -> None:
@@ -28,17 +30,17 @@ def write_tables(data: JourneyData, folder: Path, *, header: bool = True) -> Non
 
 
 def _write(folder: Path, table: Table, parts: Iterable[Sequence], header: bool) -> None:
-    try:
-        import pyarrow as pa
-        from pyarrow import csv
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(NEEDS_PYARROW) from error
-    options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
-    with (folder / f"{table.name}.tsv").open("wb") as file:
+    part_file = folder / f"{table.name}.part"
+    options = "FORMAT csv, DELIMITER '\t', HEADER false, QUOTE '', ESCAPE ''"
+    with connect(folder / "temporary", Budget()) as connection, (folder / f"{table.name}.tsv").open("wb") as file:
         if header:
             file.write("\t".join(table.columns).encode() + b"\n")
-        for columns in parts:
-            csv.write_csv(pa.table([pa.array(column) for column in columns], list(table.columns)), file, options)
+        for part in parts:
+            columns = dict(zip(table.columns, part, strict=True))  # noqa: F841 (SQL reads it)
+            connection.execute(f"COPY (FROM columns) TO {literal(part_file)} ({options})")
+            with part_file.open("rb") as written:
+                shutil.copyfileobj(written, file)
+            part_file.unlink()
 
 
 def _actions(user: np.ndarray, shard: Sessions, places: Places) -> list:
@@ -53,22 +55,18 @@ def _actions(user: np.ndarray, shard: Sessions, places: Places) -> list:
     ]
 
 
-def _cells(places: Places) -> tuple[list[int], list[str]]:
+def _cells(places: Places) -> tuple[np.ndarray, np.ndarray]:
     """Of each cell with places: its code, and its places as one text."""
     numbers = (places.ids, places.score.astype(str), places.category, places.region)
     items = np.array([",".join(map(str, item)) for item in zip(*(column.tolist() for column in numbers), strict=True)])
     cells = [code for code in range(1, len(places.cell_offsets) - 1) if np.diff(places.cell_offsets)[code]]
     members = (places.cell_places[places.cell_offsets[code] : places.cell_offsets[code + 1]] for code in cells)
-    return cells, [";".join(items[member]) for member in members]
+    return np.array(cells), np.array([";".join(items[member]) for member in members], object)
 
 
-def _code(codes: np.ndarray):
-    import pyarrow as pa
-
-    return pa.array(codes, mask=np.asarray(codes) == 0)
+def _code(codes: np.ndarray) -> np.ma.MaskedArray:
+    return np.ma.masked_equal(np.asarray(codes), 0)
 
 
-def _poi_id(rows: np.ndarray, places: Places):
-    import pyarrow as pa
-
-    return pa.array(places.ids[rows], mask=np.asarray(rows) < 0)
+def _poi_id(rows: np.ndarray, places: Places) -> np.ma.MaskedArray:
+    return np.ma.masked_array(places.ids[rows], np.asarray(rows) < 0)

@@ -9,15 +9,16 @@ channel by channel. Its graphs take images (B, channels, H, W) and give scores (
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_finite
+from intbmoe.checks import require
 from intbmoe.models.vit import ViT, ViTConfig
 from intbmoe.registry import register_task
+from intbmoe.settings import Checked, MustBe
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.looking import Shown, View
 from intbmoe.tasks.mixture import ffn_maker
@@ -36,32 +37,28 @@ TOP = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionData:
+class VisionData(Checked):
     """Which images, and how they are varied in training."""
 
     source: Literal["digits", "tiny-imagenet", "imagenet"] = "digits"
     """digits come with scikit-learn; docs/data.md says how to get the others."""
     path: str | None = None
     """Where the data lies: a tar for tiny-imagenet, a folder for imagenet. digits need none."""
-    valid_fraction: float = 0.1
+    valid_fraction: Annotated[float, MustBe("a number between 0 and 1", lambda value: 0 < value < 1)] = 0.1
     """Share of each class's training images held out for validation: the same ones for every method and seed."""
     augmentation: Augmentation = field(default_factory=Augmentation)
-
-    def __post_init__(self) -> None:
-        require(self.source in SOURCES, "data.source", self.source, f"one of {', '.join(SOURCES)}")
-        require_finite("data.valid_fraction", self.valid_fraction)
-        require(0 < self.valid_fraction < 1, "data.valid_fraction", self.valid_fraction, "between 0 and 1")
 
 
 @dataclass(frozen=True)
 class VisionRecipe(Recipe):
     """A recipe of the vision task."""
 
+    task: Literal["vision"]
     data: VisionData
     model: ViTConfig
 
     def __post_init__(self) -> None:
-        require(self.task == "vision", "task", self.task, "'vision' in a recipe with images")
+        super().__post_init__()
         augmentation, channels = self.data.augmentation, self.model.channels
         if augmentation.kind == "deit":
             require(channels == 3, "data.augmentation.kind", "deit", f"'none' or 'light' with {channels} channel(s)")

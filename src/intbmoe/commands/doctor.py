@@ -1,0 +1,145 @@
+"""``intbmoe doctor``: what this machine has, which backend it gets, and whether that backend is right.
+
+Each runs a small IntBMoE layer, which is compared with the specification in float64: outputs and, in training,
+gradients.
+"""
+
+import copy
+import platform
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from intbmoe.methods.intbmoe import IntBMoE
+from intbmoe.ops import native
+from intbmoe.ops.backend import TRITON, Backend, choose_backend
+
+EXTRAS = {
+    "plots": ("matplotlib", "jinja2"),
+    "train": ("accelerate", "safetensors", "yaml", "sklearn"),
+    "images": ("timm", "pyarrow"),
+    "text": ("tokenizers", "pyarrow"),
+    "travel": ("pyarrow",),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
+    "serve": ("starlette", "uvicorn", "httptools", "msgpack", "prometheus_client"),
+}
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""How far, relative to the norm, outputs and gradients may be from float64: some units in the last place, and the sums
+of a few hundred of them."""
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    name: str
+    value: str
+    good: bool | None = None
+    """None where there is nothing to judge."""
+
+
+def examine() -> list[Finding]:
+    """Everything, in the order to print it."""
+    return [*_machine(), *_packages(), *(_check(case) for case in _cases())]
+
+
+def _machine() -> list[Finding]:
+    found = [Finding("python", platform.python_version()), Finding("torch", torch.__version__)]
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(index)
+            name = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
+            found.append(Finding(f"cuda:{index}", name))
+    else:
+        found.append(Finding("cuda", "no device"))
+    instructions = torch.backends.cpu.get_cpu_capability()
+    name = platform.machine() if instructions == "DEFAULT" else f"{platform.machine()}, {instructions}"
+    return [*found, Finding("cpu", f"{torch.get_num_threads()} threads, {name}")]
+
+
+def _packages() -> list[Finding]:
+    triton = "not installed: a GPU runs plain torch, which is slower"
+    found = [Finding("triton", _version("triton") if TRITON else triton), Finding("native library", native.STATUS)]
+    for extra, modules in EXTRAS.items():
+        missing = [module for module in modules if find_spec(module) is None]
+        value = "installed" if not missing else f"{', '.join(missing)} missing: pip install 'intbmoe[{extra}]'"
+        found.append(Finding(f"extra {extra}", value))
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "installed"
+
+
+class _Case(NamedTuple):
+    """One way to run a layer."""
+
+    device: torch.device
+    dtype: torch.dtype
+    backend: Backend | None = None
+    gradients: bool = True
+
+
+def _cases() -> list[_Case]:
+    device = torch.device("cpu")
+    cases = [_Case(device, dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+    cases += [_Case(device, dtype, gradients=False) for dtype in native.DTYPES]
+    if torch.cuda.is_available():
+        device = torch.device("cuda")
+        cases += [_Case(device, torch.float32), _Case(device, torch.bfloat16), _Case(device, torch.bfloat16, "tiled")]
+    return cases
+
+
+def _check(case: _Case) -> Finding:
+    """Run a small layer and compare; any exception is a finding too."""
+    like = torch.empty(0, dtype=case.dtype, device=case.device)
+    with torch.set_grad_enabled(case.gradients):
+        chosen = case.backend or choose_backend(like, has_native=True)
+    inference = "" if case.gradients else ", inference"
+    name = f"IntBMoE on {case.device.type} in {str(case.dtype).removeprefix('torch.')}{inference}"
+    kernels = ", by Triton" if chosen == "fused" else ""
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            error = _distance(case)
+    except Exception as failure:  # a broken driver, a missing compiler: what doctor is there to tell
+        return Finding(name, f"backend {chosen}{kernels}: {type(failure).__name__}: {failure}", False)
+    good = error <= BOUNDS[case.dtype]
+    verdict = "right" if good else "WRONG"
+    # The first line: below it torch may have written the calls of its own code.
+    warned = "".join(f"; warning: {line}" for line in dict.fromkeys(str(w.message).partition("\n")[0] for w in said))
+    return Finding(name, f"backend {chosen}{kernels}: {verdict}, {error:.1e} from float64{warned}", good)
+
+
+def _distance(case: _Case) -> float:
+    """The largest relative distance of outputs and of all gradients taken together from the specification's."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = IntBMoE(64, 128, experts=4, blocks=4).to(case.dtype)
+        x = torch.randn(2, 96, 64).to(case.dtype)
+        probe = torch.randn(2, 96, 64).to(case.dtype)
+    exact = copy.deepcopy(layer).double()
+    exact.backend = "naive"
+    layer = layer.to(case.device)
+    layer.backend = case.backend
+    if not case.gradients:
+        with torch.no_grad():
+            found, expected = layer(x.to(case.device)).double().cpu(), exact(x.double())
+        return float((found - expected).norm() / expected.norm())
+    expected = _run(exact, x.double(), probe.double())
+    found = _run(layer, x.to(case.device), probe.to(case.device))
+    pairs = [(found[0], expected[0]), (torch.cat(found[1:]), torch.cat(expected[1:]))]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def _run(layer: IntBMoE, x: torch.Tensor, probe: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients, flat, on the CPU in float64."""
+    x = x.requires_grad_()
+    y = layer(x)
+    gradients = torch.autograd.grad(y, [x, *layer.parameters()], probe)
+    return [tensor.detach().double().cpu().reshape(-1) for tensor in (y, *gradients)]

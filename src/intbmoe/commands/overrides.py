@@ -1,0 +1,151 @@
+"""A recipe as options of the command line: every setting typed, with the recipe's value as its default.
+
+``intbmoe train digits --moe.name switch --moe.options.top-k 1 --train.epochs 3``: the options of the method come from
+its Config, so that the parser knows their names and types too. Only those given are set; all others are the budget's.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Sequence
+from dataclasses import field, is_dataclass, make_dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, TypedDict, TypeVar
+
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from intbmoe.recipes import check_options, list_recipes, load_recipe, option_types, require_options
+from intbmoe.registry import find_method
+from intbmoe.settings import field_types
+from intbmoe.tasks.recipe import MoESettings, Recipe
+
+Options = TypeVar("Options")
+HELP = ("-h", "--help")
+SHOWN = "digits"
+"""Whose settings the help shows when no recipe is named."""
+PARSERS = ConstructorRegistry()
+
+
+@PARSERS.primitive_rule
+def _parse_bool(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
+    """``--quiet`` alone is True; ``--quiet True`` and ``--quiet False`` say it."""
+    if kind.type is not bool:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=(0, 1),
+        metavar="[{True,False}]",
+        instance_from_str=lambda given: given != ["False"],
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value)],
+        choices=("True", "False"),
+    )
+
+
+def parse_recipe(command: str, options: Options, args: Sequence[str], description: str) -> tuple[Recipe, Options]:
+    """``RECIPE [--setting value …]`` → the recipe with its settings overruled, and the command's own ``options``."""
+    name, *rest = args or [""]
+    if name in HELP:
+        description += f" Shown are the settings of the recipe {SHOWN}; intbmoe {command} RECIPE --help shows others."
+        name, rest = SHOWN, ["--help"]
+    elif not name or name.startswith("-"):
+        raise KeyError(f"intbmoe {command} starts with a recipe: {', '.join(list_recipes())}, or a .yaml file of yours")
+    recipe = load_recipe(name)
+    method = _chosen_method(recipe, rest)
+    require_options(method, _given_options(rest))  # the parser knows nothing of other methods' options
+    defaults = _arguments(recipe, options, method)
+    parsed = tyro.cli(
+        type(defaults),
+        default=defaults,
+        args=rest,
+        prog=f"intbmoe {command} {name}",
+        description=description,
+        config=(tyro.conf.FlagConversionOff,),
+        registry=PARSERS,
+    )
+    changed = {part: getattr(parsed, part) for part in ("name", "data", "model", "train")}
+    moe = MoESettings(method, parsed.moe.experts, check_options(method, parsed.moe.options), parsed.moe.label)
+    if _given(rest, "--train.epochs") and not _given(rest, "--train.steps"):
+        changed["train"] = replace(changed["train"], steps=None)  # asked for in epochs, where the recipe counts steps
+    return replace(recipe, moe=moe, **changed), parsed.command
+
+
+def _given(args: Sequence[str], option: str) -> bool:
+    return any(argument.partition("=")[0] == option for argument in args)
+
+
+def _chosen_method(recipe: Recipe, args: Sequence[str]) -> str:
+    """The method that ``--moe.name`` chooses, found before parsing because the other options depend on it."""
+    name = recipe.moe.name
+    for index, argument in enumerate(args):
+        option, _, value = argument.partition("=")
+        if option == "--moe.name":
+            value = value or (args[index + 1] if index + 1 < len(args) else "")
+            name = find_method(value).name
+    return name
+
+
+def _given_options(args: Sequence[str]) -> list[str]:
+    """The names that follow ``--moe.options.``, as the Configs spell them."""
+    prefix = "--moe.options."
+    options = [argument.partition("=")[0] for argument in args if argument.startswith(prefix)]
+    return [option.removeprefix(prefix).replace("-", "_") for option in options]
+
+
+def _options_type(method: str) -> Any:
+    """The method's options as a dict with typed, optional keys."""
+    texts = setting_texts(find_method(method).layer.Config)
+    typed = {
+        name: Annotated[kind, tyro.conf.arg(help=texts.get(name, ""))] for name, kind in option_types(method).items()
+    }
+    text = f"Options of {method}, literal, on top of the budget."
+    return Annotated[TypedDict(f"{method} options", typed, total=False), tyro.conf.arg(help=text)]
+
+
+def _arguments(recipe: Recipe, options: Any, method: str) -> Any:
+    """One object with the command's own options and the recipe's settings, whose class the parser reads.
+
+    Its values are the defaults: another method than the recipe's starts without the recipe's options and label.
+    The task and the seeds are no options: another task would have other settings, and seeds are a list for ``compare``.
+    """
+    moe = make_dataclass(
+        "MoE",
+        [("options", _options_type(method), field(default_factory=dict))],
+        bases=(MoESettings,),
+        frozen=True,
+        namespace={"__doc__": MoESettings.__doc__, "__post_init__": lambda self: None},
+    )
+    if method == recipe.moe.name:
+        chosen = moe(method, recipe.moe.experts, _with_tuples(recipe.moe.options), recipe.moe.label)
+    else:
+        chosen = moe(method, recipe.moe.experts)
+    kinds = field_types(type(recipe))
+    values = {
+        "command": (Annotated[type(options), tyro.conf.arg(name="")], options),
+        "name": (Annotated[str, tyro.conf.arg(help=setting_texts(Recipe)["name"])], recipe.name),
+        "moe": (moe, chosen),  # what is changed most often comes first
+        **{part: (kinds[part], getattr(recipe, part)) for part in ("data", "model", "train")},
+    }
+    described = make_dataclass("Arguments", [(name, kind) for name, (kind, _) in values.items()], frozen=True)
+    return described(*(value for _, value in values.values()))
+
+
+def _with_tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """The Configs' sequences are tuples, and the parser compares defaults with their annotation."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+
+
+def setting_texts(settings: type) -> dict[str, str]:
+    """The line under each field of a dataclass that says what it is, inherited fields included.
+
+    The parser reads these lines of dataclasses, but not of the dict that a method's options are.
+    """
+    texts: dict[str, str] = {}
+    for kind in reversed(settings.__mro__):
+        if is_dataclass(kind) and Path(inspect.getsourcefile(kind) or "").is_file():
+            body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
+            for line, below in pairwise(body):
+                if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    texts[line.target.id] = inspect.cleandoc(ast.literal_eval(below.value))
+    return texts

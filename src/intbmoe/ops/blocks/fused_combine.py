@@ -1,0 +1,231 @@
+"""The last internal layer of a block and the combine in one Triton kernel each way.
+
+From rows [v | g] of the last grouped GEMM to each token's sum over its k rows (``fused_gate.py`` has the letters):
+
+    y_t = Σ_b π_{t,b} · v ⊙ (1 + λ SiLU(RMSNorm(g))) + S_t            S: the shared expert's output, where there is one
+
+The rows' outputs are never written. Backward recomputes them from [v | g] and one number a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from intbmoe.ops.blocks.fused_gate import gate_gradients, inverse_rms, rms_gradient
+from intbmoe.ops.blocks.naive import RMS_EPS
+from intbmoe.ops.permute import Permutation
+from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sum_partials
+from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device, power_of_2
+
+FORWARD = Tiling(elements=512, per_lane=8)
+BACKWARD = Tiling(elements=512, per_lane=16, tiles=32, stages=3)
+
+torch.library.define(
+    "intbmoe::gated_combine",
+    "(Tensor rows, Tensor bias, Tensor? gain, Tensor? scale, Tensor weights, Tensor? shared, Tensor token, "
+    "Tensor choice, Tensor inverse, Tensor group, Tensor ends, ScalarType dtype) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "intbmoe::gated_combine_backward",
+    "(Tensor grad, Tensor rows, Tensor statistics, Tensor bias, Tensor? gain, Tensor? scale, Tensor weights, "
+    "Tensor token, Tensor choice, Tensor ends) -> (Tensor, Tensor, Tensor)",
+)
+
+
+def gated_combine(
+    rows: Tensor,
+    bias: Tensor,
+    gain: Tensor | None,
+    scale: Tensor | None,
+    weights: Tensor,
+    shared: Tensor | None,
+    plan: Permutation,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(M, P·o) rows sorted by group, (N, k) weights, (N, o) ``shared`` → (N, o) in ``dtype``.
+
+    Choices of no group, whose rows come after the last group, add nothing.
+    """
+    token, choice, inverse, group, ends, _ = plan
+    return torch.ops.intbmoe.gated_combine(
+        rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, dtype
+    )[0]
+
+
+@triton.jit
+def _gated_combine_forward(
+    rows, bias, gain, scale, weights, shared, inverse, group, ends, out, statistics, tokens,
+    ROW_STRIDE: tl.constexpr, GATE: tl.constexpr, WIDTH: tl.constexpr, SHARED: tl.constexpr,
+    CHOICES: tl.constexpr, GROUPS: tl.constexpr, RMS_EPS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    paths = 2 if GATE else 1
+    count = tl.load(ends + GROUPS - 1)
+    there = (token < tokens)[:, None] & inside[None, :]
+    place = token[:, None] * WIDTH + column[None, :]
+    if SHARED:
+        total = tl.load(shared + place, mask=there, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+    if GATE:
+        gate_gain = tl.load(gain + column, mask=inside, other=0.0)[None, :]
+        factor = tl.load(scale)
+    for number in tl.static_range(CHOICES):
+        own = token * CHOICES + number
+        row = tl.load(inverse + own, mask=token < tokens, other=count)
+        live = row < count
+        weight = tl.load(weights + own, mask=live, other=0.0)
+        mask = live[:, None] & inside[None, :]
+        own_bias = tl.load(group + row, mask=live, other=0) * paths * WIDTH
+        z = load_rows(rows, row, column, ROW_STRIDE, mask)
+        z += tl.load(bias + own_bias[:, None] + column[None, :], mask=mask, other=0.0)
+        if GATE:
+            g = load_rows(rows + WIDTH, row, column, ROW_STRIDE, mask)
+            g += tl.load(bias + WIDTH + own_bias[:, None] + column[None, :], mask=mask, other=0.0)
+            rms = inverse_rms(g, WIDTH, RMS_EPS)
+            tl.store(statistics + row, rms, mask=live)
+            u = g * rms[:, None] * gate_gain
+            z = z * (1 + factor * u * tl.sigmoid(u))
+        total += weight[:, None] * z
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _gated_combine_backward(
+    grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, row_grad, weight_grad, partials,
+    GRAD_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, ROW_GRAD_STRIDE: tl.constexpr,
+    GATE: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
+    if first < end:
+        column = tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        paths = 2 if GATE else 1
+        own_bias = bias + group * paths * WIDTH + column
+        value_bias = tl.load(own_bias, mask=inside, other=0.0)[None, :]
+        if GATE:
+            gate_bias = tl.load(own_bias + WIDTH, mask=inside, other=0.0)[None, :]
+            gate_gain = tl.load(gain + column, mask=inside, other=0.0)[None, :]
+            factor = tl.load(scale)
+        bias_sum = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+        gate_bias_sum = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+        gain_sum = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+        scale_sum = tl.zeros([TILE], dtype=tl.float32)
+        for start in tl.range(0, ROWS, TILE, num_stages=STAGES):
+            row = first + start + tl.arange(0, TILE)
+            live = row < end
+            mask = live[:, None] & inside[None, :]
+            own = tl.load(choice + row, mask=live, other=0)
+            weight = tl.load(weights + own, mask=live, other=0.0)
+            dy = load_rows(grad, tl.load(token + row, mask=live, other=0), column, GRAD_STRIDE, mask)
+            v = load_rows(rows, row, column, ROW_STRIDE, mask) + value_bias
+            z = v
+            dz = weight[:, None] * dy
+            place = row[:, None].to(tl.int64) * ROW_GRAD_STRIDE + column[None, :]
+            if GATE:
+                rms = tl.load(statistics + row, mask=live, other=0.0)
+                n = (load_rows(rows + WIDTH, row, column, ROW_STRIDE, mask) + gate_bias) * rms[:, None]
+                u = n * gate_gain
+                z = v * (1 + factor * u * tl.sigmoid(u))
+                dv, dn, dgain, dscale = gate_gradients(dz, v, n, gate_gain, factor)
+                dg = rms_gradient(dn, n, rms, WIDTH)
+                tl.store(row_grad + place + WIDTH, dg.to(row_grad.dtype.element_ty), mask=mask)
+                gate_bias_sum += dg
+                gain_sum += dgain
+                scale_sum += tl.sum(dscale, 1)
+            else:
+                dv = dz
+            tl.store(weight_grad + own, tl.sum(dy * z, 1), mask=live)
+            tl.store(row_grad + place, dv.to(row_grad.dtype.element_ty), mask=mask)
+            bias_sum += dv
+        if GATE:
+            partial = partials + tl.program_id(0).to(tl.int64) * (3 * WIDTH + 1)
+            tl.store(partial + WIDTH + column, tl.sum(gate_bias_sum, 0), mask=inside)
+            tl.store(partial + 2 * WIDTH + column, tl.sum(gain_sum, 0), mask=inside)
+            tl.store(partial + 3 * WIDTH, tl.sum(scale_sum))
+        else:
+            partial = partials + tl.program_id(0).to(tl.int64) * WIDTH
+        tl.store(partial + column, tl.sum(bias_sum, 0), mask=inside)
+
+
+@torch.library.impl("intbmoe::gated_combine", "default")
+def _run(rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, dtype):
+    tokens, choices = inverse.shape
+    out, statistics = _allocate(rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, dtype)
+    width = out.shape[1]
+    rows, weights, shared = in_rows(rows), weights.contiguous(), None if shared is None else shared.contiguous()
+    sizes = FORWARD.tile(width)
+    if tokens:
+        with on_device(rows):
+            _gated_combine_forward[(triton.cdiv(tokens, sizes["TILE"]),)](
+                rows, bias, gain, scale, weights, shared, inverse, group, ends, out, statistics,
+                tokens, ROW_STRIDE=rows.stride(0), WIDTH=width,
+                GATE=gain is not None, SHARED=shared is not None, CHOICES=choices, GROUPS=ends.shape[0],
+                RMS_EPS=RMS_EPS, **sizes,
+            )  # fmt: skip
+    return out, statistics
+
+
+@torch.library.register_fake("intbmoe::gated_combine")
+def _allocate(rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, dtype):
+    width = rows.shape[1] if gain is None else rows.shape[1] // 2
+    out = rows.new_empty(inverse.shape[0], width, dtype=dtype)
+    return out, rows.new_empty(rows.shape[0], dtype=torch.float32)
+
+
+@torch.library.impl("intbmoe::gated_combine_backward", "default")
+def _run_backward(grad, rows, statistics, bias, gain, scale, weights, token, choice, ends):
+    count, groups = rows.shape[0], ends.shape[0]
+    row_grad, weight_grad, sums = _allocate_backward(
+        grad, rows, statistics, bias, gain, scale, weights, token, choice, ends
+    )
+    weight_grad.zero_()  # choices of no group
+    if count == 0:
+        return row_grad, weight_grad, sums.zero_()
+    width = grad.shape[1]
+    sizes = BACKWARD.chunk(width, count)
+    number = programs(count, groups, sizes["ROWS"])
+    grad, rows, weights = in_rows(grad), in_rows(rows), weights.contiguous()
+    partials = sums.new_empty(number, sums.shape[1])
+    with on_device(rows):
+        _gated_combine_backward[(number,)](
+            grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, row_grad, weight_grad, partials,
+            GRAD_STRIDE=grad.stride(0), ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), WIDTH=width,
+            GATE=gain is not None, GROUPS=groups, PADDED=power_of_2(groups), **sizes,
+        )  # fmt: skip
+    return row_grad, weight_grad, sum_partials(partials, ends, sizes["ROWS"])
+
+
+@torch.library.register_fake("intbmoe::gated_combine_backward")
+def _allocate_backward(grad, rows, statistics, bias, gain, scale, weights, token, choice, ends):
+    columns = rows.shape[1] if gain is None else rows.shape[1] + gain.shape[0] + 1
+    sums = rows.new_empty(ends.shape[0], columns, dtype=torch.float32)
+    return empty_rows(rows, *rows.shape), weights.new_empty(weights.shape), sums
+
+
+def _save(ctx, inputs, output):
+    rows, bias, gain, scale, weights, shared, token, choice, _, _, ends, _ = inputs
+    ctx.shared = None if shared is None else shared.dtype
+    ctx.save_for_backward(rows, output[1], bias, gain, scale, weights, token, choice, ends)
+
+
+def _differentiate(ctx, grad, _):
+    gain = ctx.saved_tensors[3]
+    row_grad, weight_grad, sums = torch.ops.intbmoe.gated_combine_backward(grad, *ctx.saved_tensors)
+    columns = row_grad.shape[1]
+    gain_grad = scale_grad = None
+    if gain is not None:
+        rest = sums[:, columns:].sum(0)
+        gain_grad, scale_grad = rest[:-1], rest[-1:]
+    shared_grad = None if ctx.shared is None else grad.to(ctx.shared)
+    plan = (None,) * 6
+    return row_grad, sums[:, :columns], gain_grad, scale_grad, weight_grad, shared_grad, *plan
+
+
+torch.library.register_autograd("intbmoe::gated_combine", _differentiate, setup_context=_save)
+differentiable_once("intbmoe::gated_combine_backward")

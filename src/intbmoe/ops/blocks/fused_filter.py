@@ -1,0 +1,209 @@
+"""Gather and filter in one Triton kernel: a program reads its tokens once and writes each one's k rows.
+
+Backward, one kernel sums over a token's rows (dx and the token term's gradient), another over a block's (its term's).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from intbmoe.ops.permute import Permutation
+from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sum_partials
+from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device, power_of_2
+
+TOKENS = Tiling(elements=512, per_lane=8)
+BLOCKS = Tiling(elements=512, per_lane=16, tiles=32, stages=3)
+
+torch.library.define(
+    "intbmoe::filter_rows",
+    "(Tensor x, Tensor? token_term, Tensor? block_term, Tensor token, Tensor inverse, Tensor group, Tensor ends) "
+    "-> Tensor",
+)
+torch.library.define(
+    "intbmoe::filter_rows_backward",
+    "(Tensor grad, Tensor x, Tensor? token_term, Tensor? block_term, Tensor token, Tensor inverse, Tensor group, "
+    "Tensor ends) -> (Tensor, Tensor, Tensor)",
+)
+
+
+def filter_rows(x: Tensor, token_term: Tensor | None, block_term: Tensor | None, plan: Permutation) -> Tensor:
+    """(N, d) tokens → (M, d) rows sorted by group, filtered where there are terms; uninitialised after the last."""
+    token, _, inverse, group, ends, _ = plan
+    return torch.ops.intbmoe.filter_rows(x, token_term, block_term, token, inverse, group, ends)
+
+
+@triton.jit
+def _filter_rows_forward(
+    x, token_term, block_term, inverse, group, ends, out, tokens,
+    X_STRIDE: tl.constexpr, TERM_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
+    FILTER: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    there = (token < tokens)[:, None] & inside[None, :]
+    count = tl.load(ends + GROUPS - 1)
+    values = load_rows(x, token, column, X_STRIDE, there)
+    if FILTER:
+        term = load_rows(token_term, token, column, TERM_STRIDE, there)
+    for number in tl.static_range(CHOICES):
+        row = tl.load(inverse + token * CHOICES + number, mask=token < tokens, other=count)
+        live = row < count
+        mask = live[:, None] & inside[None, :]
+        z = values
+        if FILTER:
+            block = tl.load(group + row, mask=live, other=0)
+            z = values * tl.sigmoid(term + load_rows(block_term, block, column, WIDTH, mask))
+        tl.store(out + row[:, None] * OUT_STRIDE + column[None, :], z.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _filter_tokens_backward(
+    grad, x, token_term, block_term, inverse, group, ends, x_grad, term_grad, tokens,
+    GRAD_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, TERM_STRIDE: tl.constexpr,
+    FILTER: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    there = (token < tokens)[:, None] & inside[None, :]
+    count = tl.load(ends + GROUPS - 1)
+    dx = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+    dterm = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+    if FILTER:
+        values = load_rows(x, token, column, X_STRIDE, there)
+        term = load_rows(token_term, token, column, TERM_STRIDE, there)
+    for number in tl.static_range(CHOICES):
+        row = tl.load(inverse + token * CHOICES + number, mask=token < tokens, other=count)
+        live = row < count
+        mask = live[:, None] & inside[None, :]
+        dz = load_rows(grad, row, column, GRAD_STRIDE, mask)
+        if FILTER:
+            block = tl.load(group + row, mask=live, other=0)
+            sigmoid = tl.sigmoid(term + load_rows(block_term, block, column, WIDTH, mask))
+            dterm += dz * values * sigmoid * (1 - sigmoid)
+            dz = dz * sigmoid
+        dx += dz
+    place = token[:, None] * WIDTH + column[None, :]
+    tl.store(x_grad + place, dx.to(x_grad.dtype.element_ty), mask=there)
+    if FILTER:
+        tl.store(term_grad + place, dterm.to(term_grad.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _filter_blocks_backward(
+    grad, x, token_term, block_term, token, ends, partials,
+    GRAD_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, TERM_STRIDE: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
+    if first < end:
+        column = tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        block = tl.load(block_term + group * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        total = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+        for start in tl.range(0, ROWS, TILE, num_stages=STAGES):
+            row = first + start + tl.arange(0, TILE)
+            live = row < end
+            mask = live[:, None] & inside[None, :]
+            own = tl.load(token + row, mask=live, other=0)
+            sigmoid = tl.sigmoid(load_rows(token_term, own, column, TERM_STRIDE, mask) + block[None, :])
+            dz = load_rows(grad, row, column, GRAD_STRIDE, mask)
+            total += dz * load_rows(x, own, column, X_STRIDE, mask) * sigmoid * (1 - sigmoid)
+        partial = partials + tl.program_id(0).to(tl.int64) * WIDTH + column
+        tl.store(partial, tl.sum(total, 0), mask=inside)
+
+
+def _laid_out(x, token_term, block_term):
+    """The three as the kernels read them."""
+    if token_term is None:
+        return in_rows(x), None, None
+    return in_rows(x), in_rows(token_term), block_term.contiguous()
+
+
+@torch.library.impl("intbmoe::filter_rows", "default")
+def _run(x, token_term, block_term, token, inverse, group, ends):
+    out = _allocate(x, token_term, block_term, token, inverse, group, ends)
+    x, token_term, block_term = _laid_out(x, token_term, block_term)
+    tokens, choices = inverse.shape
+    sizes = TOKENS.tile(x.shape[1])
+    if tokens:
+        with on_device(x):
+            _filter_rows_forward[(triton.cdiv(tokens, sizes["TILE"]),)](
+                x, token_term, block_term, inverse, group, ends, out, tokens,
+                X_STRIDE=x.stride(0), TERM_STRIDE=0 if token_term is None else token_term.stride(0),
+                OUT_STRIDE=out.stride(0), WIDTH=x.shape[1],
+                FILTER=token_term is not None, CHOICES=choices, GROUPS=ends.shape[0], **sizes,
+            )  # fmt: skip
+    return out
+
+
+@torch.library.register_fake("intbmoe::filter_rows")
+def _allocate(x, token_term, block_term, token, inverse, group, ends):
+    return empty_rows(x, token.shape[0], x.shape[1])
+
+
+@torch.library.impl("intbmoe::filter_rows_backward", "default")
+def _run_backward(grad, x, token_term, block_term, token, inverse, group, ends):
+    x_grad, term_grad, block_grad = _allocate_backward(grad, x, token_term, block_term, token, inverse, group, ends)
+    (tokens, width), choices, groups = x.shape, inverse.shape[1], ends.shape[0]
+    filtered = token_term is not None
+    x, token_term, block_term = _laid_out(x, token_term, block_term)
+    if tokens == 0:
+        return x_grad, term_grad, block_grad.zero_()
+    sizes, block_sizes = TOKENS.tile(width), BLOCKS.chunk(width, token.shape[0])
+    grad = in_rows(grad)
+    strides = {
+        "GRAD_STRIDE": grad.stride(0),
+        "X_STRIDE": x.stride(0),
+        "TERM_STRIDE": token_term.stride(0) if filtered else 0,
+        "WIDTH": width,
+    }
+    number = programs(token.shape[0], groups, block_sizes["ROWS"])
+    with on_device(x):
+        _filter_tokens_backward[(triton.cdiv(tokens, sizes["TILE"]),)](
+            grad, x, token_term, block_term, inverse, group, ends, x_grad, term_grad, tokens, **strides,
+            FILTER=filtered, CHOICES=choices, GROUPS=groups, **sizes,
+        )  # fmt: skip
+        if filtered:
+            partials = block_grad.new_empty(number, width)
+            _filter_blocks_backward[(number,)](
+                grad, x, token_term, block_term, token, ends, partials, **strides,
+                GROUPS=groups, PADDED=power_of_2(groups), **block_sizes,
+            )  # fmt: skip
+            block_grad = sum_partials(partials, ends, block_sizes["ROWS"])
+    return x_grad, term_grad, block_grad
+
+
+@torch.library.register_fake("intbmoe::filter_rows_backward")
+def _allocate_backward(grad, x, token_term, block_term, token, inverse, group, ends):
+    tokens, width = x.shape
+    filtered = token_term is not None
+    term_grad = x.new_empty(tokens if filtered else 0, width)
+    return (
+        x.new_empty(tokens, width),
+        term_grad,
+        x.new_empty(ends.shape[0] if filtered else 0, width, dtype=torch.float32),
+    )
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx, grad):
+    block_term = ctx.saved_tensors[2]
+    x_grad, term_grad, block_grad = torch.ops.intbmoe.filter_rows_backward(grad, *ctx.saved_tensors)
+    if block_term is None:
+        term_grad = block_grad = None
+    else:
+        block_grad = block_grad.to(block_term.dtype)
+    return x_grad, term_grad, block_grad, None, None, None, None
+
+
+torch.library.register_autograd("intbmoe::filter_rows", _differentiate, setup_context=_save)
+differentiable_once("intbmoe::filter_rows_backward")

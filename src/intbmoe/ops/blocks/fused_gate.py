@@ -1,0 +1,372 @@
+"""The row operation of a block between two matrix products, in one Triton kernel each way.
+
+From rows [v | g] of the grouped GEMM, sorted by group, to the next product's input:
+
+    v ← v + b_v,  g ← g + b_g,  n = g / rms(g),  u = n ⊙ gain,  z̃ = v ⊙ (1 + λ SiLU(u)),  z = LN(z̃)
+
+Forward keeps [v | g], which the GEMM has written anyway, and three numbers a row: 1/rms, and LN's mean and 1/deviation.
+Backward reads the rows once more, recomputes the rest, and sums the gradients of biases, gains and λ in a fixed order.
+Arithmetic is in float32. Without a gate (no ``gain``) rows are v alone and z = LN(v + b_v).
+
+Triton's tensors have powers of two as sizes: a row of 2844 would take 4096 lanes. So a row may be cut into pieces,
+here 3 of 1024, each a tensor of its own in a tuple.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from intbmoe.ops.blocks.naive import RMS_EPS
+from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sum_partials
+from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device, power_of_2
+
+STATISTICS = 3
+# Measured on an H200 at the paper's three widths (benchmarks/gpu.py).
+FORWARD = {
+    1024: Tiling(elements=512, per_lane=24, tiles=16, stages=3, pieces=(1, 3)),
+    None: Tiling(elements=512, per_lane=12, tiles=16, stages=3, pieces=(1, 3)),
+}
+BACKWARD = {
+    512: Tiling(elements=512, per_lane=16, tiles=16, stages=3),
+    1024: Tiling(elements=1024, per_lane=12, tiles=64, stages=4, pieces=(1, 3)),
+    None: Tiling(elements=1024, per_lane=12, tiles=32, stages=3, pieces=(1, 3)),
+}
+"""By the widest rows that each is for: a narrow row fits into one warp, which need not wait for others."""
+
+torch.library.define(
+    "intbmoe::gated_rows",
+    "(Tensor rows, Tensor bias, Tensor? gain, Tensor? scale, Tensor norm_gain, Tensor norm_shift, Tensor ends, "
+    "float norm_eps) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "intbmoe::gated_rows_backward",
+    "(Tensor grad, Tensor rows, Tensor statistics, Tensor bias, Tensor? gain, Tensor? scale, Tensor norm_gain, "
+    "Tensor ends) -> (Tensor, Tensor)",
+)
+
+
+def gated_rows(
+    rows: Tensor,
+    bias: Tensor,
+    gain: Tensor | None,
+    scale: Tensor | None,
+    norm: tuple[Tensor, Tensor],
+    ends: Tensor,
+    norm_eps: float,
+) -> Tensor:
+    """(M, P·o) rows sorted by group, (G, P·o) biases, (o,) gains, (1,) λ → (M, o) in the type of ``rows``.
+
+    Rows after the last group are left uninitialised.
+    """
+    return torch.ops.intbmoe.gated_rows(rows, bias, gain, scale, *norm, ends, norm_eps)[0]
+
+
+@triton.jit
+def inverse_rms(g, WIDTH: tl.constexpr, EPS: tl.constexpr):
+    """1 / sqrt(mean(g²) + ε) of each row; columns past the width must be zero."""
+    return 1 / tl.sqrt(tl.sum(g * g, 1) / WIDTH + EPS)
+
+
+@triton.jit
+def gate_gradients(dz, v, n, gain, scale):
+    """From dz̃: dv, dn before RMSNorm's own, and the addends of the gradients of gain and λ."""
+    u = n * gain
+    sigmoid = tl.sigmoid(u)
+    silu = u * sigmoid
+    dv = dz * (1 + scale * silu)
+    du = dz * v * scale * sigmoid * (1 + u * (1 - sigmoid))
+    return dv, du * gain, du * n, dz * v * silu
+
+
+@triton.jit
+def rms_gradient(dn, n, rms, WIDTH: tl.constexpr):
+    """Through n = g / rms(g)."""
+    return rms[:, None] * (dn - n * (tl.sum(dn * n, 1) / WIDTH)[:, None])
+
+
+@triton.jit
+def _columns(piece, BLOCK: tl.constexpr):
+    return piece * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _load_vector(base, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """(WIDTH,) numbers as pieces (1, BLOCK), zero past the width."""
+    parts = ()
+    for piece in tl.static_range(PIECES):
+        column = _columns(piece, BLOCK)
+        parts += (tl.load(base + column, mask=column < WIDTH, other=0.0)[None, :],)
+    return parts
+
+
+@triton.jit
+def _load_pieces(base, row, live, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """A tile of rows as pieces (TILE, BLOCK), in its own type: half as many registers until it is computed with."""
+    parts = ()
+    for piece in tl.static_range(PIECES):
+        column = _columns(piece, BLOCK)
+        place = row[:, None].to(tl.int64) * STRIDE + column[None, :]
+        parts += (tl.load(base + place, mask=live[:, None] & (column < WIDTH)[None, :], other=0.0),)
+    return parts
+
+
+@triton.jit
+def _store_pieces(
+    base, parts, row, live, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr
+):
+    for piece in tl.static_range(PIECES):
+        column = _columns(piece, BLOCK)
+        place = row[:, None].to(tl.int64) * STRIDE + column[None, :]
+        mask = live[:, None] & (column < WIDTH)[None, :]
+        tl.store(base + place, parts[piece].to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _zeros(TILE: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    parts = ()
+    for _ in tl.static_range(PIECES):
+        parts += (tl.zeros([TILE, BLOCK], dtype=tl.float32),)
+    return parts
+
+
+@triton.jit
+def _store_sums(base, parts, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """The sums over the rows of a tile."""
+    for piece in tl.static_range(PIECES):
+        column = _columns(piece, BLOCK)
+        tl.store(base + column, tl.sum(parts[piece], 0), mask=column < WIDTH)
+
+
+@triton.jit
+def _inside(x, piece, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """``x`` with zeros past the width."""
+    if (piece + 1) * BLOCK > WIDTH:
+        x = tl.where((_columns(piece, BLOCK) < WIDTH)[None, :], x, 0.0)
+    return x
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _gated_rows_forward(
+    rows, bias, gain, scale, norm_gain, norm_shift, ends, out, statistics, norm_eps,
+    ROW_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, GATE: tl.constexpr, WIDTH: tl.constexpr, RMS_EPS: tl.constexpr,
+    GROUPS: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
+    if first < end:
+        paths = 2 if GATE else 1
+        own_bias = bias + group * paths * WIDTH
+        value_bias = _load_vector(own_bias, WIDTH, BLOCK, PIECES)
+        norm = _load_vector(norm_gain, WIDTH, BLOCK, PIECES)
+        shift = _load_vector(norm_shift, WIDTH, BLOCK, PIECES)
+        if GATE:
+            gate_bias = _load_vector(own_bias + WIDTH, WIDTH, BLOCK, PIECES)
+            gate_gain = _load_vector(gain, WIDTH, BLOCK, PIECES)
+            factor = tl.load(scale)
+        for start in tl.range(0, ROWS, TILE, num_stages=STAGES):
+            row = first + start + tl.arange(0, TILE)
+            live = row < end
+            number = row.to(tl.int64) * 3
+            values = _load_pieces(rows, row, live, ROW_STRIDE, WIDTH, BLOCK, PIECES)
+            if GATE:
+                gates = _load_pieces(rows + WIDTH, row, live, ROW_STRIDE, WIDTH, BLOCK, PIECES)
+                square = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+                for piece in tl.static_range(PIECES):
+                    g = gates[piece].to(tl.float32) + gate_bias[piece]
+                    square += g * g
+                rms = 1 / tl.sqrt(tl.sum(square, 1) / WIDTH + RMS_EPS)
+                tl.store(statistics + number, rms, mask=live)
+            z = ()
+            total = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+            for piece in tl.static_range(PIECES):
+                part = values[piece].to(tl.float32) + value_bias[piece]
+                if GATE:
+                    u = (gates[piece].to(tl.float32) + gate_bias[piece]) * rms[:, None] * gate_gain[piece]
+                    part = part * (1 + factor * u * tl.sigmoid(u))
+                total += part
+                z += (part,)
+            mean = tl.sum(total, 1) / WIDTH
+            centred = ()
+            square = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+            for piece in tl.static_range(PIECES):
+                part = _inside(z[piece] - mean[:, None], piece, WIDTH, BLOCK)
+                square += part * part
+                centred += (part,)
+            deviation = 1 / tl.sqrt(tl.sum(square, 1) / WIDTH + norm_eps)
+            tl.store(statistics + number + 1, mean, mask=live)
+            tl.store(statistics + number + 2, deviation, mask=live)
+            result = ()
+            for piece in tl.static_range(PIECES):
+                result += (centred[piece] * deviation[:, None] * norm[piece] + shift[piece],)
+            _store_pieces(out, result, row, live, OUT_STRIDE, WIDTH, BLOCK, PIECES)
+
+
+@triton.jit
+def _gated_rows_backward(
+    grad, rows, statistics, bias, gain, scale, norm_gain, ends, row_grad, partials,
+    GRAD_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, ROW_GRAD_STRIDE: tl.constexpr,
+    GATE: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
+    if first < end:
+        paths = 2 if GATE else 1
+        own_bias = bias + group * paths * WIDTH
+        value_bias = _load_vector(own_bias, WIDTH, BLOCK, PIECES)
+        norm = _load_vector(norm_gain, WIDTH, BLOCK, PIECES)
+        if GATE:
+            gate_bias = _load_vector(own_bias + WIDTH, WIDTH, BLOCK, PIECES)
+            gate_gain = _load_vector(gain, WIDTH, BLOCK, PIECES)
+            factor = tl.load(scale)
+        bias_sum = _zeros(TILE, BLOCK, PIECES)
+        gate_bias_sum = _zeros(TILE, BLOCK, PIECES)
+        gain_sum = _zeros(TILE, BLOCK, PIECES)
+        norm_sum = _zeros(TILE, BLOCK, PIECES)
+        shift_sum = _zeros(TILE, BLOCK, PIECES)
+        scale_sum = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+        for start in tl.range(0, ROWS, TILE, num_stages=STAGES):
+            row = first + start + tl.arange(0, TILE)
+            live = row < end
+            number = row.to(tl.int64) * 3
+            grads = _load_pieces(grad, row, live, GRAD_STRIDE, WIDTH, BLOCK, PIECES)
+            values = _load_pieces(rows, row, live, ROW_STRIDE, WIDTH, BLOCK, PIECES)
+            mean = tl.load(statistics + number + 1, mask=live, other=0.0)
+            deviation = tl.load(statistics + number + 2, mask=live, other=0.0)
+            if GATE:
+                gates = _load_pieces(rows + WIDTH, row, live, ROW_STRIDE, WIDTH, BLOCK, PIECES)
+                rms = tl.load(statistics + number, mask=live, other=0.0)
+            v, n, z, norm_next, shift_next = (), (), (), (), ()
+            inner = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+            along = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+            for piece in tl.static_range(PIECES):
+                value = values[piece].to(tl.float32) + value_bias[piece]
+                v += (value,)
+                if GATE:
+                    unit = (gates[piece].to(tl.float32) + gate_bias[piece]) * rms[:, None]
+                    u = unit * gate_gain[piece]
+                    value = value * (1 + factor * u * tl.sigmoid(u))
+                    n += (unit,)
+                normal = (value - mean[:, None]) * deviation[:, None]  # LN before its gain
+                z += (normal,)
+                dy = grads[piece].to(tl.float32)  # zero past the width and the end: so are its multiples
+                norm_next += (norm_sum[piece] + dy * normal,)
+                shift_next += (shift_sum[piece] + dy,)
+                dy = dy * norm[piece]
+                inner += dy
+                along += dy * normal
+            norm_sum, shift_sum = norm_next, shift_next
+            inner, along = tl.reduce((inner / WIDTH, along / WIDTH), 1, _add_pairs)
+            dv, dn, bias_next, gain_next = (), (), (), ()
+            turn = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+            for piece in tl.static_range(PIECES):
+                dz = grads[piece].to(tl.float32) * norm[piece] - inner[:, None] - z[piece] * along[:, None]
+                dz = _inside(deviation[:, None] * dz, piece, WIDTH, BLOCK)
+                if GATE:
+                    dz, dunit, dgain, dscale = gate_gradients(dz, v[piece], n[piece], gate_gain[piece], factor)
+                    dn += (dunit,)
+                    gain_next += (gain_sum[piece] + dgain,)
+                    scale_sum += dscale
+                    turn += dunit * n[piece]
+                dv += (dz,)
+                bias_next += (bias_sum[piece] + dz,)
+            bias_sum = bias_next
+            _store_pieces(row_grad, dv, row, live, ROW_GRAD_STRIDE, WIDTH, BLOCK, PIECES)
+            if GATE:
+                gain_sum = gain_next
+                turn = tl.sum(turn, 1) / WIDTH
+                dg, gate_bias_next = (), ()
+                for piece in tl.static_range(PIECES):
+                    part = rms[:, None] * (dn[piece] - n[piece] * turn[:, None])
+                    dg += (part,)
+                    gate_bias_next += (gate_bias_sum[piece] + part,)
+                gate_bias_sum = gate_bias_next
+                _store_pieces(row_grad + WIDTH, dg, row, live, ROW_GRAD_STRIDE, WIDTH, BLOCK, PIECES)
+        partial = partials + tl.program_id(0).to(tl.int64) * (5 * WIDTH + 1 if GATE else 3 * WIDTH)
+        _store_sums(partial, bias_sum, WIDTH, BLOCK, PIECES)
+        if GATE:
+            _store_sums(partial + WIDTH, gate_bias_sum, WIDTH, BLOCK, PIECES)
+            _store_sums(partial + 4 * WIDTH, gain_sum, WIDTH, BLOCK, PIECES)
+            tl.store(partial + 5 * WIDTH, tl.sum(tl.sum(scale_sum, 1), 0))
+        _store_sums(partial + paths * WIDTH, norm_sum, WIDTH, BLOCK, PIECES)
+        _store_sums(partial + (paths + 1) * WIDTH, shift_sum, WIDTH, BLOCK, PIECES)
+
+
+def _sizes(tilings: dict[int | None, Tiling], width: int, count: int) -> dict[str, int]:
+    """Launch arguments for ``count`` rows of that width."""
+    tiling = next(tiling for widest, tiling in tilings.items() if widest is None or width <= widest)
+    return {**tiling.chunk(width, count), "PIECES": tiling.cut(width)}
+
+
+@torch.library.impl("intbmoe::gated_rows", "default")
+def _run(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
+    count, width, groups = rows.shape[0], norm_gain.shape[0], ends.shape[0]
+    out, statistics = _allocate(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps)
+    rows = in_rows(rows)
+    sizes = _sizes(FORWARD, width, count)
+    if count:
+        with on_device(rows):
+            _gated_rows_forward[(programs(count, groups, sizes["ROWS"]),)](
+                rows, bias, gain, scale, norm_gain, norm_shift, ends, out, statistics,
+                norm_eps, ROW_STRIDE=rows.stride(0), OUT_STRIDE=out.stride(0), WIDTH=width,
+                GATE=gain is not None, RMS_EPS=RMS_EPS, GROUPS=groups, PADDED=power_of_2(groups),
+                **sizes,
+            )  # fmt: skip
+    return out, statistics
+
+
+@torch.library.register_fake("intbmoe::gated_rows")
+def _allocate(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
+    out = empty_rows(rows, rows.shape[0], norm_gain.shape[0])
+    return out, rows.new_empty(rows.shape[0], STATISTICS, dtype=torch.float32)
+
+
+@torch.library.impl("intbmoe::gated_rows_backward", "default")
+def _run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends):
+    count, width, groups = rows.shape[0], norm_gain.shape[0], ends.shape[0]
+    row_grad, sums = _allocate_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends)
+    sizes = _sizes(BACKWARD, width, count)
+    number = programs(count, groups, sizes["ROWS"])
+    if count == 0:
+        return row_grad, sums.zero_()
+    grad, rows = in_rows(grad), in_rows(rows)
+    partials = sums.new_empty(number, sums.shape[1])
+    with on_device(rows):
+        _gated_rows_backward[(number,)](
+            grad, rows, statistics, bias, gain, scale, norm_gain, ends, row_grad, partials,
+            GRAD_STRIDE=grad.stride(0), ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), WIDTH=width,
+            GATE=gain is not None, GROUPS=groups, PADDED=power_of_2(groups), **sizes,
+        )  # fmt: skip
+    return row_grad, sum_partials(partials, ends, sizes["ROWS"])
+
+
+@torch.library.register_fake("intbmoe::gated_rows_backward")
+def _allocate_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends):
+    width = norm_gain.shape[0]
+    columns = 3 * width if gain is None else 5 * width + 1
+    return empty_rows(rows, *rows.shape), rows.new_empty(ends.shape[0], columns, dtype=torch.float32)
+
+
+def _save(ctx, inputs, output):
+    rows, bias, gain, scale, norm_gain, _, ends, _ = inputs
+    ctx.save_for_backward(rows, output[1], bias, gain, scale, norm_gain, ends)
+
+
+def _differentiate(ctx, grad, _):
+    rows, statistics, bias, gain, scale, norm_gain, ends = ctx.saved_tensors
+    row_grad, sums = torch.ops.intbmoe.gated_rows_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends)
+    width, paths = norm_gain.shape[0], 1 if gain is None else 2
+    bias_grad, rest = sums[:, : paths * width], sums[:, paths * width :].sum(0)
+    gain_grad = scale_grad = None
+    if gain is not None:
+        gain_grad, scale_grad = rest[2 * width : 3 * width], rest[3 * width :]
+    return row_grad, bias_grad, gain_grad, scale_grad, rest[:width], rest[width : 2 * width], None, None
+
+
+torch.library.register_autograd("intbmoe::gated_rows", _differentiate, setup_context=_save)
+differentiable_once("intbmoe::gated_rows_backward")

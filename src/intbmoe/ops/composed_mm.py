@@ -1,0 +1,128 @@
+"""Composition and grouped product in one operation that keeps the pool for backward, not the composed weights.
+
+Autograd keeps what it needs: K composed matrices a pool, which at MiniPile's size are 280 MB of float32 a layer. The
+pool is kept anyway, so here backward composes once more. Costs one composition, saves its result.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from intbmoe.ops.backend import Backend
+from intbmoe.ops.compose import Coefficients, compose
+from intbmoe.ops.grouped_mm import grouped_mm, grouped_outer
+from intbmoe.ops.triton_support import differentiable_once
+from intbmoe.precision import wide
+
+torch.library.define(
+    "intbmoe::composed_mm",
+    "(Tensor z, Tensor value, Tensor? gate, Tensor pool, Tensor ends, float factor, bool complete, str backend) "
+    "-> Tensor",
+)
+torch.library.define(
+    "intbmoe::composed_mm_backward",
+    "(Tensor grad, Tensor z, Tensor value, Tensor? gate, Tensor pool, Tensor ends, float factor, bool complete, "
+    "str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """Weights that are composed where they are used, instead of once and for all."""
+
+    coefficients: Coefficients
+    pool: Tensor
+    """(E, i, o)."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """As if composed: (K, i, P·o)."""
+        paths = 1 if self.coefficients.gate is None else 2
+        return self.coefficients.value.shape[0], self.pool.shape[1], paths * self.pool.shape[2]
+
+
+def multiply(z: Tensor, weight: Tensor | Pooled, ends: Tensor, backend: Backend, *, complete: bool) -> Tensor:
+    """(M, i) rows sorted by group, times their group's weight → (M, P·o)."""
+    if isinstance(weight, Tensor):
+        return grouped_mm(z, weight, ends, backend, complete=complete)
+    value, gate, factor = weight.coefficients
+    return torch.ops.intbmoe.composed_mm(z, value, gate, weight.pool, ends, factor, complete, backend)
+
+
+@torch.library.impl("intbmoe::composed_mm", "default")
+def _run(z, value, gate, pool, ends, factor, complete, backend):
+    weight = compose(Coefficients(value, gate, factor), pool, z.dtype, backend)
+    return grouped_mm(z, weight, ends, backend, complete=complete)
+
+
+@torch.library.register_fake("intbmoe::composed_mm")
+def _fake(z, value, gate, pool, ends, factor, complete, backend):
+    weight = Pooled(Coefficients(value, gate, factor), pool)
+    return grouped_mm(z, z.new_empty(weight.shape), ends, backend, complete=complete)
+
+
+@torch.library.impl("intbmoe::composed_mm_backward", "default")
+def _run_backward(grad, z, value, gate, pool, ends, factor, complete, backend):
+    weight = compose(Coefficients(value, gate, factor), pool, z.dtype, backend)
+    z_grad = grouped_mm(grad, weight.transpose(1, 2), ends, backend, complete=complete)
+    del weight
+    weight_grad = grouped_outer(z, grad, ends, backend)
+    if backend == "fused":
+        rows, pool_grad = torch.ops.intbmoe.compose_backward(weight_grad, value, gate, pool, factor)
+        gate_rows = rows[len(value) :]
+        return z_grad, rows[: len(value)].clone(), gate_rows.clone(), pool_grad
+    bases = wide(pool).flatten(1)
+    pool_grad = torch.zeros_like(bases)
+    rows = []
+    for path, part in zip((value, gate), weight_grad.split(pool.shape[2], 2), strict=False):
+        part = wide(part).flatten(1)
+        rows.append(factor * (part @ bases.t()))
+        pool_grad.addmm_(path.t().to(part.dtype), part, alpha=factor)
+    gate_grad = value.new_empty(0, value.shape[1]) if gate is None else rows[1]
+    return z_grad, rows[0], gate_grad, pool_grad.view_as(pool).to(pool.dtype)
+
+
+@torch.library.register_fake("intbmoe::composed_mm_backward")
+def _fake_backward(grad, z, value, gate, pool, ends, factor, complete, backend):
+    weight = z.new_empty(Pooled(Coefficients(value, gate, factor), pool).shape).transpose(1, 2)
+    z_grad = grouped_mm(grad, weight, ends, backend, complete=complete)
+    gate_grad = value.new_empty(0 if gate is None else value.shape[0], value.shape[1])
+    pool_grad = torch.empty_like(pool, memory_format=torch.contiguous_format)
+    return z_grad, torch.empty_like(value), gate_grad, pool_grad
+
+
+def _save(ctx, inputs, output):
+    z, value, gate, pool, ends, ctx.factor, ctx.complete, ctx.backend = inputs
+    ctx.save_for_backward(z, value, gate, pool, ends)
+
+
+def _differentiate(ctx, grad):
+    z, value, gate, pool, ends = ctx.saved_tensors
+    z_grad, value_grad, gate_grad, pool_grad = torch.ops.intbmoe.composed_mm_backward(
+        grad, z, value, gate, pool, ends, ctx.factor, ctx.complete, ctx.backend
+    )
+    return z_grad, value_grad, None if gate is None else gate_grad, pool_grad, None, None, None, None
+
+
+torch.library.register_autograd("intbmoe::composed_mm", _differentiate, setup_context=_save)
+differentiable_once("intbmoe::composed_mm_backward")
+
+
+def _products(value_shape: tuple, gate_shape: tuple | None, pool_shape: tuple, rows: int) -> tuple[int, int]:
+    """FLOPs of one composition and of one grouped product."""
+    paths = value_shape[0] * (1 if gate_shape is None else 2)
+    matrix = pool_shape[1] * pool_shape[2]
+    return 2 * paths * pool_shape[0] * matrix, 2 * rows * matrix * paths // value_shape[0]
+
+
+@register_flop_formula(torch.ops.intbmoe.composed_mm)
+def _(z_shape, value_shape, gate_shape, pool_shape, *_, **__):
+    return sum(_products(value_shape, gate_shape, pool_shape, z_shape[0]))
+
+
+@register_flop_formula(torch.ops.intbmoe.composed_mm_backward)
+def _(grad_shape, z_shape, value_shape, gate_shape, pool_shape, *_, **__):
+    composition, product = _products(value_shape, gate_shape, pool_shape, z_shape[0])
+    return 3 * composition + 2 * product

@@ -1,0 +1,227 @@
+"""What a layer's forwards leave beside their outputs, and how evenly experts are used.
+
+``LayerStatistics`` is the only owner of that bookkeeping: ``layer.py`` hands it each forward, ``steps.py`` collects
+losses and counts for a whole model, ``routing.py`` shows where tokens went.
+"""
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Routing(NamedTuple):
+    """Which experts each token chose."""
+
+    ids: Tensor | None
+    """(N, k_max), −1 where a token has no further choice or is masked; None for a method that does not choose."""
+    weights: Tensor | None
+    """(N, k_max), the weight of each choice, 0 where there is none."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """All that ``MoELayer.compute`` returns: the output, and what the contract may ask about it."""
+
+    y: Tensor
+    """(B, T, d)."""
+    routing: Routing | None = None
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    """Auxiliary losses, coefficients applied."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Statistics that add up over micro-batches and ranks, such as ``load``: assignments of each expert."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a training forward leaves for ``aux_loss``."""
+
+    losses: dict[str, Tensor]
+    sums: dict[str, Tensor]
+    differentiable: bool
+    """Whether the forward ran with gradients; reentrant checkpointing runs it without."""
+
+
+class RoutedForward(NamedTuple):
+    """What a forward leaves for ``record_routing``."""
+
+    routing: Routing
+    shape: tuple[int, ...]
+    """(…, T)."""
+    count: Tensor
+    """Valid tokens."""
+    sums: dict[str, Tensor]
+    """The forward's statistics: ``load``, and ``dropped`` or ``untaken`` for methods that leave tokens out."""
+
+    def copy(self) -> "RoutedForward":
+        """One that shares no memory with the tensors of this."""
+        ids, weights = (None if tensor is None else tensor.clone() for tensor in self.routing)
+        sums = {key: value.clone() for key, value in self.sums.items()}
+        return self._replace(routing=Routing(ids, weights), count=self.count.clone(), sums=sums)
+
+
+class LayerStatistics:
+    """The bookkeeping of one layer, a plain attribute of it: no submodule, no buffer, not in the ``state_dict``.
+
+    A training forward overwrites the record; ``aux_loss`` takes it and adds its counts to those of the unfinished step;
+    ``after_step`` ends the step, which adds them to the window; ``load_statistics`` reads the window and clears it.
+    """
+
+    def __init__(self) -> None:
+        self.record: Record | None = None
+        """Of the last training forward, until it is taken."""
+        self.pending: dict[str, Tensor] = {}
+        """Counts of the step that is not finished yet, on this rank."""
+        self.window: dict[str, Tensor] = {}
+        """Counts of all steps since the window was last cleared, over all ranks."""
+        self.warned: set[int] = set()
+        """Dead experts that a warning has named."""
+        self._calls: list[RoutedForward] | None = None
+
+    # What a forward does.
+
+    def wants(self, training: bool) -> bool:
+        """Whether a forward that runs now is to be kept."""
+        # Activation checkpointing runs forwards again during backward: these were counted the first time.
+        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        return not again and (training or self._calls is not None)
+
+    def keep(self, result: Result, count: Tensor, shape: tuple[int, ...], training: bool, layer: str) -> None:
+        """A forward of ``count`` valid tokens in (…, T) = ``shape``; ``layer`` is what a warning calls the layer."""
+        if training:
+            if not torch.compiler.is_compiling() and self.record is not None and self.record.losses:
+                warnings.warn(
+                    f"{layer} ran again before aux_loss took the losses of its last forward, which are lost: call "
+                    f"intbmoe.aux_loss(model) once per forward, and use a layer once in each",
+                    stacklevel=4,
+                )
+            self.record = Record(result.losses, {"tokens": count, **result.sums}, torch.is_grad_enabled())
+        if self._calls is not None:
+            ids, weights = result.routing or Routing(None, None)
+            routing = Routing(ids, weights if weights is None else weights.detach())
+            sums = {key: value.detach() for key, value in result.sums.items()}
+            self._calls.append(RoutedForward(routing, shape, count, sums))
+
+    # From the record to the step, from the step to the window.
+
+    def take_record(self) -> Record | None:
+        """The last training forward's record; a second call gets None."""
+        record, self.record = self.record, None
+        return record
+
+    def add(self, sums: Mapping[str, Tensor]) -> None:
+        """A micro-batch's counts to those of the unfinished step."""
+        for key, value in sums.items():
+            value = value.detach()
+            # A copy: under torch.compile(mode="reduce-overhead") the next forward writes over what this one returned.
+            self.pending[key] = self.pending[key] + value if key in self.pending else value.clone()
+
+    def exchange_pending(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Put ``counts`` in place of the unfinished step's, and return those."""
+        before, self.pending = self.pending, counts
+        return before
+
+    def end_step(self) -> None:
+        """The step's counts, by now those of all ranks, go into the window."""
+        for key, value in self.exchange_pending({}).items():
+            self.window[key] = self.window[key] + value if key in self.window else value
+        self.record = None  # left behind by checkpointing's recomputation
+
+    def load(self, opened: Tensor | None) -> "LoadStatistics | None":
+        """How evenly the window's tokens used the experts; None if the window has no load."""
+        if "load" not in self.window:
+            return None
+        untaken = int(self.window["untaken"]) if "untaken" in self.window else None
+        tokens, dropped = int(self.window["tokens"]), int(self.window.get("dropped", 0))
+        return load_statistics_of(self.window["load"], tokens, dropped, opened, untaken)
+
+    def newly_dead(self, load: "LoadStatistics") -> list[int]:
+        """The experts without a token in ``load`` that no earlier call has named."""
+        new = set(load.dead) - self.warned if load.tokens else set()
+        self.warned |= new
+        return sorted(new)
+
+    def clear_window(self) -> None:
+        """Begin a new window."""
+        self.window = {}
+
+    def restore(self, window: dict[str, Tensor], warned: Iterable[int]) -> None:
+        """Put back what a checkpoint kept between two steps."""
+        self.window, self.warned = window, set(warned)
+
+    # Where tokens go.
+
+    @contextmanager
+    def recording(self) -> Iterator[list[RoutedForward]]:
+        """A list that every forward inside the context is added to."""
+        outer, calls = self._calls, []
+        self._calls = calls
+        try:
+            yield calls
+        finally:
+            if outer is not None:  # contexts nest: what the inner one saw, the outer one saw too
+                outer.extend(calls)
+            self._calls = outer
+
+    def repeat(self, calls: Iterable[RoutedForward]) -> None:
+        """A replayed graph overwrote the tensors of ``calls``: whoever records gets copies."""
+        if self._calls is not None:
+            self._calls.extend(call.copy() for call in calls)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Non-leaf tensors in an attribute break deepcopy and pickle; they belong to a forward, not to the layer.
+        return {**self.__dict__, "record": None, "_calls": None}
+
+
+@dataclass(frozen=True)
+class LoadStatistics:
+    """Load over some window of tokens. One assignment is one token sent to one expert or block."""
+
+    counts: tuple[int, ...]
+    """Assignments of each expert or block."""
+    tokens: int
+    """Valid tokens; padding is never among them."""
+    utilisation: float
+    """Share of the experts that got at least one assignment."""
+    worst_case: float
+    """Largest load over mean load: 1 is perfect balance, the number of experts is collapse."""
+    entropy: float
+    """Entropy of the loads over its maximum: 1 is perfect balance, 0 is collapse."""
+    dead: tuple[int, ...]
+    """Experts without a single assignment."""
+    dropped: float = 0.0
+    """Share of the wanted assignments that found their expert full."""
+    untaken: float | None = None
+    """Share of the tokens that no expert took; None if the method does not count them, or assigned nothing."""
+
+
+def load_statistics_of(
+    counts: Tensor, tokens: int, dropped: int = 0, opened: Tensor | None = None, untaken: int | None = None
+) -> LoadStatistics:
+    """Statistics of (E,) assignment counts and ``dropped`` ones; without any assignment every ratio is NaN.
+
+    ``opened`` (E,) says which experts a pool has open: others without load are neither idle nor dead, but not there.
+    """
+    loads = [int(count) for count in counts.tolist()]
+    present = [index for index in range(len(loads)) if opened is None or bool(opened[index]) or loads[index]]
+    total = sum(loads)
+    dead = tuple(index for index in present if loads[index] == 0)
+    if total == 0:
+        return LoadStatistics(tuple(loads), tokens, math.nan, math.nan, math.nan, dead)
+    shares = [loads[index] / total for index in present]
+    entropy = -sum(share * math.log(share) for share in shares if share > 0)
+    return LoadStatistics(
+        counts=tuple(loads),
+        tokens=tokens,
+        utilisation=1 - len(dead) / len(present),
+        worst_case=max(shares) * len(present),
+        entropy=entropy / math.log(len(present)) if len(present) > 1 else 1.0,
+        dead=dead,
+        dropped=dropped / (total + dropped),
+        untaken=None if untaken is None else untaken / tokens,
+    )

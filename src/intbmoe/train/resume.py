@@ -1,0 +1,210 @@
+"""Resuming: checkpoints, and between them and a living training.
+
+    checkpoints/step-00000500/model.safetensors        parameters and buffers (a method's state among them)
+                              optimizer.safetensors    what the optimizer remembers, as <parameter>/<quantity>
+                              statistics.safetensors   load counts since the last line of metrics
+                              state.json               where the run stands, and the SHA-256 of every file
+
+Nothing is pickled. A kill at any moment leaves the last whole checkpoint: a folder gets its name only when everything
+in it is on the disk, older ones go after that, and one that was damaged later is passed over with a message.
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.checks import require_state
+from intbmoe.files import digest, remove_folder, replacing_folder, to_json, write_bytes
+from intbmoe.layer import moe_layers
+from intbmoe.train.distribution import assign, whole
+from intbmoe.train.errors import DamagedFileError, TrainingError
+from intbmoe.train.files import full_disk_is_explained, pack_tensors, read_json, read_tensors
+from intbmoe.train.metrics import Window
+
+FORMAT = 1
+PARTS = ("model", "optimizer", "statistics")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All that a run needs to go on."""
+
+    step: int
+    """Optimizer steps done."""
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """Tensors by name, for each of ``PARTS``."""
+    state: Mapping[str, Any]
+    """Everything else, as plain JSON values."""
+
+
+class CheckpointFolder:
+    """The checkpoints of one run."""
+
+    def __init__(self, path: Path, keep: int) -> None:
+        self.path = path
+        self.keep = keep
+
+    def steps(self) -> list[int]:
+        """The steps there are checkpoints of, oldest first."""
+        if not self.path.is_dir():
+            return []
+        names = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.path.iterdir())
+        return sorted(int(name[1]) for name in names if name)
+
+    def folder(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}"
+
+    def save(self, checkpoint: Checkpoint) -> Path:
+        """Write a checkpoint, then remove those beyond ``keep``."""
+        folder = self.folder(checkpoint.step)
+        kept = f"the checkpoints before it are whole (steps {self.steps() or 'none'}); free some space and start again"
+        # A folder of this name is damaged, or its step would not have been reached a second time.
+        with full_disk_is_explained(folder, kept), replacing_folder(folder) as beside:
+            sums = {}
+            for part in PARTS:
+                content = pack_tensors(checkpoint.tensors[part])
+                write_bytes(beside / f"{part}.safetensors", content)
+                sums[f"{part}.safetensors"] = digest(content)
+            entries = {"format": FORMAT, "step": checkpoint.step, **checkpoint.state, "sha256": sums}
+            write_bytes(beside / "state.json", to_json({**entries, "checksum": digest(to_json(entries))}))
+        for step in self.steps()[: -self.keep]:
+            remove_folder(self.folder(step))
+        return folder
+
+    def load(self, step: int) -> Checkpoint:
+        """The checkpoint of a step; anything wrong with it is a ``DamagedFileError`` that names the file."""
+        folder = self.folder(step)
+        path = folder / "state.json"
+        state = read_json(path)
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            found = state.get("format") if isinstance(state, dict) else None
+            raise DamagedFileError(f"{path} has format {found!r}: this version of intbmoe reads format {FORMAT}")
+        checksum = state.pop("checksum", None)
+        if checksum != digest(to_json(state)) or state.get("step") != step:
+            raise DamagedFileError(f"{path} is altered: its checksum or step does not fit")
+        sums = state.pop("sha256")
+        tensors = {part: read_tensors(folder / f"{part}.safetensors", sums[f"{part}.safetensors"]) for part in PARTS}
+        return Checkpoint(step, tensors, state)
+
+    def load_newest(self, tell: Callable[[str], None]) -> Checkpoint | None:
+        """The newest whole checkpoint; None if there never was one. ``tell`` gets a message about each damaged one."""
+        self._clean()
+        problems = []
+        for step in reversed(self.steps()):
+            try:
+                found = self.load(step)
+            except DamagedFileError as error:
+                problems.append(str(error))
+                tell(f"WARNING: the checkpoint of step {step} is damaged and passed over: {error}")
+                continue
+            if problems:
+                tell(f"WARNING: going on from the older checkpoint of step {step}")
+            return found
+        if problems:
+            raise DamagedFileError(
+                "no checkpoint is whole:\n  " + "\n  ".join(problems) + f"\nRemove {self.path.parent} to start afresh."
+            )
+        return None
+
+    def _clean(self) -> None:
+        """Remove what a kill left half written or half removed."""
+        if self.path.is_dir():
+            for entry in self.path.iterdir():
+                if entry.name.startswith(".step-"):
+                    shutil.rmtree(entry)
+
+
+@dataclass
+class Standing:
+    """Where a run stands, besides its tensors."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    seconds: float = 0.0
+    """Of training, those of earlier starts included."""
+    window: Window = field(default_factory=Window)
+    valid: dict[str, float] | None = None
+    """The last metrics on the validation split."""
+    lengths: dict[str, int] = field(default_factory=dict)
+    """Of the files of metrics and loads, as ``MetricsLog`` names them."""
+
+
+def make_checkpoint(standing: Standing, epoch: float, model: nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
+    """A checkpoint of a living training. With a sharded model all ranks must call this together."""
+    tensors = {
+        "model": model_tensors(model),
+        "optimizer": {
+            f"{name}/{quantity}": whole(value)
+            for name, parameter in model.named_parameters()
+            for quantity, value in sorted(optimizer.state.get(parameter, {}).items())
+        },
+        "statistics": {
+            f"{name}/{key}": value
+            for name, layer in moe_layers(model)
+            for key, value in layer.statistics.window.items()
+        },
+    }
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    state = {
+        "epoch": epoch,
+        "seconds": standing.seconds,
+        "window": standing.window.sums,
+        "valid": standing.valid,
+        "warned": {name: sorted(found) for name, layer in moe_layers(model) if (found := layer.statistics.warned)},
+        **standing.lengths,
+        "optimizer": [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [names[p] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+    }
+    return Checkpoint(standing.step, tensors, state)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, whole and by name. With a sharded model all ranks must call this together."""
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Standing:
+    """Put a checkpoint's tensors back, whose names and shapes must be exactly those of the model."""
+    restore_model(model, checkpoint.tensors["model"], f"the checkpoint of step {checkpoint.step}")
+    _restore_optimizer(model, optimizer, checkpoint.tensors["optimizer"])
+    state = checkpoint.state
+    for name, layer in moe_layers(model):
+        prefix, device = f"{name}/", next(layer.parameters()).device
+        counts = checkpoint.tensors["statistics"].items()
+        window = {key.removeprefix(prefix): value.to(device) for key, value in counts if key.startswith(prefix)}
+        layer.statistics.restore(window, state["warned"].get(name, ()))
+    # Runs begun before there were loads have no length of theirs.
+    lengths = {name: state[name] for name in ("metrics_length", "loads_length") if name in state}
+    return Standing(checkpoint.step, state["seconds"], Window(state["window"]), state["valid"], lengths)
+
+
+def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Put parameters and buffers back, into shards too."""
+    own = model.state_dict()
+    try:
+        require_state("its", tensors, own, dtypes=True)
+    except (KeyError, ValueError) as error:
+        raise TrainingError(f"{source} is of another model: {error.args[0]}") from error
+    for name, target in own.items():
+        assign(target, tensors[name])
+
+
+def _restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    for key, value in tensors.items():
+        name, _, quantity = key.rpartition("/")
+        parameter = parameters[name]
+        if value.shape == parameter.shape and quantity != "step":
+            state = torch.zeros_like(parameter, requires_grad=False)
+            assign(state, value)
+        else:
+            state = value.to(parameter.device)
+        optimizer.state[parameter][quantity] = state

@@ -1,0 +1,51 @@
+import warnings
+
+import pytest
+
+from intbmoe.cli import main
+from intbmoe.commands import doctor
+
+
+def test_every_backend_of_this_machine_is_right(capsys):
+    main(["doctor"])
+    printed = capsys.readouterr().out
+    assert "IntBMoE on cpu in float64" in printed
+    assert "right" in printed
+    assert "WRONG" not in printed
+
+
+def test_a_wrong_backend_is_told_and_ends_with_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_distance", lambda *_: 0.5)
+    with pytest.raises(SystemExit, match="does not work"):
+        main(["doctor"])
+    assert "WRONG, 5.0e-01 from float64" in capsys.readouterr().out
+
+
+def test_a_backend_that_fails_is_told_with_its_error(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(doctor, "_distance", fail)
+    findings = [finding for finding in doctor.examine() if finding.good is False]
+    assert len(findings) >= 3
+    assert "RuntimeError: no kernel image" in findings[0].value
+
+
+def test_a_warning_is_a_line_beside_the_verdict(monkeypatch, recwarn):
+    def warn(*_):
+        warnings.warn("slow on this CPU\nframe #0: …\nframe #1: …", stacklevel=1)
+        return 0.0
+
+    monkeypatch.setattr(doctor, "_distance", warn)
+    checked = [finding.value for finding in doctor.examine() if finding.good]
+    assert len(checked) >= 3
+    assert all(value.endswith("right, 0.0e+00 from float64; warning: slow on this CPU") for value in checked)
+    assert not recwarn
+
+
+def test_missing_extras_are_named_with_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "tokenizers" else object())
+    text = next(finding for finding in doctor.examine() if finding.name == "extra text")
+    assert text.value == "tokenizers missing: pip install 'intbmoe[text]'"
+    main(["doctor"])
+    assert "pip install 'intbmoe[text]'" in capsys.readouterr().out

@@ -1,0 +1,21 @@
+"""What ``import intbmoe`` offers."""
+
+import sys
+
+import pytest
+
+import intbmoe
+
+
+def test_every_public_name_is_there_and_listed():
+    assert set(intbmoe.__all__) <= set(dir(intbmoe))
+    assert all(getattr(intbmoe, name) is not None for name in intbmoe.__all__)
+    assert intbmoe.__version__
+
+
+def test_loading_a_run_without_trainings_packages_says_what_to_install(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("intbmoe.train")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs accelerate.*pip install 'intbmoe\[train\]'"):
+        intbmoe.load(tmp_path)
