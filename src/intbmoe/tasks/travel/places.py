@@ -102,10 +102,13 @@ def _add_cells(reader: Reader, file: TableFile, bad: BadRows, progress: Progress
 
 def _differing(reader: Reader, table: str, field: str, equal: Sequence[str]) -> list[tuple]:
     """The first item that says something else than ``table``, with the number of such; none, or one in a list."""
-    conditions = [f"i.{field} IS DISTINCT FROM t.{field}", *(f"i.{name} IS NOT DISTINCT FROM t.{name}" for name in equal)]
+    conditions = [
+        f"i.{field} IS DISTINCT FROM t.{field}",
+        *(f"i.{name} IS NOT DISTINCT FROM t.{name}" for name in equal),
+    ]
     return reader.connection.execute(
-        f"SELECT i.number, {ID}, i.{field}, t.{field}, t.number, count(*) OVER () FROM items i JOIN {table} t USING ({ID}) "
-        f"WHERE {' AND '.join(conditions)} ORDER BY i.rowid LIMIT 1"
+        f"SELECT i.number, {ID}, i.{field}, t.{field}, t.number, count(*) OVER () FROM items i "
+        f"JOIN {table} t USING ({ID}) WHERE {' AND '.join(conditions)} ORDER BY i.rowid LIMIT 1"
     ).fetchall()
 
 
