@@ -12,6 +12,7 @@ from intbmoe.tasks.travel.store import read_json, write_json
 from intbmoe.tasks.travel.tables import NEEDS_DUCKDB, POI_INFO, BadRows, Chunk, TableFile, cut_chunk
 
 FILE_BITS = 40
+ROW_MASK = (1 << FILE_BITS) - 1
 """A row's number over all files of a table is (the file's position << FILE_BITS) + its number in the file."""
 
 
@@ -90,7 +91,7 @@ def literal(path: Path) -> str:
 
 def where(files: Sequence[TableFile], number: int, field: str | None = None) -> str:
     """For messages: the row with a number over all files."""
-    return files[number >> FILE_BITS].where(number & ((1 << FILE_BITS) - 1), field)
+    return files[number >> FILE_BITS].where(number & ROW_MASK, field)
 
 
 def report_cut(chunk: Chunk, bad: BadRows) -> None:

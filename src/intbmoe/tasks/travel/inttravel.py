@@ -13,6 +13,7 @@ for the size of shards.
 
 import math
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +27,7 @@ from intbmoe.tasks.travel.data import group_by_cell
 from intbmoe.tasks.travel.duck import Budget, Reader, connect, where
 from intbmoe.tasks.travel.places import load_places
 from intbmoe.tasks.travel.shards import make_shard, with_codes
-from intbmoe.tasks.travel.spill import ACTIONS, PROFILES, SHARD_OF, Spill, parquet
+from intbmoe.tasks.travel.spill import CODED, SHARD_OF, Spill, parquet
 from intbmoe.tasks.travel.splits import split_times
 from intbmoe.tasks.travel.store import FORMAT, META, WORK, read_json, shard_folder, write_folder, write_json
 from intbmoe.tasks.travel.tables import (
@@ -97,14 +98,10 @@ def _make(
         connection.execute(SHARD_OF)
         places = load_places(reader, target / WORK / "places.parquet", *poi_files, bad, progress)
         stamps = [[file.stamp() for file in table] for table in poi_files]
-        actions, rows = Spill(reader, target / WORK / "actions", ACTIONS, shards, stamps).run(
-            action_files, bad, progress
-        )
+        actions, rows = Spill(reader, target / WORK / "actions", shards, stamps).run(action_files, bad, progress)
         if not rows:
             raise DataError(f"{action_files[0].path} holds no action that can be used")
-        profiles, _ = Spill(reader, target / WORK / "profiles", PROFILES, shards, None).run(
-            profile_files, bad, progress
-        )
+        profiles, _ = Spill(reader, target / WORK / "profiles", shards, None).run(profile_files, bad, progress)
         codes = _write_codes(connection, target, actions, profiles)
         _write_places(connection, target, codes["cell"])
         stamp = [[file.stamp() for table in files.values() for file in table], shards]
@@ -134,7 +131,7 @@ def _make(
             "weathers": codes["weather"],
             "modes": codes["mode"],
             "actions": codes["action"],
-            "profile": [codes[name] for name in PROFILES.coded],
+            "profile": [codes[name] for name in CODED[USER_PROFILE.name]],
         },
         "valid_from": valid_from,
         "test_from": test_from,
@@ -147,14 +144,16 @@ def _make(
 def _write_codes(connection: Any, target: Path, actions: Sequence[Path], profiles: Sequence[Path]) -> dict[str, int]:
     """Of each field all values, ascending: the first has code 1. Kept as tables, too. How many codes there are."""
     codes = {}
-    for name in ("category", *ACTIONS.coded, *PROFILES.coded):
-        sources = [f"SELECT {OF_PLACES[name]} AS value FROM places"] if name in OF_PLACES else []
-        for layout, chunks in ((ACTIONS, actions), (PROFILES, profiles)):
-            if name in layout.coded:
-                sources.append(f"SELECT {name} AS value FROM {parquet(chunks)} WHERE shard >= 0")
+    sources: dict[str, list[str]] = defaultdict(list)
+    for name, column in OF_PLACES.items():
+        sources[name].append(f"SELECT {column} AS value FROM places")
+    for table, chunks in ((USER_ACTION, actions), (USER_PROFILE, profiles)):
+        for name in CODED[table.name]:
+            sources[name].append(f"SELECT {name} AS value FROM {parquet(chunks)} WHERE shard >= 0")
+    for name, parts in sources.items():
         connection.execute(
             f"CREATE TABLE code_{name} AS SELECT value, row_number() OVER (ORDER BY value)::INTEGER AS code "
-            f"FROM (SELECT DISTINCT value FROM ({' UNION ALL '.join(sources)}) WHERE value IS NOT NULL)"
+            f"FROM (SELECT DISTINCT value FROM ({' UNION ALL '.join(parts)}) WHERE value IS NOT NULL)"
         )
         codes[name] = connection.execute(f"SELECT value FROM code_{name} ORDER BY code").fetchnumpy()["value"]
     write_folder(target / "codes", codes)

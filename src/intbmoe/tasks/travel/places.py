@@ -107,8 +107,8 @@ def _differing(reader: Reader, table: str, field: str, equal: Sequence[str]) -> 
         *(f"i.{name} IS NOT DISTINCT FROM t.{name}" for name in equal),
     ]
     return reader.connection.execute(
-        f"SELECT i.number, {ID}, i.{field}, t.{field}, t.number, count(*) OVER () FROM items i JOIN {table} t USING ({ID}) "
-        f"WHERE {' AND '.join(conditions)} ORDER BY i.rowid LIMIT 1"
+        f"SELECT i.number, {ID}, i.{field}, t.{field}, t.number, count(*) OVER () FROM items i "
+        f"JOIN {table} t USING ({ID}) WHERE {' AND '.join(conditions)} ORDER BY i.rowid LIMIT 1"
     ).fetchall()
 
 

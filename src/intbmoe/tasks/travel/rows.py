@@ -72,13 +72,13 @@ def _check_length(file: TableFile, fields: list[bytes]) -> None:
 def _check_fields(table: Table, fields: list[bytes]) -> None:
     given = {name: text for name, text in zip(table.columns, fields, strict=True) if name not in table.text}
     for name, text in given.items():
-        if text and not is_number(text, decimal=name in table.decimal):
-            raise MalformedError("not a number", name, f": {quote(text)} is not a number")
+        if text and not _is_number(text, decimal=name in table.decimal):
+            raise MalformedError("not a number", name, f": {_quote(text)} is not a number")
     for name in table.required:
         if not given[name]:
             raise MalformedError("empty field", name, ": an empty field where a value is needed")
     for name in table.decimal:
-        if not is_finite(given[name]):
+        if not _is_finite(given[name]):
             raise MalformedError("not a number", name, f": {'-' * given[name].startswith(b'-')}inf is not finite")
 
 
@@ -93,7 +93,7 @@ def _places_of_cell(file: TableFile, row: int, fields: list[bytes], bad: BadRows
         elif not _is_place(*parts):
             what = "does not consist of numbers"
         if what:
-            what = f": {quote(item)} {what}; expected {','.join(ITEM)};…"
+            what = f": {_quote(item)} {what}; expected {','.join(ITEM)};…"
             _report(file, row, MalformedError("malformed place", "poi_info", what), bad)
         else:
             place = dict(zip(ITEM, parts, strict=True), geographic_id=cell)
@@ -101,11 +101,11 @@ def _places_of_cell(file: TableFile, row: int, fields: list[bytes], bad: BadRows
 
 
 def _is_place(poi: bytes, score: bytes, *codes: bytes) -> bool:
-    whole = is_number(poi) and all(not code or is_number(code) for code in codes)
-    return whole and is_number(score, decimal=True) and is_finite(score)
+    whole = _is_number(poi) and all(not code or _is_number(code) for code in codes)
+    return whole and _is_number(score, decimal=True) and _is_finite(score)
 
 
-def is_number(text: bytes, *, decimal: bool = False) -> bool:
+def _is_number(text: bytes, *, decimal: bool = False) -> bool:
     if decimal:
         return DECIMAL.fullmatch(text) is not None
     if not WHOLE.fullmatch(text) or len(text.lstrip(b"-0")) > 19:
@@ -113,11 +113,11 @@ def is_number(text: bytes, *, decimal: bool = False) -> bool:
     return -(2**63) <= int(b"-" * text.startswith(b"-") + (text.lstrip(b"-0") or b"0")) < 2**63
 
 
-def is_finite(decimal: bytes) -> bool:
+def _is_finite(decimal: bytes) -> bool:
     return abs(float(decimal)) <= LARGEST_DECIMAL
 
 
-def quote(text: bytes) -> str:
+def _quote(text: bytes) -> str:
     """A field for a message, not too long."""
     shown = text.decode(errors="replace")
     return repr(shown if len(shown) <= LONGEST_QUOTE else shown[:LONGEST_QUOTE] + "…")

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from intbmoe.tasks.travel.spill import ACTIONS, PROFILES, parquet
+from intbmoe.tasks.travel.spill import CODED, parquet
 from intbmoe.tasks.travel.store import FIELDS
+from intbmoe.tasks.travel.tables import USER_ACTION, USER_PROFILE
 
 SESSION_GAP = 5 * 60 * 1000
 """Milliseconds between rows of one session, at most."""
@@ -26,9 +27,9 @@ def make_shard(
         source = with_codes(parquet(chunks), plain, {name: name for name in coded})
         return connection.execute(f"{source} WHERE shard = {number} ORDER BY {order}, number").fetchnumpy()
 
-    rows = join_sessions(read(actions, "user_id, time, place, via", ACTIONS.coded, "user_id, time"))
+    rows = join_sessions(read(actions, "user_id, time, place, via", CODED[USER_ACTION.name], "user_id, time"))
     user, first = np.unique(rows["user_id"], return_index=True)
-    profile, repeated = _find_profiles(user, read(profiles, "user_id, number", PROFILES.coded, "user_id"))
+    profile, repeated = _find_profiles(user, read(profiles, "user_id, number", CODED[USER_PROFILE.name], "user_id"))
     arrays = {
         "user": user,
         "offsets": np.append(first, len(rows["user_id"])),
@@ -69,7 +70,7 @@ def join_sessions(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _find_profiles(user: np.ndarray, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
     """(U, 6) codes of these users, 0 where there is no profile, and who has two; ``rows`` are sorted by user."""
     owner, first, group = np.unique(rows["user_id"], return_index=True, return_inverse=True)
-    features = np.stack([rows[name] for name in PROFILES.coded], axis=1)[first]
+    features = np.stack([rows[name] for name in CODED[USER_PROFILE.name]], axis=1)[first]
     features = np.concatenate([features, np.zeros((1, features.shape[1]), np.int32)])
     found = np.searchsorted(owner, user)
     found[np.append(owner, 0)[found] != user] = len(owner)

@@ -4,14 +4,14 @@ A shard later reads one slice of each chunk, for which parquet's statistics of r
 be codes keep their values: the codes are known only after the last row of the table.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from intbmoe.tasks.preparation import Progress
-from intbmoe.tasks.travel.duck import FILE_BITS, Reader, keep, kept, literal, report_cut, where
-from intbmoe.tasks.travel.tables import POI_INFO, PROFILE_COLUMNS, BadRows, Chunk, TableFile
+from intbmoe.tasks.travel.duck import FILE_BITS, ROW_MASK, Reader, keep, kept, literal, report_cut
+from intbmoe.tasks.travel.tables import POI_INFO, PROFILE_COLUMNS, USER_ACTION, USER_PROFILE, BadRows, Chunk, TableFile
 
 ROW_GROUP = (2048, 122_880)
 """DuckDB's smallest and default row groups of a parquet file."""
@@ -25,65 +25,35 @@ CREATE MACRO shard_of(user, shards) AS
 """The shard of a user is the same whatever else is in the table; user numbers are mixed well first."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How rows of a table are kept: with their shard and number, ``plain`` columns, and those that become codes."""
-
-    plain: Mapping[str, str]
-    """Name → SQL."""
-    coded: Mapping[str, str]
-    """Name → column."""
-    wrong: Mapping[str, tuple[str, str, str]]
-    """SQL that is true of rows to be left out → (the column to blame, kind of mistake, the same in words)."""
-    joins: str = ""
-    """Other tables that ``plain`` and ``wrong`` ask."""
-
-    def select(self, rows: str, required: Sequence[str], shards: int, position: int) -> str:
-        """SQL for the rows of a file, grouped by shard.
-
-        The shard of one to be left out is −1, −2, … by the mistake, and of one that lacks what is required NULL.
-        """
-        cases = [f"WHEN {name} IS NULL THEN NULL" for name in required]
-        cases += [f"WHEN {condition} THEN {-number}" for number, condition in enumerate(self.wrong, 1)]
-        blamed = [f"WHEN {-number} THEN {column}" for number, (column, *_) in enumerate(self.wrong.values(), 1)]
-        columns = {
-            "shard": f"CASE {' '.join(cases)} ELSE shard_of(user_id, {shards}) END",
-            "number": f"{position << FILE_BITS} + row",
-            "blamed": f"CASE shard {' '.join(blamed)} END::BIGINT" if blamed else "NULL::BIGINT",
-            **self.plain,
-            **{name: f"rows.{column}" for name, column in self.coded.items()},
-        }
-        selected = ", ".join(f"{expression} AS {name}" for name, expression in columns.items())
-        return f"SELECT {selected} FROM {rows} AS rows {self.joins} ORDER BY shard"
-
-
-UNKNOWN = ("unknown place", f"is not a place of {POI_INFO.name}")
-ACTIONS = Layout(
-    plain={
-        "user_id": "user_id",
-        "time": "timestamp",
-        "place": "coalesce(there.place, -1)",
-        "via": "coalesce(through.place, -1)",
-    },
-    coded={
-        "action": "action_type",
-        "cell": "geographic_id",
-        "region": "administrative_region_id",
-        "weather": "weather",
-        "mode": "travel_mode",
-    },
-    wrong={
-        "timestamp < 0": ("timestamp", "negative timestamp", "is negative"),
-        "rows.poi_id IS NOT NULL AND there.place IS NULL": ("rows.poi_id", *UNKNOWN),
-        "via_poi_id IS NOT NULL AND through.place IS NULL": ("via_poi_id", *UNKNOWN),
-    },
-    joins="LEFT JOIN places there ON rows.poi_id = there.poi_id LEFT JOIN places through ON via_poi_id = through.poi_id",
-)
-PROFILES = Layout(
-    plain={"user_id": "user_id"},
-    coded={f"profile_{number}": column for number, column in enumerate(PROFILE_COLUMNS, 1)},
-    wrong={},
-)
+CODED = {
+    USER_ACTION.name: ("action", "cell", "region", "weather", "mode"),
+    USER_PROFILE.name: tuple(f"profile_{number}" for number in range(1, len(PROFILE_COLUMNS) + 1)),
+}
+"""Fields that become codes."""
+SELECT = {
+    USER_ACTION.name: """
+        SELECT CASE WHEN user_id IS NULL OR timestamp IS NULL THEN NULL
+                    WHEN timestamp < 0 THEN -1
+                    WHEN rows.poi_id IS NOT NULL AND there.place IS NULL THEN -2
+                    WHEN via_poi_id IS NOT NULL AND through.place IS NULL THEN -3
+                    ELSE shard_of(user_id, {shards}) END AS shard,
+               {before} + row AS number, user_id, timestamp AS time,
+               coalesce(there.place, -1) AS place, coalesce(through.place, -1) AS via, action_type AS action,
+               rows.geographic_id AS cell, rows.administrative_region_id AS region, weather, travel_mode AS mode
+        FROM {rows} AS rows
+        LEFT JOIN places there ON rows.poi_id = there.poi_id LEFT JOIN places through ON via_poi_id = through.poi_id
+        ORDER BY shard""",
+    USER_PROFILE.name: f"""
+        SELECT shard_of(user_id, {{shards}}) AS shard, {{before}} + row AS number, user_id,
+               {", ".join(f"profile_feature_{number} AS profile_{number}" for number in range(1, 7))}
+        FROM {{rows}} ORDER BY shard""",
+}
+"""Rows grouped by shard. It is NULL if a field is empty that must not be, and negative for what ``BLAMED`` says."""
+BLAMED = {
+    -1: ("timestamp", "negative timestamp", "is negative"),
+    -2: ("poi_id", "unknown place", f"is not a place of {POI_INFO.name}"),
+    -3: ("via_poi_id", "unknown place", f"is not a place of {POI_INFO.name}"),
+}
 
 
 def parquet(files: Sequence[Path]) -> str:
@@ -97,7 +67,6 @@ class Spill:
 
     reader: Reader
     folder: Path
-    layout: Layout
     shards: int
     depends_on: Any
     """What else makes finished chunks worthless when it changes."""
@@ -105,7 +74,7 @@ class Spill:
     def run(self, files: Sequence[TableFile], bad: BadRows, progress: Progress) -> tuple[list[Path], int]:
         """The files of all chunks and how many rows they have; those that are there already are not made again."""
         sizes = [file.path.stat().st_size for file in files]
-        made, rows = [], 0
+        kept_files, rows = [], 0
         for position, file in enumerate(files):
             stamp = [file.stamp(), position, self.shards, self.depends_on]
             end, next_row, number, last, chunks = file.start, file.first_row, 0, False, None
@@ -116,54 +85,54 @@ class Spill:
                     chunks = None
                 else:
                     chunks = chunks or self.reader.chunks(file, end, next_row)
-                    note = self._keep(next(chunks), files, position, to, stamp, bad.skip)
+                    made = self.reader.temporary / "chunk.parquet"
+                    note = {"stamp": stamp, **self._make(next(chunks), position, made, bad.skip)}
+                    keep(made, to, note)
                 end, next_row, number, last = note["end"], note["next_row"], number + 1, note["last"]
-                made.append(to)
+                kept_files.append(to)
                 rows += note["rows"]
                 bad.counts.update(note["bad"])
                 done = sizes[position] if last else min(end, sizes[position])
                 progress(f"reading {file.table.name} (bytes)", sum(sizes[:position]) + done, sum(sizes))
-        return made, rows
+        return kept_files, rows
 
-    def _keep(
-        self, chunk: Chunk, files: Sequence[TableFile], position: int, to: Path, stamp: Any, skip_bad: bool
-    ) -> dict[str, Any]:
-        bad, made = BadRows(skip_bad), self.reader.temporary / "chunk.parquet"
-        found = self._read_plain(chunk, position, made) if chunk.plain else None
+    def _make(self, chunk: Chunk, position: int, to: Path, skip_bad: bool) -> dict[str, Any]:
+        """Write the rows of ``chunk`` and say what they are."""
+        bad, table = BadRows(skip_bad), chunk.file.table
+        rows = self.reader.as_it_is(chunk)
+        found = self._write_plain(chunk, rows, position, to) if chunk.plain else None
         if found is None:
-            found = self._write(chunk, self.reader.mended(chunk, bad), position, made)
-        for kind, number, first, value in found:
-            if kind < 0:
-                column, name, what = list(self.layout.wrong.values())[-kind - 1]
-                field = column.removeprefix("rows.")
-                message = f"{where(files, first, field)}: {value} {what}"
-                bad.report(f"{chunk.file.table.name}: {name}", message, number)
+            rows = self.reader.mended(chunk, bad)
+            found = self._write(chunk, rows, position, to)
+        for shard, number, first in found:
+            if shard < 0:
+                field, kind, what = BLAMED[shard]
+                row = first & ROW_MASK
+                (value,) = self.reader.connection.execute(f"SELECT {field} FROM {rows} WHERE row = {row}").fetchone()
+                bad.report(f"{table.name}: {kind}", f"{chunk.file.where(row, field)}: {value} {what}", number)
         report_cut(chunk, bad)
         span = {"start": chunk.start, "end": chunk.end, "next_row": chunk.first_row + chunk.rows, "last": chunk.last}
-        rows = sum(number for kind, number, *_ in found if kind == 0)
-        note = {"stamp": stamp, **span, "rows": rows, "bad": dict(bad.counts)}
-        keep(made, to, note)
-        return note
+        return {**span, "rows": sum(number for shard, number, _ in found if shard == 0), "bad": dict(bad.counts)}
 
-    def _read_plain(self, chunk: Chunk, position: int, to: Path) -> list[tuple] | None:
+    def _write_plain(self, chunk: Chunk, rows: str, position: int, to: Path) -> list[tuple] | None:
         """What ``_write`` found, or None if any row is malformed."""
         import duckdb
 
         try:
-            found = self._write(chunk, self.reader.as_it_is(chunk), position, to)
+            found = self._write(chunk, rows, position, to)
         except (duckdb.ConversionException, duckdb.InvalidInputException):
             return None
-        whole = all(kind is not None for kind, *_ in found) and sum(number for _, number, *_ in found) == chunk.rows
+        whole = all(shard is not None for shard, *_ in found) and sum(number for _, number, _ in found) == chunk.rows
         return found if whole else None
 
     def _write(self, chunk: Chunk, rows: str, position: int, to: Path) -> list[tuple]:
-        """(shard if negative, else 0; number of rows; number of the first; its value to blame), by the first."""
+        """(0 for all shards, or what is wrong; how many rows; the number of the first), in the order of the first."""
         execute = self.reader.connection.execute
-        select = self.layout.select(rows, chunk.file.table.required, self.shards, position)
+        select = SELECT[chunk.file.table.name].format(shards=self.shards, before=position << FILE_BITS, rows=rows)
         smallest, largest = ROW_GROUP
         size = min(max(chunk.rows // self.shards, smallest), largest)
         execute(f"COPY ({select}) TO {literal(to)} (FORMAT parquet, ROW_GROUP_SIZE {size})")
         return execute(
-            "SELECT CASE WHEN shard > 0 THEN 0 ELSE shard END AS kind, count(*), min(number), arg_min(blamed, number) "
+            "SELECT CASE WHEN shard > 0 THEN 0 ELSE shard END AS kind, count(*), min(number) "
             f"FROM {parquet([to])} GROUP BY kind ORDER BY min(number)"
         ).fetchall()

@@ -30,6 +30,7 @@ OPEN_SHARDS = 100
 
 
 def shard_folder(path: Path, number: int) -> Path:
+    """Where a shard lies."""
     return path / "shards" / f"{number:05d}"
 
 
@@ -91,6 +92,7 @@ class StoredShards(Sequence[Sessions]):
 
 
 def open_journeys(path: str | Path) -> JourneyData:
+    """The journeys of a prepared folder."""
     path = Path(path).expanduser()
     command = f"intbmoe prepare inttravel SOURCE {path}"
     meta = read_json(path / META)
