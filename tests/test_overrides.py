@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from intbmoe.analysis.compare import CompareOptions
+from intbmoe.compare.plan import CompareOptions
 from intbmoe.overrides import parse_recipe, setting_texts
 from intbmoe.recipes import load_recipe
 from intbmoe.registry import list_methods

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from intbmoe.analysis.compare import CompareOptions
 from intbmoe.cli import COMMANDS, main
 from intbmoe.commands.training import TrainOptions
+from intbmoe.compare.plan import CompareOptions
 from intbmoe.overrides import parse_recipe
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import find_variants

@@ -16,6 +16,7 @@ import yaml
 from intbmoe.checks import did_you_mean
 from intbmoe.recipes.sets import SETS
 from intbmoe.settings import check_options, from_plain, to_plain
+from intbmoe.tasks import TASKS
 from intbmoe.tasks.recipe import MoESettings, Recipe, TrainSettings
 
 __all__ = [
@@ -70,8 +71,6 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
     """The recipe that ``data`` describes. Unknown settings, options and wrong types are errors that say where."""
-    from intbmoe.tasks import TASKS  # tasks import the schema beside this file
-
     if not isinstance(data, Mapping):
         raise ValueError(f"a recipe is a mapping of settings, not {type(data).__name__}")
     task = data.get("task")

@@ -1,4 +1,4 @@
-"""Recipes: how much of each expert base goes into each block, and how alike the blocks are."""
+"""Coefficients: how much of each expert base goes into each block, and how alike the blocks are."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ PATHS = ("value", "gate")
 
 
 @dataclass(frozen=True)
-class LayerRecipes:
+class LayerCoefficients:
     """One path of one layer: K blocks of E bases."""
 
     layer: str
@@ -28,10 +28,10 @@ class LayerRecipes:
 
 
 @dataclass(frozen=True)
-class Recipes:
+class Coefficients:
     """All IntBMoE layers of a model."""
 
-    layers: list[LayerRecipes]
+    layers: list[LayerCoefficients]
 
     def rows(self) -> list[dict[str, Any]]:
         """One for each coefficient, for CSV."""
@@ -44,8 +44,8 @@ class Recipes:
         ]
 
 
-def collect_recipes(model: nn.Module) -> Recipes:
-    """The recipes of every IntBMoE layer, value path and, where there is one, gate path."""
+def collect_coefficients(model: nn.Module) -> Coefficients:
+    """Of every IntBMoE layer: value path and, where there is one, gate path."""
     found = []
     for name, layer in moe_layers(model):
         if not isinstance(layer, IntBMoE):
@@ -55,8 +55,8 @@ def collect_recipes(model: nn.Module) -> Recipes:
         for path, coefficients in zip(PATHS, paths, strict=False):  # without a gate there is one path
             wide = coefficients.double()
             normalised = F.normalize(wide, dim=1)
-            found.append(LayerRecipes(name, path, wide.tolist(), normalised.tolist(), mean_cosine(wide)))
-    return Recipes(found)
+            found.append(LayerCoefficients(name, path, wide.tolist(), normalised.tolist(), mean_cosine(wide)))
+    return Coefficients(found)
 
 
 def mean_cosine(rows: Tensor) -> float | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from layer_task import OneLayer
 
-from intbmoe.analysis.recipes_view import collect_recipes, mean_cosine
+from intbmoe.analysis.coefficients import collect_coefficients, mean_cosine
 from small_intbmoe import make
 
 
@@ -26,11 +26,11 @@ def test_a_single_block_has_no_pair():
     assert mean_cosine(torch.ones(1, 3)) is None
 
 
-def test_blocks_with_the_same_code_have_the_same_recipe():
+def test_blocks_with_the_same_code_have_the_same_coefficients():
     layer = make()
     with torch.no_grad():
         layer.codebook.copy_(layer.codebook[:1].expand_as(layer.codebook))
-    value, gate = collect_recipes(OneLayer(layer)).layers
+    value, gate = collect_coefficients(OneLayer(layer)).layers
     assert (value.path, gate.path, value.layer) == ("value", "gate", "moe")
     assert value.mean_cosine == pytest.approx(1, abs=1e-12)
     assert gate.mean_cosine == pytest.approx(1, abs=1e-12)
@@ -38,7 +38,7 @@ def test_blocks_with_the_same_code_have_the_same_recipe():
 
 def test_rows_have_length_one_and_keep_their_direction():
     layer = make()
-    found = collect_recipes(OneLayer(layer))
+    found = collect_coefficients(OneLayer(layer))
     for path, recipe in zip(found.layers, layer.recipes(), strict=True):
         assert torch.equal(torch.tensor(path.coefficients, dtype=torch.float64), recipe)
         for raw, row in zip(path.coefficients, path.normalised, strict=True):
@@ -48,4 +48,4 @@ def test_rows_have_length_one_and_keep_their_direction():
 
 
 def test_without_a_gate_there_is_one_path():
-    assert [path.path for path in collect_recipes(OneLayer(make(gate=False))).layers] == ["value"]
+    assert [path.path for path in collect_coefficients(OneLayer(make(gate=False))).layers] == ["value"]

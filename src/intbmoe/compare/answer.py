@@ -1,4 +1,4 @@
-"""The five lines at the top of a report: what was compared, on what, what won, by how much, how sure.
+"""The five lines at the top of a comparison's page: what was compared, on what, what won, by how much, how sure.
 
 The rule is one a reader can check in the table: two contenders whose 95 % intervals overlap are tied. That is stricter
 than a test of their difference, which a table of many contenders needs. With one seed there is no interval, and
@@ -7,11 +7,10 @@ whatever is ahead is no claim.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from intbmoe.analysis.compare_report import format_metric
+from intbmoe.report.numbers import format_difference, format_metric
+from intbmoe.report.page import Answer, Verdict
 
-Verdict = Literal["win", "tie", "no claim", "one run"]
 MOST_NAMED, MOST_LISTED = 3, 13
 
 
@@ -29,7 +28,6 @@ class Contender:
 
     @property
     def seeds(self) -> int:
-        """How many runs there are of it."""
         return len(self.values)
 
 
@@ -45,17 +43,6 @@ class Question:
     """How long each was trained, in words."""
     left_out: int = 0
     """Runs that should be there and are not."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A headline and five lines, each with its name."""
-
-    verdict: Verdict
-    headline: str
-    lines: tuple[tuple[str, str], ...]
-    leaders: tuple[str, ...] = ()
-    """Titles of what won or is tied for it; nothing where there is no claim."""
 
 
 def answer_comparison(
@@ -133,7 +120,7 @@ def _below_floor(question: Question, best: Contender, floors: Mapping[str, Mappi
     }
     if not unbeaten:
         return ""
-    listed = name_list([f"{name} ({format_metric(metric, value, None)})" for name, value in unbeaten.items()])
+    listed = name_list([f"{name} ({format_metric(metric, value)})" for name, value in unbeaten.items()])
     return f" It does not beat what needs no learning: {listed}."
 
 
@@ -144,27 +131,21 @@ def _how_much(question: Question, order: Sequence[Contender]) -> str:
     if best.mean == second.mean:
         return f"Not at all: the mean of {second.title} is the same."
     worst = order[-1]
-    text = f"{format_gap(question.metric, best, second)} over {second.title}, the next"
+    text = f"{_gap(question, best, second)} over {second.title}, the next"
     if worst is not second:
-        text += f"; {format_gap(question.metric, best, worst)} over {worst.title}, the last"
+        text += f"; {_gap(question, best, worst)} over {worst.title}, the last"
     return f"{text}.{_price(best, second)}"
 
 
-def format_gap(metric: str, one: Contender, other: Contender) -> str:
-    """The distance of two means, of accuracies in percentage points."""
-    gap = abs(one.mean - other.mean)
-    return f"{100 * gap:.2f} percentage points" if metric.startswith("accuracy") else f"{gap:.4f}"
+def _gap(question: Question, one: Contender, other: Contender) -> str:
+    return format_difference(question.metric, abs(one.mean - other.mean), "percentage points")
 
 
 def _price(best: Contender, second: Contender) -> str:
     if not (best.flops and second.flops and best.params and second.params):
         return ""
     flops, params = best.flops / second.flops, best.params / second.params
-    return f" It has {_times(flops)} the FLOPs and {_times(params)} the parameters of {second.title}."
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.3g} times"
+    return f" It has {flops:.3g} times the FLOPs and {params:.3g} times the parameters of {second.title}."
 
 
 def _how_sure(

@@ -1,8 +1,8 @@
 """Comparisons of small real runs, and comparisons made up by hand."""
 
-from intbmoe.analysis.compare import CompareOptions, confidence_interval, make_plan, summarise
-from intbmoe.analysis.report.comparison import Comparison
-from intbmoe.analysis.report.trace import sort_out
+from intbmoe.compare.plan import CompareOptions, make_plan, sort_out
+from intbmoe.compare.record import Comparison
+from intbmoe.compare.summary import confidence_interval, summarise
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 
@@ -15,7 +15,8 @@ def compare_runs(recipe, root):
     """What ``intbmoe compare`` has at its end."""
     plan = plan_of(recipe, root)
     sound, left_out = sort_out(plan.jobs)
-    return Comparison(plan, sound, summarise(sound), {}, left_out, "switch,intbmoe", "intbmoe compare digits")
+    rows = [summary.record() for summary in summarise(sound)]
+    return Comparison(plan, sound, rows, {}, left_out, "switch,intbmoe", "intbmoe compare digits")
 
 
 def made_up_row(title, label, *values, flops=1_000_000, method="switch", **more):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from intbmoe.analysis.compare import confidence_interval
-from intbmoe.analysis.report.answer import Contender, Question, answer_comparison, name_list
+from intbmoe.compare.answer import Contender, Question, answer_comparison, name_list
+from intbmoe.compare.summary import confidence_interval
 
 
 def question(metric="accuracy", higher=True, left_out=0):

@@ -1,6 +1,7 @@
-"""Pictures of a comparison, each drawn from its saved data alone."""
+"""Pictures of a comparison, each drawn from its records alone: the one beside the table, and those of the page."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -9,26 +10,21 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from intbmoe.analysis.drawing import Picture
 from intbmoe.registry import find_method
+from intbmoe.report.canvas import BLUE, GREY, GRID, LOAD_TITLES, Data, Picture, tidy
+from intbmoe.report.canvas import ORANGE as OWN
+from intbmoe.report.numbers import axis_scale, flops_unit
 
-Data = Mapping[str, Any]
-GRID, GREY, OWN = "#dddddd", "#777777", "#d55e00"
-COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#777777")
+COLOURS = (BLUE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", GREY)
 """Okabe and Ito's, but for yellow, which white swallows, and orange, which is IntBMoE's."""
-LINES, MARKERS = ("-", "--", ":"), ("o", "s", "D", "^", "v", "P", "X")
+LINES = ("-", "--", ":")
 FAMILIES = {
     "IntBMoE": (OWN, "*"),
-    "all experts take part": ("#0072b2", "s"),
+    "all experts take part": (BLUE, "s"),
     "few experts take part": ("#e69f00", "o"),
     "no experts": (GREY, "D"),
 }
-LOADS = {
-    "utilisation": "utilisation (1: all get tokens)",
-    "entropy": "entropy of the load (1: even)",
-    "worst_case": "largest load / mean load (1: even)",
-    "dropped": "share of assignments dropped",
-}
+"""The marker says again what the colour says."""
 AROUND = (
     *((9, 0, "left"), (-9, 0, "right"), (0, 11, "center"), (0, -11, "center")),
     *((8, 10, "left"), (8, -10, "left"), (-8, 10, "right"), (-8, -10, "right")),
@@ -48,23 +44,115 @@ def draw_comparison(data: Data, curves: Sequence[Data]) -> list[Picture]:
     return [*_draw_cost(data), *_draw_curves(data, curves), *_draw_load(curves), *_draw_sensitivity(data)]
 
 
-def percent(metric: str) -> tuple[float, str]:
-    """What a metric is multiplied with to be shown, and its unit."""
-    return (100, " (%)") if metric.startswith("accuracy") else (1, "")
+def _trained(rows: Sequence[Data]) -> list[Data]:
+    return [row for row in rows if row["mean"] is not None]
+
+
+def _family(row: Data) -> str:
+    if row["method"] == "intbmoe":
+        return "IntBMoE"
+    if row["method"] in ("dense", "swiglu"):
+        return "no experts"
+    full = find_method(row["method"]).participation == "dense"
+    return "all experts take part" if full else "few experts take part"
+
+
+def _add_legend(figure: Figure, rows: Sequence[Data]) -> None:
+    """Of the families that there are."""
+    shown = {name: style for name, style in FAMILIES.items() if any(_family(row) == name for row in rows)}
+    handles = [
+        Line2D([], [], color=colour, marker=marker, linestyle="", markersize=8, label=name)
+        for name, (colour, marker) in shown.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+
+
+# The table as a picture: how good, and at what cost, one line per variant, the best on top.
+
+
+def draw_table(rows: Sequence[Data], title: str, higher_is_better: bool, path: Path) -> Path:
+    """Save the picture: the metric with its interval on the left, FLOPs and parameters on the right."""
+    trained = sorted(_trained(rows), key=lambda row: row["mean"] if higher_is_better else -row["mean"])
+    figure = Figure(figsize=(11, 1.4 + 0.34 * len(trained)), layout="constrained")
+    metric, flops, params = figure.subplots(1, 3, sharey=True, width_ratios=(2.2, 1, 1))
+    factor, percent = axis_scale(trained[0]["metric"])
+    metric.set_xlim(*_draw_dots(metric, trained, factor))
+    metric.set_title(f"{trained[0]['metric']}{percent}", loc="left", fontsize=11)
+    unit, letter = flops_unit(row["flops"] for row in trained)
+    _draw_bars(flops, trained, "flops", unit, f"FLOPs of one example ({letter})")
+    _draw_precomposed(flops, trained, rows, unit)
+    _draw_bars(params, trained, "params", 1e6, "parameters (M)")
+    metric.set_yticks(range(len(trained)), [row["title"] for row in trained], fontsize=10)
+    for label, row in zip(metric.get_yticklabels(), trained, strict=True):
+        label.set_fontweight("bold" if row["label"] == "intbmoe" else "normal")
+    metric.set_ylim(-0.6, len(trained) - 0.4)
+    _add_legend(figure, trained)
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _draw_dots(axes: Axes, rows: Sequence[Data], factor: float) -> tuple[float, float]:
+    """Dots, not bars, because the axis does not begin at zero; returns its ends."""
+    low = min((row["mean"] - (row["interval_95"] or 0)) * factor for row in rows)
+    high = max((row["mean"] + (row["interval_95"] or 0)) * factor for row in rows)
+    reach = high - low or 0.1 * abs(high) or 1
+    start = low - 0.08 * reach
+    for place, row in enumerate(rows):
+        colour, marker = FAMILIES[_family(row)]
+        mean, interval = row["mean"] * factor, (row["interval_95"] or 0) * factor
+        axes.plot([start, mean], [place, place], color=GRID, linewidth=1, zorder=1)
+        if interval:
+            axes.plot([mean - interval, mean + interval], [place, place], color=colour, linewidth=2, alpha=0.6)
+        axes.plot(mean, place, color=colour, marker=marker, markersize=12 if marker == "*" else 7, zorder=3)
+        text = f"{mean:.2f}" if factor == 100 else f"{mean:.4f}"
+        axes.annotate(text, (mean + interval, place), (9, 0), textcoords="offset points", va="center", fontsize=9)
+    _tidy_rows(axes)
+    axes.grid(axis="x", color=GRID, linewidth=0.6)
+    return start, high + 0.2 * reach  # room for the last number
+
+
+def _draw_bars(axes: Axes, rows: Sequence[Data], column: str, unit: float, title: str) -> None:
+    values = [row[column] / unit for row in rows]
+    bars = axes.barh(
+        range(len(rows)), values, height=0.6, color=[FAMILIES[_family(row)][0] for row in rows], alpha=0.85
+    )
+    axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=3, fontsize=9)
+    axes.set_xlim(0, max(values) * 1.2)
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xticks([])
+    _tidy_rows(axes)
+
+
+def _draw_precomposed(axes: Axes, trained: Sequence[Data], rows: Sequence[Data], unit: float) -> None:
+    """The part of IntBMoE's FLOPs that stays when its blocks are composed beforehand."""
+    for row in rows:
+        if row["mean"] is None:
+            place = next(place for place, other in enumerate(trained) if other["label"] == row["label"])
+            value = row["flops"] / unit
+            axes.barh(place, value, height=0.6, color="none", edgecolor="white", hatch="////", linewidth=0)
+            look = {"textcoords": "offset points", "va": "top", "fontsize": 7}
+            axes.annotate(f"{value:.3g} precomposed", (0, place - 0.3), (1, -1), **look)
+
+
+def _tidy_rows(axes: Axes) -> None:
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_axisbelow(True)
 
 
 # The metric against what it costs.
 
 
 def _draw_cost(data: Data) -> list[Picture]:
-    rows = [row for row in data["rows"] if row["mean"] is not None]
+    rows = _trained(data["rows"])
     if len(rows) < 2:
         return []
-    factor, unit = percent(data["metric"])
-    flops = 1e9 if max(row["flops"] for row in rows) >= 1e9 else 1e6
+    factor, unit = axis_scale(data["metric"])
+    flops, letter = flops_unit(row["flops"] for row in rows)
     axes_of = (
         ("params", 1e6, "parameters (M)"),
-        ("flops", flops, f"FLOPs of one example ({'G' if flops == 1e9 else 'M'})"),
+        ("flops", flops, f"FLOPs of one example ({letter})"),
         ("seconds", 1, "training, seconds a run"),
     )
     figure = Figure(figsize=(11, 4.6), layout="constrained")
@@ -80,14 +168,9 @@ def _draw_cost(data: Data) -> list[Picture]:
         axes.margins(0.16, 0.1)
         axes.set_xlabel(title, fontsize=10)
         axes.grid(color=GRID, linewidth=0.6)
-        _tidy(axes)
+        tidy(axes, 8.5)
     panels[0].set_ylabel(f"{data['metric']}{unit}", fontsize=10)
-    shown = [family for family in FAMILIES if any(_family(row) == family for row in rows)]
-    handles = [
-        Line2D([], [], color=FAMILIES[name][0], marker=FAMILIES[name][1], linestyle="", markersize=8, label=name)
-        for name in shown
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    _add_legend(figure, rows)
     figure.get_layout_engine().execute(figure)  # labels need to know where points are
     first = sorted(rows, key=lambda row: row["label"] != row["method"])  # methods get names before their variants
     for axes, (column, scale, _) in zip(panels, axes_of, strict=True):
@@ -110,15 +193,6 @@ def _point(axes: Axes, row: Data, value: float, factor: float) -> None:
         axes.errorbar(value, row["mean"] * factor, yerr=reach, color=colour, linewidth=1.5, alpha=0.55, zorder=2)
     size = 14 if marker == "*" else 7
     axes.plot(value, row["mean"] * factor, color=colour, marker=marker, markersize=size, zorder=3)
-
-
-def _family(row: Data) -> str:
-    if row["method"] == "intbmoe":
-        return "IntBMoE"
-    if row["method"] in ("dense", "swiglu"):
-        return "no experts"
-    full = find_method(row["method"]).participation == "dense"
-    return "all experts take part" if full else "few experts take part"
 
 
 def _undominated(data: Data, rows: Sequence[Data]) -> str:
@@ -174,7 +248,7 @@ def _draw_curves(data: Data, curves: Sequence[Data]) -> list[Picture]:
 
 def _draw_load(curves: Sequence[Data]) -> list[Picture]:
     dropping = any(c["name"] == "dropped" and any(c["values"]) for c in curves)
-    wanted = [("train", name, title) for name, title in LOADS.items() if name != "dropped" or dropping]
+    wanted = [("train", name, title) for name, title in LOAD_TITLES.items() if name != "dropped" or dropping]
     found = _draw_over_training(curves, wanted)
     if found is None:
         return []
@@ -214,7 +288,7 @@ def _draw_over_training(curves: Sequence[Data], wanted: Sequence[tuple[str, str,
         axes.set_xlim(0, 1.03 * max(step for curve in curves for step in curve["steps"]))
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.grid(axis="y", color=GRID, linewidth=0.6)
-        _tidy(axes)
+        tidy(axes, 8.5)
     handles = [Line2D([], [], linewidth=2, label=title, **_style(label, every)) for label, title in titles.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9, handlelength=2.6)
     return figure
@@ -241,17 +315,17 @@ def _draw_sensitivity(data: Data) -> list[Picture]:
     grids = {name: points for name, points in grids.items() if len(points) > 1}
     if not grids:
         return []
-    factor, unit = percent(data["metric"])
+    factor, unit = axis_scale(data["metric"])
     figure = Figure(figsize=(max(5.0, 2.9 * len(grids)), 3.3), layout="constrained")
     panels = figure.subplots(1, len(grids), sharey=True, squeeze=False)[0]
     for axes, (name, points) in zip(panels, grids.items(), strict=True):
         places = range(len(points))
         means = [row["mean"] * factor for _, row in points]
-        axes.plot(places, means, color="#0072b2", marker="o", markersize=5, linewidth=1.5, zorder=2)
+        axes.plot(places, means, color=BLUE, marker="o", markersize=5, linewidth=1.5, zorder=2)
         for place, (_, row) in zip(places, points, strict=True):
             if row["interval_95"]:
                 reach = row["interval_95"] * factor
-                axes.errorbar(place, row["mean"] * factor, yerr=reach, color="#0072b2", linewidth=1.2, alpha=0.5)
+                axes.errorbar(place, row["mean"] * factor, yerr=reach, color=BLUE, linewidth=1.2, alpha=0.5)
             if row["label"] == "intbmoe":
                 axes.axhline(row["mean"] * factor, color=GREY, linewidth=1, zorder=1)
                 axes.plot(place, row["mean"] * factor, color=OWN, marker="*", markersize=14, zorder=3)
@@ -259,7 +333,7 @@ def _draw_sensitivity(data: Data) -> list[Picture]:
         axes.set_xlabel(GRID_TITLES[name], fontsize=10)
         axes.grid(axis="y", color=GRID, linewidth=0.6)
         axes.margins(0.1, 0.12)
-        _tidy(axes)
+        tidy(axes, 8.5)
     panels[0].set_ylabel(f"{data['metric']}{unit}", fontsize=10)
     see = " ".join(_told_grid(data, name, points) for name, points in grids.items())
     how = (
@@ -272,13 +346,7 @@ def _draw_sensitivity(data: Data) -> list[Picture]:
 
 def _told_grid(data: Data, name: str, points: Sequence[tuple[float, Data]]) -> str:
     best = (max if data["higher_is_better"] else min)(points, key=lambda point: point[1]["mean"])
-    factor, _ = percent(data["metric"])
+    factor, _ = axis_scale(data["metric"])
     means = [row["mean"] * factor for _, row in points]
     digits, unit = (2, " points") if factor == 100 else (4, "")
     return f"{name}: best at {best[0]:g}, all within {max(means) - min(means):.{digits}f}{unit}."
-
-
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8.5)
-    axes.set_axisbelow(True)

@@ -12,7 +12,7 @@ from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from intbmoe.analysis.drawing.canvas import layer_title, shade
+from intbmoe.report.canvas import layer_title, shade
 
 LEGEND_INCHES = 0.85
 """Width of one entry."""

@@ -4,10 +4,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from intbmoe.analysis.drawing.canvas import Data, Picture, colour_bar, heat_map, layer_title
+from intbmoe.report.canvas import Data, Picture, colour_bar, heat_map, layer_title
 
 
-def draw_recipes(data: Data) -> list[Picture]:
+def draw_coefficients(data: Data) -> list[Picture]:
     """Blocks by bases, a column of panels for each layer, a row for each path."""
     layers = list(dict.fromkeys(found["layer"] for found in data["layers"]))
     paths = list(dict.fromkeys(found["path"] for found in data["layers"]))
@@ -34,7 +34,7 @@ def draw_recipes(data: Data) -> list[Picture]:
         if by_place[path, layers[0]]["mean_cosine"] is not None
     ]
     see = (
-        "Rows that look alike are blocks composed alike (cosine 1: the same recipe, 0: nothing in common). "
+        "Rows that look alike are blocks composed alike (cosine 1: the same coefficients, 0: nothing in common). "
         "Red: the base is added, blue: subtracted. Mean cosine by layer, first to last: "
         f"{'; '.join(means) or 'one block only'}."
     )
@@ -42,4 +42,4 @@ def draw_recipes(data: Data) -> list[Picture]:
         "The coefficients that the hypernetwork gives each block, each block's row divided by its length. "
         "The cosine is the mean over all pairs of blocks."
     )
-    return [Picture("recipes", "How each block is composed", see, how, figure)]
+    return [Picture("coefficients", "How each block is composed", see, how, figure)]

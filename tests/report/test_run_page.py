@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from intbmoe.analysis.report.images import LARGEST_SVG, read_image
-from intbmoe.analysis.report.page import Figure
-from intbmoe.analysis.report.run_report import answer_run, layer_table, run_page, theme_of, write_run_report
+from intbmoe.analysis.page import answer_run, layer_table, run_page, theme_of
+from intbmoe.report.images import LARGEST_SVG, read_image
+from intbmoe.report.page import Figure, write_page
 
 PIXEL = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000960000004b0806000000"  # 150 by 75 pixels, as far as its head says
@@ -60,7 +60,7 @@ def test_a_part_and_a_picture_that_nobody_knows_appear_by_themselves(folder):
     assert [column.title for column in layers.columns] == ["layer", "wind"]
     assert [[cell.value for cell in row] for row in numbers.rows] == [["a", 3.5], ["b", None]]
     assert sections["left-out"].blocks[0].items == [("Tides:", "no sea.")]
-    assert "By looking." in write_run_report(folder).read_text()
+    assert "By looking." in write_page(folder, run_page(folder)).read_text()
 
 
 def test_what_begins_alike_stands_together():

@@ -5,26 +5,29 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from intbmoe.analysis.compare_report import file_stem, floor_cells, format_metric
-from intbmoe.analysis.report.answer import Answer, Contender, Question, answer_comparison
-from intbmoe.analysis.report.comparison import ABLATIONS, Comparison, collect
-from intbmoe.analysis.report.images import read_image
-from intbmoe.analysis.report.page import Cell, Column, Figure, Notice, Page, Section, Span, Table, render
-from intbmoe.analysis.report.run_report import NAME, NOTHING, trained_for
+from intbmoe.compare.answer import Contender, Question, answer_comparison
+from intbmoe.compare.record import ABLATIONS, Comparison, collect
+from intbmoe.compare.table import (
+    SHARES,
+    anchor,
+    file_stem,
+    floors_table,
+    number_cell,
+    other_metric_cell,
+    results_table,
+)
+from intbmoe.report.numbers import NOTHING, format_difference, format_metric
+from intbmoe.report.page import Answer, Figure, Notice, Page, Section, read_figure, write_page
+from intbmoe.report.tables import Cell, Column, Table
+from intbmoe.report.trace import trained_for
 from intbmoe.train.files import read_json, replace_file, to_json
-from intbmoe.version import program_version
 
 DIGEST = 12
 """Digits of a SHA-256 that are shown; the data has all."""
 Data = Mapping[str, Any]
-SHARES = {
-    "participation": "how many experts contribute to a token's output",
-    "execution": "how many experts or blocks are computed for a token",
-    "materialization": "how many expert-sized weight sets are merged from experts",
-}
 
 
-def write_comparison_report(comparison: Comparison) -> Path:
+def write_comparison_page(comparison: Comparison) -> Path:
     """Save the comparison's data, draw its pictures and make its page; returns the page's path."""
     folder = comparison.plan.folder / file_stem(comparison.methods)  # of its own, as its tables have their names
     data = folder / "data"
@@ -43,33 +46,21 @@ def redraw_comparison(folder: str | Path) -> Path:
     for old in pictures.iterdir():  # of an earlier comparison, which had other parts
         old.unlink()
     if find_spec("matplotlib") is not None:
-        from intbmoe.analysis.drawing import FORMATS
-        from intbmoe.analysis.report.comparison_pictures import draw_comparison
+        from intbmoe.compare.pictures import draw_comparison  # an optional dependency
+        from intbmoe.report.canvas import save_pictures
 
-        curves = read_json(folder / "data" / "curves.json")["curves"]
-        for picture in draw_comparison(data, curves):
-            for form in FORMATS:
-                (pictures / f"{picture.name}.{form}").write_bytes(picture.content(form))
-            (pictures / f"{picture.name}.json").write_bytes(to_json(picture.caption()))
-    path = folder / NAME
-    replace_file(path, render(comparison_page(data, pictures)).encode())
-    return path
+        save_pictures(draw_comparison(data, read_json(folder / "data" / "curves.json")["curves"]), pictures)
+    return write_page(folder, comparison_page(data, pictures))
 
 
 def comparison_page(data: Data, pictures: Path) -> Page:
     """The page; parts without runs or pictures are not on it."""
-    figures = {path.stem: _figure(path) for path in sorted(pictures.glob("*.json"))}
+    figures = {path.stem: read_figure(path, "data/") for path in sorted(pictures.glob("*.json"))}
     answer = _answer(data)
-    sections = [
-        _results(data, answer.leaders),
-        _part("cost", figures),
-        _part("curves", figures),
-        _part("load", figures),
-    ]
-    sections += [_part("sensitivity", figures), _ablations(data), _floors(data), _left_out(data, figures), _runs(data)]
+    sections = [_results(data, answer.leaders), *(_part(name, figures) for name in LEADS)]
+    sections += [_ablations(data), _floors(data), _left_out(data, figures), _runs(data)]
     overline = f"intbmoe compare · {data['recipe']} · --methods {data['methods']}"
-    footer = f"Made by intbmoe {program_version()} from data/ and pictures/ beside this page; it loads nothing else."
-    return Page(overline, answer, [section for section in sections if section is not None], footer)
+    return Page(overline, answer, [section for section in sections if section is not None])
 
 
 def _answer(data: Data) -> Answer:
@@ -109,48 +100,17 @@ def _part(name: str, figures: Mapping[str, Figure]) -> Section | None:
     return Section(*LEADS[name], [figures[name]]) if name in figures else None
 
 
-def _figure(path: Path) -> Figure:
-    caption, image = read_json(path), read_image(path.parent, path.stem)
-    if image is None:
-        raise FileNotFoundError(f"{path} is the caption of a picture that is not there")
-    source = f"pictures/{path.stem}.svg, data/"
-    return Figure(caption["title"], caption["see"], caption["how"], image, source)
-
-
 def _results(data: Data, leaders: Sequence[str]) -> Section:
     sign = -1 if data["higher_is_better"] else 1
     rows = sorted(data["rows"], key=lambda row: (row["mean"] is None, sign * (row["mean"] or 0)))
-    unit, letter = (1e9, "G") if max(row["flops"] for row in rows) >= 1e9 else (1e6, "M")
-    others = [name for name in (_trained(data)[0]["metrics"]) if name != data["metric"]]
-    columns = [
-        Column("Method", numeric=False),
-        Column(data["metric"], sorted="descending" if data["higher_is_better"] else "ascending"),
-        *(Column(name.capitalize(), hint=hint) for name, hint in SHARES.items()),
-        Column("Params (M)"),
-        Column("Activated (M)", hint="parameters that one token uses"),
-        Column(f"FLOPs ({letter})", hint="of one example by itself, without attention's score and value products"),
-        Column("Seconds", hint="measured time of one training run"),
-        *(Column(name) for name in others),
-    ]
-    scale = _scale(_trained(data))
-    cells = [
-        [
-            Cell(row["title"], row["title"], href=f"#run-{_anchor(row['label'])}"),
-            _metric_cell(row, scale),
-            *(_share_cell(row, name) for name in SHARES),
-            _number(row["params"] / 1e6, 3),
-            _number(row["activated"] / 1e6, 3, "~" if row["active_experts"] is not None else ""),
-            _number(row["flops"] / unit, 3, "~" if row["active_experts"] is not None else ""),
-            _number(row["seconds"], 1),
-            *(_other_metric(row, name) for name in others),
-        ]
-        for row in rows
-    ]
-    marked = frozenset(index for index, row in enumerate(rows) if row["title"] in leaders)
-    title = f"{data['metric']} on the test split, and what it takes"
-    lead = "Click a heading to sort by it. A method's name leads to its runs."
-    table = Table(title, columns, cells, notes=_result_notes(data, leaders), marked=marked)
-    return Section("results", "Results", lead, [table])
+    table = results_table(
+        rows,
+        f"{data['metric']} on the test split, and what it takes",
+        "descending" if data["higher_is_better"] else "ascending",
+        notes=_result_notes(data, leaders),
+        marked=frozenset(index for index, row in enumerate(rows) if row["title"] in leaders),
+    )
+    return Section("results", "Results", "Click a heading to sort by it. A method's name leads to its runs.", [table])
 
 
 def _result_notes(data: Data, leaders: Sequence[str]) -> list[str]:
@@ -176,45 +136,6 @@ def _result_notes(data: Data, leaders: Sequence[str]) -> list[str]:
     return notes
 
 
-def _scale(rows: Sequence[Data]) -> tuple[float, float]:
-    """The ends of the common axis."""
-    low = min(min(row["mean"] - (row["interval_95"] or 0), *row["values"]) for row in rows)
-    high = max(max(row["mean"] + (row["interval_95"] or 0), *row["values"]) for row in rows)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
-
-
-def _metric_cell(row: Data, scale: tuple[float, float]) -> Cell:
-    if row["mean"] is None:
-        return Cell(NOTHING)
-    low, high = scale
-    place = [
-        0.04 + 0.92 * (value - low) / (high - low)
-        for value in (row["mean"], row["mean"] - (row["interval_95"] or 0), row["mean"] + (row["interval_95"] or 0))
-    ]
-    points = tuple(0.04 + 0.92 * (value - low) / (high - low) for value in row["values"])
-    span = Span(*place, points if len(points) > 1 else ())
-    return Cell(format_metric(row["metric"], row["mean"], row["interval_95"]), row["mean"], span=span)
-
-
-def _share_cell(row: Data, name: str) -> Cell:
-    value = row[name]
-    decided = row["active_experts"] is not None and name != "materialization"
-    return Cell(f"~{value:.2f}" if decided else f"{value:g}", value)
-
-
-def _other_metric(row: Data, name: str) -> Cell:
-    found = row["metrics"].get(name)
-    if not found:
-        return Cell(NOTHING)
-    whole = format_metric(name, found["mean"], found["interval_95"])
-    mean, _, reach = whole.partition(" ± ")
-    return Cell(mean, found["mean"], small=f"± {reach}" if reach else None)
-
-
-def _number(value: float | None, digits: int, before: str = "") -> Cell:
-    return Cell(NOTHING) if value is None else Cell(f"{before}{value:,.{digits}f}", value)
-
-
 def _ablations(data: Data) -> Section | None:
     """The paper's tables: every metric of the full model and of each ablation, and the distance of the two."""
     rows = {row["label"]: row for row in _trained(data)}
@@ -227,8 +148,9 @@ def _ablations(data: Data) -> Section | None:
     for one in variants:
         row = rows[one["label"]]
         title = one["title"].rpartition(", ")[2] if row is not full else "full"
-        name = Cell(title, title, href=f"#run-{_anchor(row['label'])}")
-        cells.append([name, *(_other_metric(row, metric) for metric in metrics), _number(row["params"] / 1e6, 3)])
+        name = Cell(title, title, href=f"#run-{anchor(row['label'])}")
+        found = (other_metric_cell(row, metric) for metric in metrics)
+        cells.append([name, *found, number_cell(row["params"] / 1e6, 3)])
         if full is not None and row is not full:
             differences.append([name, *(_difference(row, full, metric) for metric in metrics)])
     columns = [Column("Variant", numeric=False), *(Column(name) for name in metrics)]
@@ -248,24 +170,14 @@ def _difference(row: Data, full: Data, metric: str) -> Cell:
     if metric not in row["metrics"] or metric not in full["metrics"]:
         return Cell(NOTHING)
     gap = row["metrics"][metric]["mean"] - full["metrics"][metric]["mean"]
-    text = f"{100 * gap:+.2f} points" if metric.startswith("accuracy") else f"{gap:+.4f}"
-    return Cell(text.replace("-", "−"), gap)
+    return Cell(format_difference(metric, gap, "points", sign="+"), gap)
 
 
 def _floors(data: Data) -> Section | None:
     if not data["floors"]:
         return None
-    header, rows = floor_cells(data["floors"])
-    columns = [Column(header[0], numeric=False), *(Column(name) for name in header[1:])]
-    cells = [
-        [
-            Cell(row[0], row[0]),
-            *(Cell(text, data["floors"][row[0]].get(name)) for name, text in zip(header[1:], row[1:], strict=True)),
-        ]
-        for row in rows
-    ]
     lead = "What needs no learning. A method that does not beat these has learned nothing."
-    return Section("floors", "Floors", lead, [Table("Floors, on the test split", columns, cells)])
+    return Section("floors", "Floors", lead, [floors_table(data["floors"], "Floors, on the test split")])
 
 
 def _left_out(data: Data, figures: Mapping[str, Figure]) -> Section | None:
@@ -297,8 +209,8 @@ def _runs(data: Data) -> Section:
             [
                 Cell(run["title"], run["title"], href=run["link"], small=run["path"]),
                 Cell(str(run["seed"]), run["seed"]),
-                Cell(format_metric(metric, run["test"][metric], None), run["test"][metric]),
-                _number(run["seconds"], 1),
+                Cell(format_metric(metric, run["test"][metric]), run["test"][metric]),
+                number_cell(run["seconds"], 1),
                 Cell(run["config_sha256"][:DIGEST], run["config_sha256"], code=True),
                 Cell(run["model_sha256"][:DIGEST], run["model_sha256"], code=True),
                 Cell(where or NOTHING, where or None),
@@ -307,7 +219,7 @@ def _runs(data: Data) -> Section:
         )
         first = run["label"] not in seen
         seen.add(run["label"])
-        anchors.append(f"run-{_anchor(run['label'])}" + ("" if first else f"-{run['seed']}"))
+        anchors.append(f"run-{anchor(run['label'])}" + ("" if first else f"-{run['seed']}"))
     notes = [
         "Settings and Model: the beginning of the SHA-256 of config.yaml and of model.safetensors in the run's folder; "
         "data/comparison.json has them whole, with every digit of every number here.",
@@ -315,10 +227,3 @@ def _runs(data: Data) -> Section:
     ]
     table = Table("Every run", columns, cells, notes=notes, anchors=anchors)
     return Section("runs", "Where this comes from", "Each number above is made of these runs.", [table])
-
-
-def _anchor(label: str) -> str:
-    """Fit for an id and a link to it; different labels give different anchors."""
-    return "".join(
-        char if char.isascii() and (char.isalnum() or char in "-_") else f".{ord(char):x}." for char in label
-    )

@@ -9,14 +9,16 @@ import pytest
 import torch
 from made_up_comparison import HOSTILE, compare_runs, made_up, made_up_curves, made_up_row, plan_of
 
-from intbmoe.analysis.compare import CompareOptions, shares_of
-from intbmoe.analysis.compare_report import compare, file_stem
-from intbmoe.analysis.report import trace
-from intbmoe.analysis.report.comparison import collect, thin
-from intbmoe.analysis.report.comparison_pictures import draw_comparison
-from intbmoe.analysis.report.comparison_report import comparison_page, redraw_comparison, write_comparison_report
-from intbmoe.analysis.report.page import render
-from intbmoe.analysis.report.trace import find_flaw, sort_out, trace_run
+from intbmoe.compare.compare import compare
+from intbmoe.compare.page import comparison_page, redraw_comparison, write_comparison_page
+from intbmoe.compare.pictures import draw_comparison
+from intbmoe.compare.plan import CompareOptions, sort_out
+from intbmoe.compare.record import collect, thin
+from intbmoe.compare.summary import shares_of
+from intbmoe.compare.table import file_stem
+from intbmoe.report import trace
+from intbmoe.report.page import render
+from intbmoe.report.trace import find_flaw, trace_run
 from intbmoe.train import RunDirectory, environment, load, train
 from intbmoe.train.files import digest
 
@@ -44,7 +46,7 @@ def runs(trained, tmp_path):
 def compared(small_recipe, trained):
     """The comparison of the real runs, its report written."""
     comparison = compare_runs(small_recipe, trained)
-    write_comparison_report(comparison)
+    write_comparison_page(comparison)
     return comparison
 
 

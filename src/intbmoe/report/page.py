@@ -9,62 +9,27 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, Literal
 
-from intbmoe.analysis.report.answer import Answer
-from intbmoe.analysis.report.images import Image
+from intbmoe.report.images import Image, read_image
+from intbmoe.report.tables import Cell, Table
+from intbmoe.train.files import read_json, replace_file
+from intbmoe.version import program_version
 
-
-@dataclass(frozen=True)
-class Span:
-    """A mean, its interval and its single values on an axis from 0 to 1, drawn into a cell."""
-
-    mean: float
-    low: float
-    high: float
-    points: tuple[float, ...]
+NAME = "report.html"
+Verdict = Literal["win", "tie", "no claim", "one run"]
 
 
 @dataclass(frozen=True)
-class Cell:
-    """What stands in a table, and what it is sorted by."""
+class Answer:
+    """What stands at the top of a page: a headline and five lines, each with its name."""
 
-    text: str
-    value: float | str | None = None
-    """None for what has no place in an order: such rows stay at the end, whatever the order."""
-    href: str | None = None
-    span: Span | None = None
-    small: str | None = None
-    """A second line, in small print."""
-    code: bool = False
-
-
-@dataclass(frozen=True)
-class Column:
-    """A heading that sorts."""
-
-    title: str
-    numeric: bool = True
-    hint: str | None = None
-    sorted: str | None = None
-    """"ascending" or "descending", if the rows come in the order of this column."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows under headings that sort."""
-
-    kind: ClassVar[str] = "table"
-    title: str
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[Cell]]
-    notes: Sequence[str] = ()
-    marked: frozenset[int] = frozenset()
-    """Rows that stand out."""
-    anchors: Sequence[str] = ()
-    """An id for each row, for links to it."""
-    folded: bool = False
-    """Shown on request only."""
+    verdict: Verdict
+    headline: str
+    lines: tuple[tuple[str, str], ...]
+    leaders: tuple[str, ...] = ()
+    """Titles of what won or is tied for it; nothing where there is no claim."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +78,22 @@ class Page:
     overline: str
     answer: Answer
     sections: Sequence[Section]
-    footer: str
+
+
+def read_figure(caption: Path, data: str) -> Figure:
+    """The picture that a caption's file stands beside; ``data`` names the files it was drawn from."""
+    words, image = read_json(caption), read_image(caption.parent, caption.stem)
+    if image is None:
+        raise FileNotFoundError(f"{caption} is the caption of a picture that is not there")
+    source = ", ".join(part for part in (f"pictures/{caption.stem}.svg", data) if part)
+    return Figure(words["title"], words["see"], words["how"], image, source)
+
+
+def write_page(folder: Path, page: Page) -> Path:
+    """Write report.html into ``folder``, beside its data and pictures; returns its path."""
+    path = folder / NAME
+    replace_file(path, render(page).encode())
+    return path
 
 
 def render(page: Page) -> str:
@@ -122,10 +102,14 @@ def render(page: Page) -> str:
         from jinja2 import Environment, StrictUndefined
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("reports are made with jinja2: pip install 'intbmoe[plots]'") from error
-    folder = files("intbmoe.analysis.report")
+    folder = files("intbmoe.report")
     parts = {name: (folder / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     allowed = base64.b64encode(hashlib.sha256(parts["js"].encode()).digest()).decode()
     return environment.from_string(parts["html"]).render(
-        page=page, css=parts["css"], script=parts["js"], script_hash=f"sha256-{allowed}"
+        page=page,
+        footer=f"Made by intbmoe {program_version()} from data/ and pictures/ beside this page; it loads nothing else.",
+        css=parts["css"],
+        script=parts["js"],
+        script_hash=f"sha256-{allowed}",
     )

@@ -8,9 +8,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from intbmoe.analysis import compare_jobs
-from intbmoe.analysis.compare import CompareOptions, make_plan
-from intbmoe.analysis.compare_jobs import run_jobs, threads
+from intbmoe.compare import jobs
+from intbmoe.compare.jobs import run_jobs, threads
+from intbmoe.compare.plan import CompareOptions, make_plan
 from intbmoe.recipes import load_recipe
 from intbmoe.train.parent import STARTED_BY
 from lock_holder import locked_by_another
@@ -24,8 +24,8 @@ def plan(tmp_path, monkeypatch):
     def fail(command, **settings):
         return popen(["sh", "-c", f'echo "started by ${STARTED_BY}, threads $OMP_NUM_THREADS"; exit 3'], **settings)
 
-    monkeypatch.setattr(compare_jobs.subprocess, "Popen", fail)
-    monkeypatch.setattr(compare_jobs, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(jobs.subprocess, "Popen", fail)
+    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.05)
     return make_plan(load_recipe("digits"), CompareOptions(methods="dense", root=tmp_path))
 
 
@@ -36,7 +36,7 @@ def start(plan):
 
 
 def test_threads_are_the_share_of_the_cores_and_no_more_than_asked_for(plan, monkeypatch):
-    monkeypatch.setattr(compare_jobs, "cores", lambda: 8)
+    monkeypatch.setattr(jobs, "cores", lambda: 8)
     for wanted, found in (("1", 1), ("3", 3), ("64", 4), ("2,1", 2), ("", 4), ("0", 4), ("many", 4)):
         monkeypatch.setenv("OMP_NUM_THREADS", wanted)
         assert threads(jobs=2) == found

@@ -1,13 +1,13 @@
-"""What a comparison's report shows, as data: rows, runs with their traces, curves, sets, what is left out."""
+"""What a comparison's page shows, as data: rows, runs with their traces, curves, sets, what is left out."""
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from intbmoe.analysis.compare import Job, Plan, Summary, confidence_interval
-from intbmoe.analysis.report.trace import trace_run
+from intbmoe.compare.plan import Job, Plan
 from intbmoe.recipes.sets import SETS
+from intbmoe.report.trace import trace_run
 from intbmoe.tasks import find_task
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.metrics import LOAD_RATIOS
@@ -24,11 +24,12 @@ class Comparison:
 
     plan: Plan
     sound: Sequence[Job]
-    summaries: Sequence[Summary]
+    rows: Sequence[Mapping[str, Any]]
+    """Of ``Summary.record``."""
     floors: Mapping[str, Mapping[str, float]]
     left_out: Sequence[Mapping[str, str]]
     methods: str
-    """What --methods was."""
+    """As ``--methods`` named them."""
     command: str
 
 
@@ -48,28 +49,12 @@ def _describe(comparison: Comparison) -> dict[str, Any]:
         "higher_is_better": task.higher_is_better,
         "methods": comparison.methods,
         "command": comparison.command,
-        "rows": [_row(summary) for summary in comparison.summaries],
+        "rows": [{key: row[key] for key in row if key != "results"} for row in comparison.rows],
         "sets": _sets(plan.recipe, comparison.methods),
         "floors": {name: dict(values) for name, values in comparison.floors.items()},
         "runs": [_run(job, plan) for job in comparison.sound],
         "left_out": [*comparison.left_out, *refused],
     }
-
-
-def _row(summary: Summary) -> dict[str, Any]:
-    """A summary, with all metrics of the test split in place of whole results."""
-    record = summary.as_dict()
-    results = record.pop("results")
-    tests = [result["test"] for result in results]
-    names = [name for name in (tests[0] if tests else {}) if all(name in test for test in tests)]
-    record["metrics"] = {
-        name: {
-            "mean": sum(test[name] for test in tests) / len(tests),
-            "interval_95": confidence_interval([test[name] for test in tests]),
-        }
-        for name in names
-    }
-    return record
 
 
 def _run(job: Job, plan: Plan) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -12,6 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+from intbmoe.train.files import to_json
+
 # Okabe and Ito's colours, told apart also by those who see fewer.
 BLUE, ORANGE, GREY, GRID = "#0072b2", "#d55e00", "#777777", "#dddddd"
 EIGHT = (BLUE, "#e69f00", "#009e73", "#cc79a7", "#56b4e9", ORANGE, "#f0e442", "#999999")
@@ -19,6 +22,13 @@ SHADES = (0.0, -0.45, 0.5)
 """Of the eight colours, where there are more blocks: as they are, darker, lighter."""
 DIVERGING = "RdBu_r"
 FORMATS = ("png", "svg")
+LOAD_TITLES = {
+    "utilisation": "utilisation (1: all get tokens)",
+    "entropy": "entropy of the load (1: even)",
+    "worst_case": "largest load / mean load (1: even)",
+    "dropped": "share of assignments dropped",
+}
+"""Of panels that show a load over training."""
 
 Data = Mapping[str, Any]
 
@@ -48,6 +58,15 @@ class Picture:
         with matplotlib.rc_context({"svg.hashsalt": self.name}):
             self.figure.savefig(buffer, format=form, dpi=150, metadata=metadata)
         return buffer.getvalue()
+
+
+def save_pictures(pictures: Iterable[Picture], folder: Path) -> None:
+    """Each as PNG and SVG, with its caption as JSON."""
+    folder.mkdir(exist_ok=True)
+    for picture in pictures:
+        for form in FORMATS:
+            (folder / f"{picture.name}.{form}").write_bytes(picture.content(form))
+        (folder / f"{picture.name}.json").write_bytes(to_json(picture.caption()))
 
 
 def layer_title(name: str) -> str:
@@ -119,10 +138,10 @@ def ylabel(panels: Sequence[Axes], text: str) -> None:
             axes.set_ylabel(text, fontsize=9)
 
 
-def tidy(axes: Axes) -> None:
+def tidy(axes: Axes, size: float = 8) -> None:
     """No box, small numbers, grid below the data."""
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=size)
     axes.set_axisbelow(True)
 
 

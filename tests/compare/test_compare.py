@@ -14,29 +14,17 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+from scipy import stats
 
-from intbmoe.analysis.compare import (
-    CompareOptions,
-    active_experts,
-    choose_seeds,
-    confidence_interval,
-    make_plan,
-    summarise,
-)
-from intbmoe.analysis.compare_jobs import choose_jobs, cores, run_jobs
-from intbmoe.analysis.compare_report import (
-    cells,
-    file_stem,
-    floor_cells,
-    format_metric,
-    make_table,
-    notes,
-    what_next,
-    write_files,
-)
 from intbmoe.cli import main
+from intbmoe.compare.compare import what_next
+from intbmoe.compare.jobs import choose_jobs, cores, run_jobs
+from intbmoe.compare.plan import CompareOptions, choose_seeds, make_plan
+from intbmoe.compare.summary import active_experts, confidence_interval, summarise
+from intbmoe.compare.table import brief_table, file_stem, floors_table, write_files
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import find_variants
+from intbmoe.report.numbers import format_metric
 from intbmoe.tasks import make_task
 from intbmoe.train import load, train
 
@@ -116,7 +104,7 @@ def test_the_files_agree_with_the_runs(compared):
         assert record["values"] == values
         assert record["mean"] == pytest.approx(sum(values) / 2)
         # Two values: the half width is t(1) · |a − b| / 2.
-        assert record["interval_95"] == pytest.approx(12.706 * abs(values[0] - values[1]) / 2)
+        assert record["interval_95"] == pytest.approx(12.7062 * abs(values[0] - values[1]) / 2)
         text = f"{record['mean'] * 100:.2f} ± {record['interval_95'] * 100:.2f} %"
         assert text in output
         assert text in (results / "remoe+intbmoe.md").read_text()
@@ -217,13 +205,12 @@ def test_seeds_are_the_recipes_and_then_others():
 
 def test_intervals_by_students_t():
     assert confidence_interval([0.5]) is None
-    assert confidence_interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5)
+    assert confidence_interval([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / 3**0.5)
     assert confidence_interval([3.0] * 5) == 0
-    scipy = pytest.importorskip("scipy.stats")
     for number in (2, 7, 31, 32, 60):
         values = [float(index % 2) for index in range(number)]
-        expected = scipy.t.ppf(0.975, number - 1) * scipy.tstd(values) / number**0.5
-        assert confidence_interval(values) == pytest.approx(expected, rel=3e-4)
+        expected = stats.t.ppf(0.975, number - 1) * stats.tstd(values) / number**0.5
+        assert confidence_interval(values) == pytest.approx(expected, rel=1e-12)
 
 
 def test_side_by_side_as_cores_and_memory_allow(recipe, tmp_path):
@@ -237,10 +224,13 @@ def test_side_by_side_as_cores_and_memory_allow(recipe, tmp_path):
 def test_the_table_fits_into_80_columns(compared):
     folder, _ = compared
     recipe = load_run_recipe(folder, "intbmoe")
-    summaries = summarise(make_plan(recipe, CompareOptions(methods="intbmoe", seeds=2, root=folder / "runs")).jobs)
-    longest = replace(summaries[0], title="Switch Transformer", values=(0.9, 0.99))
+    plan = make_plan(recipe, CompareOptions(methods="intbmoe", seeds=2, root=folder / "runs"))
+    summaries = [summary.record() for summary in summarise(plan.jobs)]
+    values = [0.9, 0.99]
+    longest = {**summaries[0], "title": "Switch Transformer", "values": values, "mean": sum(values) / 2}
+    longest["interval_95"] = confidence_interval(values)
     console = Console(file=StringIO(), width=80)
-    console.print(make_table([longest, *summaries], "a title"))
+    console.print(brief_table([longest, *summaries], "a title", True).terminal(compact=True))
     shown = console.file.getvalue()
     assert "…" not in shown
     assert "94.50 ± 57.18 %" in shown
@@ -249,13 +239,12 @@ def test_the_table_fits_into_80_columns(compared):
 def test_a_table_says_what_it_is(compared, recipe, tmp_path):
     folder, _ = compared
     plan = make_plan(load_run_recipe(folder, "intbmoe"), CompareOptions(methods="intbmoe", root=folder / "runs"))
-    summaries = summarise(plan.jobs)
-    header, rows = cells(summaries)
-    assert header[:2] == ("Method", "accuracy")
-    assert [row[0] for row in rows] == ["IntBMoE", "IntBMoE, precomposed"]
-    assert "±" not in rows[0][1]
-    assert any("One seed, so no interval" in note for note in notes(summaries))
-    assert format_metric("loss", 1.23456, None) == "1.2346"
+    table = brief_table([summary.record() for summary in summarise(plan.jobs)], "a title", True)
+    assert [column.title for column in table.columns[:2]] == ["Method", "accuracy"]
+    assert [row[0].text for row in table.rows] == ["IntBMoE", "IntBMoE, precomposed"]
+    assert "±" not in table.rows[0][1].text
+    assert any("One seed, so no interval" in note for note in table.notes)
+    assert format_metric("loss", 1.23456) == "1.2346"
 
 
 def test_files_of_different_sets_have_different_names_also_where_case_does_not_count():
@@ -312,11 +301,12 @@ def test_variants_of_a_set_are_compared_like_methods(recipe, tmp_path):
 def test_floors_stand_under_the_table_and_in_the_files(compared, recipe, tmp_path):
     floors = {"popularity": {"HR@5": 0.25, "loss": 2.0}, "chance": {"HR@5": 0.05}}
     options = CompareOptions(methods="intbmoe", root=compared[0] / "runs")
-    summaries = summarise(make_plan(recipe, options).jobs)
-    header, rows = floor_cells(floors)
-    assert header == ("Floor", "HR@5", "loss")
-    assert rows == [("popularity", "0.2500", "2.0000"), ("chance", "0.0500", "–")]
-    paths = write_files(tmp_path, "all", summaries, "digits", floors)
+    rows = [summary.record() for summary in summarise(make_plan(recipe, options).jobs)]
+    table = floors_table(floors, "a title")
+    assert [column.title for column in table.columns] == ["Floor", "HR@5", "loss"]
+    texts = [[cell.text for cell in row] for row in table.rows]
+    assert texts == [["popularity", "0.2500", "2.0000"], ["chance", "0.0500", "–"]]
+    paths = write_files(tmp_path, "all", rows, "digits", True, floors)
     assert json.loads((tmp_path / "all.floors.json").read_text()) == floors
     assert "| popularity | 0.2500 | 2.0000 |" in (tmp_path / "all.md").read_text()
     assert tmp_path / "all.floors.json" in paths

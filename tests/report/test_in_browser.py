@@ -6,7 +6,7 @@ import shutil
 import pytest
 from made_up_comparison import HOSTILE, made_up, made_up_curves, made_up_row
 
-from intbmoe.analysis.report.comparison_report import redraw_comparison
+from intbmoe.compare.page import redraw_comparison
 
 CHROMIUM = shutil.which("chromium")
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 700}

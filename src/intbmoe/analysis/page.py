@@ -11,26 +11,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from intbmoe.analysis.compare_report import format_metric
-from intbmoe.analysis.report.answer import Answer
-from intbmoe.analysis.report.images import read_image
-from intbmoe.analysis.report.page import Cell, Column, Facts, Figure, Notice, Page, Section, Table, render
-from intbmoe.train.files import read_json, replace_file
-from intbmoe.version import program_version
+from intbmoe.report.numbers import NOTHING, format_metric
+from intbmoe.report.page import Answer, Facts, Notice, Page, Section, read_figure
+from intbmoe.report.tables import Cell, Table
+from intbmoe.report.trace import trained_for
+from intbmoe.train.files import read_json
 
-NAME = "report.html"
 MOST_ROWS = 300
 """Of a data table on the page; longer ones stay in their CSV file."""
-NOTHING = "–"
 THEMES = {
     "participation": ("Participation", "What does the model lose without one expert base?"),
     "routing": ("Routing", "Which tokens go where?"),
     "examples": ("Examples", "Where did each patch or token of single examples go?"),
-    "recipes": ("Recipes", "How is each block composed?"),
+    "coefficients": ("Coefficients", "How is each block composed?"),
     "load": ("Load", "How many tokens does each expert or block get, and how did that change over training?"),
     "cost": ("Cost", "What does inference take, and how does it grow with the experts?"),
     "training": ("Training", "How did loss and metric go?"),
 }
+SINGLE = (str, int, float)
 COLUMN_TITLES = {
     "active": "experts a token",
     "worst_case": "largest load / mean",
@@ -39,14 +37,6 @@ COLUMN_TITLES = {
     "factor_alone": "factor alone",
     "mean_cosine": "mean cosine",
 }
-
-
-def write_run_report(folder: str | Path) -> Path:
-    """Make report.html of an analysis from its data and pictures; returns its path."""
-    folder = Path(folder)
-    path = folder / NAME
-    replace_file(path, render(run_page(folder)).encode())
-    return path
 
 
 def run_page(folder: Path) -> Page:
@@ -65,8 +55,7 @@ def run_page(folder: Path) -> Page:
         sections.append(Section("left-out", "Left out", lead, [Notice(items)]))
     sections.append(_source(summary))
     overline = f"intbmoe analyse · {summary['recipe']}/{summary['label']}/{summary['seed']}"
-    footer = f"Made by intbmoe {program_version()} from data/ and pictures/ beside this page; it loads nothing else."
-    return Page(overline, answer_run(summary, parts), sections, footer)
+    return Page(overline, answer_run(summary, parts), sections)
 
 
 def theme_of(name: str) -> str:
@@ -78,7 +67,7 @@ def answer_run(summary: Mapping[str, Any], parts: Mapping[str, Any]) -> Answer:
     """Five lines on a single run."""
     metric = summary["metric"]
     better = "higher" if summary["higher_is_better"] else "lower"
-    others = [f"{name} {format_metric(name, value, None)}" for name, value in summary["test"].items() if name != metric]
+    others = [f"{name} {format_metric(name, value)}" for name, value in summary["test"].items() if name != metric]
     also = f" Also {', '.join(others)}." if others else ""
     share = f"{summary['examples']} of {summary['examples_of_split']}"
     inside = [text for text in (_told_participation(parts), _told_load(parts)) if text]
@@ -90,8 +79,7 @@ def answer_run(summary: Mapping[str, Any], parts: Mapping[str, Any]) -> Answer:
         ),
         (
             "Result",
-            f"{metric} {format_metric(metric, summary['test'][metric], None)} on the test split, {better} is better."
-            f"{also}",
+            f"{metric} {format_metric(metric, summary['test'][metric])} on the test split, {better} is better.{also}",
         ),
         ("Inside", " ".join(inside) or "This method has nothing to choose or to compose: its curves are below."),
         ("How sure", "One seed says nothing about the method; intbmoe compare with --seeds 3 gives intervals."),
@@ -123,13 +111,7 @@ def _section(folder: Path, theme: str, parts: Mapping[str, Any], captions: Seque
     title, question = THEMES.get(theme, (theme.capitalize(), ""))
     own = [part for part in parts if theme_of(part) == theme]
     source = ", ".join(f"data/{part}.json" for part in own)
-    blocks: list[Any] = []
-    for path in captions:
-        image = read_image(path.parent, path.stem) if theme_of(path.stem) == theme else None
-        if image is not None:
-            caption = read_json(path)
-            files = ", ".join(part for part in (f"pictures/{path.stem}.svg", source) if part)
-            blocks.append(Figure(caption["title"], caption["see"], caption["how"], image, files))
+    blocks: list[Any] = [read_figure(path, source) for path in captions if theme_of(path.stem) == theme]
     for part in own:
         layers = parts[part].get("layers")
         if isinstance(layers, list) and layers and all(isinstance(layer, dict) for layer in layers):
@@ -142,30 +124,13 @@ def _section(folder: Path, theme: str, parts: Mapping[str, Any], captions: Seque
 
 def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table | None:
     """What a part says of each layer in single numbers; None if it says nothing but the layer's name."""
-    names = list(dict.fromkeys(name for layer in layers for name, value in layer.items() if _is_single(value)))
-    columns = [Column(COLUMN_TITLES.get(name, name.replace("_", " ")), _numeric(layers, name)) for name in names]
-    rows = [[_cell(layer.get(name)) for name in names] for layer in layers]
+    names = dict.fromkeys(name for layer in layers for name, value in layer.items() if isinstance(value, SINGLE))
+    records = [{name: layer.get(name) for name in names} for layer in layers]
     if all("dead" in layer and "present" in layer for layer in layers):
-        columns.append(Column("without a token"))
-        for row, layer in zip(rows, layers, strict=True):
-            row.append(_cell(len(layer["dead"])))
-    return Table("By layer", columns, rows) if len(columns) > 1 else None
-
-
-def _is_single(value: Any) -> bool:
-    return isinstance(value, str | int | float)
-
-
-def _numeric(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
-    return not any(isinstance(row.get(name), str) for row in rows)
-
-
-def _cell(value: Any) -> Cell:
-    if value is None or value == "":
-        return Cell(NOTHING)
-    if isinstance(value, float):
-        return Cell(f"{value:.4g}", value)
-    return Cell(f"{value:,}" if isinstance(value, int) else str(value), value)
+        records = [
+            {**record, "without a token": len(layer["dead"])} for record, layer in zip(records, layers, strict=True)
+        ]
+    return Table.of_records("By layer", records, COLUMN_TITLES) if len(records[0]) > 1 else None
 
 
 def _data_table(folder: Path, part: str) -> list[Table]:
@@ -178,9 +143,7 @@ def _data_table(folder: Path, part: str) -> list[Table]:
     if not rows or len(rows) > MOST_ROWS:
         return []
     plain = [{name: _number(text) for name, text in row.items()} for row in rows]
-    columns = [Column(name.replace("_", " "), _numeric(plain, name)) for name in plain[0]]
-    cells = [[_cell(row[name]) for name in plain[0]] for row in plain]
-    return [Table(f"The numbers: {len(rows)} rows of data/{part}.csv", columns, cells, folded=True)]
+    return [Table.of_records(f"The numbers: {len(rows)} rows of data/{part}.csv", plain, folded=True)]
 
 
 def _number(text: str | None) -> Any:
@@ -214,15 +177,3 @@ def _source(summary: Mapping[str, Any]) -> Section:
 
 def _digest(whole: str) -> str:
     return f"SHA-256 {whole[:16]}…"
-
-
-def trained_for(trace: Mapping[str, Any]) -> str:
-    """How long a run took, in words."""
-    words = []
-    if trace["epochs"] is not None:
-        words.append(f"{trace['epochs']:g} epochs")
-    if trace["steps"] is not None:
-        words.append(f"{trace['steps']:,} steps")
-    if trace["seconds"] is not None:
-        words.append(f"{trace['seconds']:,.1f} s")
-    return ", ".join(words) or NOTHING

@@ -2,12 +2,11 @@
 
 import math
 import shlex
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from intbmoe.analysis.compare import Job
-from intbmoe.tasks import find_task
+from intbmoe.report.numbers import NOTHING
 from intbmoe.train.errors import TrainingError
 from intbmoe.train.files import digest, read_bytes, read_json
 from intbmoe.train.run import RunDirectory
@@ -58,18 +57,6 @@ def _command(words: Any) -> str | None:
     return shlex.join([program, *map(str, words[1:])])
 
 
-def sort_out(jobs: Iterable[Job]) -> tuple[list[Job], list[dict[str, str]]]:
-    """The runs that can be reported, and of the others title, path and what is wrong with them."""
-    sound, left_out = [], []
-    for job in jobs:
-        flaw = find_flaw(job.run, find_task(job.recipe.task).metric)
-        if flaw is None:
-            sound.append(job)
-        else:
-            left_out.append({"title": job.title, "path": str(job.run.path), "reason": flaw})
-    return sound, left_out
-
-
 def find_flaw(run: RunDirectory, metric: str) -> str | None:
     """Why a run cannot be reported; None if it can."""
     if not run.finished:
@@ -94,3 +81,15 @@ def find_flaw(run: RunDirectory, metric: str) -> str | None:
 
 def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
+
+
+def trained_for(trace: Mapping[str, Any]) -> str:
+    """How long a run took, in words."""
+    words = []
+    if trace["epochs"] is not None:
+        words.append(f"{trace['epochs']:g} epochs")
+    if trace["steps"] is not None:
+        words.append(f"{trace['steps']:,} steps")
+    if trace["seconds"] is not None:
+        words.append(f"{trace['seconds']:,.1f} s")
+    return ", ".join(words) or NOTHING
