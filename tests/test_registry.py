@@ -1,6 +1,10 @@
+import importlib
+import sys
+
 import pytest
 
 import intbmoe
+from intbmoe import registry
 from intbmoe.registry import _methods, find_method, register
 
 
@@ -14,6 +18,8 @@ def test_methods_are_listed_by_name_and_have_traits():
         assert method.paper
         assert method.title
     assert find_method("intbmoe").noncausal_reason() is None
+    assert {name for name in names if find_method(name).dynamic} == {"dynmoe", "mass", "remoe"}
+    assert {name for name in names if find_method(name).composes} == {"intbmoe"}
 
 
 def test_create_is_literal():
@@ -34,3 +40,43 @@ def test_a_taken_name_is_refused():
         with pytest.raises(ValueError, match=r"'dense' is taken by intbmoe\.methods\.dense\.Dense"):
             register("dense", title="x", paper="x", participation="dense")(type(other, (), {}))
     assert _methods["dense"].layer.__name__ == "Dense"
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A function that installs a package whose module holds ``source`` and is an entry point of ours."""
+
+    def install(name: str, source: str) -> None:
+        (tmp_path / f"{name}.py").write_text(source)
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[intbmoe.methods]\n{name} = {name}\n")
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry._discover.cache_clear()
+    known = dict(_methods)
+    yield install
+    _methods.clear()
+    _methods.update(known)
+    registry._discover.cache_clear()
+
+
+def test_another_package_adds_a_method(package):
+    package(
+        "guest_method",
+        "from intbmoe.methods.dense import Dense\n"
+        "from intbmoe.registry import register\n"
+        "register('guest', title='Guest', paper='A guest', participation='dense', dynamic=True)(Dense)\n",
+    )
+    assert find_method("guest").dynamic
+    assert "guest" in intbmoe.list_methods()
+    assert intbmoe.create("guest", 8, 12).config.hidden == 12
+    assert sys.modules.pop("guest_method")
+
+
+def test_a_package_that_cannot_be_imported_is_named_and_the_rest_works(package):
+    package("broken_method", "raise RuntimeError('no luck')\n")
+    with pytest.warns(UserWarning, match=r"methods of broken_method are missing: .*RuntimeError: no luck"):
+        assert "intbmoe" in intbmoe.list_methods()

@@ -73,7 +73,7 @@ class DynMoEConfig(PoolConfig):
         require_positive_int("update_every", self.update_every)
 
 
-@register("dynmoe", title="DynMoE", paper="Guo et al., 2025", participation="sparse")
+@register("dynmoe", title="DynMoE", paper="Guo et al., 2025", participation="sparse", dynamic=True)
 class DynMoE(PoolLayer):
     """Top-any token choice by cosine and threshold, with a pool that follows what tokens ask for."""
 

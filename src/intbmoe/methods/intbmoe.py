@@ -205,7 +205,7 @@ class BlockLayer(MoELayer):
         return f"{widths}, experts={c.experts}, blocks={c.blocks}, top_k={c.top_k}, form={form}"
 
 
-@register("intbmoe", title="IntBMoE", paper="Cheng et al., 2026", participation="dense")
+@register("intbmoe", title="IntBMoE", paper="Cheng et al., 2026", participation="dense", composes=True)
 class IntBMoE(BlockLayer):
     """The trainable layer: K blocks are composed from the pools at every forward."""
 

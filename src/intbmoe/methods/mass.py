@@ -104,7 +104,7 @@ class MASSConfig(PoolConfig):
             require(whole and value >= 0, name, value, "an integer of at least 0")
 
 
-@register("mass", title="MASS", paper="Park and Park, 2026", participation="sparse")
+@register("mass", title="MASS", paper="Park and Park, 2026", participation="sparse", dynamic=True)
 class MASS(PoolLayer):
     """Top-p token choice, with a pool that grows where gradients drift."""
 

@@ -68,7 +68,7 @@ class ReMoEConfig(ExpertsConfig):
             require(self.router_std > 0, "router_std", self.router_std, "None or a positive number")
 
 
-@register("remoe", title="ReMoE", paper="Wang et al., 2025", participation="sparse")
+@register("remoe", title="ReMoE", paper="Wang et al., 2025", participation="sparse", dynamic=True)
 class ReMoE(WideBuffers):
     """Every expert with a positive score, with a controller that keeps their mean number at k."""
 
