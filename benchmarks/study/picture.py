@@ -1,8 +1,8 @@
 """The picture of docs/results.md: what each method reaches and what compute it takes, a panel a study.
 
-    python benchmarks/study_picture.py                      # docs/images/study.png
+    python -m benchmarks.study.picture                      # docs/images/study.png
 
-It shows the runs that the tables of ``study_tables.py`` show, without the ablations. A study without runs has no panel.
+It shows the runs that the tables of ``tables.py`` show, without the ablations. A study without runs has no panel.
 """
 
 import argparse
@@ -13,20 +13,20 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
+from benchmarks.study.plan import ONE_LAYER, REAL, RESULTS, read_summaries
+from benchmarks.study.tables import ABLATIONS, COMPUTE, CONTROL, NARROW, PARAMETERS, TITLES, Rows, find_rows, table_of
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, LogLocator
-from study import RESULTS
-from study_plan import ONE_LAYER, REAL, read_summaries
-from study_tables import ABLATIONS, COMPUTE, CONTROL, NARROW, PARAMETERS, TITLES, Rows, find_rows, table_of
 
-from intbmoe.analysis.compare import confidence_interval
-from intbmoe.analysis.drawing.canvas import BLUE, GRID, ORANGE, tidy
+from intbmoe.compare.summary import confidence_interval
 from intbmoe.recipes.sets import PLACED
+from intbmoe.report.canvas import BLUE, GRID, ORANGE, tidy
+from intbmoe.report.numbers import axis_scale
 
-OUTPUT = Path(__file__).parents[1] / "docs" / "images" / "study.png"
+OUTPUT = Path(__file__).parents[2] / "docs" / "images" / "study.png"
 TESTED = {"tiny-imagenet": (10_000, "images"), "foursquare": (1_081, "users"), "foursquare-us": (4_874, "users")}
 """What an accuracy or a hit rate on the test split is a share of: summaries do not say it."""
 OWN = "IntBMoE"
@@ -89,7 +89,7 @@ def gather(summaries: Sequence[Mapping[str, Any]]) -> list[Panel]:
 def _panel(study: str, rows: Rows) -> Panel:
     runs = [run for found in rows.values() for run in found]
     metric, higher = runs[0]["metric"], runs[0]["higher_is_better"]
-    factor, points = 100 if metric.startswith("accuracy") else 1, {}
+    factor, points = axis_scale(metric)[0], {}
     for label, found in rows.items():
         family = OWN if label in ("intbmoe", ONE_LAYER) else FAMILIES[table_of(label)]
         if family is None:

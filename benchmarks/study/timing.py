@@ -1,9 +1,9 @@
 """Training steps of the study's variants, alone on the device: milliseconds, and whether they run at all.
 
-    python benchmarks/study_timing.py --plan plan.json --only tiny-imagenet --data tiny-imagenet=FILE.tar
+    python -m benchmarks.study.timing --plan plan.json --only tiny-imagenet --data tiny-imagenet=FILE.tar
 
 One batch of real data, over and over. Runs of the study share the GPU, so that their seconds say little about a
-method; these do. ``study.py`` plans with them, and the tables show them.
+method; these do. the study plans with them, and the tables show them.
 """
 
 import argparse
@@ -17,9 +17,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from study import HERE, RESULTS
-from study_clock import TIMING
-from study_plan import Entry, free_settings, read_plan, with_settings
+from benchmarks.study.clock import TIMING
+from benchmarks.study.plan import RESULTS, SOURCE, Entry, free_settings, read_plan, with_settings
 
 from intbmoe.recipes import recipe_from_dict
 from intbmoe.tasks import make_task
@@ -62,7 +61,7 @@ def main() -> None:
         timing["rows"] = {label: row for label, row in found["rows"].items() if "step_ms" in row}
     timing["device"] = torch.cuda.get_device_name() if kind == "cuda" else "cpu"
     timing["torch"] = torch.__version__
-    examples, commit = None, options.commit or (git_state(HERE.parent / "src" / "intbmoe") or {}).get("commit")
+    examples, commit = None, options.commit or (git_state(SOURCE) or {}).get("commit")
     for entry in entries:
         if entry.label in timing["rows"] or time.monotonic() - began > options.seconds:
             continue

@@ -1,7 +1,7 @@
 """The tables of docs/results.md, from the summaries of the study.
 
-    python benchmarks/study_tables.py                       # into docs/results.md and README.md, between their markers
-    python benchmarks/study_tables.py --print               # on the screen
+    python -m benchmarks.study.tables                       # into docs/results.md and README.md, between their markers
+    python -m benchmarks.study.tables --print               # on the screen
 
 For each study: equal parameters, equal compute (with IntBMoE's one-layer form too), dense in the mixture's place,
 ablations, and the commands of all rows. A table holds runs whose settings agree in everything but the method and the
@@ -19,17 +19,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from study import RESULTS
-from study_clock import TIMING
-from study_paper import gains
-from study_plan import ONE_LAYER, REAL, STUDIES, TUNED, TUNING, read_summaries
+from benchmarks.study.clock import TIMING
+from benchmarks.study.paper import gains
+from benchmarks.study.plan import ONE_LAYER, REAL, RESULTS, STUDIES, TUNED, TUNING, read_summaries
 
-from intbmoe.analysis.compare import confidence_interval
-from intbmoe.analysis.compare_report import NOTHING, format_metric
 from intbmoe.budget import TABLE_1, TABLE_2
+from intbmoe.compare.summary import confidence_interval
 from intbmoe.recipes.sets import PLACED
+from intbmoe.report.numbers import NOTHING, flops_unit, format_metric
+from intbmoe.report.tables import Table
 
-HOUSE = Path(__file__).parents[1]
+HOUSE = Path(__file__).parents[2]
 DOCUMENT, README = HOUSE / "docs" / "results.md", HOUSE / "README.md"
 SECOND = {"accuracy": "accuracy5", "loss": "perplexity", "HR@10": "HR@10 new"}
 """What is shown beside the metric that decides."""
@@ -62,8 +62,8 @@ def main() -> int:
     parts["mixing"] = mixing_text(summaries)
     parts["overview"] = overview_text(list(TITLES), summaries)
     found = {study: find_rows(study, summaries)[0] for study in REAL}
-    parts["gains"] = _table(gains(found, {"dense": "over dense", PLACED: "over dense in its place"}))
-    parts["ablations"] = _table(gains(found, {"intbmoe": "here"}))
+    parts["gains"] = gains(found, {"dense": "over dense", PLACED: "over dense in its place"}).markdown()
+    parts["ablations"] = gains(found, {"intbmoe": "here"}).markdown()
     if options.print:
         print("\n\n".join(f"## {name}\n\n{text}" for name, text in parts.items()))
         return 0
@@ -89,7 +89,7 @@ def put(text: str, name: str, part: str, where: Path) -> str:
 
 
 def read_timing(results: Path, study: str) -> dict[str, Any]:
-    """What ``study_timing.py`` measured; empty if it has not."""
+    """What ``timing.py`` measured; empty if it has not."""
     path = results / TIMING.format(study)
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": {}}
 
@@ -139,8 +139,8 @@ def find_rows(study: str, summaries: Sequence[Mapping[str, Any]]) -> tuple[Rows,
 def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]) -> str:
     """A line for each study that has IntBMoE: beside dense in both places, the best other method by validation, and
     equal compute."""
-    dense = ["Dense", "Dense in the mixture's place"]
-    lines = [["Test", *dense, "Best other method", "IntBMoE", "Dense SwiGLU, IntBMoE's FLOPs"]]
+    dense, lines = ["Dense", "Dense in the mixture's place"], []
+    header = ["Test", *dense, "Best other method", "IntBMoE", "Dense SwiGLU, IntBMoE's FLOPs"]
     for study in studies:
         rows, _ = find_rows(study, summaries)
         if "intbmoe" not in rows:
@@ -153,7 +153,7 @@ def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]
         other = f"{rows[best][0]['title']} {values[best]}" if best else NOTHING
         plain, placed, wide = (values.get(label, NOTHING) for label in ("dense", PLACED, "swiglu-wide"))
         lines.append([f"{TITLES[study]}, {metric}", plain, placed, other, values["intbmoe"], wide])
-    return _table(lines) if len(lines) > 1 else "No run yet."
+    return _markdown(header, lines)
 
 
 def _standing(group: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
@@ -172,7 +172,7 @@ def table(rows: Rows, timing: Mapping[str, Any]) -> str:
     """One row a variant, the best by its mean in bold, unless it has a single seed: one value is no claim."""
     first = next(iter(rows.values()))[0]
     metric, second = first["metric"], SECOND.get(first["metric"])
-    unit, letter = (1e9, "G") if max(found[0]["flops_training"] for found in rows.values()) >= 1e9 else (1e6, "M")
+    unit, letter = flops_unit(found[0]["flops_training"] for found in rows.values())
     header = [
         "Method",
         f"{metric}, test",
@@ -184,7 +184,7 @@ def table(rows: Rows, timing: Mapping[str, Any]) -> str:
     header += [f"FLOPs, one example ({letter})", f"in a batch ({letter})", "ms a step", "GiB", "Seeds"]
     sign = 1 if first["higher_is_better"] else -1
     best = max(rows, key=lambda label: sign * _mean(rows[label], "test", metric))
-    lines = [header]
+    lines = []
     for label, found in rows.items():
         one, measured = found[0], timing.get(label, {})
         about = "~" if one["active_experts"] is not None else ""
@@ -196,8 +196,9 @@ def table(rows: Rows, timing: Mapping[str, Any]) -> str:
         most = max(row["peak_gpu_bytes"] or 0 for row in found)
         cells.append(f"{most / 2**30:.1f}" if most else NOTHING)
         cells.append(" ".join(str(row["seed"]) for row in found))
-        lines.append([f"**{cell}**" for cell in cells] if label == best and len(found) > 1 else cells)
-    return _table(lines)
+        lines.append(cells)
+    marked = frozenset([list(rows).index(best)] if len(rows[best]) > 1 else [])
+    return Table.of_texts("", header, lines, marked=marked).markdown()
 
 
 def _mean(found: Sequence[Mapping[str, Any]], split: str, metric: str) -> float:
@@ -209,13 +210,8 @@ def _value(found: Sequence[Mapping[str, Any]], split: str, metric: str) -> str:
     return format_metric(metric, fmean(values), confidence_interval(values))
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """The first row is the head, the first column are names."""
-    return "\n".join(map(_line, [rows[0], [":--", *["--:"] * (len(rows[0]) - 1)], *rows[1:]]))
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return Table.of_texts("", header, rows).markdown() if rows else "No run yet."
 
 
 def _about(runs: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> str:
@@ -250,7 +246,7 @@ def _floors(rows: Rows) -> list[str]:
     if not found:
         return []
     metric = next(iter(rows.values()))[0]["metric"]
-    told = ", ".join(f"{name} {format_metric(metric, values[metric], None)}" for name, values in found.items())
+    told = ", ".join(f"{name} {format_metric(metric, values[metric])}" for name, values in found.items())
     return [f"What needs no learning, {metric} on the test split: {told}."]
 
 
@@ -262,15 +258,12 @@ def _command(found: Sequence[Mapping[str, Any]]) -> str:
 
 def tuning_text(summaries: Sequence[Mapping[str, Any]]) -> str:
     """What the learning rates were chosen by."""
-    runs = [summary for summary in summaries if summary["stage"] == TUNING]
-    if not runs:
-        return "No run yet."
-    lines = [["Study", "lr", "Method", "Steps", "Metric", "valid"]]
+    runs, lines = [summary for summary in summaries if summary["stage"] == TUNING], []
     for run in sorted(runs, key=lambda run: (run["study"], run["recipe"]["train"]["lr"], run["label"])):
         value = format_metric(run["metric"], run["valid"][run["metric"]], None)
         rate = f"{run['recipe']['train']['lr']:g}"
         lines.append([run["study"], rate, run["title"], f"{run['steps']:,}", run["metric"], value])
-    return _table(lines)
+    return _markdown(["Study", "lr", "Method", "Steps", "Metric", "valid"], lines)
 
 
 def mixing_text(summaries: Sequence[Mapping[str, Any]]) -> str:
@@ -281,11 +274,11 @@ def mixing_text(summaries: Sequence[Mapping[str, Any]]) -> str:
             mix = summary["recipe"]["data"]["augmentation"]["mix_probability"]
             found.setdefault(mix, {})[summary["title"]] = summary["valid"][summary["metric"]]
     titles = sorted({title for values in found.values() for title in values})
-    lines = [["Batches mixed", *titles]]
+    lines = []
     for mix, values in sorted(found.items()):
         cells = [format_metric("accuracy", values[title], None) if title in values else NOTHING for title in titles]
         lines.append([f"{mix:g}", *cells])
-    return _table(lines) if found else "No run yet."
+    return _markdown(["Batches mixed", *titles], lines)
 
 
 if __name__ == "__main__":

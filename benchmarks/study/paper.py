@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from intbmoe.analysis.compare_report import NOTHING
+from intbmoe.report.numbers import NOTHING
+from intbmoe.report.tables import Table
 
 COUNTERPARTS = {"tiny-imagenet": ("Tiny-ImageNet", "ImageNet"), "wikipedia": ("Wikipedia", "MiniPile")}
 """Which of the paper's experiments a study repeats on other data."""
@@ -42,8 +43,8 @@ ABLATION = "intbmoe-"
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
-def gains(found: Mapping[str, Rows], bases: Mapping[str, str]) -> list[list[str]]:
-    """A table's cells: by how much methods, or ablations where a base is IntBMoE, are better than the bases.
+def gains(found: Mapping[str, Rows], bases: Mapping[str, str]) -> Table:
+    """By how much methods, or ablations where a base is IntBMoE, are better than the bases.
 
     ``found`` has the runs of a study by label, ``bases`` what the columns against each are called; the paper's column
     is against the first. A method is compared over the seeds that it and the base both have. Accuracies in points,
@@ -51,14 +52,14 @@ def gains(found: Mapping[str, Rows], bases: Mapping[str, str]) -> list[list[str]
     """
     titles = {label: runs[0]["title"] for rows in found.values() for label, runs in rows.items()}
     wanted = [label for label in PAPER if label not in bases and label.startswith(ABLATION) == ("intbmoe" in bases)]
-    table = [["Method"]]
+    header, table = ["Method"], []
     for here, paper in COUNTERPARTS.values():
-        table[0] += [*(f"{here}, {name}" for name in bases.values()), f"{paper}, paper"]
+        header += [*(f"{here}, {name}" for name in bases.values()), f"{paper}, paper"]
     for label in wanted:
         if label in titles:
             cells = (cell for study in COUNTERPARTS for cell in _cells(study, found.get(study, {}), label, [*bases]))
             table.append([titles[label], *cells])
-    return table
+    return Table.of_texts("", header, table)
 
 
 def _cells(study: str, rows: Rows, label: str, bases: Sequence[str]) -> list[str]:

@@ -22,6 +22,8 @@ from intbmoe.settings import to_plain
 from intbmoe.tasks.recipe import MoESettings, Recipe
 from intbmoe.train.run import FREE_TO_CHANGE
 
+SOURCE = Path(__file__).parents[2] / "src" / "intbmoe"
+RESULTS = Path(__file__).parents[1] / "results" / "study"
 STAGES = ("first", "methods", "compute", "ablations", "seeds", "rest")
 """first       dense, IntBMoE and the baselines expected to be best, first seed
 methods     all other methods, first seed

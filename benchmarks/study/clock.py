@@ -1,6 +1,6 @@
 """How long a run of the study will take: nothing is started that cannot end in time.
 
-A step takes what it takes alone on the device (measured by ``study_timing.py``, or guessed), times how much the runs
+A step takes what it takes alone on the device (measured by ``timing.py``, or guessed), times how much the runs
 beside it slow it down, which is guessed until it is seen.
 """
 
@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from statistics import median
 
-from study_plan import Entry
+from benchmarks.study.plan import Entry
 
 TIMING = "timing--{}.json"
 MARGIN = 1.08
@@ -55,7 +55,7 @@ class Clock:
 
 
 def read_timings(output: Path) -> dict[tuple[str, str, str], float]:
-    """(device, study, label) → seconds of a step alone, from the files of ``study_timing.py``."""
+    """(device, study, label) → seconds of a step alone, from the files of ``timing.py``."""
     found = {}
     for path in sorted(output.glob(TIMING.format("*"))):
         timing = json.loads(path.read_text(encoding="utf-8"))

@@ -1,9 +1,9 @@
 """One run of the study, from a job file to one small summary.
 
-    python benchmarks/study_run.py JOB.json
-    python benchmarks/study_run.py --widen RUN             # a run that came back in half precision, see write_run
+    python benchmarks/study/job.py JOB.json
+    python benchmarks/study/job.py --widen RUN             # a run that came back in half precision, see write_run
 
-Started by ``study.py``, a process a run. Trains as ``intbmoe train`` does, counts the trained model, and writes the
+Started by the study, one process per run. Trains as ``intbmoe train`` does, counts the trained model, and writes the
 summary when all is known. What it measures beside: the peak of GPU memory.
 """
 
@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from intbmoe.analysis.compare import Job, summarise
-from intbmoe.analysis.report.comparison import thin
+from intbmoe.compare.plan import Job
+from intbmoe.compare.record import thin
+from intbmoe.compare.summary import summarise
 from intbmoe.recipes import recipe_from_dict
 from intbmoe.recipes.compute import training_flops
 from intbmoe.recipes.sets import Variant
@@ -27,6 +28,7 @@ from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train import RunDirectory, load, train
 from intbmoe.train.files import digest, pack_tensors, read_json, read_tensors, replace_file, to_json
+from intbmoe.train.parent import belongs_to_another
 
 CURVE_POINTS = 100
 LOADS = ("utilisation", "worst_case", "entropy", "dropped")
@@ -43,6 +45,7 @@ def main() -> None:
     if sys.argv[1] == "--widen":
         widen(RunDirectory.existing(sys.argv[2]))
         return
+    belongs_to_another()  # nobody trains on after the study was killed
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     without_tensorboard()
     recipe = recipe_from_dict(job["entry"]["recipe"])
@@ -137,7 +140,7 @@ def _curve(rows: list[dict[str, Any]], split: str, name: str = "loss") -> list[l
 def write_run(run: RunDirectory, stem: Path) -> None:
     """The finished run with its weights in half precision, as a tar in parts that can be carried.
 
-    ``cat STEM.part* | tar x`` and ``study_run.py --widen FOLDER`` make a run directory of it again.
+    ``cat STEM.part* | tar x`` and ``job.py --widen FOLDER`` make a run directory of it again.
     """
     tensors = read_tensors(run.model_path)
     halves = {name: value.half() if value.dtype == torch.float32 else value for name, value in tensors.items()}
