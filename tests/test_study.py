@@ -12,15 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(SCRIPTS))
+HOUSE = Path(__file__).parents[1]
+sys.path.insert(0, str(HOUSE))
 
-import study  # noqa: E402
-import study_paper  # noqa: E402
-import study_plan  # noqa: E402
-import study_tables  # noqa: E402
-from study_clock import START_SECONDS, TIMING, Clock  # noqa: E402
-from study_jobs import STOP_SECONDS, Lane, Running, pack  # noqa: E402
+from benchmarks.study import __main__ as study  # noqa: E402
+from benchmarks.study import paper as study_paper  # noqa: E402
+from benchmarks.study import plan as study_plan  # noqa: E402
+from benchmarks.study import tables as study_tables  # noqa: E402
+from benchmarks.study.clock import START_SECONDS, TIMING, Clock  # noqa: E402
+from benchmarks.study.scheduler import STOP_SECONDS, StudyLane, StudyScheduler, pack  # noqa: E402
+
+from intbmoe.compare.jobs import Process  # noqa: E402
 
 SHORT = ("train.epochs=1", "train.warmup=0.2")
 
@@ -136,10 +138,10 @@ def test_estimates_follow_what_is_measured_and_then_what_is_seen(plan, tmp_path)
 
 def test_small_studies_go_to_the_cores_if_there_are_any(plan):
     small, large = plan[0], replace(plan[0], on_cpu=False)
-    gpu, cores = Lane("cuda", 4, leaves_small=True), Lane("cpu", 2, small_only=True)
-    assert (gpu.takes(small), gpu.takes(large)) == (False, True)
-    assert (cores.takes(small), cores.takes(large)) == (True, False)
-    assert Lane("cuda", 4).takes(small)
+    gpu, cores = StudyLane("cuda", 4, leaves_small=True), StudyLane("cpu", 2, small_only=True)
+    assert (gpu.suits(small), gpu.suits(large)) == (False, True)
+    assert (cores.suits(small), cores.suits(large)) == (True, False)
+    assert StudyLane("cuda", 4).suits(small)
 
 
 def test_tables_hold_runs_of_one_setting_only(plan):
@@ -175,7 +177,7 @@ def test_of_several_settings_the_best_on_validation_are_shown(plan):
 def test_a_second_call_adds_to_what_travels_back(tmp_path):
     for name in ("one.json", "two.json"):
         (tmp_path / name).write_text(name)
-        pack(tmp_path / "out", [SimpleNamespace(finished=True, summary=tmp_path / name)])
+        pack(tmp_path / "out", [tmp_path / name])
     with tarfile.open(tmp_path / "out" / "study.tar") as tar:
         found = {member.name: tar.extractfile(member).read().decode() for member in tar}
     assert found == {"one.json": "one.json", "two.json": "two.json"}
@@ -219,7 +221,7 @@ def test_the_overview_names_the_other_method_that_is_best_on_validation(plan, mo
 
 
 def test_a_run_that_ends_when_it_is_asked_to_stop_counts_as_finished(plan, tmp_path, monkeypatch, capsys):
-    def start(entry, lane, settings):
+    def start(scheduler, entry, lane, place):
         """A process that goes on until it is asked to stop, and then, if it is dense, has its summary."""
         summary = tmp_path / entry.file
         body = json.dumps({**summary_of(entry, 0.5), "steps_per_second": 1.0})
@@ -230,9 +232,9 @@ def test_a_run_that_ends_when_it_is_asked_to_stop_counts_as_finished(plan, tmp_p
             process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        return Running(entry, lane, process, tmp_path / "log", summary, tmp_path / "none", 0.0)
+        return Process(entry, lane, place, process, tmp_path / "log", 0, tmp_path / "none", 0.0)
 
-    monkeypatch.setattr(study, "start", start)
+    monkeypatch.setattr(StudyScheduler, "start", start)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the command's own handler is not for these tests
     settings = {
         "output": tmp_path,
@@ -243,13 +245,17 @@ def test_a_run_that_ends_when_it_is_asked_to_stop_counts_as_finished(plan, tmp_p
         "data": [],
     }
     options = SimpleNamespace(**settings, seconds=STOP_SECONDS + 1, unfinished=True, mps=False, commit="abc")
-    assert study.run_all(list(plan[:2]), [Lane("cpu", 2)], Clock(tmp_path, 2), options) == 0
+    assert study.run_all(list(plan[:2]), [StudyLane("cpu", 2)], Clock(tmp_path, 2), options) == 0
     told = capsys.readouterr().out
     assert "finished  digits/dense/0: valid accuracy 0.5000" in told
     assert "stopped   digits/intbmoe/0 before its first line" in told
     assert "1 finished, 0 failed, 1 stopped, 0 wait" in told
     with tarfile.open(tmp_path / "pack" / "study.tar") as tar:
         assert tar.getnames() == [plan[0].file]
+
+
+def texts(table):
+    return [column.title for column in table.columns], [[cell.text for cell in row] for row in table.rows]
 
 
 def test_gains_are_above_zero_where_a_method_is_better_than_the_base():
@@ -265,22 +271,22 @@ def test_gains_are_above_zero_where_a_method_is_better_than_the_base():
         },
         "wikipedia": {"dense": runs("Dense", "loss", 4.9), "intbmoe": runs("IntBMoE", "loss", 4.5)},
     }
-    head, *rows = study_paper.gains(found, {"dense": "over dense", "dense-placed": "over placed"})
+    head, rows = texts(study_paper.gains(found, {"dense": "over dense", "dense-placed": "over placed"}))
     assert head[:4] == ["Method", "Tiny-ImageNet, over dense", "Tiny-ImageNet, over placed", "ImageNet, paper"]
     assert rows == [
         ["V-MoE", "+1.00", "−1.00", "+5.27", "–", "–", "–"],  # the seed that dense has too, not dense's mean
         ["IntBMoE", "+3.50", "+2.50", "+7.36", "+0.400", "–", "+0.133"],  # the paper's against the first base
     ]
     found["wikipedia"]["intbmoe-no_gate"] = runs("no gate", "loss", 4.6)
-    assert study_paper.gains(found, {"intbmoe": "here"})[1:] == [["no gate", "–", "−5.72", "−0.100", "−0.086"]]
+    assert texts(study_paper.gains(found, {"intbmoe": "here"}))[1] == [["no gate", "–", "−5.72", "−0.100", "−0.086"]]
 
 
 @pytest.mark.slow
 def test_runs_are_summarised_packed_and_not_repeated(tmp_path):
     def call(*arguments):
-        command = [sys.executable, str(SCRIPTS / "study.py"), "--only", "digits", "--stages", "first"]
+        command = [sys.executable, "-m", "benchmarks.study", "--only", "digits", "--stages", "first"]
         command += ["--set", "train.steps=2", "--set", "train.warmup=0", "--output", str(tmp_path / "out")]
-        return subprocess.run([*command, *arguments], capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+        return subprocess.run([*command, *arguments], capture_output=True, text=True, check=True, cwd=HOUSE).stdout
 
     places = ["--root", str(tmp_path / "runs"), "--pack", str(tmp_path / "pack"), "--jobs", "2"]
     told = call("--seconds", "300", "--weights", "digits/intbmoe/0", *places)
@@ -297,7 +303,7 @@ def test_runs_are_summarised_packed_and_not_repeated(tmp_path):
     parts = b"".join(path.read_bytes() for path in sorted((tmp_path / "pack").glob("*.part*")))
     subprocess.run(["tar", "x"], input=parts, cwd=tmp_path, check=True)
     run = next(tmp_path.glob("digits/intbmoe/0"), None) or next(tmp_path.glob("*/digits/intbmoe/0"))
-    subprocess.run([sys.executable, SCRIPTS / "study_run.py", "--widen", run], check=True)
+    subprocess.run([sys.executable, HOUSE / "benchmarks/study/job.py", "--widen", run], check=True)
     from intbmoe.train import load
 
     assert load(run) is not None

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from matplotlib.text import Text
 
-SCRIPTS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(SCRIPTS))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import study_picture  # noqa: E402
+from benchmarks.study import picture as study_picture
 
 
 def summary(study, label, value, seed=0, flops=1e8, **changes):
@@ -117,13 +116,13 @@ def test_headings_say_the_differences_and_are_not_cut():
 
 def test_a_picture_comes_out(summaries, tmp_path, monkeypatch):
     monkeypatch.setattr(study_picture, "read_summaries", lambda folder: summaries[:4])
-    monkeypatch.setattr(sys, "argv", ["study_picture.py", "--output", str(tmp_path / "study.png")])
+    monkeypatch.setattr(sys, "argv", ["picture.py", "--output", str(tmp_path / "study.png")])
     study_picture.main()
     assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_runs_there_is_no_picture(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["study_picture.py", "--results", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["picture.py", "--results", str(tmp_path)])
     with pytest.raises(SystemExit):
         study_picture.main()
     assert "holds no finished run" in capsys.readouterr().err

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from intbmoe.analysis.compare import CompareOptions
 from intbmoe.cli import COMMANDS, main
 from intbmoe.commands.overrides import parse_recipe
 from intbmoe.commands.training import TrainOptions
+from intbmoe.compare.plan import CompareOptions
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import find_variants
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from intbmoe.layer import MoELayer, moe_layers
 from intbmoe.methods.intbmoe import BlockLayer, ComposedMoE
 from intbmoe.methods.mumoe import MuMoE
+from intbmoe.parts.experts import StackedExperts
 from intbmoe.routing import RecordedRouting, record_routing
 
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -45,6 +46,47 @@ class Flops:
     """Those products."""
     formulation: int
     """What the papers' formulation needs beyond that, see ``formulation_difference``."""
+
+    def total(self, attention: bool = False) -> int:
+        """By the papers' formulation, with or without attention's products."""
+        return self.executed + self.formulation + (self.attention if attention else 0)
+
+
+class Counts(NamedTuple):
+    """What a model costs, as raw integers."""
+
+    params: int
+    activated: int
+    flops: int
+    flops_executed: int
+
+
+def count(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    *,
+    set_aside: int = 0,
+    active: float | None = None,
+    attention: bool = False,
+) -> Counts:
+    """Run ``model`` once on a batch of one; ``set_aside`` parameters are used by none of its routed tokens."""
+    flops = count_flops(model, *inputs, active=active)
+    params = _parameters(model)
+    idle = sum(_idle_parameters(layer, active) for _, layer in moe_layers(model))
+    total = flops.total(attention)
+    return Counts(params, params - set_aside - idle, total, total - flops.formulation)
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _idle_parameters(layer: MoELayer, active: float | None) -> int:
+    """Parameters of ``layer`` that one token does not use, with ``active`` experts where that number is assumed."""
+    if active is None:
+        return _parameters(layer) - layer.active_parameters()
+    stacks = [module for module in layer.modules() if isinstance(module, StackedExperts)]
+    return sum(round((experts.count - active) * experts.expert_parameters()) for experts in stacks)
 
 
 def count_flops(model: nn.Module, *inputs: Tensor, active: float | None = None) -> Flops:

@@ -14,13 +14,14 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from intbmoe.analysis import analyse as analysis
 from intbmoe.analysis import run_cost
 from intbmoe.analysis.analyse import AnalyseOptions, analyse, read_summary, redraw
-from intbmoe.analysis.drawing import DRAWERS, draw_participation, draw_recipes, layer_title
+from intbmoe.analysis.drawing import DRAWERS, draw_coefficients, draw_participation
 from intbmoe.cli import main
 from intbmoe.recipes import load_recipe
+from intbmoe.report.canvas import layer_title
 from intbmoe.train import DamagedFileError, TrainingError, train
 
 FEW = AnalyseOptions(examples=24)
-ALL = ["training", "load_training", "load", "routing", "examples", "recipes", "participation", "cost"]
+ALL = ["training", "load_training", "load", "routing", "examples", "coefficients", "participation", "cost"]
 SINGLE = {"example-1", "example-2", "example-3"}
 VIEWS = {
     "digits": {"routing-class", "examples"},
@@ -96,7 +97,16 @@ def test_every_embedded_recipe(name, runs, analysed):
         assert json.loads((folder / "data" / f"{part}.json").read_bytes())
         with open(folder / "data" / f"{part}.csv", newline="", encoding="utf-8") as file:
             assert list(csv.DictReader(file))
-    names = {"training", "load-training", "load-experts", "load-layers", "load", "recipes", "participation", "cost"}
+    names = {
+        "training",
+        "load-training",
+        "load-experts",
+        "load-layers",
+        "load",
+        "coefficients",
+        "participation",
+        "cost",
+    }
     names |= VIEWS[name]
     found = files(folder / "pictures")
     assert set(found) == {f"{picture}.{form}" for picture in names for form in ("png", "svg", "json")}
@@ -174,7 +184,7 @@ def test_methods_get_the_parts_that_apply(method, parts, reason, runs, capsys):
 def test_a_failed_analysis_leaves_the_earlier_one(run, analysed, monkeypatch):
     shutil.copytree(analysed["digits"], run / "analysis")
     before = files(run / "analysis")
-    monkeypatch.setitem(DRAWERS, "recipes", lambda data: 1 / 0)
+    monkeypatch.setitem(DRAWERS, "coefficients", lambda data: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         analyse(run, FEW)
     assert files(run / "analysis") == before
@@ -252,7 +262,7 @@ def test_negative_drops_are_drawn_below_zero(drops):
 
 def test_one_block_is_drawn_without_a_cosine():
     layer = {"layer": "moe", "path": "value", "coefficients": [[1.0]], "normalised": [[1.0]], "mean_cosine": None}
-    assert "one block only" in draw_recipes({"layers": [layer]})[0].see
+    assert "one block only" in draw_coefficients({"layers": [layer]})[0].see
 
 
 def test_titles_of_layers():

@@ -203,7 +203,7 @@ def test_the_sweeps_table_puts_the_papers_figures_beside_ours(capsys):
         SweepRow(1, 3_495_068_672, 3_457_162_240, 50 * MIB, 100 * MIB, IMAGENET.paper_sweep[1]),
         SweepRow(2, 3_532_942_336, 3_457_162_240, 55 * MIB, 100 * MIB, {}),
     ]
-    cost_report.sweep_report(IMAGENET, rows, attention=False).markdown()
+    cost_report.sweep_table(IMAGENET, rows, attention=False).print("markdown")
     out = capsys.readouterr().out
     assert "| 1 | 3.495 | 3.495 | 3.457 | 3.457 | 50.00 | 54.57 | 100.00 | 104.33 |" in out
     assert "| 2 | 3.533 | – | 3.457 | – | 55.00 | – | 100.00 | – |" in out

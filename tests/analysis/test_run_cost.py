@@ -3,9 +3,10 @@ from dataclasses import replace
 import pytest
 
 from intbmoe.analysis import run_cost
-from intbmoe.analysis.cost import SWEEP, count
+from intbmoe.analysis.cost import SWEEP
 from intbmoe.analysis.drawing import draw_cost
 from intbmoe.analysis.run_cost import measure_run_cost, own_experts
+from intbmoe.counting import count
 from intbmoe.precomposition import precompose
 from intbmoe.recipes import load_recipe
 from intbmoe.tasks import make_task

@@ -9,12 +9,12 @@ from layer_task import LayerTask, OneLayer, force, sample_of
 from matplotlib.collections import PatchCollection
 
 from intbmoe.analysis.drawing import draw_examples
-from intbmoe.analysis.drawing.canvas import block_colours, shade
 from intbmoe.analysis.drawing.examples import LINE, PALE, lay_out, visible, visit_places
 from intbmoe.analysis.examples import example_routing
 from intbmoe.analysis.sample import Sample
 from intbmoe.layer import moe_layers
 from intbmoe.recipes import load_recipe
+from intbmoe.report.canvas import block_colours, shade
 from intbmoe.tasks import make_task
 from intbmoe.tasks.looking import Content, Shown, Token
 from intbmoe.tasks.travel.looking import show_journeys

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from intbmoe.analysis.compare import CompareOptions
 from intbmoe.cli import COMMANDS, TAKE_A_RECIPE
 from intbmoe.commands.overrides import parse_recipe, setting_texts
 from intbmoe.commands.training import TrainOptions
+from intbmoe.compare.plan import CompareOptions
 from intbmoe.recipes import list_recipes, load_recipe
 from intbmoe.registry import find_method, list_methods
 from intbmoe.serve.settings import Settings as ServeSettings

@@ -1,18 +1,18 @@
 """``intbmoe analyse RUN``: look inside a trained model, and leave data and pictures in RUN/analysis.
 
 data/analysis.json      what was analysed, on what, and which parts were left out, with the reason
-data/PART.json, .csv    raw numbers of training, load_training, load, routing, examples, recipes, participation, cost
+data/PART.json, .csv    raw numbers of training, load_training, load, routing, examples, coefficients, participation,
+                        cost
 pictures/*.png, *.svg   drawn from the JSON files alone; ``redraw`` does it again
 pictures/*.json         captions: title, what to see, how it was computed
-report.html             one page with all of it (``report/``)
+report.html             one page with all of it (``page.py``)
 
-Methods get the parts that apply: participation, recipes and cost need expert bases, loads and routing need tokens that
-choose.
+Methods get the parts that apply: participation, coefficients and cost need expert bases, loads and routing need tokens
+that choose.
 """
 
-import csv
-import io
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,13 +20,12 @@ from typing import Any
 
 from torch import nn
 
+from intbmoe.analysis.coefficients import collect_coefficients
 from intbmoe.analysis.examples import example_routing
 from intbmoe.analysis.load_history import load_history
 from intbmoe.analysis.loads import choosing_layers, evaluated_load, training_curves, unit_of
+from intbmoe.analysis.page import run_page
 from intbmoe.analysis.participation import measure_participation
-from intbmoe.analysis.recipes_view import collect_recipes
-from intbmoe.analysis.report.run_report import write_run_report
-from intbmoe.analysis.report.trace import trace_run
 from intbmoe.analysis.routing_share import routing_shares
 from intbmoe.analysis.run_cost import measure_run_cost
 from intbmoe.analysis.sample import Sample
@@ -34,6 +33,9 @@ from intbmoe.files import replacing_folder, to_json
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.registry import find_method
+from intbmoe.report.page import write_page
+from intbmoe.report.tables import Table
+from intbmoe.report.trace import trace_run
 from intbmoe.tasks import Task, make_task
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.distribution import Ranks
@@ -80,7 +82,7 @@ def analyse(
         "load": lambda: _load(model, sample),
         "routing": lambda: _routing(model, sample),
         "examples": lambda: _examples(model, sample),
-        "recipes": lambda: _recipes(model),
+        "coefficients": lambda: _coefficients(model),
         "participation": lambda: _participation(model, sample, tell),
         "cost": lambda: _cost(model, recipe, ranks),
     }
@@ -99,10 +101,10 @@ def analyse(
         (data / "analysis.json").write_bytes(to_json(summary))
         for name, part in found.items():
             (data / f"{name}.json").write_bytes(to_json(asdict(part)))
-            (data / f"{name}.csv").write_text(to_csv(part.rows()), encoding="utf-8", newline="")
+            (data / f"{name}.csv").write_text(Table.of_records(name, part.rows()).csv(), encoding="utf-8", newline="")
         if options.draw:
             _draw(data, beside / "pictures")
-            write_run_report(beside)
+            write_page(beside, run_page(beside))
     return folder
 
 
@@ -112,12 +114,14 @@ def redraw(folder: str | Path) -> list[Path]:
     folder = Path(folder)
     if not (folder / "data" / "analysis.json").is_file():
         raise TrainingError(f"{folder} holds no analysis: it has no data/analysis.json; intbmoe analyse RUN makes one")
-    if "run" not in read_summary(folder):
-        raise TrainingError(f"{folder} is of an earlier version of intbmoe: analyse its run again")
+    summary = read_summary(folder)
+    if "run" not in summary or "recipes" in (*summary["parts"], *summary["left_out"]):
+        again = shlex.join(["intbmoe", "analyse", str(folder.parent)])
+        raise TrainingError(f"{folder} is of an earlier version of intbmoe: {again} makes it anew")
     with full_disk_is_explained(folder, "free some space and draw again"):
         with replacing_folder(folder / "pictures") as beside:
             _draw(folder / "data", beside)
-        write_run_report(folder)
+        write_page(folder, run_page(folder))
     return sorted((folder / "pictures").iterdir())
 
 
@@ -203,9 +207,9 @@ def _examples(model: nn.Module, sample: Sample) -> Any:
     return example_routing(model, sample, shown)
 
 
-def _recipes(model: nn.Module) -> Any:
+def _coefficients(model: nn.Module) -> Any:
     _require_bases(model)
-    return collect_recipes(model)
+    return collect_coefficients(model)
 
 
 def _participation(model: nn.Module, sample: Sample, tell: Tell) -> Any:
@@ -224,26 +228,13 @@ def _cost(model: nn.Module, recipe: Recipe, ranks: Ranks) -> Any:
     return found
 
 
-def to_csv(rows: list[Mapping[str, Any]]) -> str:
-    """Rows with the same keys, under a header; nothing without rows."""
-    buffer = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return buffer.getvalue()
-
-
 def _draw(data: Path, pictures: Path) -> None:
     """Everything in ``data`` that can be drawn."""
-    from intbmoe.analysis.drawing import DRAWERS, FORMATS
+    from intbmoe.analysis.drawing import DRAWERS  # an optional dependency
+    from intbmoe.report.canvas import save_pictures
 
-    pictures.mkdir(exist_ok=True)
     for part in read_summary(data.parent)["parts"]:
-        for picture in DRAWERS[part](read_json(data / f"{part}.json")):
-            for form in FORMATS:
-                (pictures / f"{picture.name}.{form}").write_bytes(picture.content(form))
-            (pictures / f"{picture.name}.json").write_bytes(to_json(picture.caption()))
+        save_pictures(DRAWERS[part](read_json(data / f"{part}.json")), pictures)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

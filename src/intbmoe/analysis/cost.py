@@ -14,16 +14,14 @@ FLOPs       ``flops`` follows the papers' formulation; ``flops_executed`` is wha
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from intbmoe.counting import Flops, count_flops, peak_memory
-from intbmoe.layer import MoELayer, moe_layers
+from intbmoe.counting import count, count_flops, peak_memory
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
-from intbmoe.parts.experts import StackedExperts
 from intbmoe.precomposition import precompose
 from intbmoe.registry import find_method
 
@@ -125,39 +123,11 @@ def measure(setting: Setting, method: str, *, attention: bool = False) -> Row:
     return Row(
         method=method,
         title=f"{title} (precomposed)" if method == PRECOMPOSED else title,
-        params=counts.params,
-        activated=counts.activated,
-        flops=counts.flops,
-        flops_executed=counts.flops_executed,
+        **counts._asdict(),
         paper=setting.paper.get(method, Figures()),
         assumed_active=active,
         notes=setting.notes.get(method, ()),
     )
-
-
-class Counts(NamedTuple):
-    """What a model costs, as raw integers."""
-
-    params: int
-    activated: int
-    flops: int
-    flops_executed: int
-
-
-def count(
-    model: nn.Module,
-    inputs: tuple[Any, ...],
-    *,
-    set_aside: int = 0,
-    active: float | None = None,
-    attention: bool = False,
-) -> Counts:
-    """Run ``model`` once on a batch of one; ``set_aside`` parameters are used by none of its routed tokens."""
-    flops = count_flops(model, *inputs, active=active)
-    params = _parameters(model)
-    idle = sum(_idle_parameters(layer, active) for _, layer in moe_layers(model))
-    total = _total(flops, attention)
-    return Counts(params, params - set_aside - idle, total, total - flops.formulation)
 
 
 @contextmanager
@@ -176,22 +146,6 @@ def _precomposed(setting: Setting, model: nn.Module) -> nn.Module:
         if isinstance(module, IntBMoE):
             model.set_submodule(name, ComposedMoE(module.config).eval())
     return model
-
-
-def _total(flops: Flops, attention: bool) -> int:
-    return flops.executed + flops.formulation + (flops.attention if attention else 0)
-
-
-def _parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _idle_parameters(layer: MoELayer, active: float | None) -> int:
-    """Parameters of ``layer`` that one token does not use, with ``active`` experts where that number is assumed."""
-    if active is None:
-        return _parameters(layer) - layer.active_parameters()
-    stacks = [module for module in layer.modules() if isinstance(module, StackedExperts)]
-    return sum(round((experts.count - active) * experts.expert_parameters()) for experts in stacks)
 
 
 @dataclass(frozen=True)
@@ -223,5 +177,5 @@ def sweep_experts(setting: Setting, experts: int, *, attention: bool = False, me
 
 def _forward_cost(model: nn.Module, inputs: tuple[Tensor, ...], attention: bool, memory: bool) -> tuple[int, int]:
     """FLOPs and, if asked for, peak bytes of one forward."""
-    flops = _total(count_flops(model, *inputs), attention)
+    flops = count_flops(model, *inputs).total(attention)
     return flops, peak_memory(model, *inputs) if memory else 0

@@ -1,55 +1,19 @@
 """``intbmoe cost``: the cost table and the sweep over experts, as text, Markdown, JSON or a picture."""
 
-import json
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
-from rich.table import Table
 
 from intbmoe.analysis.cost import MIB, SWEEP, UNITS, Row, Setting, SweepRow, measure, sweep_experts
 from intbmoe.analysis.settings import find_setting
+from intbmoe.report.numbers import NOTHING
+from intbmoe.report.tables import Table
 
 Form = Literal["text", "markdown", "json"]
-NOTHING = "–"
-
-
-@dataclass(frozen=True)
-class Report:
-    """A titled table with numbered notes below it, ready for any form."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-    notes: list[str]
-
-    def text(self) -> None:
-        """Print it with rich, boxes and all."""
-        # Away from a terminal there is no width to fit into, and a broken line cannot be searched.
-        console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
-        table = Table(title=self.title, title_justify="left")
-        for index, name in enumerate(self.header):
-            table.add_column(name, justify="left" if index == 0 else "right")
-        for row in self.rows:
-            table.add_row(*row)
-        console.print(table)
-        for note in self.notes:
-            console.print(note)
-
-    def markdown(self) -> None:
-        """Print it as a Markdown table."""
-        lines = [f"**{self.title}**", "", _line(self.header), _line([":--", *["--:"] * (len(self.header) - 1)])]
-        lines += [_line(row) for row in self.rows]
-        lines += [line for note in self.notes for line in ("", note)]
-        sys.stdout.write("\n".join(lines) + "\n")
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def print_cost(setting_name: str, *, form: Form = "text", attention: bool = False) -> None:
@@ -60,12 +24,12 @@ def print_cost(setting_name: str, *, form: Form = "text", attention: bool = Fals
         for method in setting.methods:
             status.update(f"measuring {method}")
             rows.append(measure(setting, method, attention=attention))
-    _print(cost_report(setting, rows, attention=attention), [row.as_dict() for row in rows], form)
+    cost_table(setting, rows, attention=attention).print(form)
 
 
-def cost_report(setting: Setting, rows: Sequence[Row], *, attention: bool) -> Report:
+def cost_table(setting: Setting, rows: Sequence[Row], *, attention: bool) -> Table:
     """The table of a setting, with the paper's figures beside ours."""
-    notes = _number_notes(rows)
+    notes = list(dict.fromkeys(note for row in rows for note in row.notes))  # every note once, in the order of the rows
     body = [_cells(row, [str(1 + notes.index(note)) for note in row.notes]) for row in rows]
     below = [
         "paper: what it prints, ✓ where ours rounds to the same digits, ✗ where not. run: the FLOPs our fast path "
@@ -80,12 +44,7 @@ def cost_report(setting: Setting, rows: Sequence[Row], *, attention: bool) -> Re
     ]
     below += [f"{number}. {note}" for number, note in enumerate(notes, 1)]
     header = ("Method", "Params (M)", "paper", "Activated (M)", "paper", "FLOPs (G)", "paper", "run (G)", "notes")
-    return Report(setting.title, header, body, below)
-
-
-def _number_notes(rows: Iterable[Row]) -> list[str]:
-    """Every note once, in the order of the rows."""
-    return list(dict.fromkeys(note for row in rows for note in row.notes))
+    return Table.of_texts(setting.title, header, body, notes=below, records=[row.as_dict() for row in rows])
 
 
 def _cells(row: Row, notes: list[str]) -> tuple[str, ...]:
@@ -108,12 +67,12 @@ def print_sweep(setting_name: str, picture: Path, *, form: Form = "text", attent
         for experts in SWEEP:
             status.update(f"measuring IntBMoE with E = {experts}")
             rows.append(sweep_experts(setting, experts, attention=attention))
-    _print(sweep_report(setting, rows, attention=attention), [row.as_dict() for row in rows], form)
+    sweep_table(setting, rows, attention=attention).print(form)
     draw_sweep(setting, rows, picture)
     sys.stderr.write(f"drawn: {picture}\n")
 
 
-def sweep_report(setting: Setting, rows: Sequence[SweepRow], *, attention: bool) -> Report:
+def sweep_table(setting: Setting, rows: Sequence[SweepRow], *, attention: bool) -> Table:
     """The table of the sweep, with the paper's figures where it prints any."""
     units = {"flops": 1e9, "flops_precomposed": 1e9, "memory": MIB, "memory_precomposed": MIB}
     body = []
@@ -140,16 +99,8 @@ def sweep_report(setting: Setting, rows: Sequence[SweepRow], *, attention: bool)
             "workspace of the matrix library, which is no tensor."
         )
     notes += setting.remarks
-    return Report(f"IntBMoE against the number of expert bases E: {setting.title}", tuple(header), body, notes)
-
-
-def _print(report: Report, records: list[dict[str, Any]], form: Form) -> None:
-    if form == "json":
-        sys.stdout.write(json.dumps(records, indent=2, ensure_ascii=False) + "\n")
-    elif form == "markdown":
-        report.markdown()
-    else:
-        report.text()
+    title = f"IntBMoE against the number of expert bases E: {setting.title}"
+    return Table.of_texts(title, header, body, notes=notes, records=[row.as_dict() for row in rows])
 
 
 def require_matplotlib() -> None:

@@ -62,8 +62,8 @@ class Participation:
         ]
 
 
-class _ChangedRecipes(nn.Module):
-    """A hypernetwork whose recipes leave out one base (None: none) and follow the factor of one base fewer."""
+class _ChangedCoefficients(nn.Module):
+    """A hypernetwork whose coefficients leave out one base (None: none) and follow the factor of one base fewer."""
 
     def __init__(self, hypernetwork: Hypernetwork, base: int | None) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def without_base(layer: IntBMoE, base: int | None) -> ComposedMoE:
     experts = layer.config.experts
     require(experts > 1, "experts", experts, "at least 2: without its only base a layer has none")
     require(base is None or 0 <= base < experts, "base", base, f"None or one of 0…{experts - 1}")
-    with _swapped(layer, _ChangedRecipes(layer.hypernetwork, base)):
+    with _swapped(layer, _ChangedCoefficients(layer.hypernetwork, base)):
         return layer.precompose()
 
 

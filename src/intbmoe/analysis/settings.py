@@ -7,7 +7,7 @@ from intbmoe.budget import TABLE_1, TABLE_2, match_budget
 from intbmoe.checks import did_you_mean
 from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.models.recommender import Recommender, RecommenderConfig
-from intbmoe.models.vit import ViT, ViTConfig
+from intbmoe.models.vit import ViT, ViTConfig, class_token_ffns
 from intbmoe.registry import create
 
 
@@ -18,12 +18,6 @@ def _build_vit(method: str, experts: int) -> ViT:
         return ViT(config)
     options = match_budget(method, config.dim, config.hidden, experts=experts, tokens=config.patches)
     return ViT(config, lambda: create(method, config.dim, **options))
-
-
-def class_token_ffns(model: ViT) -> int:
-    """Parameters that only the class token uses."""
-    own = [block.mlp for block in model.blocks if block.moe is not None]
-    return sum(parameter.numel() for mlp in own for parameter in mlp.parameters())
 
 
 _ROUTER = "How many experts a token has depends on a trained router; assumed here: {} on average."

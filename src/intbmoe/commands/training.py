@@ -84,9 +84,9 @@ def compare(args: Unparsed) -> None:
     is an option.
     """
     with explained(KeyError, ValueError, OSError, ModuleNotFoundError):
-        from intbmoe.analysis.compare import CompareOptions
-        from intbmoe.analysis.compare_report import compare as run_comparison
         from intbmoe.commands.overrides import parse_recipe
+        from intbmoe.compare.compare import compare as run_comparison
+        from intbmoe.compare.plan import CompareOptions
         from intbmoe.tasks import DataError
         from intbmoe.train import TrainingError
 

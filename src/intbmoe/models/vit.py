@@ -208,3 +208,9 @@ class ViT(nn.Module):
     def _is_cut_off(self, key: str) -> bool:
         parts = key.split(".")
         return parts[0] == "blocks" and len(parts) > 1 and parts[1].isdigit() and int(parts[1]) >= self.config.depth
+
+
+def class_token_ffns(model: ViT) -> int:
+    """Parameters that only the class token uses."""
+    own = [block.mlp for block in model.blocks if block.moe is not None]
+    return sum(parameter.numel() for mlp in own for parameter in mlp.parameters())

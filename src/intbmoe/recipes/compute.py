@@ -25,7 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.checks import require
+from intbmoe.counting import count_flops
 from intbmoe.registry import find_method
+from intbmoe.tasks import find_task, make_task
 from intbmoe.tasks.recipe import MoESettings, Recipe
 
 TOLERANCE = 0.02
@@ -36,8 +38,6 @@ FIRST_WIDTHS = (256, 512)
 
 def equal_compute(recipe: Recipe, intbmoe: MoESettings) -> list[tuple[str, MoESettings]]:
     """Titles and settings of the variants with the compute of ``intbmoe`` in the recipe's model."""
-    from intbmoe.tasks import find_task  # tasks import the schema beside this file
-
     target = _flops(recipe, intbmoe)
     options = {"vmoe": "top_k", "deepseek": "top_k", "remoe": "top_k"}
     if not find_task(recipe.task).causal:
@@ -57,16 +57,9 @@ def training_flops(model: nn.Module, inputs: tuple[Any, ...], batch: int, active
     ``inputs`` are those of a batch of one. A forward's FLOPs are those of its examples and what it does once (IntBMoE
     composes blocks), so batches of one and two say them all. ``active`` as in ``count_flops``.
     """
-    one, two = (_forward_flops(model, _repeat(inputs, size), active) for size in (1, 2))
+    one, two = (count_flops(model, *_repeat(inputs, size), active=active).total() for size in (1, 2))
     example = two - one
     return example + (one - example) / batch
-
-
-def _forward_flops(model: nn.Module, inputs: tuple[Any, ...], active: float | None) -> int:
-    from intbmoe.counting import count_flops  # the analysis imports recipes
-
-    counted = count_flops(model, *inputs, active=active)
-    return counted.executed + counted.formulation
 
 
 def _repeat(inputs: tuple[Any, ...], size: int) -> tuple[Any, ...]:
@@ -76,8 +69,6 @@ def _repeat(inputs: tuple[Any, ...], size: int) -> tuple[Any, ...]:
 
 
 def _flops(recipe: Recipe, moe: MoESettings) -> float:
-    from intbmoe.tasks import make_task
-
     task = make_task(replace(recipe, moe=moe))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

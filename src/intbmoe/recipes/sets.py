@@ -22,6 +22,7 @@ from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoEConfig
 from intbmoe.recipes.compute import equal_compute
 from intbmoe.registry import find_method, list_methods
+from intbmoe.tasks import find_task, make_task
 from intbmoe.tasks.recipe import MoESettings, Recipe
 
 ABLATIONS = {
@@ -87,8 +88,6 @@ def _method(recipe: Recipe, name: str) -> Variant:
 
 
 def _methods(recipe: Recipe) -> list[Variant]:
-    from intbmoe.tasks import find_task  # tasks import the schema beside this file
-
     return [_method(recipe, name) for name in (TABLE_2 if find_task(recipe.task).causal else TABLE_1)]
 
 
@@ -150,8 +149,6 @@ def _compute(recipe: Recipe) -> list[Variant]:
 
 def _place(recipe: Recipe) -> list[Variant]:
     """What a mixture is to be compared with: it may get more than its experts, see ``Task.dense_in_place``."""
-    from intbmoe.tasks import find_task  # tasks import the schema beside this file
-
     dense, own = _method(recipe, "dense"), find_task(recipe.task).dense_in_place
     if own is None:
         return [dense]
@@ -169,8 +166,6 @@ def _equal_widths(config: IntBMoEConfig, count: int) -> tuple[int, ...]:
 
 def _resolved(recipe: Recipe, variant: Variant) -> IntBMoEConfig:
     """What IntBMoE is in the recipe's model, after the budget: read off a layer of it."""
-    from intbmoe.tasks import make_task  # tasks import the schema beside this file
-
     model = make_task(replace(recipe, moe=variant.moe)).make_model()
     return next(layer.config for _, layer in moe_layers(model))
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from intbmoe.analysis.drawing.canvas import BLUE, GRID, ORANGE, Data, Picture, make_panels, tidy
+from intbmoe.report.canvas import BLUE, GRID, ORANGE, Data, Picture, make_panels, tidy
+from intbmoe.report.numbers import flops_unit
 
 MIB = 2**20
 FORMS = {
@@ -16,7 +17,7 @@ FORMS = {
 def draw_cost(data: Data) -> list[Picture]:
     """Memory, FLOPs and, where a GPU was at hand, what it allocated, a line for each form."""
     rows = data["sweep"]
-    unit, letter = (1e9, "G") if max(row["flops"] for row in rows) >= 1e9 else (1e6, "M")
+    unit, letter = flops_unit(row["flops"] for row in rows)
     wanted = {"memory": (MIB, "peak inference memory (MiB)"), "flops": (unit, f"FLOPs of one example ({letter})")}
     if all(row["allocated"] is not None for row in rows):
         wanted["allocated"] = (MIB, f"peak allocated on {data['device']} (MiB)")

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.image import imread
 
-from intbmoe.analysis.drawing.canvas import Data, Picture, block_colours
-from intbmoe.analysis.drawing.cells import Cell, add_inches, add_legend, draw_cells, legend_inches, title_of
+from intbmoe.report.canvas import Data, Picture, block_colours
+from intbmoe.report.cells import Cell, add_inches, add_legend, draw_cells, legend_inches, title_of
 
 LINE = 64
 """Characters of a line of text."""

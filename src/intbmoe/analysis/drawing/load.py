@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from matplotlib.ticker import MaxNLocator
 
-from intbmoe.analysis.drawing.canvas import (
+from intbmoe.report.canvas import (
     BLUE,
     ORANGE,
     Data,

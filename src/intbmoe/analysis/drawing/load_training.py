@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from intbmoe.analysis.drawing.canvas import (
+from intbmoe.report.canvas import (
     GRID,
     Data,
     Picture,

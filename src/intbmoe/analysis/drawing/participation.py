@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from intbmoe.analysis.drawing.canvas import (
+from intbmoe.report.canvas import (
     BLUE,
     GREY,
     GRID,

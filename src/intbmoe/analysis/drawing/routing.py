@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from intbmoe.analysis.drawing.canvas import (
+from intbmoe.report.canvas import (
     Data,
     Picture,
     colour_bar,

@@ -5,15 +5,9 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from intbmoe.analysis.drawing.canvas import BLUE, GRID, ORANGE, Data, Picture, make_panels, tidy
+from intbmoe.report.canvas import BLUE, GRID, LOAD_TITLES, ORANGE, Data, Picture, make_panels, tidy
 
-LOAD_TITLES = {
-    "utilisation": "utilisation (1: all get tokens)",
-    "entropy": "entropy of the load (1: even)",
-    "worst_case": "largest load / mean load (1: even)",
-    "dropped": "share of assignments dropped",
-    "untaken": "share of tokens without expert",
-}
+TITLES = {**LOAD_TITLES, "untaken": "share of tokens without expert"}
 
 
 def draw_training(data: Data) -> list[Picture]:
@@ -31,7 +25,7 @@ def draw_training(data: Data) -> list[Picture]:
         see += f" The {best} {metric} on validation is {extreme:.4f}, at step {step}."
     how = "From metrics.jsonl. Training values are means since the line before, evaluations are of whole splits."
     found = [Picture("training", "Loss and metric over training", see, how, pictures[0])]
-    loads = [name for name in LOAD_TITLES if ("train", name) in curves]
+    loads = [name for name in TITLES if ("train", name) in curves]
     if loads:
         shown = [name for name in loads if name != "dropped" or any(curves["train", name]["values"])]
         ends = ", ".join(f"{name.replace('_', ' ')} {curves['train', name]['values'][-1]:.3g}" for name in loads)
@@ -52,7 +46,7 @@ def _draw_curves(name: str, names: Sequence[str], curves: Mapping[tuple[str, str
                 look = {"color": colour, "linestyle": line, "markersize": size, "label": split}
                 look["marker"] = marker or ("o" if len(curve["steps"]) == 1 else None)
                 axes.plot(curve["steps"], curve["values"], **look)
-        axes.set_title(LOAD_TITLES.get(wanted, wanted), loc="left", fontsize=9)
+        axes.set_title(TITLES.get(wanted, wanted), loc="left", fontsize=9)
         axes.set_xlabel("step", fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.grid(axis="y", color=GRID, linewidth=0.6)

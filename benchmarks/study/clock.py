@@ -1,0 +1,65 @@
+"""How long a run of the study will take: nothing is started that cannot end in time.
+
+A step takes what it takes alone on the device (measured by ``timing.py``, or guessed), times how much the runs
+beside it slow it down, which is guessed until it is seen.
+"""
+
+import json
+from pathlib import Path
+from statistics import median
+
+from benchmarks.study.plan import Entry
+
+TIMING = "timing--{}.json"
+MARGIN = 1.08
+START_SECONDS = {"cuda": 25.0, "cpu": 9.0}
+"""Imports, reading data, compiling kernels, and at the end the test split and counting."""
+GUESSED_MS = {
+    "cuda": {"tiny-imagenet": 12.0, "wikipedia": 40.0, "foursquare": 25.0, "foursquare-us": 25.0},
+    "cpu": {"foursquare": 350.0, "foursquare-us": 700.0, "digits": 15.0, "stdlib": 30.0},
+}
+UNKNOWN_MS = 1000.0
+GUESSED_CROWDING = 0.5
+"""How much longer a step on a GPU takes for each run beside it."""
+RECENT = 12
+
+
+class Clock:
+    """Estimates, which get better as runs are seen."""
+
+    def __init__(self, output: Path, jobs: int) -> None:
+        self.alone = read_timings(output)
+        self.crowding = {"cuda": 1 + GUESSED_CROWDING * (jobs - 1), "cpu": 1.0}
+        self.seen: dict[str, list[float]] = {"cuda": [], "cpu": []}
+        self.starts: dict[str, list[float]] = {"cuda": [], "cpu": []}
+
+    def step_seconds(self, entry: Entry, device: str) -> float:
+        """Of one step, alone."""
+        guess = GUESSED_MS[device].get(entry.study, UNKNOWN_MS) / 1000
+        return self.alone.get((device, entry.study, entry.label), guess)
+
+    def seconds(self, entry: Entry, device: str) -> float:
+        """Of the whole run, beside the others."""
+        seen = self.seen[device][-RECENT:]
+        crowding = median(seen) if seen else self.crowding[device]
+        start = max(self.starts[device][-RECENT:], default=START_SECONDS[device])
+        return start + MARGIN * entry.steps * self.step_seconds(entry, device) * crowding
+
+    def learn(self, entry: Entry, device: str, observed: float) -> None:
+        """A step of ``entry`` was seen to take ``observed`` seconds."""
+        self.seen[device].append(observed / self.step_seconds(entry, device))
+
+    def learn_start(self, entry: Entry, device: str, seconds: float, step: float) -> None:
+        """A finished run took ``seconds`` in all, and ``step`` for each of its steps."""
+        self.starts[device].append(max(0.0, seconds - entry.steps * step))
+
+
+def read_timings(output: Path) -> dict[tuple[str, str, str], float]:
+    """(device, study, label) → seconds of a step alone, from the files of ``timing.py``."""
+    found = {}
+    for path in sorted(output.glob(TIMING.format("*"))):
+        timing = json.loads(path.read_text(encoding="utf-8"))
+        for label, row in timing["rows"].items():
+            if "step_ms" in row:
+                found[timing["kind"], timing["study"], label] = row["step_ms"] / 1000
+    return found

@@ -1,0 +1,174 @@
+"""One run of the study, from a job file to one small summary.
+
+    python benchmarks/study/job.py JOB.json
+    python benchmarks/study/job.py --widen RUN             # a run that came back in half precision, see write_run
+
+Started by the study, one process per run. Trains as ``intbmoe train`` does, counts the trained model, and writes the
+summary when all is known. What it measures beside: the peak of GPU memory.
+"""
+
+import importlib.util
+import io
+import json
+import sys
+import tarfile
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from intbmoe.compare.plan import Job
+from intbmoe.compare.record import thin
+from intbmoe.compare.summary import summarise
+from intbmoe.files import digest, replace_file, to_json
+from intbmoe.recipes import recipe_from_dict
+from intbmoe.recipes.compute import training_flops
+from intbmoe.recipes.sets import Variant
+from intbmoe.tasks import make_task
+from intbmoe.tasks.recipe import Recipe
+from intbmoe.train import RunDirectory, load, train
+from intbmoe.train.files import pack_tensors, read_json, read_tensors
+from intbmoe.train.signals import belongs_to_another
+
+CURVE_POINTS = 100
+LOADS = ("utilisation", "worst_case", "entropy", "dropped")
+LAST_ROWS = 10
+"""Lines of metrics that the load statistics are averaged over."""
+HALF = "model.half.safetensors"
+KEPT = (".yaml", ".json", ".jsonl")
+PART_BYTES = 15 * 2**20
+FORMAT = 1
+
+
+def main() -> None:
+    """The command line."""
+    if sys.argv[1] == "--widen":
+        widen(RunDirectory.existing(sys.argv[2]))
+        return
+    belongs_to_another()  # nobody trains on after the study was killed
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    without_tensorboard()
+    recipe = recipe_from_dict(job["entry"]["recipe"])
+    run = train(recipe, root=job["root"])
+    summary = summarise_run(recipe, run, job)
+    Path(job["summary"]).parent.mkdir(parents=True, exist_ok=True)
+    replace_file(Path(job["summary"]), to_json(summary))
+    if job["weights"]:
+        write_run(run, Path(job["weights"]))
+
+
+def without_tensorboard() -> None:
+    """Where TensorBoard is not installed nothing is written for it: the summary has what matters."""
+    if importlib.util.find_spec("tensorboard") is not None:
+        return
+
+    class SummaryWriter:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def add_scalar(self, *_: Any) -> None: ...
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter
+    sys.modules[module.__name__] = module
+
+
+def summarise_run(recipe: Recipe, run: RunDirectory, job: dict[str, Any]) -> dict[str, Any]:
+    """All that is kept of a run."""
+    entry, result = job["entry"], run.result
+    on_gpu = torch.cuda.is_available()
+    memory = torch.cuda.max_memory_allocated() if on_gpu else None
+    row, *composed = summarise([Job(Variant(entry["title"], recipe.moe), recipe, run)])
+    environment = read_json(run.path / "environment.json")
+    # The command that repeats the run is the entry's; this process's, and where its data lay, name a machine's folders.
+    last = {key: value for key, value in environment[-1].items() if key != "command"}
+    recipe_without_path = {**entry["recipe"], "data": {**entry["recipe"]["data"], "path": None}}
+    rows = run.metrics()
+    tuning = entry["stage"] == "tune"  # only the validation split may be looked at
+    return {
+        "format": FORMAT,
+        **{name: entry[name] for name in ("study", "stage", "title", "label", "seed", "digest", "shared_digest")},
+        "method": recipe.moe.name,
+        "command": entry["command"],
+        "metric": result["metric"],
+        "higher_is_better": result["higher_is_better"],
+        "valid": result["valid"],
+        "test": None if tuning else result["test"],
+        **row.counts._asdict(),
+        "flops_training": _training_flops(recipe, run, row.active),
+        "flops_precomposed": composed[0].counts.flops if composed else None,
+        "active_experts": row.active,
+        "steps": result["steps"],
+        "epochs": result["epochs"],
+        "examples": result["examples"],
+        "seconds": result["seconds"],
+        "steps_per_second": result["steps"] / result["seconds"],
+        "side_by_side": job["side_by_side"],
+        "peak_gpu_bytes": memory,
+        "load": _load(rows),
+        "curve": _curve(rows, "train"),
+        "curve_valid": _curve(rows, "valid", result["metric"]),
+        "floors": make_task(recipe).floors() if recipe.moe.name == "dense" else None,  # the same beside every method
+        "starts": len(environment),
+        "environment": {**last, "git": job["commit"] or last["git"]},
+        "recipe": recipe_without_path,
+    }
+
+
+def _training_flops(recipe: Recipe, run: RunDirectory, active: float | None) -> float:
+    task = make_task(recipe)
+    torch.manual_seed(0)
+    model = (task.make_model() if active else load(run).cpu()).eval()
+    batch = recipe.train.device_batch or recipe.train.batch
+    return training_flops(model, task.example_inputs(), batch, active or None)
+
+
+def _load(rows: list[dict[str, Any]]) -> dict[str, float]:
+    last = [row for row in rows if row["split"] == "train"][-LAST_ROWS:]
+    found = {name: [row[name] for row in last if name in row] for name in LOADS}
+    return {name: sum(values) / len(values) for name, values in found.items() if values}
+
+
+def _curve(rows: list[dict[str, Any]], split: str, name: str = "loss") -> list[list[float]]:
+    """[step, value], evenly thinned; the last stays."""
+    return thin([[row["step"], row[name]] for row in rows if row["split"] == split and name in row], CURVE_POINTS)
+
+
+def write_run(run: RunDirectory, stem: Path) -> None:
+    """The finished run with its weights in half precision, as a tar in parts that can be carried.
+
+    ``cat STEM.part* | tar x`` and ``job.py --widen FOLDER`` make a run directory of it again.
+    """
+    tensors = read_tensors(run.model_path)
+    halves = {name: value.half() if value.dtype == torch.float32 else value for name, value in tensors.items()}
+    files = {path.name: path.read_bytes() for path in run.path.iterdir() if path.suffix in KEPT}
+    files[HALF] = pack_tensors(halves)
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo("/".join([*run.path.parts[-3:], name]))
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    content = packed.getvalue()
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    for number, start in enumerate(range(0, len(content), PART_BYTES)):
+        stem.with_name(f"{stem.name}.part{number}").write_bytes(content[start : start + PART_BYTES])
+
+
+def widen(run: RunDirectory) -> None:
+    """Half precision to single: a run directory that ``intbmoe eval`` and ``analyse`` take."""
+    halves = read_tensors(run.path / HALF)
+    weights = pack_tensors(
+        {name: value.float() if value.dtype == torch.float16 else value for name, value in halves.items()}
+    )
+    result = {**run.result, "sha256": {"model.safetensors": digest(weights)}, "weights": "rounded to half precision"}
+    run.write("model.safetensors", weights)
+    run.write("done.json", to_json(result))
+
+
+if __name__ == "__main__":
+    main()

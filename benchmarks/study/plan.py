@@ -1,0 +1,341 @@
+"""Which runs the study consists of, in the order in which they matter.
+
+A plan is a list of entries, plain data that is written here and run elsewhere: resolving it builds and counts models,
+which takes a minute that a rented GPU should not wait for. An entry's digest covers every setting that can change its
+result, so a finished run is recognised, and one of other settings is never mistaken for it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from intbmoe.checks import require
+from intbmoe.recipes import load_recipe, recipe_from_dict, recipe_to_dict
+from intbmoe.recipes.compute import dense_of_compute
+from intbmoe.recipes.sets import PLACED, Variant, find_variants
+from intbmoe.settings import to_plain
+from intbmoe.tasks.recipe import MoESettings, Recipe
+from intbmoe.train.run import FREE_TO_CHANGE
+
+SOURCE = Path(__file__).parents[2] / "src" / "intbmoe"
+RESULTS = Path(__file__).parents[1] / "results" / "study"
+STAGES = ("first", "methods", "compute", "ablations", "seeds", "rest")
+"""first       dense, IntBMoE and the baselines expected to be best, first seed
+methods     all other methods, first seed
+compute     IntBMoE's compute, dense networks of its one-layer form's, and the backbone's FFN as a mixture, first seed
+ablations   of IntBMoE, first seed
+seeds       two more seeds of dense (in both places), IntBMoE, the wide ones and the two best baselines by validation
+rest        two more seeds of everything else"""
+TUNING = "tune"
+"""A stage of its own, only on demand: short runs over learning rates, whose test metrics are thrown away."""
+TUNED = ("dense", "intbmoe")
+NOT_IN_DIGEST = (*FREE_TO_CHANGE, "data.path", "train.capture", "train.compile")
+"""Settings that are about speed. A captured step has the kernels of an ordinary one; a compiled one rounds elsewhere
+and draws other random numbers, as another GPU would."""
+BASELINES_REPEATED = 2
+ONE_LAYER = "intbmoe-one_layer"
+"""The ablation that costs much less: it has dense networks of its own compute beside it."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """One recipe with the settings that all methods share."""
+
+    recipe: str
+    settings: Mapping[str, Any]
+    """Dotted settings on top of the recipe's."""
+    first: tuple[str, ...]
+    epoch_steps: int
+    """Optimizer steps of an epoch, for estimates of time."""
+    rates: tuple[float, ...]
+    """Learning rates for the stage ``tune``."""
+    tuning: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of that stage."""
+    on_cpu: bool = False
+    """So small that a core is enough."""
+
+
+GPU = {"train.checkpoint_every": 1_000_000, "train.keep_checkpoints": 1}
+"""A run lasts minutes: it is saved when it ends or is asked to stop."""
+
+STUDIES = {
+    "tiny-imagenet": Study(
+        "tiny-imagenet",
+        {
+            **GPU,
+            "data.augmentation.mix_probability": 0.0,  # better on validation than 0.5 and 1 in so few epochs
+            "train.epochs": 20.0,
+            "train.precision": "bfloat16",
+            "train.eval_every": 5.0,
+            "train.workers": 2,
+        },
+        ("dense", "intbmoe", "vmoe", "soft", "deepseek"),
+        epoch_steps=95_000 // 512,
+        rates=(5e-4, 1e-3, 2e-3),
+        tuning={"train.epochs": 5.0, "train.warmup": 0.5},
+    ),
+    "wikipedia": Study(
+        "wikipedia",
+        {**GPU, "train.batch": 32, "train.steps": 1000, "train.workers": 1},
+        ("dense", "intbmoe", "deepseek", "switch", "remoe"),
+        epoch_steps=40_000_000 // (32 * 512),  # the first 40 M of the 93.5 M tokens
+        rates=(5e-4, 1e-3, 2e-3),
+        tuning={"train.steps": 200, "train.warmup": 0.01},
+    ),
+    "foursquare": Study(
+        "foursquare",
+        {**GPU, "train.workers": 0},
+        ("dense", "intbmoe", "deepseek", "switch", "remoe"),
+        epoch_steps=94,
+        rates=(1e-3, 3e-3, 1e-2),
+        on_cpu=True,
+    ),
+    "foursquare-us": Study(
+        "foursquare-us",
+        {**GPU, "train.workers": 0},
+        ("dense", "intbmoe", "deepseek", "switch", "remoe"),
+        epoch_steps=157,
+        rates=(1e-3, 3e-3, 1e-2),
+    ),
+    # Dry runs: they need no data and no GPU, and are part of no table.
+    "digits": Study("digits", {}, ("dense", "intbmoe", "vmoe"), 20, (1e-3, 2e-3), on_cpu=True),
+    "stdlib": Study("stdlib", {}, ("dense", "intbmoe", "deepseek"), 600, (5e-3, 1e-2), on_cpu=True),
+}
+REAL = ("tiny-imagenet", "wikipedia", "foursquare", "foursquare-us")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of the plan, as plain data."""
+
+    study: str
+    stage: str
+    title: str
+    label: str
+    seed: int
+    steps: int
+    digest: str
+    shared_digest: str
+    """Of the settings that all methods of the study have in common: rows of one table agree in it."""
+    recipe: dict[str, Any]
+    command: str
+    on_cpu: bool
+
+    @property
+    def id(self) -> str:
+        """For a person."""
+        return f"{self.recipe['name']}/{self.label}/{self.seed}"
+
+    @property
+    def file(self) -> str:
+        """The name of its summary."""
+        return f"{self.id.replace('/', '--')}--{self.digest[:8]}.json"
+
+
+def make_plan(
+    studies: Sequence[str],
+    overrides: Sequence[str] = (),
+    stages: Sequence[str] = STAGES,
+    summaries: Iterable[Mapping[str, Any]] = (),
+) -> list[Entry]:
+    """The runs of ``studies``, stage by stage; ``summaries`` of finished runs say which baselines are best."""
+    summaries = list(summaries)
+    entries = [entry for name in studies for entry in _entries(name, overrides, stages, summaries)]
+    return sorted(entries, key=lambda entry: ((TUNING, *STAGES).index(entry.stage), entry.seed))
+
+
+def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summaries: list) -> list[Entry]:
+    study = STUDIES[name]
+    given = parse_overrides(name, overrides)
+    recipe = with_settings(load_recipe(study.recipe), {**study.settings, **given})
+    if TUNING in stages:
+        return _tuning(name, study, recipe, given)
+    staged = {"first": ",".join(study.first), "methods": "all", "compute": "compute,place", "ablations": "ablations"}
+    first_seed, *more = recipe.seeds
+    entries, seen = [], {}
+    for stage, choice in staged.items():
+        if not set(stages) & {stage, "seeds", "rest"}:
+            continue
+        for variant in find_variants(recipe, choice) + (_narrow(recipe) if stage == "compute" else []):
+            if variant.label not in seen:
+                seen[variant.label] = variant
+                entries.append(_entry(name, stage, recipe, variant, first_seed, {**study.settings, **given}))
+    repeated = _repeated(entries, summaries)
+    for seed in more:
+        for label, variant in seen.items():
+            stage = "seeds" if label in repeated else "rest"
+            entries.append(_entry(name, stage, recipe, variant, seed, {**study.settings, **given}))
+    return [entry for entry in entries if entry.stage in stages]
+
+
+def _narrow(recipe: Recipe) -> list[Variant]:
+    """Dense networks with the compute of IntBMoE's one-layer form."""
+    one_layer = next(variant for variant in find_variants(recipe, "ablations") if variant.label == ONE_LAYER)
+    found = dense_of_compute(recipe, one_layer.moe)
+    return [Variant(title, replace(moe, label=f"{moe.name}-narrow")) for title, moe in found]
+
+
+def _repeated(entries: Sequence[Entry], summaries: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Labels that get three seeds first: chosen by the validation split, so that the test split decides nothing."""
+    always = {"dense", "intbmoe", "dense-wide", "swiglu-wide", PLACED}
+    methods = {entry.digest: entry.label for entry in entries if entry.stage in ("first", "methods")}
+    found = [summary for summary in summaries if methods.get(summary["digest"], "dense") not in always]
+    sign = {True: 1, False: -1}
+    found.sort(key=lambda s: sign[s["higher_is_better"]] * s["valid"][s["metric"]], reverse=True)
+    return always | {summary["label"] for summary in found[:BASELINES_REPEATED]}
+
+
+def _tuning(name: str, study: Study, recipe: Recipe, given: Mapping[str, Any]) -> list[Entry]:
+    entries = []
+    for rate in study.rates:
+        settings = {**study.settings, **study.tuning, **given, "train.lr": rate, "name": f"{name}-lr{rate:g}"}
+        tuned = with_settings(recipe, settings)
+        for variant in find_variants(tuned, ",".join(TUNED)):
+            entries.append(_entry(name, TUNING, tuned, variant, recipe.seeds[0], settings))
+    return entries
+
+
+def _entry(study: str, stage: str, recipe: Recipe, variant: Variant, seed: int, settings: Mapping[str, Any]) -> Entry:
+    seeded = replace(recipe, moe=variant.moe, train=replace(recipe.train, seed=seed))
+    return Entry(
+        study=study,
+        stage=stage,
+        title=variant.title,
+        label=variant.label,
+        seed=seed,
+        command=_command(STUDIES[study].recipe, variant, seed, settings),
+        on_cpu=STUDIES[study].on_cpu,
+        **_facts(study, seeded),
+    )
+
+
+def digests(recipe: Recipe) -> dict[str, str]:
+    """Of all settings, and of those that the methods and seeds of a study share."""
+    shared = replace(recipe, moe=MoESettings(experts=recipe.moe.experts), train=replace(recipe.train, seed=0))
+    return {"digest": digest(recipe), "shared_digest": digest(shared)}
+
+
+def _facts(study: str, recipe: Recipe) -> dict[str, Any]:
+    """What follows from the settings."""
+    train = recipe.train
+    return {
+        "steps": train.steps or max(1, round(train.epochs * STUDIES[study].epoch_steps)),
+        **digests(recipe),
+        "recipe": recipe_to_dict(recipe),
+    }
+
+
+def change(entry: Entry, overrides: Sequence[str]) -> Entry:
+    """The entry with other settings of the training, as ``make_plan`` would have made it."""
+    settings = parse_overrides(entry.study, overrides)
+    if not settings:
+        return entry
+    for key in settings:
+        require(key.startswith("train."), "set", key, "a setting of train: others need a new plan")
+    added = "".join(f" --{key.replace('_', '-')} {value}" for key, value in settings.items())
+    facts = _facts(entry.study, with_settings(recipe_from_dict(entry.recipe), settings))
+    return replace(entry, command=entry.command + added, **facts)
+
+
+def choose_rates(summaries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Of each study the learning rate of stage ``tune`` with the best mean over ``TUNED`` on the validation split."""
+    found: dict[tuple[str, float], list[float]] = {}
+    for summary in summaries:
+        if summary["stage"] == TUNING:
+            value = summary["valid"][summary["metric"]] * (1 if summary["higher_is_better"] else -1)
+            found.setdefault((summary["study"], summary["recipe"]["train"]["lr"]), []).append(value)
+    whole = {key: sum(values) / len(values) for key, values in found.items() if len(values) == len(TUNED)}
+    studies = {study for study, _ in whole}
+    return {study: max((value, rate) for (name, rate), value in whole.items() if name == study)[1] for study in studies}
+
+
+def digest(recipe: Recipe) -> str:
+    """SHA-256 of all settings that can change a result and are not at their default.
+
+    So a setting that is added to the program later, with a default that changes nothing, leaves finished runs known.
+    """
+    essential = _essential(recipe, "")
+    return hashlib.sha256(json.dumps(essential, sort_keys=True).encode()).hexdigest()
+
+
+def _essential(value: Any, where: str) -> Any:
+    if not is_dataclass(value):
+        return to_plain(value)
+    found = {}
+    for f in fields(value):
+        key, own = f"{where}.{f.name}" if where else f.name, getattr(value, f.name)
+        default = f.default_factory() if f.default_factory is not MISSING else f.default
+        if key not in NOT_IN_DIGEST and (default is MISSING or own != default):
+            found[f.name] = _essential(own, key)
+    return found
+
+
+def _command(recipe: str, variant: Variant, seed: int, settings: Mapping[str, Any]) -> str:
+    """What repeats the run by hand, on one GPU."""
+    words = ["intbmoe train", recipe, "--data.path DATA", f"--moe.name {variant.moe.name}"]
+    if variant.moe.label:
+        words.append(f"--moe.label {variant.moe.label}")
+        for option, value in variant.moe.options.items():
+            text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            words.append(f"--moe.options.{option.replace('_', '-')} {text}".rstrip())
+    shown = {key: value for key, value in settings.items() if key not in FREE_TO_CHANGE}
+    words += [f"--{key.replace('_', '-')} {value}" for key, value in shown.items()]
+    return " ".join([*words, f"--train.seed {seed}"])
+
+
+def parse_overrides(study: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """``train.epochs=5`` for every study, ``digits:train.epochs=5`` for one of them."""
+    found = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"{text!r} is not a setting: write key=value, such as train.epochs=5")
+        where, colon, rest = key.partition(":")
+        if not colon or where == study:
+            found[rest if colon else key] = yaml.safe_load(value)
+    return found
+
+
+def free_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` of settings that a plan leaves open, because they change no result."""
+    found = parse_overrides("", texts)
+    for key in found:
+        require(key in NOT_IN_DIGEST, "run-with", key, f"one of {', '.join(NOT_IN_DIGEST)}: others are the plan's")
+    return found
+
+
+def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe with dotted settings changed, checked as a recipe file is."""
+    data = recipe_to_dict(recipe)
+    for key, value in settings.items():
+        *rooms, last = key.split(".")
+        inner = data
+        for room in rooms:
+            inner = inner[room]
+        inner[last] = value
+        if key == "train.epochs" and "train.steps" not in settings:
+            data["train"]["steps"] = None
+    return recipe_from_dict(data)
+
+
+def read_summaries(folder: Path) -> list[dict[str, Any]]:
+    """All summaries in a folder, with the digests that their settings have now: the program may have changed since."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*--*--*--*.json"))]
+    return [{**summary, **digests(recipe_from_dict(summary["recipe"]))} for summary in found]
+
+
+def write_plan(entries: Sequence[Entry], path: Path) -> None:
+    """As JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([vars(entry) for entry in entries], indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def read_plan(path: Path) -> list[Entry]:
+    """What ``write_plan`` wrote, with digests as they are now."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return [Entry(**{**entry, **digests(recipe_from_dict(entry["recipe"]))}) for entry in found]

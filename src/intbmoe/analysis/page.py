@@ -1,0 +1,179 @@
+"""The page of RUN/analysis: whatever parts and pictures are there, with where they come from.
+
+Made from the folder alone. Pictures are found by their captions and tables by their data files, so that a new part of
+the analysis appears here by itself; ``THEMES`` only says in which order, and what each asks.
+"""
+
+import csv
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from intbmoe.report.numbers import NOTHING, format_metric
+from intbmoe.report.page import Answer, Facts, Notice, Page, Section, read_figure
+from intbmoe.report.tables import Cell, Table
+from intbmoe.report.trace import trained_for
+from intbmoe.train.files import read_json
+
+MOST_ROWS = 300
+"""Of a data table on the page; longer ones stay in their CSV file."""
+THEMES = {
+    "participation": ("Participation", "What does the model lose without one expert base?"),
+    "routing": ("Routing", "Which tokens go where?"),
+    "examples": ("Examples", "Where did each patch or token of single examples go?"),
+    "coefficients": ("Coefficients", "How is each block composed?"),
+    "load": ("Load", "How many tokens does each expert or block get, and how did that change over training?"),
+    "cost": ("Cost", "What does inference take, and how does it grow with the experts?"),
+    "training": ("Training", "How did loss and metric go?"),
+}
+SINGLE = (str, int, float)
+COLUMN_TITLES = {
+    "active": "experts a token",
+    "worst_case": "largest load / mean",
+    "smallest": "smallest drop",
+    "mean": "mean drop",
+    "factor_alone": "factor alone",
+    "mean_cosine": "mean cosine",
+}
+
+
+def run_page(folder: Path) -> Page:
+    """The page of the analysis in ``folder``."""
+    summary = read_json(folder / "data" / "analysis.json")
+    parts = {part: read_json(folder / "data" / f"{part}.json") for part in summary["parts"]}
+    captions = sorted((folder / "pictures").glob("*.json"))
+    themes = {theme_of(name) for name in (*parts, *(path.stem for path in captions))}
+    order = sorted(themes, key=lambda theme: (list(THEMES).index(theme) if theme in THEMES else len(THEMES), theme))
+    sections = [_section(folder, theme, parts, captions) for theme in order]
+    if summary["left_out"]:
+        items = [
+            (f"{part.replace('_', ' ').capitalize()}:", f"{reason}.") for part, reason in summary["left_out"].items()
+        ]
+        lead = "Parts that do not apply to this run, and why."
+        sections.append(Section("left-out", "Left out", lead, [Notice(items)]))
+    sections.append(_source(summary))
+    overline = f"intbmoe analyse · {summary['recipe']}/{summary['label']}/{summary['seed']}"
+    return Page(overline, answer_run(summary, parts), sections)
+
+
+def theme_of(name: str) -> str:
+    """The first word of a part's or a picture's name: what begins alike stands together."""
+    return re.split("[-_]", name)[0]
+
+
+def answer_run(summary: Mapping[str, Any], parts: Mapping[str, Any]) -> Answer:
+    """Five lines on a single run."""
+    metric = summary["metric"]
+    better = "higher" if summary["higher_is_better"] else "lower"
+    others = [f"{name} {format_metric(name, value)}" for name, value in summary["test"].items() if name != metric]
+    also = f" Also {', '.join(others)}." if others else ""
+    share = f"{summary['examples']} of {summary['examples_of_split']}"
+    inside = [text for text in (_told_participation(parts), _told_load(parts)) if text]
+    lines = (
+        ("What", f"{summary['title']}, seed {summary['seed']}: one run, compared with nothing."),
+        (
+            "On what",
+            f"{summary['recipe']} ({summary['task']}); what is inside, on {share} {summary['split']} examples.",
+        ),
+        (
+            "Result",
+            f"{metric} {format_metric(metric, summary['test'][metric])} on the test split, {better} is better.{also}",
+        ),
+        ("Inside", " ".join(inside) or "This method has nothing to choose or to compose: its curves are below."),
+        ("How sure", "One seed says nothing about the method; intbmoe compare with --seeds 3 gives intervals."),
+    )
+    return Answer("one run", f"{summary['title']} on {summary['recipe']}, seed {summary['seed']}", lines)
+
+
+def _told_participation(parts: Mapping[str, Any]) -> str:
+    layers = parts.get("participation", {}).get("layers", [])
+    drops = [drop for layer in layers for drop in layer["drops"]]
+    if not drops:
+        return ""
+    return f"Without one expert base the model is worse in {sum(drop > 0 for drop in drops)} of {len(drops)} cases."
+
+
+def _told_load(parts: Mapping[str, Any]) -> str:
+    load = parts.get("load", {})
+    layers = load.get("layers", [])
+    if not layers:
+        return ""
+    unit, total = load["unit"], sum(len(layer["present"]) for layer in layers)
+    dead = sum(len(layer["dead"]) for layer in layers)
+    worst = max(layer["worst_case"] or 0 for layer in layers)
+    return f"{dead or 'None'} of {total} {unit}s got no token; the fullest has {worst:.2f} times the mean load."
+
+
+def _section(folder: Path, theme: str, parts: Mapping[str, Any], captions: Sequence[Path]) -> Section:
+    """Pictures first, then what parts say of each layer, then their numbers."""
+    title, question = THEMES.get(theme, (theme.capitalize(), ""))
+    own = [part for part in parts if theme_of(part) == theme]
+    source = ", ".join(f"data/{part}.json" for part in own)
+    blocks: list[Any] = [read_figure(path, source) for path in captions if theme_of(path.stem) == theme]
+    for part in own:
+        layers = parts[part].get("layers")
+        if isinstance(layers, list) and layers and all(isinstance(layer, dict) for layer in layers):
+            table = layer_table(layers)
+            blocks += [table] if table else []
+    for part in own:
+        blocks += _data_table(folder, part)
+    return Section(theme, title, question, blocks)
+
+
+def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table | None:
+    """What a part says of each layer in single numbers; None if it says nothing but the layer's name."""
+    names = dict.fromkeys(name for layer in layers for name, value in layer.items() if isinstance(value, SINGLE))
+    records = [{name: layer.get(name) for name in names} for layer in layers]
+    if all("dead" in layer and "present" in layer for layer in layers):
+        records = [
+            {**record, "without a token": len(layer["dead"])} for record, layer in zip(records, layers, strict=True)
+        ]
+    return Table.of_records("By layer", records, COLUMN_TITLES) if len(records[0]) > 1 else None
+
+
+def _data_table(folder: Path, part: str) -> list[Table]:
+    """The part's CSV file as a folded table; of a long file nothing, the caption names it."""
+    path = folder / "data" / f"{part}.csv"
+    if not path.is_file():
+        return []
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    if not rows or len(rows) > MOST_ROWS:
+        return []
+    plain = [{name: _number(text) for name, text in row.items()} for row in rows]
+    return [Table.of_records(f"The numbers: {len(rows)} rows of data/{part}.csv", plain, folded=True)]
+
+
+def _number(text: str | None) -> Any:
+    if not text:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else text
+
+
+def _source(summary: Mapping[str, Any]) -> Section:
+    """What leads from the numbers back to the run."""
+    trace = summary["run"]
+    pairs = [
+        ("Run", Cell(trace["name"], href="../")),
+        ("Seed", Cell(str(trace["seed"]))),
+        ("Settings", Cell("config.yaml", href="../config.yaml", small=_digest(trace["config_sha256"]))),
+        ("Model", Cell("model.safetensors", href="../model.safetensors", small=_digest(trace["model_sha256"]))),
+        ("Parameters", Cell(f"{trace['params']:,}" if trace["params"] else NOTHING)),
+        ("Trained for", Cell(trained_for(trace))),
+        ("On", Cell(" · ".join(str(trace[key]) for key in ("device", "torch") if trace[key]) or NOTHING)),
+        ("Started", Cell(trace["started"] or NOTHING)),
+        ("Code", Cell((trace["commit"] or NOTHING)[:12], code=True)),
+        ("Command", Cell(trace["command"] or "not recorded", code=True)),
+    ]
+    lead = "Every number on this page comes from this run; all digits are in data/ beside the page."
+    return Section("source", "Where this comes from", lead, [Facts(pairs)])
+
+
+def _digest(whole: str) -> str:
+    return f"SHA-256 {whole[:16]}…"

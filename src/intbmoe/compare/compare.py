@@ -1,0 +1,137 @@
+"""``intbmoe compare``: plan, train, summarise, report."""
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rich.console import Console
+
+from intbmoe.compare.jobs import Failure, choose_jobs, run_jobs
+from intbmoe.compare.page import write_comparison_page
+from intbmoe.compare.plan import CompareOptions, Job, Plan, make_plan, sort_out
+from intbmoe.compare.record import Comparison
+from intbmoe.compare.summary import summarise
+from intbmoe.compare.table import brief_table, file_stem, floors_table, write_files
+from intbmoe.recipes.sets import PLACED
+from intbmoe.tasks import find_task, make_task
+from intbmoe.tasks.recipe import Recipe
+
+
+def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = ()) -> int:
+    """Plan, train, summarise, report; returns the exit status.
+
+    ``settings`` are the recipe and its settings as given on the command line, for the commands shown at the end.
+    """
+    started = time.monotonic()
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    plan = make_plan(recipe, options)
+    waiting = [job for job in plan.jobs if not job.run.finished]
+    jobs = choose_jobs(plan, len(waiting), options.jobs)
+    _announce(console, plan, waiting, jobs, options)
+    try:
+        failures = run_jobs(plan, waiting, jobs, console) if waiting else []
+    except KeyboardInterrupt:
+        console.print("Stopped; what was reached is saved. The same command goes on from there.")
+        return 130
+    sound, left_out = sort_out(plan.jobs)
+    rows = [summary.record() for summary in summarise(sound)]
+    if rows:
+        chosen = ["--methods", options.methods, "--seeds", str(options.seeds)]
+        command = shlex.join(["intbmoe", "compare", *_with_root(plan, options, settings), *chosen])
+        _report(console, Comparison(plan, sound, rows, {}, left_out, options.methods, command))
+    damaged = _tell_damaged(console, plan, left_out)
+    _tell_failures(console, plan, failures)
+    if not plan.jobs:
+        console.print(f"Nothing is left of --methods {options.methods} to compare: choose others.", markup=False)
+    console.print(f"Done in {_duration(time.monotonic() - started)}.")
+    if rows and not failures:
+        console.print(f"\nNext:\n{what_next(plan, options, settings)}", markup=False, soft_wrap=True)
+    return 1 if failures or damaged or not rows else 0
+
+
+def _report(console: Console, comparison: Comparison) -> None:
+    """The table on the screen and in files, then the page."""
+    plan, rows = comparison.plan, comparison.rows
+    task = find_task(plan.recipe.task)
+    title, stem = f"{plan.recipe.name}: {task.metric} on the test split", file_stem(comparison.methods)
+    table = brief_table(rows, title, task.higher_is_better)
+    console.print(table.terminal(compact=True))
+    for note in table.notes:
+        console.print(f"  {note}", soft_wrap=True)
+    written = write_files(plan.folder, stem, rows, title, task.higher_is_better)
+    floors = make_task(plan.recipe).floors()  # after the table is safe: on large data they take their time
+    if floors:
+        console.print(floors_table(floors, "What needs no learning").terminal(compact=True))
+        written = write_files(plan.folder, stem, rows, title, task.higher_is_better, floors)
+    written.append(write_comparison_page(replace(comparison, floors=floors)))
+    console.print(f"\nSaved: {', '.join(str(path) for path in written)}", markup=False, soft_wrap=True)
+
+
+def _announce(console: Console, plan: Plan, waiting: Sequence[Job], jobs: int, options: CompareOptions) -> None:
+    variants = len({job.variant.label for job in plan.jobs})
+    finished = len(plan.jobs) - len(waiting)
+    text = f"[bold]{plan.recipe.name}[/]: {variants} variants × {options.seeds} seed{'s' if options.seeds > 1 else ''}"
+    if finished:
+        text += f", {finished} of {len(plan.jobs)} runs already finished"
+    if waiting:
+        text += f"; {len(waiting)} to train, {jobs} at a time"
+    console.print(text, soft_wrap=True)
+    for title, reason in plan.refused.items():
+        console.print(f"left out: {title}: {reason}", markup=False, soft_wrap=True)
+
+
+def _tell_failures(console: Console, plan: Plan, failures: Sequence[Failure]) -> None:
+    for failure in failures:
+        console.print(f"\n[bold red]FAILED[/] {failure.title}; the end of {failure.log}:", soft_wrap=True)
+        for line in failure.tail.splitlines():
+            console.print(f"  | {line}", markup=False, soft_wrap=True)
+    if failures:
+        console.print(f"\n{len(failures)} of {len(plan.jobs)} runs failed and are left out of the table.")
+
+
+def _tell_damaged(console: Console, plan: Plan, left_out: Sequence[Mapping[str, str]]) -> int:
+    """Runs that came to their end and cannot be read back; returns how many."""
+    finished = {str(job.run.path) for job in plan.jobs if job.run.finished}
+    damaged = [one for one in left_out if one["path"] in finished]
+    for one in damaged:
+        console.print(f"left out: {one['title']} ({one['path']}): {one['reason']}", markup=False, soft_wrap=True)
+    return len(damaged)
+
+
+def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> str:
+    """Commands that lead on from here; with the same settings they find the finished runs again."""
+    program = shlex.quote("intbmoe" if shutil.which("intbmoe") else os.path.relpath(sys.argv[0]))
+    recipe = shlex.join(_with_root(plan, options, settings))
+    last = plan.jobs[-1]
+    # Options belong to one method, the recipe's where none is named.
+    named = any(setting.startswith(("--moe.name", "--moe.options.")) for setting in settings)
+    own = f"{'' if named else f'--moe.name {last.variant.moe.name} '}--moe.experts 32 --moe.label more-experts"
+    more = 3 if options.seeds < 3 else options.seeds + 2
+    steps = [
+        (f"compare {recipe} --methods {shlex.quote(options.methods)} --seeds {more}", "more seeds, for intervals"),
+        (f"compare {recipe} --methods ablations", "IntBMoE with one part left out at a time"),
+        (f"train {recipe} {own}", "a run of your own"),
+        (f"eval {shlex.quote(str(last.run.path))}", "the metrics of a trained model"),
+        ("recipes", "which experiments there are"),
+    ]
+    labels = {job.variant.label for job in plan.jobs}
+    if "dense" in labels and PLACED not in labels and find_task(plan.recipe.task).dense_in_place:
+        beside = shlex.quote(f"{options.methods},place")
+        about = "dense with all that a mixture gets besides its experts"
+        steps.insert(1, (f"compare {recipe} --methods {beside} --seeds {options.seeds}", about))
+    return "\n".join(f"  {program} {command}   # {purpose}" for command, purpose in steps)
+
+
+def _with_root(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> list[str]:
+    """The recipe and its settings, as given."""
+    root = [] if options.root == CompareOptions.root else ["--root", str(options.root)]
+    return [*(settings or [plan.recipe.name]), *root]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,312 @@
+"""Runs side by side, each in a process of its own: one scheduler, for comparisons and for the study."""
+
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from intbmoe.compare.plan import Job, Plan
+from intbmoe.recipes import recipe_to_dict
+from intbmoe.train.errors import RunConflictError
+from intbmoe.train.files import full_disk_is_explained
+from intbmoe.train.run import RunLock
+from intbmoe.train.signals import STARTED_BY
+
+POLL_SECONDS = 0.3
+LOG_LINES = 12
+TAIL_BYTES = 8192
+PROCESS_BYTES = 2**30
+BYTES_PER_PARAMETER = 20
+"""Weights, gradient, Adam's two moments and a copy while they change, in float32."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Places for runs on one device."""
+
+    device: str
+    places: int
+
+
+@dataclass
+class Process:
+    """A run under way."""
+
+    job: Any
+    lane: Lane
+    place: int
+    """Which of the lane's."""
+    popen: subprocess.Popen
+    log: Path
+    log_start: int
+    """Where in the log this start begins: earlier ones stay above it."""
+    metrics: Path
+    """The run's lines of JSON, which grow."""
+    started: float
+
+    def last_row(self) -> dict[str, Any]:
+        """The last whole line of its metrics; empty if there is none."""
+        try:
+            with open(self.metrics, "rb") as file:
+                file.seek(max(0, self.metrics.stat().st_size - TAIL_BYTES))
+                lines = file.read().split(b"\n")[:-1]
+        except OSError:
+            return {}
+        for line in reversed(lines):
+            try:
+                return json.loads(line)
+            except ValueError:
+                continue
+        return {}
+
+    def last_words(self, most: int = LOG_LINES) -> list[str]:
+        """The end of what it wrote."""
+        lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
+        return [line for line in lines if line.strip()][-most:]
+
+
+def launch(
+    job: Any, lane: Lane, place: int, command: Sequence[str], log: Path, metrics: Path, environment: Mapping[str, str]
+) -> Process:
+    """Start ``command`` as a process that ends with this one, its output added to ``log``."""
+    # Appended to: a run of a comparison that was killed may still have it open.
+    with open(log, "ab") as output:
+        output.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {shlex.join(command)}\n".encode())
+        output.flush()
+        log_start = output.tell()
+        popen = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", STARTED_BY: str(os.getpid()), **environment},
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then asks the runs to stop
+        )
+    return Process(job, lane, place, popen, log, log_start, metrics, time.monotonic())
+
+
+class Scheduler:
+    """Keeps the places of its lanes filled; what a run is and what is said about it, subclasses know."""
+
+    grace_seconds: float = 120
+    """How long a run that is asked to stop has to save."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self.lanes = lanes
+        self.running: list[Process] = []
+
+    def takes(self, job: Any, lane: Lane) -> bool:
+        """Whether the job may start on the lane now."""
+        return True
+
+    def start(self, job: Any, lane: Lane, place: int) -> Process:
+        raise NotImplementedError
+
+    def progress(self, process: Process) -> None:
+        """Called again and again while it runs."""
+
+    def ended(self, process: Process) -> None:
+        raise NotImplementedError
+
+    def run(self, waiting: list[Any], deadline: float = math.inf) -> None:
+        """Take jobs from the front of ``waiting`` until all have ended, or until ``deadline`` (``time.monotonic``).
+
+        What then still runs is asked to save and stop, and stays in ``running``; so too on Ctrl-C and SIGTERM, which
+        both raise ``KeyboardInterrupt``.
+        """
+        with _sigterm_interrupts():
+            try:
+                while time.monotonic() < deadline:
+                    self._fill(waiting)
+                    if not self.running:
+                        break
+                    time.sleep(POLL_SECONDS)
+                    for process in list(self.running):
+                        self.progress(process)
+                        if process.popen.poll() is not None:
+                            self.running.remove(process)
+                            self.ended(process)
+            finally:
+                self._stop()
+
+    def _fill(self, waiting: list[Any]) -> None:
+        for lane in self.lanes:
+            free = set(range(lane.places)) - {process.place for process in self.running if process.lane is lane}
+            for job in list(waiting):
+                if not free:
+                    break
+                if self.takes(job, lane):
+                    waiting.remove(job)
+                    place = min(free)
+                    free.remove(place)
+                    self.running.append(self.start(job, lane, place))
+
+    def _stop(self) -> None:
+        """Ask the runs to save and stop; those that do not are ended, with all that they started."""
+        for process in self.running:
+            process.popen.terminate()
+        deadline = time.monotonic() + self.grace_seconds
+        for process in self.running:
+            try:
+                process.popen.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.popen.pid, signal.SIGKILL)
+                process.popen.wait()
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """While it is open, SIGTERM raises KeyboardInterrupt as Ctrl-C does."""
+    old = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads(jobs: int) -> int:
+    """Threads of one of ``jobs`` runs: its share of the cores, or fewer where OMP_NUM_THREADS says so."""
+    share = max(1, cores() // jobs)
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is for nested regions
+    return min(share, int(wanted)) if wanted.isdecimal() and int(wanted) else share
+
+
+# The runs of a comparison.
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that did not come to its end."""
+
+    title: str
+    log: Path
+    tail: str
+
+
+def choose_jobs(plan: Plan, runs: int, wanted: int | None) -> int:
+    """How many runs go side by side: as wanted, else one per GPU, else what cores and free memory allow."""
+    if wanted is not None:
+        return max(1, min(wanted, runs))
+    if torch.cuda.is_available():
+        return max(1, min(torch.cuda.device_count(), runs))
+    need = PROCESS_BYTES + BYTES_PER_PARAMETER * plan.largest
+    return max(1, min(cores(), runs, int(psutil.virtual_memory().available * 0.9 // need)))
+
+
+def run_jobs(plan: Plan, waiting: Sequence[Job], jobs: int, console: Console) -> list[Failure]:
+    """Train all ``waiting`` runs, ``jobs`` at a time; returns those that failed."""
+    with _Comparison(plan, len(waiting), jobs, console) as comparison:
+        comparison.run(list(waiting))
+    return comparison.failures
+
+
+class _Comparison(Scheduler):
+    """On a terminal a bar over all runs and a line for each running one; elsewhere a plain line per run."""
+
+    def __init__(self, plan: Plan, waiting: int, jobs: int, console: Console) -> None:
+        super().__init__([Lane("cuda" if torch.cuda.is_available() else "cpu", jobs)])
+        self.plan, self.console = plan, console
+        self.total, self.done = len(plan.jobs), len(plan.jobs) - waiting
+        self.failures: list[Failure] = []
+        columns = (BarColumn(bar_width=24), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
+        title = TextColumn("{task.description}")
+        self.bars = Progress(title, *columns, console=console, disable=not console.is_terminal)
+        self.bar_of: dict[str, TaskID] = {}
+
+    def __enter__(self) -> "_Comparison":
+        self.bars.start()
+        self.all = self.bars.add_task("[bold]all runs", total=self.total, completed=self.done, state=self._share())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bars.stop()
+
+    def _share(self) -> str:
+        return f"{self.done}/{self.total}"
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False)
+
+    def start(self, job: Job, lane: Lane, place: int) -> Process:
+        """The ordinary ``intbmoe train`` on a recipe written out: the same by hand if something goes wrong."""
+        self._say_if_waiting(job)
+        folder = self.plan.folder / "jobs"
+        stem = f"{job.variant.label}-{job.seed}"
+        recipe, log = folder / f"{stem}.yaml", folder / f"{stem}.log"
+        text = yaml.safe_dump(recipe_to_dict(job.recipe), sort_keys=False, allow_unicode=True)
+        root = self.plan.folder.parent.parent
+        command = [sys.executable, "-m", "intbmoe.cli", "train", str(recipe), "--root", str(root)]
+        environment = {"OMP_NUM_THREADS": str(threads(lane.places))}
+        if lane.device == "cuda":
+            gpus = _visible_gpus()
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
+        with full_disk_is_explained(folder, "free some space and start again; the runs go on where they were"):
+            folder.mkdir(parents=True, exist_ok=True)
+            recipe.write_text(text, encoding="utf-8")
+            process = launch(job, lane, place, command, log, job.run.metrics_path, environment)
+        self.bar_of[job.title] = self.bars.add_task(job.title, total=1.0, state="starting")
+        if not self.console.is_terminal:
+            self._say(f"started  {job.title}")
+        return process
+
+    def _say_if_waiting(self, job: Job) -> None:
+        """If another process has the run, the one about to be started waits for it."""
+        if job.run.path.is_dir():
+            try:
+                with RunLock(job.run.path):
+                    pass
+            except RunConflictError as conflict:
+                self._say(f"waiting  {job.title}: {conflict}")
+
+    def progress(self, process: Process) -> None:
+        row, train = process.last_row(), self.plan.recipe.train
+        if "epoch" not in row:
+            return
+        if train.steps is None:
+            done, state = row["epoch"] / train.epochs, f"epoch {row['epoch']:.1f}/{train.epochs:g}"
+        else:
+            done, state = row["step"] / train.steps, f"step {row['step']}/{train.steps}"
+        if isinstance(row.get("loss"), float):
+            state += f"  loss {row['loss']:.3f}"
+        self.bars.update(self.bar_of[process.job.title], completed=done, state=state)
+
+    def ended(self, process: Process) -> None:
+        self.done += 1
+        self.bars.remove_task(self.bar_of.pop(process.job.title))
+        self.bars.update(self.all, completed=self.done, state=self._share())
+        job, code = process.job, process.popen.returncode
+        if code == 0 and job.run.finished:
+            test = ", ".join(f"{name} {value:.4f}" for name, value in job.run.result["test"].items())
+            said = f"test {test} ({time.monotonic() - process.started:.0f} s)"
+        else:
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            tail = "\n".join([*process.last_words(), f"({how})"])
+            self.failures.append(Failure(job.title, process.log, tail))
+            said = f"FAILED, see {process.log}"
+        self._say(f"[{self.done}/{self.total}] {job.title}: {said}")
+
+
+def _visible_gpus() -> list[str]:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]

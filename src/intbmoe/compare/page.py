@@ -1,0 +1,222 @@
+"""The page of a comparison: runs/<recipe>/compare/<methods>/report.html, with its data and pictures beside it."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from intbmoe.compare.answer import Contender, Question, answer_comparison
+from intbmoe.compare.record import ABLATIONS, Comparison, collect
+from intbmoe.compare.table import SHARES, anchor, file_stem, floors_table, number_cell, other_metric_cell, results_table
+from intbmoe.files import replace_file, to_json
+from intbmoe.report.numbers import NOTHING, format_difference, format_metric
+from intbmoe.report.page import Answer, Figure, Notice, Page, Section, read_figure, write_page
+from intbmoe.report.tables import Cell, Column, Table
+from intbmoe.report.trace import trained_for
+from intbmoe.train.files import read_json
+
+DIGEST = 12
+"""Digits of a SHA-256 that are shown; the data has all."""
+Data = Mapping[str, Any]
+
+
+def write_comparison_page(comparison: Comparison) -> Path:
+    """Save the comparison's data, draw its pictures and make its page; returns the page's path."""
+    folder = comparison.plan.folder / file_stem(comparison.methods)  # of its own, as its tables have their names
+    data = folder / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    for name, content in collect(comparison).items():
+        replace_file(data / f"{name}.json", to_json(content))
+    return redraw_comparison(folder)
+
+
+def redraw_comparison(folder: str | Path) -> Path:
+    """Draw pictures and page again, from the saved data alone."""
+    folder = Path(folder)
+    data = read_json(folder / "data" / "comparison.json")
+    pictures = folder / "pictures"
+    pictures.mkdir(exist_ok=True)
+    for old in pictures.iterdir():  # of an earlier comparison, which had other parts
+        old.unlink()
+    if find_spec("matplotlib") is not None:
+        from intbmoe.compare.pictures import draw_comparison  # an optional dependency
+        from intbmoe.report.canvas import save_pictures
+
+        save_pictures(draw_comparison(data, read_json(folder / "data" / "curves.json")["curves"]), pictures)
+    return write_page(folder, comparison_page(data, pictures))
+
+
+def comparison_page(data: Data, pictures: Path) -> Page:
+    """The page; parts without runs or pictures are not on it."""
+    figures = {path.stem: read_figure(path, "data/") for path in sorted(pictures.glob("*.json"))}
+    answer = _answer(data)
+    sections = [_results(data, answer.leaders), *(_part(name, figures) for name in LEADS)]
+    sections += [_ablations(data), _floors(data), _left_out(data, figures), _runs(data)]
+    overline = f"intbmoe compare · {data['recipe']} · --methods {data['methods']}"
+    return Page(overline, answer, [section for section in sections if section is not None])
+
+
+def _answer(data: Data) -> Answer:
+    trained = _trained(data)
+    run = data["runs"][0]
+    training = trained_for({**run, "seconds": None})
+    question = Question(
+        recipe=data["recipe"],
+        task=data["task"],
+        metric=data["metric"],
+        higher_is_better=data["higher_is_better"],
+        training="not trained" if training == NOTHING else f"{training} each",
+        left_out=sum(bool(one["path"]) for one in data["left_out"]),
+    )
+    contenders = [
+        Contender(row["title"], tuple(row["values"]), row["mean"], row["interval_95"], row["flops"], row["params"])
+        for row in trained
+    ]
+    return answer_comparison(question, contenders, data["floors"])
+
+
+def _trained(data: Data) -> list[Data]:
+    return [row for row in data["rows"] if row["mean"] is not None]
+
+
+# The parts.
+
+LEADS = {
+    "cost": ("cost", "Quality and cost", "What does each method's quality cost in parameters, FLOPs and time?"),
+    "curves": ("training", "Training", "How did the runs go?"),
+    "load": ("load", "Load", "How evenly did each method use its experts or blocks?"),
+    "sensitivity": ("sensitivity", "Sensitivity", "How much do K, k, E and L matter?"),
+}
+
+
+def _part(name: str, figures: Mapping[str, Figure]) -> Section | None:
+    return Section(*LEADS[name], [figures[name]]) if name in figures else None
+
+
+def _results(data: Data, leaders: Sequence[str]) -> Section:
+    sign = -1 if data["higher_is_better"] else 1
+    rows = sorted(data["rows"], key=lambda row: (row["mean"] is None, sign * (row["mean"] or 0)))
+    table = results_table(
+        rows,
+        f"{data['metric']} on the test split, and what it takes",
+        "descending" if data["higher_is_better"] else "ascending",
+        notes=_result_notes(data, leaders),
+        marked=frozenset(index for index, row in enumerate(rows) if row["title"] in leaders),
+    )
+    return Section("results", "Results", "Click a heading to sort by it. A method's name leads to its runs.", [table])
+
+
+def _result_notes(data: Data, leaders: Sequence[str]) -> list[str]:
+    several = any(row["interval_95"] is not None for row in data["rows"])
+    better = "right" if data["higher_is_better"] else "left"
+    notes = [
+        "±: half the 95 % interval of the mean, by Student's t. Under it the dot is the mean, the bar the interval, "
+        f"thin marks are single seeds; the axis is the same in all rows, and better is further {better}."
+        if several
+        else "One seed each, so there is no interval, and differences may be chance (--seeds 3 gives intervals). "
+        f"The dots share one axis; better is further {better}.",
+        f"{'; '.join(f'{name.capitalize()}: {hint}' for name, hint in SHARES.items())}. For one layer, mean over the "
+        "layers; shared experts left out.",
+        "FLOPs: one example by itself, without attention's score and value products. Seconds: training, mean over "
+        "runs, of which several may have shared the machine.",
+    ]
+    if leaders:
+        notes.insert(0, "Tinted rows: the best mean, and what is tied with it because their intervals overlap.")
+    if any(row["active_experts"] is not None for row in data["rows"]):
+        notes.append("~: at the number of experts that a test token had on average, which a trained router decides.")
+    if any(row["mean"] is None for row in data["rows"]):
+        notes.append("A precomposed form is the same model with its blocks built once: same outputs, not trained anew.")
+    return notes
+
+
+def _ablations(data: Data) -> Section | None:
+    """The paper's tables: every metric of the full model and of each ablation, and the distance of the two."""
+    rows = {row["label"]: row for row in _trained(data)}
+    variants = [one for one in data["sets"].get(ABLATIONS, []) if one["label"] in rows]
+    if len(variants) < 2:
+        return None
+    metrics = [data["metric"], *(name for name in rows[variants[0]["label"]]["metrics"] if name != data["metric"])]
+    full = rows.get("intbmoe")
+    cells, differences = [], []
+    for one in variants:
+        row = rows[one["label"]]
+        title = one["title"].rpartition(", ")[2] if row is not full else "full"
+        name = Cell(title, title, href=f"#run-{anchor(row['label'])}")
+        found = (other_metric_cell(row, metric) for metric in metrics)
+        cells.append([name, *found, number_cell(row["params"] / 1e6, 3)])
+        if full is not None and row is not full:
+            differences.append([name, *(_difference(row, full, metric) for metric in metrics)])
+    columns = [Column("Variant", numeric=False), *(Column(name) for name in metrics)]
+    tables = [Table("IntBMoE and its ablations, on the test split", [*columns, Column("Params (M)")], cells)]
+    if differences:
+        better = (
+            "Below zero: the part that was left out helped"
+            if data["higher_is_better"]
+            else ("Above zero: the part that was left out helped")
+        )
+        note = f"Mean of the ablation minus mean of the full model. {better}, as far as the intervals above allow."
+        tables.append(Table("Distance from the full model", columns, differences, notes=[note]))
+    return Section("ablations", "Ablations", "What does each part of IntBMoE do? One is left out at a time.", tables)
+
+
+def _difference(row: Data, full: Data, metric: str) -> Cell:
+    if metric not in row["metrics"] or metric not in full["metrics"]:
+        return Cell(NOTHING)
+    gap = row["metrics"][metric]["mean"] - full["metrics"][metric]["mean"]
+    return Cell(format_difference(metric, gap, "points", sign="+"), gap)
+
+
+def _floors(data: Data) -> Section | None:
+    if not data["floors"]:
+        return None
+    lead = "What needs no learning. A method that does not beat these has learned nothing."
+    return Section("floors", "Floors", lead, [floors_table(data["floors"], "Floors, on the test split")])
+
+
+def _left_out(data: Data, figures: Mapping[str, Figure]) -> Section | None:
+    items = [
+        (f"{one['title']}{' (' + one['path'] + ')' if one['path'] else ''}:", one["reason"]) for one in data["left_out"]
+    ]
+    if not figures and find_spec("matplotlib") is None:
+        items.append(("Pictures:", "matplotlib is not installed: pip install 'intbmoe[plots]'"))
+    lead = "Runs that are unfinished or damaged, and variants that the task does not take. No number here counts them."
+    return Section("left-out", "Left out", lead, [Notice(items)]) if items else None
+
+
+def _runs(data: Data) -> Section:
+    metric = data["metric"]
+    columns = [
+        Column("Run", numeric=False),
+        Column("Seed"),
+        Column(metric),
+        Column("Seconds"),
+        Column("Settings", numeric=False, hint="SHA-256 of config.yaml, first digits"),
+        Column("Model", numeric=False, hint="SHA-256 of model.safetensors, first digits"),
+        Column("On", numeric=False),
+        Column("Command", numeric=False),
+    ]
+    cells, anchors, seen = [], [], set()
+    for run in data["runs"]:
+        where = " · ".join(str(run[key]) for key in ("device", "torch") if run[key])
+        cells.append(
+            [
+                Cell(run["title"], run["title"], href=run["link"], small=run["path"]),
+                Cell(str(run["seed"]), run["seed"]),
+                Cell(format_metric(metric, run["test"][metric]), run["test"][metric]),
+                number_cell(run["seconds"], 1),
+                Cell(run["config_sha256"][:DIGEST], run["config_sha256"], code=True),
+                Cell(run["model_sha256"][:DIGEST], run["model_sha256"], code=True),
+                Cell(where or NOTHING, where or None),
+                Cell(run["command"] or "not recorded", run["command"], code=True),
+            ]
+        )
+        first = run["label"] not in seen
+        seen.add(run["label"])
+        anchors.append(f"run-{anchor(run['label'])}" + ("" if first else f"-{run['seed']}"))
+    notes = [
+        "Settings and Model: the beginning of the SHA-256 of config.yaml and of model.safetensors in the run's folder; "
+        "data/comparison.json has them whole, with every digit of every number here.",
+        f"This page was made by: {data['command']}",
+    ]
+    table = Table("Every run", columns, cells, notes=notes, anchors=anchors)
+    return Section("runs", "Where this comes from", "Each number above is made of these runs.", [table])

@@ -1,0 +1,352 @@
+"""Pictures of a comparison, each drawn from its records alone: the one beside the table, and those of the page."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from intbmoe.registry import find_method
+from intbmoe.report.canvas import BLUE, GREY, GRID, LOAD_TITLES, Data, Picture, tidy
+from intbmoe.report.canvas import ORANGE as OWN
+from intbmoe.report.numbers import axis_scale, flops_unit
+
+COLOURS = (BLUE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", GREY)
+"""Okabe and Ito's, but for yellow, which white swallows, and orange, which is IntBMoE's."""
+LINES = ("-", "--", ":")
+FAMILIES = {
+    "IntBMoE": (OWN, "*"),
+    "all experts take part": (BLUE, "s"),
+    "few experts take part": ("#e69f00", "o"),
+    "no experts": (GREY, "D"),
+}
+"""The marker says again what the colour says."""
+AROUND = (
+    *((9, 0, "left"), (-9, 0, "right"), (0, 11, "center"), (0, -11, "center")),
+    *((8, 10, "left"), (8, -10, "left"), (-8, 10, "right"), (-8, -10, "right")),
+    *((9, 20, "left"), (9, -20, "left"), (-9, 20, "right"), (-9, -20, "right")),
+)
+"""Where a point's name may stand, the best place first: points to the right and up, and its side that is there."""
+GRID_TITLES = {
+    "K": "blocks K",
+    "k": "blocks a token k",
+    "E": "expert bases E",
+    "L": "layers in a block L",
+}
+
+
+def draw_comparison(data: Data, curves: Sequence[Data]) -> list[Picture]:
+    """All pictures for which there is something to draw."""
+    return [*_draw_cost(data), *_draw_curves(data, curves), *_draw_load(curves), *_draw_sensitivity(data)]
+
+
+def _trained(rows: Sequence[Data]) -> list[Data]:
+    return [row for row in rows if row["mean"] is not None]
+
+
+def _family(row: Data) -> str:
+    if row["method"] == "intbmoe":
+        return "IntBMoE"
+    if row["method"] in ("dense", "swiglu"):
+        return "no experts"
+    full = find_method(row["method"]).participation == "dense"
+    return "all experts take part" if full else "few experts take part"
+
+
+def _add_legend(figure: Figure, rows: Sequence[Data]) -> None:
+    """Of the families that there are."""
+    shown = {name: style for name, style in FAMILIES.items() if any(_family(row) == name for row in rows)}
+    handles = [
+        Line2D([], [], color=colour, marker=marker, linestyle="", markersize=8, label=name)
+        for name, (colour, marker) in shown.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+
+
+# The table as a picture: how good, and at what cost, one line per variant, the best on top.
+
+
+def draw_table(rows: Sequence[Data], title: str, higher_is_better: bool, path: Path) -> Path:
+    """Save the picture: the metric with its interval on the left, FLOPs and parameters on the right."""
+    trained = sorted(_trained(rows), key=lambda row: row["mean"] if higher_is_better else -row["mean"])
+    figure = Figure(figsize=(11, 1.4 + 0.34 * len(trained)), layout="constrained")
+    metric, flops, params = figure.subplots(1, 3, sharey=True, width_ratios=(2.2, 1, 1))
+    factor, percent = axis_scale(trained[0]["metric"])
+    metric.set_xlim(*_draw_dots(metric, trained, factor))
+    metric.set_title(f"{trained[0]['metric']}{percent}", loc="left", fontsize=11)
+    unit, letter = flops_unit(row["flops"] for row in trained)
+    _draw_bars(flops, trained, "flops", unit, f"FLOPs of one example ({letter})")
+    _draw_precomposed(flops, trained, rows, unit)
+    _draw_bars(params, trained, "params", 1e6, "parameters (M)")
+    metric.set_yticks(range(len(trained)), [row["title"] for row in trained], fontsize=10)
+    for label, row in zip(metric.get_yticklabels(), trained, strict=True):
+        label.set_fontweight("bold" if row["label"] == "intbmoe" else "normal")
+    metric.set_ylim(-0.6, len(trained) - 0.4)
+    _add_legend(figure, trained)
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _draw_dots(axes: Axes, rows: Sequence[Data], factor: float) -> tuple[float, float]:
+    """Dots, not bars, because the axis does not begin at zero; returns its ends."""
+    low = min((row["mean"] - (row["interval_95"] or 0)) * factor for row in rows)
+    high = max((row["mean"] + (row["interval_95"] or 0)) * factor for row in rows)
+    reach = high - low or 0.1 * abs(high) or 1
+    start = low - 0.08 * reach
+    for place, row in enumerate(rows):
+        colour, marker = FAMILIES[_family(row)]
+        mean, interval = row["mean"] * factor, (row["interval_95"] or 0) * factor
+        axes.plot([start, mean], [place, place], color=GRID, linewidth=1, zorder=1)
+        if interval:
+            axes.plot([mean - interval, mean + interval], [place, place], color=colour, linewidth=2, alpha=0.6)
+        axes.plot(mean, place, color=colour, marker=marker, markersize=12 if marker == "*" else 7, zorder=3)
+        text = f"{mean:.2f}" if factor == 100 else f"{mean:.4f}"
+        axes.annotate(text, (mean + interval, place), (9, 0), textcoords="offset points", va="center", fontsize=9)
+    _tidy_rows(axes)
+    axes.grid(axis="x", color=GRID, linewidth=0.6)
+    return start, high + 0.2 * reach  # room for the last number
+
+
+def _draw_bars(axes: Axes, rows: Sequence[Data], column: str, unit: float, title: str) -> None:
+    values = [row[column] / unit for row in rows]
+    bars = axes.barh(
+        range(len(rows)), values, height=0.6, color=[FAMILIES[_family(row)][0] for row in rows], alpha=0.85
+    )
+    axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=3, fontsize=9)
+    axes.set_xlim(0, max(values) * 1.2)
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xticks([])
+    _tidy_rows(axes)
+
+
+def _draw_precomposed(axes: Axes, trained: Sequence[Data], rows: Sequence[Data], unit: float) -> None:
+    """The part of IntBMoE's FLOPs that stays when its blocks are composed beforehand."""
+    for row in rows:
+        if row["mean"] is None:
+            place = next(place for place, other in enumerate(trained) if other["label"] == row["label"])
+            value = row["flops"] / unit
+            axes.barh(place, value, height=0.6, color="none", edgecolor="white", hatch="////", linewidth=0)
+            look = {"textcoords": "offset points", "va": "top", "fontsize": 7}
+            axes.annotate(f"{value:.3g} precomposed", (0, place - 0.3), (1, -1), **look)
+
+
+def _tidy_rows(axes: Axes) -> None:
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_axisbelow(True)
+
+
+# The metric against what it costs.
+
+
+def _draw_cost(data: Data) -> list[Picture]:
+    rows = _trained(data["rows"])
+    if len(rows) < 2:
+        return []
+    factor, unit = axis_scale(data["metric"])
+    flops, letter = flops_unit(row["flops"] for row in rows)
+    axes_of = (
+        ("params", 1e6, "parameters (M)"),
+        ("flops", flops, f"FLOPs of one example ({letter})"),
+        ("seconds", 1, "training, seconds a run"),
+    )
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    for axes, (column, scale, title) in zip(panels, axes_of, strict=True):
+        values = [row[column] / scale for row in rows]
+        if min(values) > 0 and max(values) > 3 * min(values):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_formatter("{x:g}" if max(values) < 10 * min(values) else "")
+        for row, value in zip(rows, values, strict=True):
+            _point(axes, row, value, factor)
+        axes.margins(0.16, 0.1)
+        axes.set_xlabel(title, fontsize=10)
+        axes.grid(color=GRID, linewidth=0.6)
+        tidy(axes, 8.5)
+    panels[0].set_ylabel(f"{data['metric']}{unit}", fontsize=10)
+    _add_legend(figure, rows)
+    figure.get_layout_engine().execute(figure)  # labels need to know where points are
+    first = sorted(rows, key=lambda row: row["label"] != row["method"])  # methods get names before their variants
+    for axes, (column, scale, _) in zip(panels, axes_of, strict=True):
+        places = [(row[column] / scale, row["mean"] * factor) for row in first]
+        _label(axes, places, [row["title"] for row in first])
+    corner = "upper" if data["higher_is_better"] else "lower"
+    see = f"The best place is the {corner} left corner: good and cheap. {_undominated(data, rows)}"
+    how = (
+        "Each point is the mean over its seeds, the bar its 95 % interval. Parameters and FLOPs are counted on the "
+        "trained model, FLOPs for one example by itself; seconds are the measured time of a training run, and runs "
+        "trained side by side share their machine. Horizontal axes are logarithmic where values differ much."
+    )
+    return [Picture("cost", "What quality costs", see, how, figure)]
+
+
+def _point(axes: Axes, row: Data, value: float, factor: float) -> None:
+    colour, marker = FAMILIES[_family(row)]
+    reach = (row["interval_95"] or 0) * factor
+    if reach:
+        axes.errorbar(value, row["mean"] * factor, yerr=reach, color=colour, linewidth=1.5, alpha=0.55, zorder=2)
+    size = 14 if marker == "*" else 7
+    axes.plot(value, row["mean"] * factor, color=colour, marker=marker, markersize=size, zorder=3)
+
+
+def _undominated(data: Data, rows: Sequence[Data]) -> str:
+    """Which have the best mean at their FLOPs."""
+    sign = 1 if data["higher_is_better"] else -1
+    best: list[Data] = []
+    for row in sorted(rows, key=lambda row: (row["flops"], -sign * row["mean"])):
+        if not best or sign * row["mean"] > sign * best[-1]["mean"]:
+            best.append(row)
+    return f"By FLOPs, nothing cheaper has a better mean than: {', '.join(row['title'] for row in best)}."
+
+
+def _label(axes: Axes, places: Sequence[tuple[float, float]], texts: Sequence[str]) -> None:
+    """Names beside points, where they cover neither other names nor points; a name that finds no place is left out."""
+    renderer = FigureCanvasAgg(axes.figure).get_renderer()
+    frame = axes.get_window_extent(renderer)
+    points = [axes.transData.transform(place) for place in places]
+    taken: list[Any] = []
+    for place, text in zip(places, texts, strict=True):
+        for x, y, side in AROUND:
+            look = {"ha": side, "va": "center", "fontsize": 8, "textcoords": "offset points"}
+            label = axes.annotate(text, place, (x, y), **look)
+            box = label.get_window_extent(renderer).padded(1)
+            inside = box.x0 >= frame.x0 and box.x1 <= frame.x1 and box.y0 >= frame.y0 and box.y1 <= frame.y1
+            covers = any(box.overlaps(other) for other in taken) or any(box.contains(*point) for point in points)
+            if inside and not covers:
+                taken.append(box)
+                break
+            label.remove()
+
+
+# Over training.
+
+
+def _draw_curves(data: Data, curves: Sequence[Data]) -> list[Picture]:
+    metric = data["metric"]
+    wanted = [("train", "loss", "training loss"), ("valid", "loss", "validation loss")]
+    if metric != "loss":
+        wanted.append(("valid", metric, f"validation {metric}"))
+    found = _draw_over_training(curves, wanted)
+    if found is None:
+        return []
+    see = (
+        "One line for each run; seeds of a method have its colour and dashes, so that their distance shows what chance "
+        "does. Where validation turns up while training falls, a model learns by heart."
+    )
+    how = (
+        "From each run's metrics.jsonl, at most 400 points of a curve. Training values are means since the line "
+        "before, without auxiliary losses; validation is of the whole split."
+    )
+    return [Picture("curves", "Loss of all runs over training", see, how, found)]
+
+
+def _draw_load(curves: Sequence[Data]) -> list[Picture]:
+    dropping = any(c["name"] == "dropped" and any(c["values"]) for c in curves)
+    wanted = [("train", name, title) for name, title in LOAD_TITLES.items() if name != "dropped" or dropping]
+    found = _draw_over_training(curves, wanted)
+    if found is None:
+        return []
+    see = (
+        "How evenly each method spread its tokens while it was trained. Lines at 1 are even; a low utilisation means "
+        "experts without tokens, and a high largest load means that one of them does the work of many."
+    )
+    how = (
+        "From each run's metrics.jsonl: loads since the line before, means over the layers that choose. Methods whose "
+        "tokens do not choose have no load and no line."
+    )
+    return [Picture("load", "Load over training", see, how, found)]
+
+
+def _draw_over_training(curves: Sequence[Data], wanted: Sequence[tuple[str, str, str]]) -> Figure | None:
+    """A panel for each wanted curve of which there is any, with one legend."""
+    kinds = {(curve["split"], curve["name"]) for curve in curves}
+    wanted = [(split, name, title) for split, name, title in wanted if (split, name) in kinds]
+    if not wanted:
+        return None
+    every = list(dict.fromkeys(curve["label"] for curve in curves))
+    shown = [
+        curve for curve in curves if any((curve["split"], curve["name"]) == (split, name) for split, name, _ in wanted)
+    ]
+    titles = {curve["label"]: curve["title"] for curve in shown}
+    rows = -(-len(titles) // 5)
+    figure = Figure(figsize=(11, 3.3 + 0.22 * rows), layout="constrained")
+    panels = figure.subplots(1, len(wanted), squeeze=False)[0]
+    for axes, (split, name, title) in zip(panels, wanted, strict=True):
+        for curve in curves:
+            if (curve["split"], curve["name"]) == (split, name):
+                style = _style(curve["label"], every)
+                single = {"marker": "o", "markersize": 5} if len(curve["steps"]) == 1 else {}
+                axes.plot(curve["steps"], curve["values"], linewidth=1.5, alpha=0.9, **style, **single)
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlabel("step", fontsize=9)
+        axes.set_xlim(0, 1.03 * max(step for curve in curves for step in curve["steps"]))
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.grid(axis="y", color=GRID, linewidth=0.6)
+        tidy(axes, 8.5)
+    handles = [Line2D([], [], linewidth=2, label=title, **_style(label, every)) for label, title in titles.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9, handlelength=2.6)
+    return figure
+
+
+def _style(label: str, labels: Sequence[str]) -> dict[str, Any]:
+    """The same in every picture; plain IntBMoE has its own."""
+    if label == "intbmoe":
+        return {"color": OWN, "linestyle": "-", "zorder": 3}
+    place = [other for other in labels if other != "intbmoe"].index(label)
+    return {"color": COLOURS[place % len(COLOURS)], "linestyle": LINES[place // len(COLOURS) % len(LINES)]}
+
+
+# IntBMoE's four numbers.
+
+
+def _draw_sensitivity(data: Data) -> list[Picture]:
+    rows = {row["label"]: row for row in data["rows"] if row["mean"] is not None}
+    grids = {
+        name: [(float(one["value"]), rows[one["label"]]) for one in variants if one["label"] in rows]
+        for name, variants in data["sets"].items()
+        if name in GRID_TITLES
+    }
+    grids = {name: points for name, points in grids.items() if len(points) > 1}
+    if not grids:
+        return []
+    factor, unit = axis_scale(data["metric"])
+    figure = Figure(figsize=(max(5.0, 2.9 * len(grids)), 3.3), layout="constrained")
+    panels = figure.subplots(1, len(grids), sharey=True, squeeze=False)[0]
+    for axes, (name, points) in zip(panels, grids.items(), strict=True):
+        places = range(len(points))
+        means = [row["mean"] * factor for _, row in points]
+        axes.plot(places, means, color=BLUE, marker="o", markersize=5, linewidth=1.5, zorder=2)
+        for place, (_, row) in zip(places, points, strict=True):
+            if row["interval_95"]:
+                reach = row["interval_95"] * factor
+                axes.errorbar(place, row["mean"] * factor, yerr=reach, color=BLUE, linewidth=1.2, alpha=0.5)
+            if row["label"] == "intbmoe":
+                axes.axhline(row["mean"] * factor, color=GREY, linewidth=1, zorder=1)
+                axes.plot(place, row["mean"] * factor, color=OWN, marker="*", markersize=14, zorder=3)
+        axes.set_xticks(list(places), [f"{value:g}" for value, _ in points])
+        axes.set_xlabel(GRID_TITLES[name], fontsize=10)
+        axes.grid(axis="y", color=GRID, linewidth=0.6)
+        axes.margins(0.1, 0.12)
+        tidy(axes, 8.5)
+    panels[0].set_ylabel(f"{data['metric']}{unit}", fontsize=10)
+    see = " ".join(_told_grid(data, name, points) for name, points in grids.items())
+    how = (
+        "One of K, k, E and L is changed at a time; an orange star and the grey line mark the recipe's own value. "
+        "Means over the seeds, bars are 95 % intervals; all panels have the same vertical axis. K = 1 has k = 1, and "
+        "blocks of another depth have as many weights."
+    )
+    return [Picture("sensitivity", "Sensitivity to K, k, E and L", see, how, figure)]
+
+
+def _told_grid(data: Data, name: str, points: Sequence[tuple[float, Data]]) -> str:
+    best = (max if data["higher_is_better"] else min)(points, key=lambda point: point[1]["mean"])
+    factor, _ = axis_scale(data["metric"])
+    means = [row["mean"] * factor for _, row in points]
+    digits, unit = (2, " points") if factor == 100 else (4, "")
+    return f"{name}: best at {best[0]:g}, all within {max(means) - min(means):.{digits}f}{unit}."

@@ -1,0 +1,120 @@
+"""Which runs a comparison consists of."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from intbmoe.recipes import recipe_to_dict
+from intbmoe.recipes.sets import Variant, find_variants
+from intbmoe.report.trace import find_flaw
+from intbmoe.settings import Checked, PositiveInt
+from intbmoe.tasks import find_task, make_task
+from intbmoe.tasks.recipe import Recipe
+from intbmoe.train import RunDirectory, TrainingError
+from intbmoe.train.run import FREE_TO_CHANGE, differing_settings
+
+
+@dataclass(frozen=True)
+class CompareOptions(Checked):
+    """What ``compare`` takes beside the recipe's settings."""
+
+    methods: str = "all"
+    """Methods and sets, with commas between them: all, ablations, compute, place, K, k, E, L, switch,intbmoe, …"""
+    seeds: PositiveInt = 1
+    """Runs of each, over the recipe's seeds from the first on; with two or more there is an interval."""
+    jobs: PositiveInt | None = None
+    """Runs side by side; None for as many as cores, memory and GPUs allow."""
+    root: Path = Path("runs")
+    """Where runs are kept."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the comparison."""
+
+    variant: Variant
+    recipe: Recipe
+    run: RunDirectory
+
+    @property
+    def seed(self) -> int:
+        return self.recipe.train.seed
+
+    @property
+    def title(self) -> str:
+        return f"{self.variant.title}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be compared."""
+
+    recipe: Recipe
+    folder: Path
+    """Where logs and results go."""
+    jobs: list[Job]
+    refused: dict[str, str]
+    """Titles of variants that the task does not take, and why."""
+    largest: int
+    """Parameters of the largest model."""
+
+
+def make_plan(recipe: Recipe, options: CompareOptions) -> Plan:
+    """All runs of the comparison; raises if one stands in its place with other settings."""
+    jobs, refused, largest = [], {}, 0
+    for variant in find_variants(recipe, options.methods):
+        varied = replace(recipe, moe=variant.moe)
+        try:
+            model = make_task(varied).make_model()
+        except (ValueError, TypeError) as error:
+            refused[variant.title] = str(error)
+            continue
+        largest = max(largest, sum(parameter.numel() for parameter in model.parameters()))
+        del model
+        for seed in choose_seeds(recipe.seeds, options.seeds):
+            seeded = replace(varied, train=replace(recipe.train, seed=seed))
+            run = RunDirectory.of(seeded, options.root)
+            _require_same(run, seeded)
+            jobs.append(Job(variant, seeded, run))
+    return Plan(recipe, options.root / recipe.name / "compare", jobs, refused, largest)
+
+
+def choose_seeds(named: Sequence[int], number: int) -> list[int]:
+    """The first of the recipe's seeds; beyond them the smallest integers that are not among them."""
+    seeds = list(dict.fromkeys(named))
+    candidate = 0
+    while len(seeds) < number:
+        if candidate not in seeds:
+            seeds.append(candidate)
+        candidate += 1
+    return seeds[:number]
+
+
+def _require_same(run: RunDirectory, recipe: Recipe) -> None:
+    """A finished run of other settings may not stand in the table."""
+    if not run.begun or not run.config_path.is_file():
+        return
+    try:
+        there = recipe_to_dict(run.recipe)
+    except TrainingError:
+        return  # a damaged run: if it counts as finished it is left out of the result, else its training says why
+    differing = differing_settings(there, recipe)
+    differing = {key: values for key, values in differing.items() if key not in FREE_TO_CHANGE}
+    if differing:
+        listed = ", ".join(f"{key} {old!r} there, {new!r} now" for key, (old, new) in differing.items())
+        raise ValueError(
+            f"{run.path} holds a run with other settings ({listed}): give this comparison a name of its own "
+            f"(--name) or another --root, or remove that folder"
+        )
+
+
+def sort_out(jobs: Iterable[Job]) -> tuple[list[Job], list[dict[str, str]]]:
+    """The runs that can be reported, and of the others title, path and what is wrong with them."""
+    sound, left_out = [], []
+    for job in jobs:
+        flaw = find_flaw(job.run, find_task(job.recipe.task).metric)
+        if flaw is None:
+            sound.append(job)
+        else:
+            left_out.append({"title": job.title, "path": str(job.run.path), "reason": flaw})
+    return sound, left_out

@@ -1,0 +1,187 @@
+"""The table of a comparison: in brief on the screen and in Markdown, whole on the page, with all digits in files."""
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from intbmoe.report.numbers import NOTHING, flops_unit, format_metric, format_number
+from intbmoe.report.tables import Cell, Column, Span, Table
+
+Row = Mapping[str, Any]
+"""One of ``Summary.record``, or of a page's data."""
+Floors = Mapping[str, Mapping[str, float]]
+BRIEF = ("title", "mean", "params", "activated", "flops", "seconds")
+SHARES = {
+    "participation": "how many experts contribute to a token's output",
+    "execution": "how many experts or blocks are computed for a token",
+    "materialization": "how many expert-sized weight sets are merged from experts",
+}
+IN_CSV = (
+    *("label", "title", "method", "metric", "mean", "interval_95", "seeds", "values", *SHARES),
+    *("params", "activated", "flops", "flops_executed", "active_experts", "seconds"),
+)
+STEMS = {"K": "blocks", "k": "top_k", "E": "experts", "L": "layers"}
+"""Names of files for sets whose own would differ in case alone."""
+LONGEST_STEM = 60
+
+
+def results_table(rows: Sequence[Row], title: str, order: str | None = None, **more: Any) -> Table:
+    """All columns; ``order`` says how the rows come sorted by the deciding metric, if they do."""
+    trained = [row for row in rows if row["mean"] is not None]
+    metric = trained[0]["metric"]
+    unit, letter = flops_unit(row["flops"] for row in rows)
+    others = [name for name in trained[0]["metrics"] if name != metric]
+    columns = [
+        Column("Method", numeric=False, name="title"),
+        Column(metric, sorted=order, name="mean"),
+        *(Column(name.capitalize(), hint=hint, name=name) for name, hint in SHARES.items()),
+        Column("Params (M)", name="params"),
+        Column("Activated (M)", hint="parameters that one token uses", name="activated"),
+        Column(
+            f"FLOPs ({letter})",
+            hint="of one example by itself, without attention's score and value products",
+            name="flops",
+        ),
+        Column("Seconds", hint="measured time of one training run", name="seconds"),
+        *(Column(name) for name in others),
+    ]
+    scale = _scale(trained)
+    cells = [
+        [
+            Cell(row["title"], row["title"], href=f"#run-{anchor(row['label'])}"),
+            _metric_cell(row, scale),
+            *(_share_cell(row, name) for name in SHARES),
+            number_cell(row["params"] / 1e6, 3),
+            number_cell(row["activated"] / 1e6, 3, _about(row)),
+            number_cell(row["flops"] / unit, 3, _about(row)),
+            number_cell(row["seconds"], 1),
+            *(other_metric_cell(row, name) for name in others),
+        ]
+        for row in rows
+    ]
+    return Table(title, columns, cells, **more)
+
+
+def brief_table(rows: Sequence[Row], title: str, higher_is_better: bool) -> Table:
+    """What the screen and Markdown have room for, the best mean in bold; its records are the whole results."""
+    records = [{key: row[key] for key in row if key != "metrics"} for row in rows]
+    best = frozenset([best_row(rows, higher_is_better)])
+    return results_table(rows, title, notes=notes(rows), marked=best, records=records).select(*BRIEF)
+
+
+def _about(row: Row) -> str:
+    return "~" if row["active_experts"] is not None else ""
+
+
+def _scale(rows: Sequence[Row]) -> tuple[float, float]:
+    """The ends of the common axis."""
+    low = min(min(row["mean"] - (row["interval_95"] or 0), *row["values"]) for row in rows)
+    high = max(max(row["mean"] + (row["interval_95"] or 0), *row["values"]) for row in rows)
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def _metric_cell(row: Row, scale: tuple[float, float]) -> Cell:
+    if row["mean"] is None:
+        return Cell(NOTHING)
+    low, high = scale
+    mean, reach = row["mean"], row["interval_95"] or 0
+    ends, points = (
+        tuple(0.04 + 0.92 * (value - low) / (high - low) for value in values)
+        for values in ((mean, mean - reach, mean + reach), row["values"])
+    )
+    span = Span(*ends, points if len(points) > 1 else ())
+    return Cell(format_metric(row["metric"], mean, row["interval_95"]), mean, span=span)
+
+
+def _share_cell(row: Row, name: str) -> Cell:
+    value = row[name]
+    decided = row["active_experts"] is not None and name != "materialization"
+    return Cell(f"~{value:.2f}" if decided else f"{value:g}", value)
+
+
+def other_metric_cell(row: Row, name: str) -> Cell:
+    """The mean of a metric, its interval below."""
+    found = row["metrics"].get(name)
+    if not found:
+        return Cell(NOTHING)
+    mean, _, reach = format_metric(name, found["mean"], found["interval_95"]).partition(" ± ")
+    return Cell(mean, found["mean"], small=f"± {reach}" if reach else None)
+
+
+def number_cell(value: float | None, digits: int, before: str = "") -> Cell:
+    return Cell(NOTHING) if value is None else Cell(before + format_number(value, digits), value)
+
+
+def anchor(label: str) -> str:
+    """Fit for an id and a link to it; different labels give different anchors."""
+    return "".join(
+        char if char.isascii() and (char.isalnum() or char in "-_") else f".{ord(char):x}." for char in label
+    )
+
+
+def floors_table(floors: Floors, title: str) -> Table:
+    """What needs no learning, one row each."""
+    metrics = list(dict.fromkeys(metric for values in floors.values() for metric in values))
+    rows = []
+    for name, values in floors.items():
+        cells = (
+            Cell(format_metric(metric, values[metric]), values[metric]) if metric in values else Cell(NOTHING)
+            for metric in metrics
+        )
+        rows.append([Cell(name, name), *cells])
+    return Table(title, [Column("Floor", numeric=False), *map(Column, metrics)], rows)
+
+
+def best_row(rows: Sequence[Row], higher_is_better: bool) -> int:
+    """Where the best mean stands."""
+    trained = [place for place, row in enumerate(rows) if row["mean"] is not None]
+    return (max if higher_is_better else min)(trained, key=lambda place: rows[place]["mean"])
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What a reader of the table must know."""
+    seeds = {len(row["seeds"]) for row in rows if row["values"]}
+    told = []
+    if min(seeds) > 1:
+        told.append(f"±: 95 % interval of the mean over {' or '.join(map(str, sorted(seeds)))} seeds, by Student's t.")
+    elif max(seeds) > 1:
+        told.append("±: 95 % interval of the mean over the seeds, by Student's t; rows without it have one seed.")
+    else:
+        told.append("One seed, so no interval: differences of this size may be chance (--seeds 3 gives intervals).")
+    told.append("FLOPs: one example, without attention's score and value products. Seconds: training, one run.")
+    active = [f"{row['title']} {row['active_experts']:.2f}" for row in rows if row["active_experts"] is not None]
+    if active:
+        told.append(f"~: at the experts a test token had on average, which the router decides: {', '.join(active)}.")
+    return told
+
+
+def file_stem(methods: str) -> str:
+    """The name of the result files for a choice of ``--methods``."""
+    names = [STEMS.get(name.strip(), name.strip()) for name in methods.split(",") if name.strip()]
+    return "+".join(dict.fromkeys(names))[:LONGEST_STEM]
+
+
+def write_files(
+    folder: Path, stem: str, rows: Sequence[Row], title: str, higher_is_better: bool, floors: Floors | None = None
+) -> list[Path]:
+    """CSV, JSON, Markdown and, with matplotlib, the picture; returns the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table = brief_table(rows, title, higher_is_better)
+    below = [floors_table(floors, "")] if floors else []
+    contents = {
+        "csv": table.csv(IN_CSV, line_end="\r\n"),
+        "json": table.json(),
+        "md": table.markdown_document(*below),
+    }
+    if floors:
+        contents["floors.json"] = json.dumps(floors, indent=2, ensure_ascii=False) + "\n"
+    for suffix, content in contents.items():
+        (folder / f"{stem}.{suffix}").write_text(content, encoding="utf-8", newline="")
+    paths = [folder / f"{stem}.{suffix}" for suffix in contents]
+    if find_spec("matplotlib") is not None:
+        from intbmoe.compare.pictures import draw_table  # an optional dependency
+
+        paths.append(draw_table(rows, title, higher_is_better, folder / f"{stem}.png"))
+    return paths

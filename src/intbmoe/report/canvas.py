@@ -1,0 +1,160 @@
+"""What the pictures share: the picture itself, colours, panels, axes."""
+
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from intbmoe.files import to_json
+
+# Okabe and Ito's colours, told apart also by those who see fewer.
+BLUE, ORANGE, GREY, GRID = "#0072b2", "#d55e00", "#777777", "#dddddd"
+EIGHT = (BLUE, "#e69f00", "#009e73", "#cc79a7", "#56b4e9", ORANGE, "#f0e442", "#999999")
+SHADES = (0.0, -0.45, 0.5)
+"""Of the eight colours, where there are more blocks: as they are, darker, lighter."""
+DIVERGING = "RdBu_r"
+FORMATS = ("png", "svg")
+LOAD_TITLES = {
+    "utilisation": "utilisation (1: all get tokens)",
+    "entropy": "entropy of the load (1: even)",
+    "worst_case": "largest load / mean load (1: even)",
+    "dropped": "share of assignments dropped",
+}
+"""Of panels that show a load over training."""
+
+Data = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure and what is to be said under it."""
+
+    name: str
+    """Of its files, without ending."""
+    title: str
+    see: str
+    """What to see."""
+    how: str
+    """How it was computed."""
+    figure: Figure
+
+    def caption(self) -> dict[str, str]:
+        """The words, as data."""
+        return {"title": self.title, "see": self.see, "how": self.how}
+
+    def content(self, form: str) -> bytes:
+        """The bytes of a PNG or SVG, the same for the same figure."""
+        buffer = io.BytesIO()
+        # Without a salt and with a date, no two SVG files would be equal.
+        metadata = {"Date": None} if form == "svg" else {}
+        with matplotlib.rc_context({"svg.hashsalt": self.name}):
+            self.figure.savefig(buffer, format=form, dpi=150, metadata=metadata)
+        return buffer.getvalue()
+
+
+def save_pictures(pictures: Iterable[Picture], folder: Path) -> None:
+    """Each as PNG and SVG, with its caption as JSON."""
+    folder.mkdir(exist_ok=True)
+    for picture in pictures:
+        for form in FORMATS:
+            (folder / f"{picture.name}.{form}").write_bytes(picture.content(form))
+        (folder / f"{picture.name}.json").write_bytes(to_json(picture.caption()))
+
+
+def layer_title(name: str) -> str:
+    """ "layer 2" of "blocks.2.moe"; a layer without number keeps its last name."""
+    parts = name.split(".")
+    numbers = [part for part in parts if part.isdigit()]
+    return f"layer {numbers[-1]}" if numbers else parts[-1]
+
+
+def make_panels(number: int, width: float, height: float, share_y: bool = False) -> tuple[Figure, list[Axes]]:
+    """``number`` axes, at most about 14 inches beside each other."""
+    columns = max(1, min(number, int(14 // width)))
+    rows = -(-number // columns)
+    columns = -(-number // rows)  # five panels are three and two, not four and one
+    figure = Figure(figsize=(max(4.5, columns * width + 1), rows * height + 0.2), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=share_y).flatten()
+    for axes in grid[number:]:
+        axes.set_visible(False)
+    return figure, list(grid[:number])
+
+
+def bars_width(bars: int) -> float:
+    """Inches of a panel: bars of one width while they are few, then narrower ones, three panels in a row."""
+    return min(1.2 + 0.2 * bars, 4.6)
+
+
+def mark(axes: Axes, places: Sequence[int], marker: str, colour: str) -> None:
+    """Markers on the zero line, where a bar has no height."""
+    if places:
+        axes.plot(places, [0] * len(places), linestyle="", marker=marker, markersize=4, color=colour, clip_on=False)
+
+
+def heat_map(axes: Axes, values: np.ndarray, limit: float, title: str) -> Any:
+    """Symmetric colours, so that white is 0; grey where there is nothing."""
+    axes.set_facecolor("#cccccc")
+    image = axes.imshow(
+        np.ma.masked_invalid(values), cmap=DIVERGING, vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest"
+    )
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.tick_params(length=0, labelsize=8)
+    axes.spines[:].set_visible(False)
+    return image
+
+
+def matrix(rows: Sequence[Sequence[float] | None], columns: int) -> np.ndarray:
+    """Rows as an array, NaN where there is none."""
+    return np.array([[math.nan] * columns if row is None else row for row in rows], dtype=float)
+
+
+def number_columns(axes: Axes, numbers: Sequence[int], unit: str) -> None:
+    """The numbers of experts or blocks below, at most 16 of them."""
+    step = -(-len(numbers) // 16)
+    axes.set_xticks(range(0, len(numbers), step), [str(number) for number in numbers[::step]], fontsize=8)
+    axes.set_xlabel(unit, fontsize=9)
+
+
+def colour_bar(figure: Figure, image: Any, panels: Any, title: str) -> None:
+    """Which colour is how much, beside the panels."""
+    bar = figure.colorbar(image, ax=panels, shrink=0.9, aspect=25)
+    bar.set_label(title, fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    bar.outline.set_visible(False)
+
+
+def ylabel(panels: Sequence[Axes], text: str) -> None:
+    """On the leftmost of each row."""
+    for axes in panels:
+        if axes.get_subplotspec().is_first_col():
+            axes.set_ylabel(text, fontsize=9)
+
+
+def tidy(axes: Axes, size: float = 8) -> None:
+    """No box, small numbers, grid below the data."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=size)
+    axes.set_axisbelow(True)
+
+
+def block_colours(number: int) -> list[tuple[float, float, float]]:
+    """A colour for each of ``number`` blocks or experts: eight that all can tell apart, then darker, then lighter."""
+    base = [np.array(to_rgb(colour)) for colour in EIGHT]
+    if number > len(SHADES) * len(base):
+        return [tuple(colour[:3]) for colour in matplotlib.colormaps["viridis"](np.linspace(0, 1, number))]
+    shaded = [shade(base[place % len(base)], SHADES[place // len(base)]) for place in range(number)]
+    return [tuple(float(part) for part in colour) for colour in shaded]
+
+
+def shade(colour: Sequence[float], amount: float) -> np.ndarray:
+    """A colour mixed with white (amount above 0) or black (below)."""
+    colour = np.asarray(colour, dtype=float)
+    return colour + (1 - colour) * amount if amount >= 0 else colour * (1 + amount)

@@ -1,0 +1,116 @@
+"""What a report page consists of, and how it becomes one HTML file that needs nothing but itself.
+
+Texts are plain strings everywhere: the template escapes each of them, so that no name of a run can become markup. The
+content security policy in the page's head allows no request at all, and no script but its own.
+"""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from intbmoe.files import replace_file
+from intbmoe.report.images import Image, read_image
+from intbmoe.report.tables import Cell, Table
+from intbmoe.train.files import read_json
+from intbmoe.version import program_version
+
+NAME = "report.html"
+Verdict = Literal["win", "tie", "no claim", "one run"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What stands at the top of a page: a headline and five lines, each with its name."""
+
+    verdict: Verdict
+    headline: str
+    lines: tuple[tuple[str, str], ...]
+    leaders: tuple[str, ...] = ()
+    """Titles of what won or is tied for it; nothing where there is no claim."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture with its caption."""
+
+    kind: ClassVar[str] = "figure"
+    title: str
+    see: str
+    how: str
+    image: Image
+    source: str
+    """The files it comes from, beside the page."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Short pairs of name and value."""
+
+    kind: ClassVar[str] = "facts"
+    pairs: Sequence[tuple[str, Cell]]
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A sentence or several, as a list with names."""
+
+    kind: ClassVar[str] = "notice"
+    items: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page."""
+
+    id: str
+    title: str
+    lead: str
+    blocks: Sequence[Table | Figure | Facts | Notice] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A whole report."""
+
+    overline: str
+    answer: Answer
+    sections: Sequence[Section]
+
+
+def read_figure(caption: Path, data: str) -> Figure:
+    """The picture that a caption's file stands beside; ``data`` names the files it was drawn from."""
+    words, image = read_json(caption), read_image(caption.parent, caption.stem)
+    if image is None:
+        raise FileNotFoundError(f"{caption} is the caption of a picture that is not there")
+    source = ", ".join(part for part in (f"pictures/{caption.stem}.svg", data) if part)
+    return Figure(words["title"], words["see"], words["how"], image, source)
+
+
+def write_page(folder: Path, page: Page) -> Path:
+    """Write report.html into ``folder``, beside its data and pictures; returns its path."""
+    path = folder / NAME
+    replace_file(path, render(page).encode())
+    return path
+
+
+def render(page: Page) -> str:
+    """The page as HTML."""
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("reports are made with jinja2: pip install 'intbmoe[plots]'") from error
+    folder = files("intbmoe.report")
+    parts = {name: (folder / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    allowed = base64.b64encode(hashlib.sha256(parts["js"].encode()).digest()).decode()
+    return environment.from_string(parts["html"]).render(
+        page=page,
+        footer=f"Made by intbmoe {program_version()} from data/ and pictures/ beside this page; it loads nothing else.",
+        css=parts["css"],
+        script=parts["js"],
+        script_hash=f"sha256-{allowed}",
+    )

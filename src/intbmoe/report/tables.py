@@ -1,0 +1,167 @@
+"""One table: built once of typed columns and cells, then rendered for the terminal, as Markdown, CSV or JSON.
+
+``page.html`` renders the same table on a page, where its headings sort. People read the cells' texts; files for
+programs have the records, which keep every digit.
+"""
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from intbmoe.report.numbers import NOTHING
+
+
+@dataclass(frozen=True)
+class Span:
+    """A mean, its interval and its single values on an axis from 0 to 1, drawn into a page's cell."""
+
+    mean: float
+    low: float
+    high: float
+    points: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What stands in a table, and what it is sorted by."""
+
+    text: str
+    value: float | str | None = None
+    """None for what has no place in an order: such rows stay at the end, whatever the order."""
+    href: str | None = None
+    span: Span | None = None
+    small: str | None = None
+    """A second line, in small print."""
+    code: bool = False
+
+    @classmethod
+    def of(cls, value: Any) -> "Cell":
+        """A cell of plain data: four digits of a float, thousands of an integer apart."""
+        if value is None or value == "":
+            return cls(NOTHING)
+        if isinstance(value, float):
+            return cls(f"{value:.4g}", value)
+        return cls(f"{value:,}" if isinstance(value, int) else str(value), value)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading; numbers stand on the right."""
+
+    title: str
+    numeric: bool = True
+    hint: str | None = None
+    sorted: str | None = None
+    """"ascending" or "descending", if the rows come in the order of this column."""
+    name: str = ""
+    """By which ``select`` knows it; the title where there is none."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under headings."""
+
+    kind: ClassVar[str] = "table"
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    notes: Sequence[str] = ()
+    marked: frozenset[int] = frozenset()
+    """Rows that stand out."""
+    anchors: Sequence[str] = ()
+    """An id for each row, for links to it."""
+    folded: bool = False
+    """Shown on a page on request only."""
+    records: Sequence[Mapping[str, Any]] = ()
+    """The rows as plain data, for CSV and JSON."""
+
+    @classmethod
+    def of_texts(cls, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], **more: Any) -> "Table":
+        """A first column of names, and numbers that are texts already."""
+        columns = [Column(name, numeric=place > 0) for place, name in enumerate(header)]
+        return cls(title, columns, [[Cell(text) for text in row] for row in rows], **more)
+
+    @classmethod
+    def of_records(
+        cls, title: str, records: Sequence[Mapping[str, Any]], titles: Mapping[str, str] | None = None, **more: Any
+    ) -> "Table":
+        """Plain data under its own names, or under ``titles``; a column with a string in it is one of words."""
+        names = list(dict.fromkeys(name for record in records for name in record))
+        columns = [
+            Column(
+                (titles or {}).get(name, name.replace("_", " ")),
+                numeric=not any(isinstance(record.get(name), str) for record in records),
+                name=name,
+            )
+            for name in names
+        ]
+        rows = [[Cell.of(record.get(name)) for name in names] for record in records]
+        return cls(title, columns, rows, records=records, **more)
+
+    def select(self, *names: str) -> "Table":
+        """Those of its columns, in that order."""
+        known = {column.name or column.title: place for place, column in enumerate(self.columns)}
+        places = [known[name] for name in names]
+        rows = [[row[place] for place in places] for row in self.rows]
+        return replace(self, columns=[self.columns[place] for place in places], rows=rows)
+
+    def terminal(self, compact: bool = False) -> RichTable:
+        """For rich to print; a compact one has no frame, and headings on two lines, to fit into 80 columns."""
+        style = {"title_style": "bold", "box": SIMPLE_HEAD, "pad_edge": False} if compact else {"box": HEAVY_HEAD}
+        table = RichTable(title=self.title, title_justify="left", **style)
+        for column in self.columns:
+            heading = column.title.replace(" (", "\n(") if compact else column.title
+            side = "right" if column.numeric else "left"
+            table.add_column(heading, justify=side, no_wrap=compact, vertical="bottom" if compact else "top")
+        for place, row in enumerate(self.rows):
+            table.add_row(*(cell.text for cell in row), style="bold" if place in self.marked else None)
+        return table
+
+    def markdown(self) -> str:
+        """The rows alone, the marked ones in bold."""
+        lines = [[column.title for column in self.columns], ["--:" if c.numeric else ":--" for c in self.columns]]
+        for place, row in enumerate(self.rows):
+            bold = "**" if place in self.marked else ""
+            lines.append([f"{bold}{cell.text}{bold}" for cell in row])
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def markdown_document(self, *below: "Table") -> str:
+        """With its title and notes, and other tables between the two."""
+        parts = [f"**{self.title}**", self.markdown(), *(table.markdown() for table in below), *self.notes]
+        return "\n\n".join(parts) + "\n"
+
+    def csv(self, names: Sequence[str] = (), line_end: str = "\n") -> str:
+        """The records under a header, lists with spaces between their values; nothing without records."""
+        buffer = io.StringIO()
+        if self.records:
+            header = list(names or self.records[0])
+            writer = csv.writer(buffer, lineterminator=line_end)
+            writer.writerow(header)
+            for record in self.records:
+                values = (record[name] for name in header)
+                writer.writerow([" ".join(map(str, v)) if isinstance(v, list) else v for v in values])
+        return buffer.getvalue()
+
+    def json(self) -> str:
+        return json.dumps(self.records, indent=2, ensure_ascii=False) + "\n"
+
+    def print(self, form: str) -> None:
+        """To standard output as "text", "markdown" or "json"."""
+        if form == "json":
+            sys.stdout.write(self.json())
+        elif form == "markdown":
+            sys.stdout.write(self.markdown_document())
+        else:
+            # Away from a terminal there is no width to fit into, and a broken line cannot be searched.
+            console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
+            console.print(self.terminal())
+            for note in self.notes:
+                console.print(note)

@@ -1,0 +1,96 @@
+"""Where the numbers of a report come from: run, settings, command; and which runs cannot be reported."""
+
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from intbmoe.files import digest
+from intbmoe.report.numbers import NOTHING
+from intbmoe.train.errors import TrainingError
+from intbmoe.train.files import read_bytes, read_json
+from intbmoe.train.run import RunDirectory
+
+
+def trace_run(run: RunDirectory) -> dict[str, Any]:
+    """What identifies a finished run, without its place on the disk: a copy of it has the same trace."""
+    recipe, result = run.recipe, run.result
+    starts = _starts(run)
+    last = starts[-1] if starts else {}
+    return {
+        "name": f"{recipe.name}/{recipe.moe.label or recipe.moe.name}/{recipe.train.seed}",
+        "seed": recipe.train.seed,
+        "config_sha256": digest(read_bytes(run.config_path, None)),
+        "model_sha256": result["sha256"]["model.safetensors"],
+        "command": _command(last.get("command")),
+        "starts": len(starts),
+        "started": last.get("time"),
+        "device": last.get("device"),
+        "torch": _inside(last.get("packages"), "torch"),
+        "commit": _inside(last.get("git"), "commit"),  # a package that lies in no checkout has none
+        "test": result["test"],
+        "params": result.get("params"),
+        "steps": result.get("steps"),
+        "epochs": result.get("epochs"),
+        "seconds": result.get("seconds"),
+    }
+
+
+def _starts(run: RunDirectory) -> list[dict[str, Any]]:
+    """Entries of ``environment.json``; results stand without them, so that a lost file costs the command alone."""
+    path = run.path / "environment.json"
+    if not path.is_file():
+        return []
+    found = read_json(path)
+    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+
+
+def _inside(found: Any, name: str) -> Any:
+    return found.get(name) if isinstance(found, dict) else None
+
+
+def _command(words: Any) -> str | None:
+    """As one would type it."""
+    if not isinstance(words, list) or not words:
+        return None
+    program = "intbmoe" if Path(str(words[0])).name in ("cli.py", "intbmoe") else str(words[0])
+    return shlex.join([program, *map(str, words[1:])])
+
+
+def find_flaw(run: RunDirectory, metric: str) -> str | None:
+    """Why a run cannot be reported; None if it can."""
+    if not run.finished:
+        return "not finished"
+    try:
+        result = run.result
+        missing = [name for name in ("seconds", "higher_is_better", "steps", "epochs") if name not in result]
+        missing += [] if metric in result["test"] else [metric]
+        if missing:
+            return f"damaged: {missing[0]!r} is missing from its done.json"
+        if not _finite(result["test"][metric]) or not _finite(result["seconds"]):
+            return "done.json: a result is not a finite number"
+        read_bytes(run.model_path, result["sha256"]["model.safetensors"])
+        run.metrics()
+        trace_run(run)
+    except TrainingError as error:
+        return str(error)
+    except OSError as error:
+        return f"damaged: {error}"
+    return None
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def trained_for(trace: Mapping[str, Any]) -> str:
+    """How long a run took, in words."""
+    words = []
+    if trace["epochs"] is not None:
+        words.append(f"{trace['epochs']:g} epochs")
+    if trace["steps"] is not None:
+        words.append(f"{trace['steps']:,} steps")
+    if trace["seconds"] is not None:
+        words.append(f"{trace['seconds']:,.1f} s")
+    return ", ".join(words) or NOTHING

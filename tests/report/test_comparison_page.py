@@ -1,0 +1,266 @@
+"""The page of a comparison: from real runs, from data made up by hand, and with runs that are damaged."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from made_up_comparison import HOSTILE, compare_runs, made_up, made_up_curves, made_up_row, plan_of
+
+from intbmoe.compare.compare import compare
+from intbmoe.compare.page import comparison_page, redraw_comparison, write_comparison_page
+from intbmoe.compare.pictures import draw_comparison
+from intbmoe.compare.plan import CompareOptions, sort_out
+from intbmoe.compare.record import collect, thin
+from intbmoe.compare.summary import shares_of
+from intbmoe.compare.table import file_stem
+from intbmoe.files import digest
+from intbmoe.report import trace
+from intbmoe.report.page import render
+from intbmoe.report.trace import find_flaw, trace_run
+from intbmoe.train import RunDirectory, load, train
+from intbmoe.train import run as run_module
+
+
+def files(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def sections(page):
+    return {section.id: section for section in page.sections}
+
+
+def cells(table, column):
+    place = [one.title for one in table.columns].index(column)
+    return [row[place].text for row in table.rows]
+
+
+@pytest.fixture
+def runs(trained, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(trained, tmp_path / "runs")
+
+
+@pytest.fixture(scope="module")
+def compared(small_recipe, trained):
+    """The comparison of the real runs, its report written."""
+    comparison = compare_runs(small_recipe, trained)
+    write_comparison_page(comparison)
+    return comparison
+
+
+def test_the_report_of_real_runs(compared, trained):
+    path = trained / "digits/compare" / file_stem(compared.methods) / "report.html"
+    html = path.read_text()
+    for job in compared.plan.jobs:
+        assert str(job.run.path) in html
+        assert digest((job.run.path / "config.yaml").read_bytes())[:12] in html
+        assert f"{100 * job.run.result['test']['accuracy']:.2f} %" in html
+        link = f"../../{job.variant.label}/{job.seed}/"
+        assert f'href="{link}"' in html
+        assert (path.parent / link).resolve() == job.run.path.resolve()
+    captions = {path.stem for path in (path.parent / "pictures").glob("*.json")}
+    assert captions == {"cost", "curves", "load"}
+    assert html.count("<img") == 3
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", html)
+
+
+def test_it_is_redrawn_identically_from_its_data_alone(compared, tmp_path):
+    folder = compared.plan.folder / file_stem(compared.methods)
+    shutil.copytree(folder / "data", tmp_path / "data")
+    redraw_comparison(tmp_path)
+    assert files(tmp_path) == files(folder)
+
+
+def test_shares_are_those_of_the_layers(compared, trained):
+    rows = {row["title"]: row for row in collect(compared)["comparison"]["rows"]}
+    shares = {title: (row["participation"], row["execution"], row["materialization"]) for title, row in rows.items()}
+    assert shares["IntBMoE"] == shares["IntBMoE, precomposed"] == (2, 2, 4)
+    assert shares["Switch Transformer"] == (1, 1, 0)
+    model = load(trained / "digits/switch/0")
+    assert shares_of(model, active=1.25) == (1.25, 1.25, 0), "where the trained router decides"
+    assert shares_of(torch.nn.Linear(2, 2), active=None) == (1, 1, 0), "a plain FFN"
+
+
+def damage_config(run):
+    (run / "config.yaml").write_text("name: digits\n")
+
+
+def damage_result(run):
+    (run / "done.json").write_text('{"test": {}}')
+
+
+def damage_json(run):
+    (run / "done.json").write_text('{"test": ')
+
+
+def damage_model(run):
+    (run / "model.safetensors").write_bytes(b"cut")
+
+
+def damage_metrics(run):
+    (run / "metrics.jsonl").write_text("{}}\n{}\n")
+
+
+def unfinish(run):
+    (run / "done.json").unlink()
+
+
+DAMAGES = [damage_config, damage_result, damage_json, damage_model, damage_metrics, unfinish]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_run_is_named_and_left_out(damage, small_recipe, runs):
+    damaged = runs / "digits/switch/1"
+    damage(damaged)
+    sound, (left_out,) = sort_out(plan_of(small_recipe, runs).jobs)
+    assert (left_out["path"], left_out["title"]) == (str(damaged), "Switch Transformer, seed 1")
+    assert left_out["reason"]
+    assert len(sound) == 3
+
+
+def test_compare_tells_damaged_runs_and_ends_with_a_report(small_recipe, runs, capsys):
+    damaged = runs / "digits/switch/1"
+    damage_model(damaged)
+    assert compare(small_recipe, CompareOptions(methods="switch,intbmoe", seeds=2, root=runs)) == 1
+    report = runs / "digits/compare/switch+intbmoe/report.html"
+    said = capsys.readouterr().out.replace("\n", "")
+    assert f"left out: Switch Transformer, seed 1 ({damaged}): {damaged}/model.safetensors is truncated" in said
+    assert str(report) in said
+    html = report.read_text()
+    assert "1 run left out, named below" in html
+    assert f"Switch Transformer, seed 1 ({damaged})" in html
+    assert "No claim: one seed only of Switch Transformer" in html
+
+
+def test_sound_runs_have_no_flaw(trained):
+    assert find_flaw(RunDirectory(trained / "digits/intbmoe/0"), "accuracy") is None
+    assert "'HR@5' is missing" in find_flaw(RunDirectory(trained / "digits/intbmoe/0"), "HR@5")
+
+
+def test_results_without_environment_still_stand(runs):
+    run = RunDirectory(runs / "digits/switch/0")
+    assert trace_run(run)["command"]
+    (run.path / "environment.json").unlink()
+    assert trace_run(run)["command"] is None
+    assert find_flaw(run, "accuracy") is None
+
+
+def test_a_package_outside_of_a_checkout_has_results_too(small_recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "git_state", lambda folder: None)
+    run = train(replace(small_recipe, train=replace(small_recipe.train, steps=1)), tmp_path, quiet=True)
+    assert find_flaw(run, "accuracy") is None
+    assert trace_run(run)["commit"] is None
+    assert trace_run(run)["torch"] == torch.__version__
+
+
+def test_a_mistake_of_ours_is_not_a_damaged_run(trained, monkeypatch):
+    monkeypatch.setattr(trace, "_command", lambda words: words.nothing_of_the_kind)
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        find_flaw(RunDirectory(trained / "digits/intbmoe/0"), "accuracy")
+
+
+# Made up by hand.
+
+GRID = [made_up_row(f"IntBMoE, K = {k}", label, value, value + 0.01, method="intbmoe") for k, label, value in
+        [(1, "intbmoe-blocks1", 0.5), (8, "intbmoe", 0.7), (16, "intbmoe-blocks16", 0.75)]]  # fmt: skip
+ABLATIONS = [
+    made_up_row("IntBMoE", "intbmoe", 0.7, 0.7, method="intbmoe"),
+    made_up_row("IntBMoE, w/o gate", "intbmoe-no_gate", 0.6, 0.65, method="intbmoe"),
+]
+
+
+def variants(rows):
+    return [{"title": row["title"], "value": row["title"].rpartition("= ")[2], "label": row["label"]} for row in rows]
+
+
+def test_a_sensitivity_figure_for_each_grid_that_was_asked_for():
+    data = made_up(*GRID, sets={"K": variants(GRID)})
+    picture = {picture.name: picture for picture in draw_comparison(data, [])}["sensitivity"]
+    (axes,) = picture.figure.axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "8", "16"]
+    assert list(axes.lines[0].get_ydata()) == pytest.approx([50.5, 70.5, 75.5])
+    assert picture.see == "K: best at 16, all within 25.00 points."
+    assert "sensitivity" not in {picture.name for picture in draw_comparison(made_up(*GRID), [])}
+
+
+def test_ablations_have_a_table_of_metrics_and_one_of_distances(tmp_path):
+    page = comparison_page(made_up(*ABLATIONS, sets={"ablations": variants(ABLATIONS)}), tmp_path)
+    whole, distance = sections(page)["ablations"].blocks
+    assert cells(whole, "Variant") == ["full", "w/o gate"]
+    assert cells(whole, "accuracy") == ["70.00 %", "62.50 %"]
+    assert cells(distance, "Variant") == ["w/o gate"]
+    assert cells(distance, "accuracy") == ["−7.50 points"]
+    assert "ablations" not in sections(comparison_page(made_up(*ABLATIONS), tmp_path))
+
+
+def test_rows_come_best_first_and_those_without_value_last(tmp_path):
+    rows = [made_up_row("A", "a", 0.5), made_up_row("B", "b", 0.9), made_up_row("B, precomposed", "b")]
+    for higher, order in ((True, ["B", "A", "B, precomposed"]), (False, ["A", "B", "B, precomposed"])):
+        (table,) = sections(comparison_page(made_up(*rows, higher_is_better=higher), tmp_path))["results"].blocks
+        assert cells(table, "Method") == order
+        assert table.columns[1].sorted == ("descending" if higher else "ascending")
+        assert table.marked == frozenset(), "with one seed nothing stands out"
+    won = made_up(made_up_row("A", "a", 0.5, 0.5), made_up_row("B", "b", 0.9, 0.9))
+    (table,) = sections(comparison_page(won, tmp_path))["results"].blocks
+    assert table.marked == {0}
+
+
+def test_floors_are_shown(tmp_path):
+    data = made_up(made_up_row("A", "a", 0.5), floors={"popularity": {"accuracy": 0.25}})
+    (table,) = sections(comparison_page(data, tmp_path))["floors"].blocks
+    assert cells(table, "accuracy") == ["25.00 %"]
+    assert "floors" not in sections(comparison_page(made_up(made_up_row("A", "a", 0.5)), tmp_path))
+
+
+def test_hostile_names_are_text(tmp_path):
+    row = made_up_row(HOSTILE, HOSTILE, 0.5, 0.6)
+    left_out = [{"title": HOSTILE, "path": HOSTILE, "reason": HOSTILE}]
+    names = {"recipe": HOSTILE, "methods": HOSTILE, "command": HOSTILE, "floors": {HOSTILE: {"accuracy": 0.1}}}
+    sets = {"ablations": [{"title": HOSTILE, "value": HOSTILE, "label": HOSTILE}] * 2}
+    html = render(comparison_page(made_up(row, left_out=left_out, sets=sets, **names), tmp_path))
+    assert "<script>alert" not in html
+    assert html.count("<script") == 1, "its own"
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;&#34;&#39;&amp;" in html
+    attributes = re.findall(r'(?:href|id|title|aria-label|data-value)="([^"]*)"', html)
+    assert any("alert" in value for value in attributes)
+    assert not any("<" in value or "'" in value for value in attributes)
+
+
+def test_every_picture_is_drawn_from_json_alone():
+    data = made_up(*GRID, made_up_row("Dense", "dense", 0.4, method="dense"), sets={"K": variants(GRID)})
+    curves = made_up_curves(data)
+    kept = json.loads(json.dumps([data, curves]))
+    found = [draw_comparison(*given) for given in ((data, curves), kept)]
+    assert [picture.name for picture in found[0]] == ["cost", "curves", "load", "sensitivity"]
+    for one, other in zip(*found, strict=True):
+        assert one.content("svg") == other.content("svg")
+
+
+@pytest.mark.parametrize("number", [1, 2, 7, 40])
+def test_names_in_the_cost_picture_never_cover_each_other(number):
+    rows = [made_up_row(f"A method {i}", f"m{i}", 0.5 + 0.001 * (i % 5), flops=10**6 * (i + 1)) for i in range(number)]
+    pictures = draw_comparison(made_up(*rows), [])
+    if number == 1:
+        assert pictures == []
+        return
+    figure = pictures[0].figure
+    renderer = figure.canvas.get_renderer()
+    for axes in figure.axes:
+        boxes = [text.get_window_extent(renderer) for text in axes.texts]
+        assert boxes
+        assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
+
+
+def test_thinning_keeps_the_ends():
+    assert thin(list(range(5)), 9) == [0, 1, 2, 3, 4]
+    found = thin(list(range(1000)), 11)
+    assert (len(found), found[0], found[-1]) == (11, 0, 999)
+
+
+def test_refused_variants_are_named(compared):
+    refused = replace(compared, plan=replace(compared.plan, refused={"Lory": "it looks ahead"}))
+    data = collect(refused)["comparison"]
+    assert data["left_out"] == [{"title": "Lory", "path": "", "reason": "it looks ahead"}]
