@@ -6,14 +6,13 @@ import pytest
 import torch
 
 import intbmoe
-from intbmoe.ops import running_sum
-from intbmoe.ops.combine import rows
+from intbmoe.ops import combine, running_sum
 from intbmoe.ops.eager import compiled_for_gpu
 
 
 @pytest.mark.parametrize("name", ["soft_causal", "vmoe"])
 def test_operations_kept_from_the_compiler_change_nothing(name, monkeypatch):
-    for module in (running_sum, rows):
+    for module in (running_sum, combine):
         monkeypatch.setattr(module, "compiled_for_gpu", lambda x: torch.compiler.is_compiling())
     operation = torch.ops.intbmoe.running_sum if name == "soft_causal" else torch.ops.intbmoe.sum_rows
     layer = intbmoe.create(name, 8, 12, experts=3).double().eval()

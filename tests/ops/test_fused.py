@@ -22,7 +22,7 @@ from intbmoe.ops.choose import fused as choose_fused
 from intbmoe.ops.choose import naive as choose_naive
 from intbmoe.ops.combine import fused as combine_fused
 from intbmoe.ops.combine import naive as combine_naive
-from intbmoe.ops.combine.rows import sum_rows
+from intbmoe.ops.combine import sum_rows
 from intbmoe.ops.compose import fused as compose_fused
 from intbmoe.ops.compose import naive as compose_naive
 from intbmoe.ops.permute import fused as permute_fused

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from intbmoe.ops.backend import Backend
-from intbmoe.ops.combine.rows import rows_of_tokens, sum_rows
+from intbmoe.ops.combine import rows_of_tokens, sum_rows
 from intbmoe.ops.eager import readable, transformed
 from intbmoe.ops.permute import permute
 from intbmoe.precision import cast

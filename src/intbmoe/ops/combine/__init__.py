@@ -1,1 +1,52 @@
-"""The way back from rows to tokens: each token's weighted sum over its rows."""
+"""The way back from rows to tokens: ``naive.combine`` and ``fused.combine`` are the weighted sum of each token's rows.
+
+Here is the sum without weights, which is the gradient of a gather of tokens into rows.
+
+By the backend ``fused`` it is one kernel. In compiled code for a GPU it is an operation by itself in any case. Left to
+Inductor, its gather is fused into the backward of the norm before the layer, by two loops of which the second reads
+what other threads stored in the first, without a barrier (pytorch/pytorch#190519): in bfloat16, with a class token,
+gradients were wrong by factors of a thousand.
+"""
+
+import torch
+from torch import Tensor
+
+from intbmoe.ops.backend import Backend
+from intbmoe.ops.eager import compiled_for_gpu
+
+torch.library.define("intbmoe::sum_rows", "(Tensor rows, Tensor token, Tensor inverse, str backend) -> Tensor")
+
+
+def sum_rows(rows: Tensor, token: Tensor, inverse: Tensor, backend: Backend) -> Tensor:
+    """(M, c) rows, (M,) their tokens, (N, k) the row of each choice (M: none) → (N, c), in the type of ``rows``."""
+    if backend == "fused" or compiled_for_gpu(rows):
+        return torch.ops.intbmoe.sum_rows(rows, token, inverse, backend)
+    return rows_of_tokens(rows, inverse, rows.shape[0] != inverse.numel()).sum(1)
+
+
+def rows_of_tokens(rows: Tensor, inverse: Tensor, trimmed: bool) -> Tensor:
+    """(M, c) rows → (N, k, c), each token's in the order of its choices; if ``trimmed``, zero for those of no row."""
+    if trimmed:
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return rows.index_select(0, inverse.reshape(-1)).view(*inverse.shape, rows.shape[1])
+
+
+@torch.library.impl("intbmoe::sum_rows", "default")
+def _run(rows, token, inverse, backend):
+    if backend == "fused":
+        from intbmoe.ops.combine import fused
+
+        return fused.run_sum(rows, inverse)
+    return rows_of_tokens(rows, inverse, rows.shape[0] != inverse.numel()).sum(1)
+
+
+@torch.library.register_fake("intbmoe::sum_rows")
+def _allocate(rows, token, inverse, backend):
+    return rows.new_empty(inverse.shape[0], rows.shape[1])
+
+
+torch.library.register_autograd(
+    "intbmoe::sum_rows",
+    lambda ctx, grad: (grad.index_select(0, ctx.saved_tensors[0]), None, None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)

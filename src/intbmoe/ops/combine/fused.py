@@ -3,7 +3,7 @@
 Forward, a program has some tokens and reads each one's k rows. Backward, it has some rows: each reads its token's
 gradient, writes its own, and leaves the product of the two, which is its weight's gradient.
 
-Without weights it is the sum of each token's rows (``rows.py``).
+Without weights it is the sum of each token's rows (``sum_rows``).
 """
 
 import torch
@@ -85,7 +85,7 @@ def _run(rows, weights, inverse):
 
 
 def run_sum(rows: Tensor, inverse: Tensor) -> Tensor:
-    """``rows.sum_rows`` by the kernel, without autograd."""
+    """``sum_rows`` by the kernel, without autograd."""
     return _launch(rows, None, inverse, rows.new_empty(inverse.shape[0], rows.shape[1]))
 
 
