@@ -85,6 +85,7 @@ def test_numbers_as_people_write_them():
     assert isinstance(data["inner"]["rate"], str)
     read = from_plain(Outer, data, "")
     assert read.inner.rate == 1e-3
+    assert from_plain(str, Path("a/b"), "path") == "a/b"
     assert [type(value) for value in read.pair] == [float, float]
 
 

@@ -166,8 +166,8 @@ def _tuple(kind: Any, value: Any, where: str) -> tuple[Any, ...]:
 
 
 def _scalar(kind: type, value: Any, where: str) -> Any:
-    if kind is Path and isinstance(value, str):
-        return Path(value)
+    if kind in (str, Path) and isinstance(value, str | Path):
+        return kind(value)
     if kind is float:
         # YAML reads 1e-3, without a point, as a string; what a person means is a number.
         written = isinstance(value, str) and "e" in value.lower()
