@@ -200,7 +200,7 @@ def test_imagenet_can_be_read_in_other_processes(tmp_path, write):
     expected = pixels_of(images)  # opens files here first
     assert np.array_equal(pixels_of(pickle.loads(pickle.dumps(images))), expected)
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
-        assert np.array_equal(pool.submit(pixels_of, images).result(timeout=60), expected)
+        assert np.array_equal(pool.submit(pixels_of, images).result(timeout=300), expected)
 
 
 shared = []
@@ -220,7 +220,7 @@ def test_a_forked_worker_does_not_share_open_parquet_files(tmp_path):
     assert images._open
     shared.append(images)
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
-        assert pool.submit(opens_files_of_its_own).result(timeout=60)
+        assert pool.submit(opens_files_of_its_own).result(timeout=300)
     shared.clear()
 
 
