@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from intbmoe.export.golden import compare_answers
+from intbmoe.layer import moe_layers
+from intbmoe.routing import record_routing
 from intbmoe.serve.batcher import Batcher, CostModel, Taken, Ticket
 from intbmoe.serve.messages import ANSWER, BAD, EXPIRED, FAILED, PIECE, REFUSED
 from intbmoe.serve.metrics import EngineMetrics
@@ -226,9 +228,6 @@ class Engine:
             yield
             return
         self._sampled = self._clock()
-        from intbmoe.layer import moe_layers
-        from intbmoe.routing import record_routing
-
         if not any(layer.choices for _, layer in moe_layers(model)):
             yield
             return

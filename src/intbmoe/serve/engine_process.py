@@ -14,6 +14,8 @@ import sys
 import time
 from typing import Any
 
+import torch
+
 from intbmoe.serve import messages
 from intbmoe.serve.engine import Engine, Reply, warm_up
 from intbmoe.serve.messages import Lines, inherited_socket, reason, to_line
@@ -187,8 +189,6 @@ def main(args: list[str]) -> None:
     settings, artifact, path, control = Settings.from_json(args[0]), args[1], args[2], inherited_socket(int(args[3]))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine %(process)d: %(message)s")
     try:
-        import torch
-
         torch.set_num_threads(settings.engine_threads())
         torch.set_grad_enabled(False)
         opened = importlib.import_module(settings.loader).open_predictor(artifact, settings.device)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from intbmoe import precision
 from intbmoe.export import load_artifact
 from intbmoe.tasks.serving import Predictor
 
@@ -29,10 +30,8 @@ def open_encoder(path: str) -> Opened:
 
 def open_predictor(path: str, device: str) -> Opened:
     """For an engine."""
-    from intbmoe.precision import bfloat16_is_slow  # with torch, which a front does without
-
     opened = _open(path, device)
-    if opened.about["dtype"] == "bfloat16" and bfloat16_is_slow(device):
+    if opened.about["dtype"] == "bfloat16" and precision.bfloat16_is_slow(device):
         log.warning("%s is in bfloat16, for which this CPU has no instructions: export it with --dtype float32", path)
     return opened
 

@@ -1,4 +1,4 @@
-"""Everything a server can be told; the supervisor hands it to its processes as JSON."""
+"""A server's settings; the supervisor passes them to its processes as JSON."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from intbmoe.settings import Checked, MustBe, Positive, PositiveInt
 LOADER = "intbmoe.serve.loading"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 STREAM_DEADLINE_MS = 60_000.0
-"""How long a text may take where no deadline is given: it is read while it is written."""
+"""Default deadline of generated text, which is read while it is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,45 +22,45 @@ class Settings(Checked):
     """How an artifact is served."""
 
     artifact: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="ARTIFACT")]]
-    """What intbmoe export wrote, or a link to it."""
+    """The folder that intbmoe export wrote, or a link to it."""
     host: str = "127.0.0.1"
     """Where to listen; by default only this machine can connect."""
     port: Annotated[int, MustBe("from 0 to 65535", lambda value: 0 <= value < 65536)] = 8000
-    """0 takes a free one."""
+    """0 takes a free port."""
     budget_ms: Positive = 60.0
-    """The latency aimed at: a batch is made no larger than can be computed in half of it."""
+    """Target latency: a batch is limited to what can be computed in half of it."""
     deadline_ms: Positive | None = None
-    """After so long a request is answered 504. Default: ten budgets; for generated text, a minute."""
+    """When a request is given up and answered 504. Default: ten budgets; for generated text, a minute."""
     workers: PositiveInt = 1
     """Engine processes, each with the model."""
     fronts: PositiveInt = 1
     """HTTP processes."""
     threads: PositiveInt | None = None
-    """Of each engine's model on a CPU. Default: the cores that fronts leave, shared by the engines."""
+    """CPU threads of each engine's model. Default: the cores that fronts leave, divided among the engines."""
     device: str = "cpu"
     """Where the model runs, such as cuda."""
     queue: PositiveInt = 1024
-    """Most requests that wait in one engine; more are refused with 429."""
+    """Most requests waiting in one engine; more are refused with 429."""
     batch_tokens: PositiveInt = 65_536
-    """Most tokens of a batch, padding included, whatever the budget would allow."""
+    """Most tokens in a batch, padding included, whatever the budget allows."""
     streams: PositiveInt = 8
-    """Batches of texts that an engine writes at the same time."""
+    """Batches of texts that an engine writes in parallel."""
     body_bytes: PositiveInt | None = None
     """Largest request. Default: what the artifact's predictor says."""
     body_memory_mb: Positive = 256.0
-    """Most of all requests' bodies together, in one front; more are refused with 429."""
+    """Most memory for the bodies of all requests in one front; more are refused with 429."""
     connections: PositiveInt = 4096
-    """Of one front; more are answered 503."""
+    """Most connections of one front; more are answered 503."""
     patience_s: Positive = 10.0
     """A client that takes longer to send its request is cut off."""
     drain_s: Positive = 15.0
-    """At the end, how long requests under way may take."""
+    """How long requests in flight may take at shutdown."""
     hang_s: Positive = 60.0
-    """An engine that is silent for so long is ended and started anew."""
+    """A process that is silent for this long is killed and replaced."""
     api_key_file: str | None = None
-    """One key a line; without a file no key is asked for."""
+    """A file with one key per line; without it no key is needed."""
     loader: tyro.conf.Suppress[str] = LOADER
-    """The module that opens artifacts; tests put in one of their own."""
+    """The module that opens artifacts; tests use one of their own."""
 
     def check(self) -> None:
         """Raise, naming the setting, where settings do not go together; nothing has been started then."""
@@ -80,17 +80,17 @@ class Settings(Checked):
         return self.host in LOOPBACK
 
     def deadline_s(self, streams: bool) -> float:
-        """How long a request may take where the client does not say, by whether the model's answers are streamed."""
+        """How long a request may take if the client does not say, given whether the model's answers are streamed."""
         usual = STREAM_DEADLINE_MS if streams else 10 * self.budget_ms
         return (self.deadline_ms or usual) / 1000
 
     def engine_threads(self) -> int:
-        """For the model in each engine."""
+        """CPU threads of each engine's model."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return self.threads or max(1, (cores - self.fronts) // self.workers)
 
     def api_keys(self) -> tuple[bytes, ...]:
-        """The keys of ``api_key_file``; none means that none is asked for."""
+        """The keys in ``api_key_file``; empty if no key is needed."""
         if self.api_key_file is None:
             return ()
         try:
