@@ -110,39 +110,12 @@ def require_matplotlib() -> None:
 
 
 def draw_sweep(setting: Setting, rows: Sequence[SweepRow], path: Path) -> None:
-    """Peak memory and FLOPs against E, each forward's composition and precomposed, the paper's points as rings."""
+    """Peak memory and FLOPs against E, composed in each forward and precomposed, the paper's points as rings."""
     require_matplotlib()
-    from matplotlib.figure import Figure  # an extra, and slow to import
+    from intbmoe.analysis.drawing.cost import draw_panels  # an optional dependency, and slow to import
 
-    experts = [row.experts for row in rows]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    panels = zip(figure.subplots(1, 2), ("memory", "flops"), (MIB, 1e9), strict=True)
-    for axes, quantity, unit in panels:
-        for column, label, colour in (
-            (quantity, "composed at every forward", "#c8553d"),
-            (f"{quantity}_precomposed", "precomposed", "#2f6690"),
-        ):
-            values = [getattr(row, column) / unit for row in rows]
-            axes.plot(experts, values, marker="o", markersize=4, linewidth=1.8, color=colour, label=label)
-            printed = [(row.experts, row.paper[column]) for row in rows if column in row.paper]
-            if printed:
-                style = {"s": 70, "facecolors": "none", "edgecolors": colour, "linewidths": 1, "zorder": 3}
-                axes.scatter(*zip(*printed, strict=True), **style)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(experts, [str(count) for count in experts])
-        axes.set_xlabel("expert bases E")
-        axes.set_ylim(bottom=0)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-        axes.set_axisbelow(True)
-        if quantity == "memory":
-            axes.set_title("Peak inference memory (MiB)", loc="left", fontsize=11)
-            if setting.paper_sweep:
-                ring = axes.scatter([], [], s=70, facecolors="none", edgecolors="#555555", label="the paper's figures")
-                ring.set_linewidth(1)
-            axes.legend(frameon=False, fontsize=9)
-        else:
-            axes.set_title("FLOPs of one sample (G)", loc="left", fontsize=11)
+    titles = {"memory": (MIB, "Peak inference memory (MiB)"), "flops": (1e9, "FLOPs of one sample (G)")}
+    figure = draw_panels([row.as_dict() for row in rows], titles)
     figure.suptitle(f"IntBMoE, {setting.title.split(',')[0]}, batch size 1", fontsize=11, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)

@@ -69,10 +69,10 @@ def measure_run_cost(recipe: Recipe, device: torch.device | str = "cpu") -> RunC
     device = torch.device(device)
     rows = []
     for count in (count for count in experts if count not in too_large):
-        found = sweep_experts(setting, count)
+        counted = sweep_experts(setting, count).as_dict()
+        del counted["paper"]
         allocated = _allocated(recipe, count, device) if device.type == "cuda" else (None, None)
-        counts = {name: getattr(found, name) for name in ("flops", "flops_precomposed", "memory", "memory_precomposed")}
-        rows.append(CostRow(count, **counts, allocated=allocated[0], allocated_precomposed=allocated[1]))
+        rows.append(CostRow(**counted, allocated=allocated[0], allocated_precomposed=allocated[1]))
     return RunCost(own, device.type, rows, too_large)
 
 

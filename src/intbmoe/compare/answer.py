@@ -52,7 +52,7 @@ def answer_comparison(
     order = sorted(contenders, key=lambda one: -one.mean if question.higher_is_better else one.mean)
     best, others = order[0], order[1:]
     overlapping = [one for one in others if _overlap(best, one)]
-    unknown = [one for one in others if _unknown(best, one)]
+    unknown = any(one.interval is None for one in order)
     verdict: Verdict = "win"
     if not others:
         verdict = "one run"
@@ -65,7 +65,7 @@ def answer_comparison(
         ("On what", _on_what(question)),
         ("What won", _won(verdict, question, best, overlapping) + _below_floor(question, best, floors or {})),
         ("By how much", _how_much(question, order)),
-        ("How sure", _how_sure(verdict, best, others, overlapping, unknown)),
+        ("How sure", _how_sure(verdict, best, others, overlapping)),
     )
     leaders = tuple(one.title for one in (best, *overlapping)) if verdict in ("win", "tie") else ()
     return Answer(verdict, _headline(verdict, question, best, overlapping), lines, leaders)
@@ -75,10 +75,6 @@ def _overlap(one: Contender, other: Contender) -> bool:
     if one.interval is None or other.interval is None:
         return False
     return abs(one.mean - other.mean) <= one.interval + other.interval
-
-
-def _unknown(one: Contender, other: Contender) -> bool:
-    return one.interval is None or other.interval is None
 
 
 def _what(question: Question, order: Sequence[Contender]) -> str:
@@ -153,7 +149,6 @@ def _how_sure(
     best: Contender,
     others: Sequence[Contender],
     overlapping: Sequence[Contender],
-    unknown: Sequence[Contender],
 ) -> str:
     if verdict == "one run":
         return "No claim: a comparison needs two."

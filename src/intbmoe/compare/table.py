@@ -111,6 +111,7 @@ def other_metric_cell(row: Row, name: str) -> Cell:
 
 
 def number_cell(value: float | None, digits: int, before: str = "") -> Cell:
+    """A number, or nothing."""
     return Cell(NOTHING) if value is None else Cell(before + format_number(value, digits), value)
 
 

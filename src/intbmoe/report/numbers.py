@@ -27,6 +27,7 @@ def format_difference(metric: str, difference: float, points: str, sign: str = "
 
 
 def format_number(value: float | None, digits: int) -> str:
+    """With commas between thousands."""
     return NOTHING if value is None else f"{value:,.{digits}f}"
 
 
