@@ -22,7 +22,7 @@ EXTRAS = {
     "train": ("accelerate", "safetensors", "yaml", "sklearn"),
     "images": ("timm", "pyarrow"),
     "text": ("tokenizers", "pyarrow"),
-    "travel": ("pyarrow",),
+    "travel": ("duckdb",),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "serve": ("starlette", "uvicorn", "httptools", "msgpack", "prometheus_client"),
 }

@@ -24,8 +24,8 @@ class Budget:
     """DuckDB's; what is more goes to disk. The arrays of one shard come on top of it, some 100 bytes for each row."""
     threads: int | None = None
     """DuckDB's; None for as many as there are cores."""
-    chunk_bytes: int = 256 << 20
-    """Text that is read together, from disk: an interruption costs the work on one chunk."""
+    chunk_bytes: int = 128 << 20
+    """Text that is read together, at most about a twelfth of the memory; an interruption costs the work on one chunk."""
     shard_rows: int = 8_000_000
     """Rows that are sorted together, at most about so many."""
 
@@ -81,7 +81,8 @@ class Reader:
 def _read_csv(path: Path, types: Mapping[str, str]) -> str:
     columns = ", ".join(f"'{name}': '{kind}'" for name, kind in types.items())
     options = "auto_detect=false, header=false, delim='\t', quote='', escape='', comment='', nullstr=''"
-    return f"read_csv({literal(path)}, {options}, columns={{{columns}}})"
+    buffers = "max_line_size=1_000_000, buffer_size=4_000_000"  # DuckDB's own take 32 MB each
+    return f"read_csv({literal(path)}, {options}, {buffers}, columns={{{columns}}})"
 
 
 def literal(path: Path) -> str:
