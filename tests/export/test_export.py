@@ -106,20 +106,20 @@ def test_what_another_program_wrote_is_not_replaced(tmp_path, content):
 def test_what_lies_beside_an_artifact_is_not_lost(tmp_path, monkeypatch):
     run, to = small_run("vision", tmp_path), tmp_path / "to"
     version = export_run(run, to).version
-    real = exporting._golden
+    real = exporting.make_golden
 
     def while_it_is_exported(*args):
         (to / "notes.txt").write_text("mine")
         return real(*args)
 
-    monkeypatch.setattr(exporting, "_golden", while_it_is_exported)
+    monkeypatch.setattr(exporting, "make_golden", while_it_is_exported)
     for _ in range(2):  # at the end, and then at the beginning
         with pytest.raises(ExportError, match=r"holds more than the artifact it is \(notes.txt\): move that"):
             export_run(run, to, dtype="bfloat16")
         assert (to / "notes.txt").read_text() == "mine"
         assert load_artifact(to).version == version
     (to / "notes.txt").unlink()
-    monkeypatch.setattr(exporting, "_golden", real)
+    monkeypatch.setattr(exporting, "make_golden", real)
     (to / MODEL).write_bytes(b"torn")  # a damaged one, and one of another version, are still ours to replace
     about = json.loads((to / ABOUT).read_bytes())
     (to / ABOUT).write_text(json.dumps({**about, "format_version": 99}))

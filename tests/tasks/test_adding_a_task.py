@@ -91,7 +91,7 @@ def test_a_task_in_one_file_is_trained_compared_analysed_exported_and_served(fol
     assert list(steps) == ["train", "compare", "analyse", "export", "serve"]
     run(steps["train"])
     run_folder = folder / "runs" / "wine" / "intbmoe" / "0"
-    assert json.loads((run_folder / "done.json").read_text())["test"]["accuracy"] > 0.9
+    assert json.loads((run_folder / "done.json").read_text())["test"]["accuracy"] > 0.8
     noted = json.loads((run_folder / "environment.json").read_text())
     assert list(noted[0]["plugins"]) == ["wine_task.py"]
     assert yaml.safe_load((run_folder / "config.yaml").read_text())["task"] == "wine"
@@ -100,7 +100,7 @@ def test_a_task_in_one_file_is_trained_compared_analysed_exported_and_served(fol
     assert (folder / "runs" / "wine" / "dense" / "0" / "done.json").is_file()
     assert "accuracy" in capsys.readouterr().out
 
-    run(steps["analyse"])
+    run([*steps["analyse"], "--numbers-only"])  # pictures take seconds, and other tests draw them
     analysis = json.loads((run_folder / "analysis" / "data" / "analysis.json").read_text())
     assert {"routing", "load", "participation"} <= set(analysis["parts"])
     assert "does not say how to show an example" in analysis["left_out"]["examples"]
