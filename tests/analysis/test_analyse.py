@@ -227,6 +227,14 @@ def test_unfinished_and_damaged_runs_are_errors_with_a_message(run, tmp_path):
     assert not (run / "analysis").exists()
 
 
+def test_an_analysis_of_an_earlier_version_is_refused_with_the_command_that_makes_it_anew(run):
+    data = run / "analysis" / "data"
+    data.mkdir(parents=True)
+    (data / "analysis.json").write_text(json.dumps({"run": {}, "parts": ["recipes"], "left_out": {}}))
+    with pytest.raises(TrainingError, match=f"earlier version of intbmoe: intbmoe analyse {run} makes it anew"):
+        redraw(run / "analysis")
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_metrics_that_are_gone_are_left_out(run):
     (run / "metrics.jsonl").unlink()
