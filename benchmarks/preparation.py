@@ -56,8 +56,8 @@ def main(rows: tuple[int, ...] = (200_000, 500_000, 1_000_000, 2_000_000, 4_000_
     """
     facts = machine()
     console.print(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items()))
-    table = Table(title=f"DuckDB's memory {BUDGET.memory_bytes // MIB} MiB, chunks {BUDGET.chunk_bytes // MIB} MiB of text, "
-                  f"shards of {BUDGET.shard_rows:,} rows")  # fmt: skip
+    sizes = f"memory {BUDGET.memory_bytes // MIB} MiB, chunks {BUDGET.chunk_bytes // MIB} MiB of text"
+    table = Table(title=f"{sizes}, shards of {BUDGET.shard_rows:,} rows")
     for column in ("rows", "raw MiB", "shards", "seconds", "of processor", "rows/s", "peak memory, MiB"):
         table.add_column(column, justify="right")
     figures = []

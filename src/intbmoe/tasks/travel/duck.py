@@ -20,12 +20,12 @@ ROW_MASK = (1 << FILE_BITS) - 1
 class Budget:
     """How much is in memory at a time."""
 
-    memory_bytes: int = 2 << 30
+    memory_bytes: int = 4 << 30
     """DuckDB's; what is more goes to disk. The arrays of one shard come on top of it, some 100 bytes for each row."""
     threads: int | None = None
     """DuckDB's; None for as many as there are cores."""
     chunk_bytes: int = 128 << 20
-    """Text that is read together, at most about a twelfth of the memory; an interruption costs the work on one chunk."""
+    """Text that is read together: a twelfth of the memory or less. An interruption costs the work on one chunk."""
     shard_rows: int = 8_000_000
     """Rows that are sorted together, at most about so many."""
 
