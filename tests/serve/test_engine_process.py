@@ -23,7 +23,7 @@ IMAGE = 224
 class Classifier:
     """Says nothing of an image, slowly; ``sizes`` are those of its batches."""
 
-    action = "classify"
+    action, streams = "classify", False
 
     def __init__(self):
         self.sizes = []
