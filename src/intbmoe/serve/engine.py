@@ -73,10 +73,7 @@ class Engine:
     ) -> None:
         self.predictor = predictor
         self.batcher = Batcher(
-            budget_s=settings.budget_ms / 1000,
-            batch_tokens=settings.batch_tokens,
-            queue=settings.queue,
-            clock=clock,
+            budget_s=settings.budget_ms / 1000, batch_tokens=settings.batch_tokens, queue=settings.queue, clock=clock
         )
         if predictor.streams:
             self.batcher.step_cost = CostModel()

@@ -55,8 +55,7 @@ class Ranks:
         # accelerate keeps one state per process and refuses another precision: a later run may have one.
         AcceleratorState._reset_state()
         self.accelerator = Accelerator(
-            cpu=not torch.cuda.is_available(),
-            mixed_precision="bf16" if precision == "bfloat16" else "no",
+            cpu=not torch.cuda.is_available(), mixed_precision="bf16" if precision == "bfloat16" else "no"
         )
         self.device: torch.device = self.accelerator.device
         self.world: int = self.accelerator.num_processes

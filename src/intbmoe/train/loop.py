@@ -33,10 +33,7 @@ from intbmoe.train.step import StepResult
 
 
 def train(
-    recipe: Recipe,
-    root: str | Path = Path("runs"),
-    quiet: bool = False,
-    wait: Callable[[str], None] | None = None,
+    recipe: Recipe, root: str | Path = Path("runs"), quiet: bool = False, wait: Callable[[str], None] | None = None
 ) -> RunDirectory:
     """Start or continue root/<recipe>/<method>/<seed>; returns when it is finished, at once if it was.
 
