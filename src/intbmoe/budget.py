@@ -124,6 +124,5 @@ def _nearest_rank(name: str, dim: int, options: dict[str, Any], switch: dict[str
 
 
 def _parameters(name: str, dim: int, options: dict[str, Any]) -> int:
-    """Parameters of a layer, counted on one that holds no memory."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in create(name, dim, **options).parameters())

@@ -10,19 +10,16 @@ from typing import Any
 
 
 def require(condition: bool, argument: str, value: object, allowed: str) -> None:
-    """Raise ``ValueError`` unless ``condition`` holds."""
     if not condition:
         raise ValueError(f"{argument}={value!r} is not allowed: {argument} must be {allowed}")
 
 
 def require_positive_int(argument: str, value: object) -> None:
-    """Raise unless ``value`` is an int ≥ 1."""
     integral = isinstance(value, int) and not isinstance(value, bool)
     require(integral and value >= 1, argument, value, "an integer of at least 1")
 
 
 def require_finite(argument: str, value: object) -> None:
-    """Raise unless ``value`` is a finite number."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     require(number and math.isfinite(value), argument, value, "a finite number")
 

@@ -53,8 +53,6 @@ class Flops:
 
 
 class Counts(NamedTuple):
-    """What a model costs, as raw integers."""
-
     params: int
     activated: int
     flops: int
@@ -167,7 +165,6 @@ def formulation_difference(layer: MoELayer, tokens: int) -> int:
 
 
 def _product(rows: int, inputs: int, outputs: int) -> int:
-    """FLOPs of a linear map on ``rows`` rows."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         F.linear(torch.empty(rows, inputs), torch.empty(outputs, inputs))
     return counter.get_total_flops()

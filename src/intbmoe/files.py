@@ -20,12 +20,10 @@ def to_json(value: Any) -> bytes:
 
 
 def digest(content: bytes) -> str:
-    """SHA-256, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

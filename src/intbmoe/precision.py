@@ -18,7 +18,6 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """``x`` in the wider of its own type and float32."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 

@@ -46,7 +46,6 @@ class Method:
     presets: dict[str, Any] = field(default_factory=dict)
 
     def config(self, dim: int, hidden: Any, **options: Any) -> Any:
-        """This method's Config, presets applied."""
         return self.layer.make_config(dim, hidden, **{**self.presets, **options})
 
     def noncausal_reason(self) -> str | None:
@@ -141,8 +140,6 @@ _loaded: set[str] = set()
 
 
 def register_task(name: str) -> Callable[[type], type]:
-    """Class decorator: make the task available under ``name``, which recipes, runs and artifacts carry."""
-
     def add(task: type) -> type:
         known = _tasks.get(name)
         if known is not None and _full_name(known) != _full_name(task):
@@ -155,7 +152,6 @@ def register_task(name: str) -> Callable[[type], type]:
 
 
 def list_tasks() -> list[str]:
-    """The names of all tasks, in alphabetical order."""
     _discover("tasks")
     _load_plugins()
     return sorted(_tasks)
@@ -174,7 +170,6 @@ def unknown_task(name: str) -> str:
 
 
 def plugin_files() -> list[Path]:
-    """The files that the user has named."""
     return [Path(file) for file in os.environ.get(PLUGINS, "").split(os.pathsep) if file]
 
 

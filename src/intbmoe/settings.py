@@ -144,7 +144,6 @@ def _annotated(kind: Any, value: Any, where: str) -> Any:
 
 
 def _first_fit(kind: Any, value: Any, where: str) -> Any:
-    """As the first member of a union that takes the value."""
     if value is None and type(None) in get_args(kind):
         return None
     for member in get_args(kind):
@@ -182,7 +181,6 @@ def _scalar(kind: type, value: Any, where: str) -> Any:
 
 
 def _words(kind: Any) -> str:
-    """What a value of this type or annotation must be."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         rules = [rule.words for rule in arguments[1:] if isinstance(rule, MustBe)]

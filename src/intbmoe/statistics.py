@@ -16,8 +16,6 @@ from torch import Tensor
 
 
 class Routing(NamedTuple):
-    """Which experts each token chose."""
-
     ids: Tensor | None
     """(N, k_max), −1 where a token has no further choice or is masked; None for a method that does not choose."""
     weights: Tensor | None
@@ -59,7 +57,6 @@ class RoutedForward(NamedTuple):
     """The forward's statistics: ``load``, and ``dropped`` or ``untaken`` for methods that leave tokens out."""
 
     def copy(self) -> "RoutedForward":
-        """One that shares no memory with the tensors of this."""
         ids, weights = (None if tensor is None else tensor.clone() for tensor in self.routing)
         sums = {key: value.clone() for key, value in self.sums.items()}
         return self._replace(routing=Routing(ids, weights), count=self.count.clone(), sums=sums)
@@ -86,7 +83,6 @@ class LayerStatistics:
     # What a forward does.
 
     def wants(self, training: bool) -> bool:
-        """Whether a forward that runs now is to be kept."""
         # Activation checkpointing runs forwards again during backward: these were counted the first time.
         again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         return not again and (training or self._calls is not None)
@@ -110,12 +106,10 @@ class LayerStatistics:
     # From the record to the step, from the step to the window.
 
     def take_record(self) -> Record | None:
-        """The last training forward's record; a second call gets None."""
         record, self.record = self.record, None
         return record
 
     def add(self, sums: Mapping[str, Tensor]) -> None:
-        """A micro-batch's counts to those of the unfinished step."""
         for key, value in sums.items():
             value = value.detach()
             # A copy: under torch.compile(mode="reduce-overhead") the next forward writes over what this one returned.
@@ -133,7 +127,6 @@ class LayerStatistics:
         self.record = None  # left behind by checkpointing's recomputation
 
     def load(self, opened: Tensor | None) -> "LoadStatistics | None":
-        """How evenly the window's tokens used the experts; None if the window has no load."""
         if "load" not in self.window:
             return None
         untaken = int(self.window["untaken"]) if "untaken" in self.window else None
@@ -147,11 +140,9 @@ class LayerStatistics:
         return sorted(new)
 
     def clear_window(self) -> None:
-        """Begin a new window."""
         self.window = {}
 
     def restore(self, window: dict[str, Tensor], warned: Iterable[int]) -> None:
-        """Put back what a checkpoint kept between two steps."""
         self.window, self.warned = window, set(warned)
 
     # Where tokens go.

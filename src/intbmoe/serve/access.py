@@ -12,8 +12,6 @@ AUTHORITY = re.compile(r"(\[[0-9a-fA-F:]+\]|[a-zA-Z0-9.-]+)(?::[0-9]+)?")
 
 
 class Access:
-    """A server's rules."""
-
     def __init__(self, settings: Settings) -> None:
         self._keys = settings.api_keys()
         self._on_loopback = settings.on_loopback

@@ -21,8 +21,6 @@ FORGET = 0.97
 
 @dataclass(frozen=True)
 class Ticket:
-    """One request in the queue."""
-
     key: Hashable
     tokens: int
     deadline: float
@@ -32,16 +30,12 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a request was not accepted, and when to retry."""
-
     reason: str
     retry_after: float
 
 
 @dataclass
 class Taken:
-    """What ``take`` removed from the queue."""
-
     batch: list[Ticket] = field(default_factory=list)
     expired: list[Ticket] = field(default_factory=list)
 
@@ -116,7 +110,6 @@ class Batcher:
         return len(self) >= self.queue or self._tokens >= self._most_tokens()
 
     def waiting(self) -> list[Hashable]:
-        """Keys in order of arrival."""
         return list(self._waiting)
 
     def submit(self, ticket: Ticket) -> Refusal | None:

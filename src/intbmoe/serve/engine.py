@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 
 class Reply(NamedTuple):
-    """A message for the client of a request."""
-
     key: Hashable
     kind: int
     content: tuple[Any, ...] = ()
@@ -50,8 +48,6 @@ class _Request:
 
 @dataclass
 class _Text:
-    """A batch of texts being written."""
-
     stream: Any
     tickets: list[Ticket]
     going: set[int]
@@ -62,8 +58,6 @@ class _Text:
 
 
 class Engine:
-    """A predictor behind a batcher."""
-
     def __init__(
         self,
         predictor: Predictor,
@@ -85,7 +79,6 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether ``step`` has anything to do."""
         return len(self.batcher) > 0 or bool(self._texts)
 
     def submit(
@@ -115,7 +108,6 @@ class Engine:
                 text.stream.drop(index)
 
     def step(self) -> list[Reply]:
-        """Compute the next batch, and the next token of texts."""
         replies: list[Reply] = []
         if len(self._texts) < self._most_texts:
             taken = self.batcher.take()

@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 
 class _Front:
-    """The connection of one front."""
-
     def __init__(self, connection: socket.socket, number: int) -> None:
         connection.setblocking(False)
         self.socket = connection
@@ -48,8 +46,6 @@ class _Front:
 
 
 class EngineProcess:
-    """Carries messages between fronts and an ``Engine``."""
-
     def __init__(self, engine: Engine, listener: socket.socket, control: socket.socket) -> None:
         self._engine = engine
         self._listener = listener
@@ -185,7 +181,6 @@ def tell(control: socket.socket, message: dict[str, Any]) -> None:
 
 
 def main(args: list[str]) -> None:
-    """Load, warm up, report ready, serve."""
     settings, artifact, path, control = Settings.from_json(args[0]), args[1], args[2], inherited_socket(int(args[3]))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine %(process)d: %(message)s")
     try:

@@ -42,8 +42,6 @@ class OtherVersionError(RuntimeError):
 
 
 class FrontProcess:
-    """Runs the HTTP server and does what the supervisor says."""
-
     def __init__(self, settings: Settings, listener: socket.socket, when: str, control: socket.socket) -> None:
         self._when_ready = when == "when-ready"
         self._ready = asyncio.Event()
@@ -75,7 +73,6 @@ class FrontProcess:
         )
 
     async def run(self) -> None:
-        """Run until drained, or until the supervisor is gone."""
         reader, self._writer = await asyncio.open_connection(sock=self._control)
         listening = asyncio.create_task(self._obey(reader))
         breathing = asyncio.create_task(self._say_alive())
@@ -206,7 +203,6 @@ def allow_files(count: int) -> None:
 
 
 def main(args: list[str]) -> None:
-    """Serve until told to stop."""
     settings = Settings.from_json(args[0])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s front %(process)d: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

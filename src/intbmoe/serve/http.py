@@ -38,7 +38,6 @@ class HttpError(Exception):
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON response."""
     return Response(ENCODER.encode(content).encode(), status, headers, media_type=JSON)
 
 

@@ -157,8 +157,6 @@ class Line(ABC):
 
 
 class Link(Line, asyncio.Protocol):
-    """The connection to the process of an engine."""
-
     def __init__(self, path: str, on_lost: Callable[["Link", list[Call]], None]) -> None:
         super().__init__()
         self.path = path
@@ -209,8 +207,6 @@ class Link(Line, asyncio.Protocol):
 
 
 class ServedVersion:
-    """An artifact's encoder with the links to the engines that serve it."""
-
     def __init__(self, number: int, opened: Opened) -> None:
         self.number = number
         self.opened = opened
@@ -249,7 +245,6 @@ class Dispatcher:
 
     @property
     def ready(self) -> bool:
-        """Whether a request would find an engine."""
         return self.current is not None and self.current.least_loaded() is not None
 
     async def connect(self, served: ServedVersion, path: str) -> None:

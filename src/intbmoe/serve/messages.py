@@ -39,7 +39,6 @@ OWN = ("intbmoe", "__main__")
 
 
 def pack(*message: Any) -> bytes:
-    """A message between front and engine as bytes."""
     return msgpack.packb(message)
 
 
@@ -49,7 +48,6 @@ def unpacker() -> msgpack.Unpacker:
 
 
 def to_line(message: dict[str, Any]) -> bytes:
-    """A message to or from the supervisor as bytes."""
     return json.dumps(message).encode() + b"\n"
 
 

@@ -49,8 +49,6 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class FrontMetrics:
-    """What a front counts."""
-
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         registry = self.registry = registry or CollectorRegistry()
         requests = Counter(
@@ -81,8 +79,6 @@ class FrontMetrics:
 
 
 class EngineMetrics:
-    """What an engine counts."""
-
     def __init__(self, version: str, registry: CollectorRegistry | None = None) -> None:
         registry = self.registry = registry or CollectorRegistry()
         self.queue_seconds = Histogram(

@@ -71,12 +71,10 @@ class Settings(Checked):
 
     @property
     def body_memory_bytes(self) -> int:
-        """``body_memory_mb`` in bytes."""
         return int(self.body_memory_mb * 2**20)
 
     @property
     def on_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
         return self.host in LOOPBACK
 
     def deadline_s(self, streams: bool) -> float:
@@ -85,7 +83,6 @@ class Settings(Checked):
         return (self.deadline_ms or usual) / 1000
 
     def engine_threads(self) -> int:
-        """CPU threads of each engine's model."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return self.threads or max(1, (cores - self.fronts) // self.workers)
 

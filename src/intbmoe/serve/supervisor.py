@@ -45,7 +45,6 @@ def serve(settings: Settings, say: Callable[[str], None]) -> None:
 
 
 def _require_short(folder: Path) -> None:
-    """Raise if sockets in this folder could not be opened."""
     if len(os.fsencode(folder)) > LONGEST_PATH:
         where = f"the folder for temporary files, {str(folder.parent)!r},"
         raise OSError(f"{where} has too long a path for sockets: set TMPDIR to a shorter one, such as /tmp")
@@ -60,7 +59,6 @@ class _Asked:
         self.answers: dict[Child, asyncio.Future[str | None]] = {}
 
     def answer(self, child: Child, why: str | None) -> None:
-        """One has answered, or ended."""
         answer = self.answers.get(child)
         if answer is not None and not answer.done():
             answer.set_result(why)
@@ -85,7 +83,6 @@ class Supervisor:
         self._ending = False
 
     async def run(self) -> None:
-        """Run until a signal comes and everything has ended."""
         self._stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

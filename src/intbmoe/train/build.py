@@ -18,8 +18,6 @@ from intbmoe.train.step import Stepper
 
 
 class Built(NamedTuple):
-    """What a training works with, at the beginning of the run."""
-
     task: Task
     examples: Examples
     """Of the training split."""

@@ -57,7 +57,6 @@ class BatchPlan:
         return step // self.steps_per_epoch
 
     def epochs_to_steps(self, epochs: float) -> int:
-        """The nearest number of steps, at least 1."""
         return max(1, round(epochs * self.steps_per_epoch))
 
 
@@ -83,7 +82,6 @@ def plan_batches(examples: int, settings: TrainSettings, world: int) -> BatchPla
 
 
 def epoch_order(examples: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order of all examples in an epoch."""
     return torch.randperm(examples, generator=make_generator(seed, "order", epoch))
 
 

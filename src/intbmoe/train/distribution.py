@@ -115,7 +115,6 @@ class Ranks:
         return int(message)
 
     def wait(self) -> None:
-        """Wait until all ranks are here."""
         self.accelerator.wait_for_everyone()
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -62,7 +62,6 @@ def read_tensors(path: Path, checksum: str | None = None) -> dict[str, Tensor]:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file."""
     try:
         return json.loads(read_bytes(path, None))
     except ValueError as error:

@@ -60,8 +60,6 @@ def train(
 
 
 class Training:
-    """One run while it is being trained, on one rank."""
-
     def __init__(self, recipe: Recipe, run: RunDirectory, ranks: Ranks, quiet: bool) -> None:
         self.recipe, self.settings, self.run, self.ranks = recipe, recipe.train, run, ranks
         self.task, self.examples, self.plan, self.model, self.optimizer, self.stepper = build(recipe, ranks)
@@ -204,7 +202,6 @@ class Training:
         return time.perf_counter() - self.started
 
     def close(self) -> None:
-        """Let go of the terminal and the files."""
         self.progress.stop()
         if self.log is not None:
             self.log.close()

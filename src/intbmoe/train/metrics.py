@@ -56,7 +56,6 @@ def take_loads(model: nn.Module, tell: Callable[[str], None]) -> dict[str, LoadS
 
 
 def mean_load(loads: Mapping[str, LoadStatistics]) -> dict[str, float]:
-    """Each ratio averaged over the layers that have it."""
     means = {}
     for name in LOAD_RATIOS:
         found = [getattr(load, name) for load in loads.values()]
@@ -135,7 +134,6 @@ class MetricsLog:
             self.board.add_scalar(f"{split}/examples_per_second", speed, step)
 
     def write_loads(self, step: int, loads: Mapping[str, LoadStatistics]) -> None:
-        """One line with every layer's load."""
         if self.loads is not None and loads:
             self.loads.append({"step": step, "layers": {name: load_line(load) for name, load in loads.items()}})
 

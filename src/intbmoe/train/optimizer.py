@@ -62,6 +62,5 @@ def learning_rate(step: int, settings: TrainSettings, plan: BatchPlan) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every group the rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -46,7 +46,6 @@ class TrainingProgress:
             self._bar.update(self._task, completed=step)
 
     def measure(self, step: int, batch: int) -> float:
-        """Examples per second since the last call."""
         before, since = self._window
         now = time.perf_counter()
         self._window = (step, now)

@@ -33,8 +33,6 @@ PARTS = ("model", "optimizer", "statistics")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that a run needs to go on."""
-
     step: int
     """Optimizer steps done."""
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -44,8 +42,6 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run."""
-
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
         self.keep = keep
@@ -61,7 +57,6 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}"
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write a checkpoint, then remove those beyond ``keep``."""
         folder = self.folder(checkpoint.step)
         kept = f"the checkpoints before it are whole (steps {self.steps() or 'none'}); free some space and start again"
         # A folder of this name is damaged, or its step would not have been reached a second time.
@@ -187,7 +182,6 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Put parameters and buffers back, into shards too."""
     own = model.state_dict()
     try:
         require_state("its", tensors, own, dtypes=True)

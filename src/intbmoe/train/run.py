@@ -60,7 +60,6 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, run: str | PathLike[str]) -> "RunDirectory":
-        """The run at a path; an error if there is none."""
         run = cls(run)
         if not run.config_path.is_file():
             raise TrainingError(f"{run.path} is not a run directory: it has no config.yaml")
@@ -82,7 +81,6 @@ class RunDirectory:
 
     @property
     def finished(self) -> bool:
-        """Whether training came to its end."""
         return self.result_path.is_file()
 
     @property
@@ -144,12 +142,10 @@ class RunDirectory:
         self.write("config.yaml", text.encode())
 
     def add_environment(self, entry: Mapping[str, Any]) -> None:
-        """Add a start to ``environment.json``."""
         path = self.path / "environment.json"
         self.write(path.name, to_json([*(read_json(path) if path.is_file() else []), entry]))
 
     def write(self, name: str, content: bytes) -> None:
-        """Put a whole file into the run."""
         with full_disk_is_explained(self.path / name, "free some space and start again; the run goes on where it was"):
             replace_file(self.path / name, content)
 

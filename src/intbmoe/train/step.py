@@ -34,8 +34,6 @@ class StepResult:
 
 
 class Stepper:
-    """Takes steps on one model."""
-
     def __init__(
         self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, settings: TrainSettings
     ) -> None:
