@@ -104,7 +104,7 @@ def _time(recipe: Recipe, examples: Examples, steps: int) -> dict[str, Any]:
     times = []
     for step in range(WARM_UPS + steps):
         begin = time.perf_counter()
-        stepper.take(step + 1, batches, False, False)
+        stepper.take(step + 1, batches, 0)
         if on_gpu:
             torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - begin))

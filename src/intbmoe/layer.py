@@ -82,11 +82,6 @@ class MoELayer(nn.Module):
                 raise TypeError(f"{cls.__name__} has no option {option!r}: {did_you_mean(option, known)}")
         return cls.Config(dim, hidden, **options)
 
-    @classmethod
-    def from_config(cls, config: LayerConfig) -> Self:
-        """Build the layer from its frozen Config."""
-        return cls(config)
-
     # What a method defines.
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:

@@ -96,11 +96,10 @@ def load_statistics(model: nn.Module, *, reset: bool = True) -> dict[str, LoadSt
         if load is None:
             continue
         loads[name] = load
-        dead = statistics.newly_dead(load)
-        if dead:
+        if dead := statistics.newly_dead(load):
             warnings.warn(
                 f"layer {name!r}: {dead} of {len(load.counts)} got none of {load.tokens} tokens", stacklevel=2
             )
         if reset:
-            statistics.clear_window()
+            statistics.window = {}
     return loads

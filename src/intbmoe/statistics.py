@@ -139,9 +139,6 @@ class LayerStatistics:
         self.warned |= new
         return sorted(new)
 
-    def clear_window(self) -> None:
-        self.window = {}
-
     def restore(self, window: dict[str, Tensor], warned: Iterable[int]) -> None:
         self.window, self.warned = window, set(warned)
 

@@ -1,12 +1,12 @@
 """Which requests are computed together, and when: a bounded queue with a token budget and deadlines.
 
-Nothing here waits, sends or computes: a process calls ``submit``, ``cancel`` and ``take``, and tells ``learn`` how long
+Nothing here waits, sends or computes: a process calls ``submit``, ``cancel`` and ``take``, and tells ``cost`` how long
 a batch took. Every request ends exactly once: refused by ``submit``, cancelled, expired or taken (both by ``take``).
 
 Requests are taken in order of arrival, as soon as the model is free: while it computes, the next batch gathers, so
-batches grow with the load and an idle server answers at once. A batch costs what its padded
-rectangle costs (requests x longest). It is kept to what can be computed in half the latency budget, because a request
-may wait for one batch before it is in the next.
+batches grow with the load and an idle server answers at once. A batch costs what its padded rectangle costs (requests x
+longest). It is kept to what can be computed in half the latency budget, because a request may wait for one batch before
+it is in the next.
 """
 
 import math
@@ -24,7 +24,9 @@ class Ticket:
     key: Hashable
     tokens: int
     deadline: float
-    payload: Any = None
+    encoded: Any = None
+    streamed: bool = False
+    """Whether the client gets a text piece by piece."""
     arrived: float = 0.0
 
 
@@ -90,9 +92,7 @@ class Batcher:
     def __init__(
         self, *, budget_s: float, batch_tokens: int, queue: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.budget_s = budget_s
-        self.batch_tokens = batch_tokens
-        self.queue = queue
+        self.budget_s, self.batch_tokens, self.queue = budget_s, batch_tokens, queue
         self.cost = CostModel()
         """Of a whole batch."""
         self.step_cost = self.cost
@@ -152,9 +152,6 @@ class Batcher:
         for ticket in (*taken.batch, *taken.expired):
             self.cancel(ticket.key)
         return taken
-
-    def learn(self, padded_tokens: int, seconds: float) -> None:
-        self.cost.learn(padded_tokens, seconds)
 
     def expected_wait(self) -> float:
         """How long the waiting requests should keep the model busy."""

@@ -19,10 +19,10 @@ from intbmoe.export.golden import compare_answers
 from intbmoe.layer import moe_layers
 from intbmoe.routing import record_routing
 from intbmoe.serve.batcher import Batcher, CostModel, Taken, Ticket
-from intbmoe.serve.messages import ANSWER, BAD, EXPIRED, FAILED, PIECE, REFUSED
+from intbmoe.serve.messages import ANSWER, BAD, CANCEL, EXPIRED, FAILED, PIECE, REFUSED
 from intbmoe.serve.metrics import EngineMetrics
 from intbmoe.serve.settings import Settings
-from intbmoe.tasks.serving import Encoded, Predictor, RequestError
+from intbmoe.tasks.serving import Predictor, RequestError
 from intbmoe.tasks.serving.requests import from_wire, to_wire
 
 SAMPLE_EVERY_S = 1.0
@@ -35,15 +35,6 @@ class Reply(NamedTuple):
     key: Hashable
     kind: int
     content: tuple[Any, ...] = ()
-
-
-@dataclass
-class _Request:
-    """A ticket's payload."""
-
-    encoded: Encoded
-    streamed: bool
-    """Whether the client gets the text piece by piece."""
 
 
 @dataclass
@@ -86,11 +77,17 @@ class Engine:
     ) -> Reply | None:
         """Accept a request that has waited since it was ``sent`` (None), or say why not."""
         encoded = from_wire(content)
-        ticket = Ticket(
-            key, encoded.tokens, deadline, _Request(encoded, stream), self._clock() if sent is None else sent
-        )
-        refusal = self.batcher.submit(ticket)
+        arrived = self._clock() if sent is None else sent
+        refusal = self.batcher.submit(Ticket(key, encoded.tokens, deadline, encoded, stream, arrived))
         return None if refusal is None else Reply(key, REFUSED, (refusal.reason, refusal.retry_after))
+
+    def receive(self, kind: int, key: Hashable, *content: Any) -> list[Reply]:
+        """Take a front's message, ``ASK`` or ``CANCEL``; a refusal is the only reply there is at once."""
+        if kind == CANCEL:
+            self.cancel(key)
+            return []
+        refusal = self.submit(key, *content)
+        return [] if refusal is None else [refusal]
 
     def cancel(self, key: Hashable) -> None:
         if not self.batcher.cancel(key):
@@ -124,7 +121,7 @@ class Engine:
 
     def _answer(self, taken: Taken) -> list[Reply]:
         started = self._clock()
-        batch = [ticket.payload.encoded for ticket in taken.batch]
+        batch = [ticket.encoded for ticket in taken.batch]
         try:
             with self._sampling():
                 answers = self.predictor.answer(batch)
@@ -132,21 +129,20 @@ class Engine:
         except Exception:
             log.exception("a batch of %d failed; its requests are tried one by one", len(batch))
             return [self._answer_alone(ticket) for ticket in taken.batch]
-        self.batcher.learn(taken.padded_tokens, seconds)
+        self.batcher.cost.learn(taken.padded_tokens, seconds)
         if self._metrics is not None:
             self._metrics.compute_seconds.observe(seconds)
         return [Reply(ticket.key, ANSWER, (answer,)) for ticket, answer in zip(taken.batch, answers, strict=True)]
 
     def _answer_alone(self, ticket: Ticket) -> Reply:
         try:
-            return Reply(ticket.key, ANSWER, (self.predictor.answer([ticket.payload.encoded])[0],))
+            return Reply(ticket.key, ANSWER, (self.predictor.answer([ticket.encoded])[0],))
         except Exception as error:
             return _failure(ticket, error)
 
     def _start(self, tickets: list[Ticket]) -> list[Reply]:
-        batch: list[Encoded] = [ticket.payload.encoded for ticket in tickets]
         try:
-            stream = self.predictor.stream(batch)
+            stream = self.predictor.stream([ticket.encoded for ticket in tickets])
         except Exception as error:
             if len(tickets) == 1:
                 return [_failure(tickets[0], error)]
@@ -176,7 +172,7 @@ class Engine:
             if piece.index not in text.going:
                 continue
             ticket = text.tickets[piece.index]
-            if ticket.payload.streamed:
+            if ticket.streamed:
                 replies.append(Reply(ticket.key, PIECE, (piece.text, piece.finished)))
             else:
                 text.pieces.setdefault(piece.index, []).append(piece.text)
@@ -190,13 +186,12 @@ class Engine:
         """The same as ``Predictor.answer``, which would make other requests wait for the whole text."""
         ticket, ids = text.tickets[index], text.stream.ids[index]
         answer = {"text": "".join(text.pieces[index]), "new_tokens": len(ids), "score": text.stream.scores[index]}
-        answer["finished"] = finished
-        encoded = ticket.payload.encoded
         try:
-            explained = self.predictor.explain(encoded, ids) if encoded.payload.get("explain") else {}
+            wanted = ticket.encoded.payload.get("explain")
+            explained = self.predictor.explain(ticket.encoded, ids) if wanted else {}
         except Exception as error:
             return _failure(ticket, error)
-        return Reply(ticket.key, ANSWER, (answer | explained,))
+        return Reply(ticket.key, ANSWER, ({**answer, "finished": finished, **explained},))
 
     def _count(self, taken: Taken) -> None:
         if self._metrics is None or not taken.batch:
@@ -259,7 +254,7 @@ def warm_up(engine: Engine, golden: Sequence[Mapping[str, Any]]) -> None:
         for few in (batch[:1], batch):
             started = time.monotonic()
             answers = predictor.answer(few)
-            engine.batcher.learn(len(few) * max(one.tokens for one in few), time.monotonic() - started)
+            engine.batcher.cost.learn(len(few) * max(one.tokens for one in few), time.monotonic() - started)
             for number, answer in enumerate(answers):
                 _check(golden[number], answer, f"golden request {number} in a batch of {len(few)}")
     if predictor.streams:

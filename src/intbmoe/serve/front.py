@@ -29,17 +29,19 @@ from intbmoe.tasks.serving import RequestError
 
 LARGE_BODY = 65_536
 """From this size on a request is encoded in a thread, so that others do not wait."""
-Reload = Callable[[], Awaitable[dict[str, Any]]]
 
 
 class Front:
     """Everything between a client's connection and the engines."""
 
-    def __init__(self, settings: Settings, dispatcher: Dispatcher, metrics: FrontMetrics, reload: Reload) -> None:
-        self._settings = settings
-        self._dispatcher = dispatcher
-        self._metrics = metrics
-        self._reload = reload
+    def __init__(
+        self,
+        settings: Settings,
+        dispatcher: Dispatcher,
+        metrics: FrontMetrics,
+        reload: Callable[[], Awaitable[dict[str, Any]]],
+    ) -> None:
+        self._settings, self._dispatcher, self._metrics, self._reload = settings, dispatcher, metrics, reload
         self._access = Access(settings)
         self._memory = BodyMemory(settings.body_memory_bytes)
         self._document: tuple[int, Response] | None = None
@@ -259,6 +261,13 @@ async def _watch(request: Request, call: Call) -> None:
 JSON_KINDS = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
 def parse_json(body: bytes) -> dict[str, Any]:
     """The object in a request's body; raises ``HttpError``."""
     try:
@@ -279,13 +288,6 @@ def _is_streamed(content: Mapping[str, Any]) -> bool:
         message = "stream=true is not allowed with explain=true: a text is explained whole, send stream=false"
         raise HttpError(422, message, field="stream", outcome="bad")
     return streamed
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _content_of(outcome: Outcome, seconds: float) -> Any:

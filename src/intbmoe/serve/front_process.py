@@ -22,7 +22,7 @@ import uvloop
 from intbmoe.serve.connection import patient_protocol
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, ServedVersion
-from intbmoe.serve.messages import Lines, inherited_socket, reason, to_line
+from intbmoe.serve.messages import Lines, reason, to_line
 from intbmoe.serve.metrics import FrontMetrics
 from intbmoe.serve.settings import Settings
 
@@ -209,7 +209,7 @@ def main(args: list[str]) -> None:
     allow_files(settings.connections + SPARE_FILES)
 
     async def run() -> None:
-        listener, control = inherited_socket(int(args[1])), inherited_socket(int(args[3]))
+        listener, control = socket.socket(fileno=int(args[1])), socket.socket(fileno=int(args[3]))
         await FrontProcess(settings, listener, args[2], control).run()
 
     uvloop.run(run())

@@ -20,10 +20,8 @@ from intbmoe.tasks.serving.requests import RequestError, to_wire
 
 MOST_SENDS = 2
 """A request whose first two engines died is not sent to a third: it may be what kills them."""
-
 UNSENT_BYTES = 64 * 2**20
 """Limit of a front's buffer of requests that an engine has not read; they stay in it after their clients were told."""
-RETRY_S = 1.0
 
 
 class Outcome(NamedTuple):
@@ -49,17 +47,14 @@ class Call:
 
     def __init__(self, request: Mapping[str, Any], deadline: float, stream: bool = False) -> None:
         loop = asyncio.get_running_loop()
-        self.request = request
-        self.deadline = deadline
+        self.request, self.deadline = request, deadline
         self.done: asyncio.Future[Outcome] = loop.create_future()
         self.pieces: asyncio.Queue[str | None] | None = asyncio.Queue() if stream else None
         self.served: ServedVersion | None = None
         self.content = b""
-        self.tokens = 0
-        self.number = 0
+        self.tokens = self.number = self.sends = 0
         self.link: Line | None = None
-        self.sends = 0
-        self._received = 0  # characters of the text from the current engine
+        self.received = 0  # characters of the text from the current engine
         self._passed_on = 0  # characters passed on to the client
         self._timer = loop.call_later(max(0.0, deadline - time.monotonic()), self.finish, EXPIRED)
 
@@ -72,14 +67,10 @@ class Call:
     def begun(self) -> bool:
         return self._passed_on > 0
 
-    def start_over(self) -> None:
-        """Another engine writes the text from its beginning: what the client already has is skipped."""
-        self._received = 0
-
     def add_piece(self, text: str, finished: str | None) -> None:
-        new = text[max(0, self._passed_on - self._received) :]
-        self._received += len(text)
-        self._passed_on = max(self._passed_on, self._received)
+        new = text[max(0, self._passed_on - self.received) :]
+        self.received += len(text)
+        self._passed_on = max(self._passed_on, self.received)
         if new and self.pieces is not None:
             self.pieces.put_nowait(new)
         if finished is not None:
@@ -159,8 +150,7 @@ class Line(ABC):
 class Link(Line, asyncio.Protocol):
     def __init__(self, path: str, on_lost: Callable[["Link", list[Call]], None]) -> None:
         super().__init__()
-        self.path = path
-        self._on_lost = on_lost
+        self.path, self._on_lost = path, on_lost
         self._unpacker = messages.unpacker()
         self._transport: asyncio.Transport | None = None
         self._retired = False
@@ -208,8 +198,7 @@ class Link(Line, asyncio.Protocol):
 
 class ServedVersion:
     def __init__(self, number: int, opened: Opened) -> None:
-        self.number = number
-        self.opened = opened
+        self.number, self.opened = number, opened
         self.action: str = opened.encoder.action
         self.links: dict[str, Line] = {}
         self.connecting = asyncio.Lock()
@@ -223,11 +212,7 @@ class ServedVersion:
 
     def least_loaded(self) -> Line | None:
         """The engine to ask next; None if none is connected."""
-        best = None
-        for link in self.links.values():
-            if link.is_open and (best is None or link.load < best.load):
-                best = link
-        return best
+        return min((link for link in self.links.values() if link.is_open), key=lambda link: link.load, default=None)
 
     def retire(self) -> None:
         """Another version serves now: close each link when its calls have ended."""
@@ -276,7 +261,7 @@ class Dispatcher:
         if link is None:
             call.finish(Outcome("unavailable", ("no engine is running at the moment",)))
         elif not link.has_room:
-            call.finish(Outcome("refused", ("the engine has not read those before it", RETRY_S)))
+            call.finish(Outcome("refused", ("the engine has not read those before it", 1.0)))
         else:
             link.send(call)
 
@@ -288,5 +273,5 @@ class Dispatcher:
                 call.finish(Outcome("unavailable", ("the engines that had this request died",)))
                 continue
             self._on_retry()
-            call.start_over()
+            call.received = 0  # the other engine writes the text anew; what the client already has is skipped
             self.send(call)

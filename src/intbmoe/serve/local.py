@@ -13,7 +13,6 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from intbmoe.serve import messages
 from intbmoe.serve.engine import Engine, Reply, warm_up
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, Line, Outcome, ServedVersion
@@ -30,8 +29,7 @@ class ThreadLine(Line):
 
     def __init__(self, engine: Engine, on_death: Callable[[], None]) -> None:
         super().__init__()
-        self._on_death = on_death
-        self._engine = engine
+        self._engine, self._on_death = engine, on_death
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._died = False
@@ -58,9 +56,9 @@ class ThreadLine(Line):
             self._hand_over(self._end_all)
 
     def _next_replies(self) -> list[Reply]:
-        replies = [] if self._engine.busy else self._receive(*self._inbox.get())
+        replies = [] if self._engine.busy else self._engine.receive(*self._inbox.get())
         while not self._inbox.empty():
-            replies += self._receive(*self._inbox.get())
+            replies += self._engine.receive(*self._inbox.get())
         return replies + self._engine.step() if self._engine.busy else replies
 
     def _hand_over(self, work: Callable[..., None], *arguments: Any) -> None:
@@ -70,13 +68,6 @@ class ThreadLine(Line):
         except RuntimeError:
             if not self._loop.is_closed():  # if it is, the clients are gone
                 raise
-
-    def _receive(self, kind: int, number: int, *content: Any) -> list[Reply]:
-        if kind == messages.CANCEL:
-            self._engine.cancel(number)
-            return []
-        refusal = self._engine.submit(number, *content)
-        return [] if refusal is None else [refusal]
 
     def _deliver_all(self, replies: list[Reply]) -> None:
         for reply in replies:

@@ -26,7 +26,6 @@ Every front prepares a new version before any of them serves it: if one refuses 
 """
 
 import json
-import socket
 from typing import Any
 
 import msgpack
@@ -63,11 +62,6 @@ class Lines:
         if len(self._rest) > LONGEST_LINE:
             raise ValueError(f"a control message is longer than {LONGEST_LINE} bytes")
         return [json.loads(line) for line in lines if line]
-
-
-def inherited_socket(descriptor: int) -> socket.socket:
-    """A process's end of the line to its supervisor."""
-    return socket.socket(fileno=descriptor)
 
 
 def reason(error: Exception) -> str:

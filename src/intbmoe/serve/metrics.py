@@ -18,10 +18,6 @@ from prometheus_client.mmap_dict import MmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-COUNTED = ("counter", "histogram")
-"""Kinds of metrics that outlive their process."""
-THE_DEAD = "0"
-"""In place of a process id."""
 log = logging.getLogger(__name__)
 LATENCIES = (
     0.001,
@@ -124,8 +120,8 @@ def forget_process(pid: int, folder: Path) -> None:
     mark_process_dead(pid, str(folder))
     try:
         with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):  # a reader may be stopped: do not wait for it
-            for kind in COUNTED:
-                _hand_over(folder / f"{kind}_{pid}.db", folder / f"{kind}_{THE_DEAD}.db")
+            for kind in ("counter", "histogram"):  # those that outlive their process, in the file of process 0
+                _hand_over(folder / f"{kind}_{pid}.db", folder / f"{kind}_0.db")
     except Exception as error:  # its file stays, and is read as it is
         log.warning("the figures of process %d stay in a file of their own: %s", pid, error)
 

@@ -145,28 +145,19 @@ class EngineGroup:
     def __init__(
         self, number: int, artifact: str, settings: Settings, folders: Folders, on_other: Callable[[], asyncio.Task]
     ) -> None:
-        self.number = number
-        self.artifact = artifact
+        self.number, self.artifact, self.on_other = number, artifact, on_other
         self.version = ""
-        self.on_other = on_other
         self.on_change: Callable[[], None] = lambda: None
-        self._settings = settings
-        self._folders = folders
+        self._settings, self._folders = settings, folders
         self._ready: dict[Child, asyncio.Future[str]] = {}
         self._paths: dict[Child, str] = {}
         self._keepers: list[asyncio.Task] = []
         self._started = 0
-        self._ending = False
-
-    @property
-    def sockets(self) -> list[str]:
-        """Of the ready engines."""
-        return [path for child, path in self._paths.items() if child.is_running and _is_ready(self._ready[child])]
 
     def describe(self) -> dict[str, Any]:
-        """For fronts: what is served, and by which engines."""
-        about = {"number": self.number, "artifact": self.artifact, "version": self.version}
-        return {**about, "engines": self.sockets}
+        """For fronts: what is served, and the sockets of the engines that are ready."""
+        ready = [path for child, path in self._paths.items() if child.is_running and _is_ready(self._ready[child])]
+        return {"number": self.number, "artifact": self.artifact, "version": self.version, "engines": ready}
 
     async def start(self) -> None:
         """Start all engines and keep them running; raises ``StartError`` unless all become ready."""
@@ -186,7 +177,6 @@ class EngineGroup:
 
     async def drain(self, seconds: float) -> None:
         """Let every engine finish its requests; fronts already send new ones elsewhere."""
-        self._ending = True
         for keeper in self._keepers:
             keeper.cancel()
         children = list(self._paths)
@@ -207,12 +197,11 @@ class EngineGroup:
     async def _start_one(self) -> Child:
         self._started += 1
         path = str(self._folders.sockets / f"{self.number}.{self._started}")
-        arguments = [self._settings.to_json(), self.artifact, path]
         # Without these, numeric libraries would take all cores in each engine.
         threads = str(self._settings.engine_threads())
         child = await Child.start(
             "intbmoe.serve.engine_process",
-            arguments,
+            [self._settings.to_json(), self.artifact, path],
             environment={**self._folders.environment, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
             on_event=self._hear,
         )
@@ -224,12 +213,10 @@ class EngineGroup:
         child.kill()
         await asyncio.wait({child.ended})
         self._forget(child)
+        ended = f"an engine ended with status {child.ended.result()}"
         if not ready.done():
-            code = child.ended.result()
-            raise StartError(f"an engine ended with status {code}, or was not ready after {START_S:g} s")
-        if ready.exception() is not None:
-            raise ready.exception()
-        raise StartError(f"an engine ended with status {child.ended.result()} as soon as it was ready")
+            raise StartError(f"{ended}, or was not ready after {START_S:g} s")
+        raise ready.exception() or StartError(f"{ended} as soon as it was ready")
 
     def _hear(self, child: Child, message: dict[str, Any]) -> None:
         ready = self._ready.setdefault(child, asyncio.get_running_loop().create_future())

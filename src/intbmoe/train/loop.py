@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from intbmoe.train.errors import TrainingInterrupted
 from intbmoe.train.evaluation import evaluate_split
 from intbmoe.train.files import pack_tensors
 from intbmoe.train.metrics import MetricsLog, Window, mean_load, take_loads
-from intbmoe.train.optimizer import learning_rate, set_learning_rate
+from intbmoe.train.optimizer import learning_rate
 from intbmoe.train.progress import TrainingProgress
 from intbmoe.train.resume import CheckpointFolder, Standing, make_checkpoint, model_tensors, restore
 from intbmoe.train.run import RunDirectory, RunLock, describe_environment
@@ -89,7 +88,7 @@ class Training:
         """Write a checkpoint of the last step, unless there is one."""
         if self.saved_step == self.at.step:
             return
-        self.at.seconds = self._elapsed()
+        self.at.seconds = time.perf_counter() - self.started
         if self.log is not None:
             self.at.lengths = self.log.sync()
         checkpoint = make_checkpoint(self.at, self._epoch(), unwrap(self.model), self.optimizer)
@@ -106,9 +105,9 @@ class Training:
         evaluate_every = plan.epochs_to_steps(settings.eval_every)
         for batches in self._steps():
             rate = learning_rate(at.step, settings, plan)
-            set_learning_rate(self.optimizer, rate)
-            interrupt, terminate = stop.signum == signal.SIGINT, stop.signum == signal.SIGTERM
-            result = self.stepper.take(at.step + 1, batches, interrupt, terminate)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            result = self.stepper.take(at.step + 1, batches, stop.signum)
             at.step += 1
             at.window.add(result)
             last = at.step == plan.steps
@@ -175,31 +174,26 @@ class Training:
             self.log.sync()
             weights = pack_tensors(tensors)
             self.run.write("model.safetensors", weights)
-            self.run.write("done.json", to_json(self._results(test, digest(weights))))
+            results = {
+                "recipe": self.recipe.name,
+                "method": self.recipe.moe.name,
+                "seed": self.settings.seed,
+                "metric": self.task.metric,
+                "higher_is_better": self.task.higher_is_better,
+                "valid": self.at.valid,
+                "test": test,
+                "params": sum(parameter.numel() for parameter in self.model.parameters()),
+                "steps": self.plan.steps,
+                "epochs": self.plan.steps / self.plan.steps_per_epoch,
+                "examples": self.plan.steps * self.plan.batch,
+                "seconds": time.perf_counter() - self.started,
+                "sha256": {"model.safetensors": digest(weights)},
+            }
+            self.run.write("done.json", to_json(results))
         self.ranks.wait()
-
-    def _results(self, test: dict[str, float], weights: str) -> dict[str, Any]:
-        return {
-            "recipe": self.recipe.name,
-            "method": self.recipe.moe.name,
-            "seed": self.settings.seed,
-            "metric": self.task.metric,
-            "higher_is_better": self.task.higher_is_better,
-            "valid": self.at.valid,
-            "test": test,
-            "params": sum(parameter.numel() for parameter in self.model.parameters()),
-            "steps": self.plan.steps,
-            "epochs": self.plan.steps / self.plan.steps_per_epoch,
-            "examples": self.plan.steps * self.plan.batch,
-            "seconds": self._elapsed(),
-            "sha256": {"model.safetensors": weights},
-        }
 
     def _epoch(self) -> float:
         return self.at.step / self.plan.steps_per_epoch
-
-    def _elapsed(self) -> float:
-        return time.perf_counter() - self.started
 
     def close(self) -> None:
         self.progress.stop()

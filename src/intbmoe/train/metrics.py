@@ -19,7 +19,6 @@ from intbmoe.train.run import RunDirectory
 from intbmoe.train.step import StepResult
 
 LOAD_RATIOS = ("utilisation", "worst_case", "entropy", "dropped", "untaken")
-SHARE_DIGITS = 6
 
 
 class Window:
@@ -29,20 +28,14 @@ class Window:
         self.sums = dict(sums or {"steps": 0, "units": 0.0, "loss": 0.0, "aux": 0.0, "grad_norm": 0.0})
 
     def add(self, result: StepResult) -> None:
-        self.sums["steps"] += 1
-        self.sums["units"] += result.units
-        self.sums["loss"] += result.loss * result.units
-        self.sums["aux"] += result.aux * result.units
-        self.sums["grad_norm"] += result.grad_norm
+        loss, aux = result.loss * result.units, result.aux * result.units
+        new = {"steps": 1, "units": result.units, "loss": loss, "aux": aux, "grad_norm": result.grad_norm}
+        self.sums = {name: total + new[name] for name, total in self.sums.items()}
 
     def means(self) -> dict[str, float]:
         """Means over units, and of the gradient's norm over steps."""
-        sums = self.sums
-        return {
-            "loss": sums["loss"] / sums["units"],
-            "aux": sums["aux"] / sums["units"],
-            "grad_norm": sums["grad_norm"] / sums["steps"],
-        }
+        per = {"loss": "units", "aux": "units", "grad_norm": "steps"}
+        return {name: self.sums[name] / self.sums[count] for name, count in per.items()}
 
 
 def take_loads(model: nn.Module, tell: Callable[[str], None]) -> dict[str, LoadStatistics]:
@@ -75,9 +68,9 @@ def load_line(load: LoadStatistics) -> dict[str, Any]:
     counts = [None if index in gone else count for index, count in enumerate(load.counts)]
     line: dict[str, Any] = {"tokens": load.tokens, "counts": counts}
     if load.dropped:
-        line["dropped"] = round(load.dropped, SHARE_DIGITS)
+        line["dropped"] = round(load.dropped, 6)
     if load.untaken is not None:
-        line["untaken"] = round(load.untaken, SHARE_DIGITS)
+        line["untaken"] = round(load.untaken, 6)
     return line
 
 

@@ -59,8 +59,3 @@ def learning_rate(step: int, settings: TrainSettings, plan: BatchPlan) -> float:
         return settings.lr
     progress = (step - warmup) / max(1, plan.steps - warmup)
     return settings.final_lr + (settings.lr - settings.final_lr) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate

@@ -43,14 +43,11 @@ class Checkpoint:
 
 class CheckpointFolder:
     def __init__(self, path: Path, keep: int) -> None:
-        self.path = path
-        self.keep = keep
+        self.path, self.keep = path, keep
 
     def steps(self) -> list[int]:
         """The steps there are checkpoints of, oldest first."""
-        if not self.path.is_dir():
-            return []
-        names = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.path.iterdir())
+        names = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.path.glob("step-*"))
         return sorted(int(name[1]) for name in names if name)
 
     def folder(self, step: int) -> Path:
@@ -89,7 +86,8 @@ class CheckpointFolder:
 
     def load_newest(self, tell: Callable[[str], None]) -> Checkpoint | None:
         """The newest whole checkpoint; None if there never was one. ``tell`` gets a message about each damaged one."""
-        self._clean()
+        for entry in self.path.glob(".step-*"):  # what a kill left half written or half removed
+            shutil.rmtree(entry)
         problems = []
         for step in reversed(self.steps()):
             try:
@@ -106,13 +104,6 @@ class CheckpointFolder:
                 "no checkpoint is whole:\n  " + "\n  ".join(problems) + f"\nRemove {self.path.parent} to start afresh."
             )
         return None
-
-    def _clean(self) -> None:
-        """Remove what a kill left half written or half removed."""
-        if self.path.is_dir():
-            for entry in self.path.iterdir():
-                if entry.name.startswith(".step-"):
-                    shutil.rmtree(entry)
 
 
 @dataclass

@@ -11,7 +11,6 @@ from typing import Any
 
 STARTED_BY = "INTBMOE_STARTED_BY"
 """The environment variable that tells a training which process it belongs to."""
-PR_SET_PDEATHSIG = 1
 
 
 class StopRequest:
@@ -19,8 +18,6 @@ class StopRequest:
 
     Outside the main thread signals are left as they are.
     """
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
@@ -30,7 +27,8 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            self._before = {signum: signal.signal(signum, self._receive) for signum in self.SIGNALS}
+            asked = (signal.SIGINT, signal.SIGTERM)
+            self._before = {signum: signal.signal(signum, self._receive) for signum in asked}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,7 +55,7 @@ def belongs_to_another() -> bool:
         return False
     if sys.platform == "linux":
         # Where it is forbidden the run trains on alone, and who starts it again waits for its lock.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
         if os.getppid() != int(parent):
             sys.exit(128 + signal.SIGTERM)  # it ended before the signal was asked for
     return True

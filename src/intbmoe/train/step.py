@@ -7,6 +7,7 @@ plain average, and how a batch is split changes nothing but rounding and losses 
 """
 
 import math
+import signal
 from dataclasses import dataclass
 
 import torch
@@ -49,11 +50,11 @@ class Stepper:
                 )
             self.captured = CapturedBackward(self._micro_batch, model)
 
-    def take(self, step: int, batches: list[Batch], interrupt: bool, terminate: bool) -> StepResult:
-        """Step number ``step``, from 1, on this rank's micro-batches, which are on the device and prepared."""
+    def take(self, step: int, batches: list[Batch], signum: int) -> StepResult:
+        """Step ``step``, from 1, on this rank's prepared micro-batches; ``signum`` is the signal it received, or 0."""
         self.optimizer.zero_grad(set_to_none=True)
         totals = self._backward(batches)
-        signals = totals.new_tensor([float(interrupt), float(terminate)])
+        signals = totals.new_tensor([float(signum == signal.SIGINT), float(signum == signal.SIGTERM)])
         loss, aux, units, interrupts, terminations = self.ranks.sum(torch.cat([totals, signals])).tolist()
         units = max(units, 1.0)
         loss, aux = loss / units, aux / units
