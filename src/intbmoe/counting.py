@@ -123,12 +123,9 @@ def _attention_formula(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__:
 
 
 def _grouped_formula(scaled: bool) -> Callable[..., int]:
-    """Rows after the last group (choices of none) are computed by no expert, so they do not count.
-
-    Without numbers nobody knows where the last group ends: all rows count, and must be ``scaled`` afterwards.
-    """
-
     def formula(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool, **_: Any) -> int:
+        # Rows after the last group (choices of none) are computed by no expert. Without numbers nobody knows where
+        # the last group ends: all rows count, and must be ``scaled`` afterwards.
         unknown = not complete and isinstance(offsets, FakeTensor)
         if unknown and not scaled:
             raise ValueError("how many experts run depends on numbers, which these tensors do not hold: pass `active`")

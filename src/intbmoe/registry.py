@@ -136,8 +136,7 @@ def create(name: str, dim: int, hidden: Any, **options: Any) -> Any:
 # ``intbmoe --plugin FILE …`` or in the environment, where child processes find them too. No other code is ever run:
 # a run or an artifact says which task it needs, never where to load it from.
 
-PLUGINS = "INTBMOE_PLUGINS"
-"""The environment variable: paths of Python files, separated as in PATH."""
+PLUGINS = "INTBMOE_PLUGINS"  # the environment variable: paths of Python files, separated as in PATH
 
 _tasks: dict[str, type] = {}
 _loaded: set[str] = set()  # plugin files

@@ -70,14 +70,10 @@ class LayerStatistics:
     """
 
     def __init__(self) -> None:
-        self.record: Record | None = None
-        """Of the last training forward, until it is taken."""
-        self.pending: dict[str, Tensor] = {}
-        """Counts of the step that is not finished yet, on this rank."""
-        self.window: dict[str, Tensor] = {}
-        """Counts of all steps since the window was last cleared, over all ranks."""
-        self.warned: set[int] = set()
-        """Dead experts that a warning has named."""
+        self.record: Record | None = None  # of the last training forward, until it is taken
+        self.pending: dict[str, Tensor] = {}  # counts of the step that is not finished yet, on this rank
+        self.window: dict[str, Tensor] = {}  # counts of all steps since the window was last cleared, over all ranks
+        self.warned: set[int] = set()  # dead experts that a warning has named
         self._calls: list[RoutedForward] | None = None
 
     # What a forward does.

@@ -15,8 +15,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-FORGET = 0.97
-"""Weight that earlier batches keep with each new one."""
+FORGET = 0.97  # weight that earlier batches keep with each new one
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,7 @@ class Batcher:
         self, *, budget_s: float, batch_tokens: int, queue: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.budget_s, self.batch_tokens, self.queue = budget_s, batch_tokens, queue
-        self.cost = CostModel()
-        """Of a whole batch."""
+        self.cost = CostModel()  # of a whole batch
         self.step_cost = self.cost
         """Of what the next batch has to wait for: for texts, which are written step by step, only the first step."""
         self._clock = clock

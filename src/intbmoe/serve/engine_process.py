@@ -24,8 +24,7 @@ from intbmoe.serve.settings import Settings
 
 READ = 1024 * 1024
 ALIVE_EVERY_S = 1.0
-QUIET_S = 0.001
-"""How long to wait for the rest of a message."""
+QUIET_S = 0.001  # how long to wait for the rest of a message
 log = logging.getLogger(__name__)
 
 

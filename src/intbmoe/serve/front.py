@@ -27,8 +27,7 @@ from intbmoe.serve.page import page_response
 from intbmoe.serve.settings import Settings
 from intbmoe.tasks.serving import RequestError
 
-LARGE_BODY = 65_536
-"""From this size on a request is encoded in a thread, so that others do not wait."""
+LARGE_BODY = 65_536  # from this size on a request is encoded in a thread, so that others do not wait
 
 
 class Front:

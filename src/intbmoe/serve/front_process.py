@@ -26,14 +26,11 @@ from intbmoe.serve.messages import Lines, reason, to_line
 from intbmoe.serve.metrics import FrontMetrics
 from intbmoe.serve.settings import Settings
 
-LAME_S = 0.2
-"""Between "not ready" and closing the port; answers during this time ask clients to reconnect."""
+LAME_S = 0.2  # between "not ready" and closing the port; answers during this time ask clients to reconnect
 ALIVE_EVERY_S = 1.0
-TOLD_S = 0.1
-"""For a last message to the supervisor to leave this process."""
+TOLD_S = 0.1  # for a last message to the supervisor to leave this process
 READ = 65_536
-SPARE_FILES = 512
-"""Besides clients' connections: those beyond the limit that get a 503, engines, metrics."""
+SPARE_FILES = 512  # besides clients' connections: those beyond the limit that get a 503, engines, metrics
 log = logging.getLogger(__name__)
 
 

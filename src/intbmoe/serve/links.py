@@ -18,8 +18,7 @@ from intbmoe.serve import messages
 from intbmoe.serve.loading import Opened
 from intbmoe.tasks.serving.requests import RequestError, to_wire
 
-MOST_SENDS = 2
-"""A request whose first two engines died is not sent to a third: it may be what kills them."""
+MOST_SENDS = 2  # a request whose first two engines died is not sent to a third: it may be what kills them
 UNSENT_BYTES = 64 * 2**20
 """Limit of a front's buffer of requests that an engine has not read; they stay in it after their clients were told."""
 
@@ -92,8 +91,7 @@ class Line(ABC):
     """The calls to one engine, however messages get there: a socket, or a queue in the same process."""
 
     def __init__(self) -> None:
-        self.load = 0
-        """Tokens in flight."""
+        self.load = 0  # tokens in flight
         self._given_up = 0  # of these, tokens of calls that ended here since the engine was last heard from
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)

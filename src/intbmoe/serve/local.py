@@ -19,8 +19,7 @@ from intbmoe.serve.links import Dispatcher, Line, Outcome, ServedVersion
 from intbmoe.serve.metrics import EngineMetrics, FrontMetrics
 from intbmoe.serve.settings import Settings
 
-LAST_ANSWERS_S = 1.0
-"""Time to answer the clients of an engine that died."""
+LAST_ANSWERS_S = 1.0  # time to answer the clients of an engine that died
 log = logging.getLogger(__name__)
 
 

@@ -31,8 +31,7 @@ class Child:
     def __init__(self, process: asyncio.subprocess.Process, line: socket.socket) -> None:
         self.process = process
         self.started = time.monotonic()
-        self.heard: float | None = None
-        """When its last message came."""
+        self.heard: float | None = None  # when its last message came
         self._line = line
         self._writer: asyncio.StreamWriter | None = None
         self.ended: asyncio.Task[int] | None = None
@@ -138,16 +137,14 @@ class Folders:
 
 
 class EngineGroup:
-    """The engines of one version. ``on_change`` is called when an engine came or went; ``on_other`` starts a reload,
-    when the folder's content is no longer what the others serve.
-    """
+    """The engines of one version; ``on_other`` starts a reload when its folder holds another."""
 
     def __init__(
         self, number: int, artifact: str, settings: Settings, folders: Folders, on_other: Callable[[], asyncio.Task]
     ) -> None:
         self.number, self.artifact, self.on_other = number, artifact, on_other
         self.version = ""
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None  # an engine came or went
         self._settings, self._folders = settings, folders
         self._ready: dict[Child, asyncio.Future[str]] = {}
         self._paths: dict[Child, str] = {}

@@ -13,8 +13,7 @@ from intbmoe.settings import Checked, MustBe, Positive, PositiveInt
 
 LOADER = "intbmoe.serve.loading"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-STREAM_DEADLINE_MS = 60_000.0
-"""Default deadline of generated text, which is read while it is written."""
+STREAM_DEADLINE_MS = 60_000.0  # default deadline of generated text, which is read while it is written
 
 
 @dataclass(frozen=True, kw_only=True)

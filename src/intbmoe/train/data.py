@@ -1,10 +1,9 @@
 """Which examples form which step, who reads them, and the seeds of all that is random.
 
 The examples of an epoch are put in an order that follows from (seed, epoch) and cut into global batches; the last,
-incomplete one is left out, so that every step has equally many (another epoch has another order, so nothing is left out
-for good). A set smaller than one batch is a batch by itself. Each rank takes a contiguous part of a global batch, and
-each micro-batch a contiguous part of that: the number of devices and what one holds do not change which examples form a
-step. Any step can be the first, without reading those before it.
+incomplete one is left out. A set smaller than one batch is a batch by itself. Each rank takes a contiguous part of a
+global batch, and each micro-batch a contiguous part of that: the number of devices and what one holds do not change
+which examples form a step. Any step can be the first, without reading those before it.
 
 Nothing random in training has a memory: each step's numbers follow from (seed, purpose, step, rank). A resumed run
 therefore needs no generator state, and evaluating in between disturbs nothing.
@@ -52,10 +51,6 @@ class BatchPlan:
     steps: int
     """Optimizer steps of the whole training."""
 
-    def epoch_of(self, step: int) -> int:
-        """The epoch, from 0, that step ``step`` (from 0) belongs to."""
-        return step // self.steps_per_epoch
-
     def epochs_to_steps(self, epochs: float) -> int:
         return max(1, round(epochs * self.steps_per_epoch))
 
@@ -99,7 +94,7 @@ def micro_batches(plan: BatchPlan, seed: int, rank: int, first_step: int) -> Ite
     """All that ``rank`` reads from ``first_step`` on, in order."""
     order, ordered = None, None
     for step in range(first_step, plan.steps):
-        epoch = plan.epoch_of(step)
+        epoch = step // plan.steps_per_epoch
         if epoch != ordered:
             order, ordered = epoch_order(plan.examples, seed, epoch), epoch
         start = step % plan.steps_per_epoch * plan.batch

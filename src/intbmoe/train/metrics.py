@@ -59,11 +59,7 @@ def mean_load(loads: Mapping[str, LoadStatistics]) -> dict[str, float]:
 
 
 def load_line(load: LoadStatistics) -> dict[str, Any]:
-    """One layer in a line of ``loads.jsonl``: counts, from which every ratio follows.
-
-    An expert that is not there, because a growing pool has it closed, has None for a count. ``dropped`` is a share, and
-    left out if it is 0; ``untaken`` is there where the method counts it.
-    """
+    """One layer in a line of ``loads.jsonl``; an expert that a growing pool has closed has None for a count."""
     gone = {index for index, count in enumerate(load.counts) if count == 0} - set(load.dead)
     counts = [None if index in gone else count for index, count in enumerate(load.counts)]
     line: dict[str, Any] = {"tokens": load.tokens, "counts": counts}
@@ -104,11 +100,7 @@ class MetricsFile:
 
 
 class MetricsLog:
-    """``metrics.jsonl``, ``loads.jsonl`` and TensorBoard.
-
-    Throughput differs between repetitions, so only TensorBoard gets it. ``step`` and ``lengths`` (see ``sync``) are
-    where the run stands; without ``loads`` no loads are kept.
-    """
+    """``metrics.jsonl``, ``loads.jsonl`` and TensorBoard, which alone gets throughput: repetitions differ in it."""
 
     def __init__(self, run: RunDirectory, step: int, lengths: Mapping[str, int], loads: bool) -> None:
         from torch.utils.tensorboard import SummaryWriter

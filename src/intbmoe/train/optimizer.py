@@ -10,18 +10,11 @@ from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.data import BatchPlan
 
 ROUTING_PARAMETERS = frozenset({"router", "codebook", "phi", "embeddings", "gate"})
-"""What an MoE layer calls the parameters that decide where tokens go, as attributes of the layer itself.
-
-``experts.gate`` and ``shared.gate`` are matrices of SwiGLU experts, not of the layer itself, and do decay.
-"""
+"""An MoE layer's attributes that decide where tokens go; ``experts.gate`` is a SwiGLU expert's matrix, and decays."""
 
 
 def spared_from_decay(model: nn.Module) -> set[str]:
-    """Names of norms, biases, routers and codebooks.
-
-    Whatever has at most one dimension is a norm, a bias, a scale or a threshold; the biases of stacked experts have two
-    and are recognised by name. Routers and codebooks are recognised by the attribute of the MoE layer that holds them.
-    """
+    """Names of norms, biases (those of stacked experts have two dimensions), scales, thresholds and routing."""
     spared = {name for name, value in model.named_parameters() if value.dim() <= 1 or name.rpartition(".")[2] == "bias"}
     for prefix, layer in moe_layers(model):
         for name, _ in layer.named_parameters():
@@ -48,10 +41,7 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ada
 
 
 def learning_rate(step: int, settings: TrainSettings, plan: BatchPlan) -> float:
-    """The rate of step ``step``, from 0: a line from ``warmup_lr`` to ``lr``, then constant or half a cosine.
-
-    The cosine would arrive at ``final_lr`` one step after the last.
-    """
+    """Of step ``step``, from 0: a line up to ``lr``, then constant or half a cosine, at ``final_lr`` after the end."""
     warmup = round(settings.warmup * plan.steps_per_epoch)
     if step < warmup:
         return settings.warmup_lr + (settings.lr - settings.warmup_lr) * step / warmup

@@ -16,8 +16,7 @@ class TrainingProgress:
     def __init__(self, title: str, steps: int, quiet: bool, console: Console | None = None) -> None:
         self.title, self.steps, self.quiet = title, steps, quiet
         self.console = console or Console(stderr=True, soft_wrap=True, highlight=False)
-        self.examples_per_second = 0.0
-        """Over the last window of steps."""
+        self.examples_per_second = 0.0  # over the last window of steps
         self._bar: Progress | None = None
         self._window = (0, 0.0)
 

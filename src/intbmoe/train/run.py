@@ -94,12 +94,12 @@ class RunDirectory:
         """The final metrics of ``valid`` and ``test``, and what it took to get there."""
         if not self.finished:
             raise TrainingError(f"{self.path} is not finished: train it to its end first")
-        result = read_json(self.result_path)
-        sound = isinstance(result, dict) and _numbers(result.get("test")) and isinstance(result.get("sha256"), dict)
-        if not sound or not isinstance(result["sha256"].get("model.safetensors"), str):
-            lacking = "it lacks the metrics (test) or checksums (sha256)"
-            raise DamagedFileError(f"{self.result_path} cannot be read back: {lacking}")
-        return result
+        match result := read_json(self.result_path):
+            case {"test": dict(test), "sha256": {"model.safetensors": str()}}:
+                if all(isinstance(value, int | float) for value in test.values()):
+                    return result
+        lacking = "it lacks the metrics (test) or checksums (sha256)"
+        raise DamagedFileError(f"{self.result_path} cannot be read back: {lacking}")
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of metrics. A last line that a kill cut short is left out."""
@@ -190,10 +190,6 @@ def _from_anywhere(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(data, dict) or not isinstance(data.get("path"), str):
         return config
     return {**config, "data": {**data, "path": os.path.abspath(data["path"])}}
-
-
-def _numbers(values: Any) -> bool:
-    return isinstance(values, dict) and all(isinstance(value, int | float) for value in values.values())
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
