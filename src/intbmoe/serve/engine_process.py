@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 class _Front:
     def __init__(self, connection: socket.socket, number: int) -> None:
         connection.setblocking(False)
-        self.socket = connection
-        self.number = number
+        self.socket, self.number = connection, number
         self.unpacker = messages.unpacker()
         self.received = 0
         self.unsent = bytearray()

@@ -301,8 +301,7 @@ def _content_of(outcome: Outcome, seconds: float) -> Any:
         headers = {"retry-after": str(max(1, math.ceil(wait)))}
         raise HttpError(429, f"too many requests: {reason}", outcome="refused", headers=headers)
     if outcome.name == "expired":
-        message = f"no answer within the {1000 * seconds:g} ms of this request"
-        raise HttpError(504, message, outcome="expired")
+        raise HttpError(504, f"no answer within the {1000 * seconds:g} ms of this request", outcome="expired")
     if outcome.name == "unavailable":
         raise HttpError(503, outcome.content[0], outcome="unavailable", headers={"retry-after": "1"})
     if outcome.name == "left":
@@ -311,12 +310,9 @@ def _content_of(outcome: Outcome, seconds: float) -> Any:
 
 
 async def _standard_error(request: Request, error: HTTPException) -> Response:
-    return json_response(
-        {"error": {"status": error.status_code, "message": f"{request.method} {request.url.path}: {error.detail}"}},
-        error.status_code,
-        error.headers,
-    )
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return HttpError(error.status_code, message, outcome="bad", headers=error.headers).response()
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return json_response({"error": {"status": 500, "message": "an error in the server; its log says more"}}, 500)
+    return HttpError(500, "an error in the server; its log says more", outcome="failed").response()

@@ -42,8 +42,7 @@ class FrontProcess:
     def __init__(self, settings: Settings, listener: socket.socket, when: str, control: socket.socket) -> None:
         self._when_ready = when == "when-ready"
         self._ready = asyncio.Event()
-        self._listener = listener
-        self._control = control
+        self._listener, self._control = listener, control
         self._metrics = FrontMetrics()
         self._dispatcher = Dispatcher(self._metrics.retries.inc)
         self._front = Front(settings, self._dispatcher, self._metrics, self._reload)

@@ -48,17 +48,16 @@ class ThreadLine(Line):
     def _run(self) -> None:
         try:
             while True:
-                self._hand_over(self._deliver_all, self._next_replies())
+                replies = [] if self._engine.busy else self._engine.receive(*self._inbox.get())
+                while not self._inbox.empty():
+                    replies += self._engine.receive(*self._inbox.get())
+                if self._engine.busy:
+                    replies += self._engine.step()
+                self._hand_over(self._deliver_all, replies)
         except Exception:
             log.exception("the engine has ended: nothing is answered any more, this process must be restarted")
             self._died = True  # before clients are told: requests that come meanwhile must find it closed
             self._hand_over(self._end_all)
-
-    def _next_replies(self) -> list[Reply]:
-        replies = [] if self._engine.busy else self._engine.receive(*self._inbox.get())
-        while not self._inbox.empty():
-            replies += self._engine.receive(*self._inbox.get())
-        return replies + self._engine.step() if self._engine.busy else replies
 
     def _hand_over(self, work: Callable[..., None], *arguments: Any) -> None:
         """Call ``work`` in the event loop's thread."""
