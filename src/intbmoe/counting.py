@@ -40,12 +40,9 @@ _GROUPED = torch.ops.intbmoe.grouped_mm
 class Flops:
     """2 × multiply-adds of linear maps, convolutions and matrix products; norms and activations count 0."""
 
-    executed: int
-    """What ran, attention's score and value products left out."""
-    attention: int
-    """Those products."""
-    formulation: int
-    """What the papers' formulation needs beyond that, see ``formulation_difference``."""
+    executed: int  # what ran, attention's score and value products left out
+    attention: int  # those products
+    formulation: int  # what the papers' formulation needs beyond that, see ``formulation_difference``
 
     def total(self, attention: bool = False) -> int:
         """By the papers' formulation, with or without attention's products."""

@@ -105,7 +105,6 @@ class MoELayer(nn.Module):
         return None
 
     def active_parameters(self) -> int:
-        """Parameters that contribute to one token's output."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def new_state(self, batch: int) -> Any:
@@ -151,7 +150,6 @@ class MoELayer(nn.Module):
         return next((experts if isinstance(experts, nn.Module) else self).parameters()).dtype
 
     def kept_wide(self) -> Iterator[Tensor]:
-        """The tensors behind ``KEPT_WIDE``."""
         for name in self.KEPT_WIDE:
             part = getattr(self, name, None)
             if isinstance(part, nn.Module):

@@ -108,7 +108,6 @@ def _import_room(room: str) -> None:
 
 
 def list_methods() -> list[str]:
-    """The names that ``create`` knows, in alphabetical order."""
     _discover("methods")
     return sorted(_methods)
 
@@ -158,14 +157,12 @@ def list_tasks() -> list[str]:
 
 
 def find_task(name: str) -> type:
-    """The task of that name; a misspelt name is an error with a suggestion."""
     if name not in list_tasks():
         raise KeyError(f"no task is called {name!r}: {unknown_task(name)}")
     return _tasks[name]
 
 
 def unknown_task(name: str) -> str:
-    """What to do about a name that no task has."""
     return f"{did_you_mean(name, list_tasks())} (a task of your own: intbmoe --plugin FILE …, or {PLUGINS})"
 
 

@@ -27,7 +27,6 @@ class RecordedRouting:
 
     @property
     def weights(self) -> Tensor | None:
-        """(N, k_max) weights of the choices, 0 for none."""
         return self._joined("weights", 0)
 
     @property

@@ -67,7 +67,6 @@ class Checked:
 
 @cache
 def field_types(kind: type) -> dict[str, Any]:
-    """The annotations of what a dataclass can be told, by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {f.name: hints[f.name] for f in fields(kind) if f.init}
 

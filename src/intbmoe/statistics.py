@@ -41,18 +41,15 @@ class Record:
 
     losses: dict[str, Tensor]
     sums: dict[str, Tensor]
-    differentiable: bool
-    """Whether the forward ran with gradients; reentrant checkpointing runs it without."""
+    differentiable: bool  # whether the forward ran with gradients; reentrant checkpointing runs it without
 
 
 class RoutedForward(NamedTuple):
     """What a forward leaves for ``record_routing``."""
 
     routing: Routing
-    shape: tuple[int, ...]
-    """(…, T)."""
-    count: Tensor
-    """Valid tokens."""
+    shape: tuple[int, ...]  # (…, T)
+    count: Tensor  # valid tokens
     sums: dict[str, Tensor]
     """The forward's statistics: ``load``, and ``dropped`` or ``untaken`` for methods that leave tokens out."""
 
@@ -117,7 +114,6 @@ class LayerStatistics:
         return before
 
     def end_step(self) -> None:
-        """The step's counts, by now those of all ranks, go into the window."""
         for key, value in self.exchange_pending({}).items():
             self.window[key] = self.window[key] + value if key in self.window else value
         self.record = None  # left behind by checkpointing's recomputation
@@ -130,7 +126,6 @@ class LayerStatistics:
         return load_statistics_of(self.window["load"], tokens, dropped, opened, untaken)
 
     def newly_dead(self, load: "LoadStatistics") -> list[int]:
-        """The experts without a token in ``load`` that no earlier call has named."""
         new = set(load.dead) - self.warned if load.tokens else set()
         self.warned |= new
         return sorted(new)

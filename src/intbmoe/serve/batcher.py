@@ -24,8 +24,7 @@ class Ticket:
     tokens: int
     deadline: float
     encoded: Any = None
-    streamed: bool = False
-    """Whether the client gets a text piece by piece."""
+    streamed: bool = False  # whether the client gets a text piece by piece
     arrived: float = 0.0
 
 
@@ -49,15 +48,12 @@ class CostModel:
     """Seconds ≈ fixed + slope · tokens, by least squares over the batches so far, recent ones counting most."""
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._sums = [0.0] * 5  # of weights, tokens, seconds, tokens², tokens · seconds
         self._line: tuple[float, float] | None = (0.0, 0.0)
 
     def learn(self, tokens: float, seconds: float) -> None:
-        sums = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
-        kept = (self._weight, self._x, self._y, self._xx, self._xy)
-        self._weight, self._x, self._y, self._xx, self._xy = (
-            FORGET * old + new for old, new in zip(kept, sums, strict=True)
-        )
+        new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        self._sums = [FORGET * old + one for old, one in zip(self._sums, new, strict=True)]
         self._line = None
 
     def line(self) -> tuple[float, float]:
@@ -67,12 +63,11 @@ class CostModel:
         return self._line
 
     def _fit(self) -> tuple[float, float]:
-        x, y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - x * x
+        x, y, xx, xy = (total / self._sums[0] for total in self._sums[1:])
+        variance = xx - x * x
         if variance <= 1e-9 * max(x * x, 1.0):  # one size only: nothing shows what is fixed
             return 0.0, y / max(x, 1.0)
-        slope = (self._xy / self._weight - x * y) / variance
-        slope = min(max(slope, 0.0), y / x)
+        slope = min(max((xy - x * y) / variance, 0.0), y / x)
         return y - slope * x, slope
 
     def seconds(self, tokens: float) -> float:
@@ -80,7 +75,6 @@ class CostModel:
         return fixed + slope * tokens
 
     def tokens_within(self, seconds: float) -> float:
-        """The largest batch that should be computed in ``seconds``."""
         fixed, slope = self.line()
         return max(0.0, (seconds - fixed) / slope) if slope > 0 else math.inf
 
@@ -129,7 +123,7 @@ class Batcher:
         return None
 
     def cancel(self, key: Hashable) -> bool:
-        """Forget a request whose client left; False if it is no longer waiting."""
+        """False if the request is no longer waiting."""
         ticket = self._waiting.pop(key, None)
         if ticket is not None:
             self._tokens -= ticket.tokens

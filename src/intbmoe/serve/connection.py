@@ -23,8 +23,7 @@ def patient_protocol(seconds: float) -> type[HttpToolsProtocol]:
     class Patient(HttpToolsProtocol):
         _limit: asyncio.TimerHandle | None = None
         _unread: asyncio.TimerHandle | None = None
-        _bytes = 0
-        """Of this head, or discarded."""
+        _bytes = 0  # of this head, or discarded
         _in_body = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:

@@ -42,10 +42,8 @@ class _Text:
     stream: Any
     tickets: list[Ticket]
     going: set[int]
-    unread: int
-    """Padded tokens of the prompts until the first step, which is the longest, has read them."""
-    pieces: dict[int, list[str]] = field(default_factory=dict)
-    """So far, of texts that are sent whole."""
+    unread: int  # padded tokens of the prompts until the first step, which is the longest, has read them
+    pieces: dict[int, list[str]] = field(default_factory=dict)  # so far, of texts that are sent whole
 
 
 class Engine:
@@ -206,7 +204,6 @@ class Engine:
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        """Once per ``SAMPLE_EVERY_S``, count which blocks tokens take."""
         model = getattr(self.predictor, "model", None)
         if self._metrics is None or model is None or self._clock() - self._sampled < SAMPLE_EVERY_S:
             yield

@@ -55,7 +55,6 @@ class EngineProcess:
             self._selector.register(source, selectors.EVENT_READ, source)
 
     def run(self) -> None:
-        """Run until drained, or until the supervisor is gone."""
         while self._supervised and not (self._draining and not self._fronts):
             self._listen(0 if self._engine.busy else ALIVE_EVERY_S / 2)
             self._gather()

@@ -31,8 +31,6 @@ LARGE_BODY = 65_536  # from this size on a request is encoded in a thread, so th
 
 
 class Front:
-    """Everything between a client's connection and the engines."""
-
     def __init__(
         self,
         settings: Settings,
@@ -251,7 +249,6 @@ async def _encode(call: Call, served: ServedVersion, size: int) -> None:
 
 
 async def _watch(request: Request, call: Call) -> None:
-    """End the call when the client leaves."""
     message = await request.receive()
     if message["type"] == "http.disconnect":
         call.finish(LEFT)
@@ -268,7 +265,6 @@ DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The object in a request's body; raises ``HttpError``."""
     try:
         content = DECODER.decode(body.decode())
     except (ValueError, RecursionError) as error:

@@ -161,7 +161,6 @@ class FrontProcess:
         return served
 
     async def _abandon(self, number: int) -> None:
-        """The prepared version will not be served after all."""
         async with self._opening:
             if self._prepared is not None and self._prepared.number == number:
                 self._prepared.retire()

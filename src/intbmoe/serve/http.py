@@ -79,7 +79,6 @@ class BodyMemory:
         self.held = 0
 
     def take(self, size: int) -> None:
-        """Refuse, with 429, what would be too much."""
         if self.held + size > self.most:
             message = f"too many requests: their bodies take {self.held} of {self.most} bytes"
             raise HttpError(429, message, outcome="refused", headers={"retry-after": "1"})

@@ -133,7 +133,6 @@ class Line(ABC):
             self._post(messages.CANCEL, call.number)
 
     def deliver(self, kind: int, number: int, *content: Any) -> None:
-        """Take a message of the engine about a call."""
         self.load -= self._given_up
         self._given_up = 0
         call = self._calls.get(number)
@@ -209,7 +208,6 @@ class ServedVersion:
             link.retire()
 
     def least_loaded(self) -> Line | None:
-        """The engine to ask next; None if none is connected."""
         return min((link for link in self.links.values() if link.is_open), key=lambda link: link.load, default=None)
 
     def retire(self) -> None:
@@ -220,8 +218,6 @@ class ServedVersion:
 
 
 class Dispatcher:
-    """Sends calls to the engines of the current version."""
-
     def __init__(self, on_retry: Callable[[], None] = lambda: None) -> None:
         self.current: ServedVersion | None = None
         self._on_retry = on_retry
@@ -231,7 +227,6 @@ class Dispatcher:
         return self.current is not None and self.current.least_loaded() is not None
 
     async def connect(self, served: ServedVersion, path: str) -> None:
-        """Open a link to a ready engine, unless there is one."""
         async with served.connecting:
             if path in served.links:
                 return

@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 
 
 class ThreadLine(Line):
-    """The calls to an engine in a thread of this process."""
-
     def __init__(self, engine: Engine, on_death: Callable[[], None]) -> None:
         super().__init__()
         self._engine, self._on_death = engine, on_death
@@ -60,7 +58,6 @@ class ThreadLine(Line):
             self._hand_over(self._end_all)
 
     def _hand_over(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Call ``work`` in the event loop's thread."""
         try:
             self._loop.call_soon_threadsafe(work, *arguments)
         except RuntimeError:

@@ -51,13 +51,10 @@ def to_line(message: dict[str, Any]) -> bytes:
 
 
 class Lines:
-    """Turns the pieces that arrive from a socket into messages."""
-
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that ``data`` completes."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LONGEST_LINE:
             raise ValueError(f"a control message is longer than {LONGEST_LINE} bytes")

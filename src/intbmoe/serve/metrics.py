@@ -81,7 +81,6 @@ def read_metrics(own: CollectorRegistry) -> tuple[bytes, str]:
 
 
 def forget_process(pid: int, folder: Path) -> None:
-    """A process has ended: drop its gauges, keep its counts."""
     mark_process_dead(pid, str(folder))
     try:
         with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):  # a reader may be stopped: do not wait for it
@@ -92,7 +91,6 @@ def forget_process(pid: int, folder: Path) -> None:
 
 
 def _hand_over(source: Path, target: Path) -> None:
-    """Add the counts of one file to another, and remove it."""
     if not source.exists():
         return
     counted = list(MmapedDict.read_all_values_from_file(str(source)))

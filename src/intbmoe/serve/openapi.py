@@ -35,7 +35,6 @@ def known_actions() -> list[str]:
 
 
 def describe(opened: Opened, settings: Settings, *, with_key: bool) -> dict[str, Any]:
-    """The document, with the one action that this artifact has."""
     encoder, unauthorised = opened.encoder, UNAUTHORISED if with_key else {}
     not_ready, open_to_all = {"503": "Not ready."}, {"security": []}
     about = "What is served: version, limits, the schema of a request."

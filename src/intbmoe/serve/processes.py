@@ -28,12 +28,10 @@ log = logging.getLogger(__name__)
 class Child:
     """``python -m MODULE ARGUMENTS… CONTROL`` in a session of its own; ``on_event`` gets its messages."""
 
-    def __init__(self, process: asyncio.subprocess.Process, line: socket.socket) -> None:
-        self.process = process
+    def __init__(self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter) -> None:
+        self.process, self._writer = process, writer
         self.started = time.monotonic()
         self.heard: float | None = None  # when its last message came
-        self._line = line
-        self._writer: asyncio.StreamWriter | None = None
         self.ended: asyncio.Task[int] | None = None
 
     @classmethod
@@ -43,7 +41,7 @@ class Child:
         arguments: Sequence[str],
         *,
         pass_fds: Sequence[int] = (),
-        environment: dict[str, str] | None = None,
+        environment: dict[str, str],
         on_event: Tell,
     ) -> "Child":
         """Start the process; Ctrl-C in a terminal reaches the supervisor alone."""
@@ -59,10 +57,10 @@ class Child:
                 pass_fds=(theirs.fileno(), *pass_fds),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **environment},
             )
-        child = cls(process, ours)
-        reader, child._writer = await asyncio.open_connection(sock=ours)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        child = cls(process, writer)
         child.ended = asyncio.create_task(child._listen(reader, on_event))
         return child
 
@@ -93,7 +91,6 @@ class Child:
         return self.ended.result()
 
     async def end(self, seconds: float) -> None:
-        """Wait for its end, and kill it if that takes longer than ``seconds``."""
         done, _ = await asyncio.wait({self.ended}, timeout=seconds)
         if not done:
             self.kill()
@@ -126,8 +123,6 @@ class StartError(RuntimeError):
 
 @dataclass(frozen=True)
 class Folders:
-    """Where a server's processes keep sockets and metrics."""
-
     sockets: Path
     figures: Path
 
@@ -223,7 +218,6 @@ class EngineGroup:
             ready.set_exception(StartError(message["why"]))
 
     async def _keep(self, child: Child) -> None:
-        """Whenever the engine dies, or is silent for too long, replace it."""
         pause = FIRST_PAUSE_S
         while True:
             status = await child.watch(self._settings.hang_s)

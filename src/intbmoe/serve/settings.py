@@ -86,7 +86,6 @@ class Settings(Checked):
         return self.threads or max(1, (cores - self.fronts) // self.workers)
 
     def api_keys(self) -> tuple[bytes, ...]:
-        """The keys in ``api_key_file``; empty if no key is needed."""
         if self.api_key_file is None:
             return ()
         try:

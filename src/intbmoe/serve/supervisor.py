@@ -60,8 +60,6 @@ class _Asked:
 
 
 class Supervisor:
-    """Owns the listeners, the fronts and the engines of the current version."""
-
     def __init__(self, settings: Settings, folders: Folders, say: Callable[[str], None]) -> None:
         self._settings, self._folders, self._say = settings, folders, say
         self._listeners: list[socket.socket] = []

@@ -19,11 +19,9 @@ from intbmoe.train.step import Stepper
 
 class Built(NamedTuple):
     task: Task
-    examples: Examples
-    """Of the training split."""
+    examples: Examples  # of the training split
     plan: BatchPlan
-    model: nn.Module
-    """On this rank's device, compiled, replicated or sharded as the recipe and the launcher say."""
+    model: nn.Module  # on this rank's device, compiled, replicated or sharded as the recipe and the launcher say
     optimizer: torch.optim.Optimizer
     stepper: Stepper
 

@@ -24,14 +24,11 @@ MOST_GRAPHS = 16  # different shapes of batches; each holds its own memory
 @dataclass(frozen=True)
 class _Recording:
     graph: torch.cuda.CUDAGraph
-    batch: Batch
-    """Where the graph reads."""
+    batch: Batch  # where the graph reads
     totals: Tensor
     gradients: list[Tensor | None]
-    sums: list[dict[str, Tensor]]
-    """What each MoE layer counted."""
-    addresses: list[int]
-    """Where parameters and buffers were: a graph goes on reading there, whatever the module says."""
+    sums: list[dict[str, Tensor]]  # what each MoE layer counted
+    addresses: list[int]  # where parameters and buffers were: a graph goes on reading there, whatever the module says
 
 
 class CapturedBackward:

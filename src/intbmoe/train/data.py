@@ -24,7 +24,6 @@ from intbmoe.train.errors import TrainingError
 
 
 def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
-    """A seed of 63 bits that differs whenever an argument does."""
     text = "/".join([purpose, str(seed), *map(str, numbers)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
@@ -38,18 +37,13 @@ def make_generator(seed: int, purpose: str, *numbers: int) -> torch.Generator:
 class BatchPlan:
     """How a global batch is shared out, and how many of them training takes."""
 
-    examples: int
-    """Size of the training set."""
-    batch: int
-    """Examples of a step, over all ranks."""
-    micro: int
-    """Examples a rank takes at a time."""
-    accumulation: int
-    """Micro-batches of a rank in a step."""
+    examples: int  # size of the training set
+    batch: int  # examples of a step, over all ranks
+    micro: int  # examples a rank takes at a time
+    accumulation: int  # micro-batches of a rank in a step
     world: int
     steps_per_epoch: int
-    steps: int
-    """Optimizer steps of the whole training."""
+    steps: int  # optimizer steps of the whole training
 
     def epochs_to_steps(self, epochs: float) -> int:
         return max(1, round(epochs * self.steps_per_epoch))
@@ -85,8 +79,7 @@ class MicroBatch(NamedTuple):
 
     step: int
     epoch: int
-    offset: int
-    """Place of the first example in the global batch."""
+    offset: int  # place of the first example in the global batch
     indices: list[int]
 
 

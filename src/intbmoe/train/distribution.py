@@ -102,7 +102,6 @@ class Ranks:
         return values
 
     def from_main(self, number: int) -> int:
-        """The main process's number, on every rank."""
         if self.world == 1:
             return number
         message = torch.tensor([number], dtype=torch.int64, device=self.device)
@@ -120,7 +119,6 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def assign(target: Tensor, value: Tensor) -> None:
-    """Copy a whole tensor into one that may be sharded."""
     if hasattr(target, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor
 

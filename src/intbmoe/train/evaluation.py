@@ -19,7 +19,6 @@ BATCH = 256  # examples a device takes at a time, where the recipe does not say
 
 
 def load(run: str | PathLike[str]) -> nn.Module:
-    """The trained model of a finished run, on the CPU and in evaluation mode."""
     return _load(RunDirectory.existing(run))[1]
 
 

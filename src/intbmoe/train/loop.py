@@ -62,8 +62,7 @@ class Training:
     def __init__(self, recipe: Recipe, run: RunDirectory, ranks: Ranks, quiet: bool) -> None:
         self.recipe, self.settings, self.run, self.ranks = recipe, recipe.train, run, ranks
         self.task, self.examples, self.plan, self.model, self.optimizer, self.stepper = build(recipe, ranks)
-        title = "/".join(run.path.parts[-3:])
-        self.progress = TrainingProgress(title, self.plan.steps, quiet or not ranks.main)
+        self.progress = TrainingProgress("/".join(run.path.parts[-3:]), self.plan.steps, quiet or not ranks.main)
         if ranks.main:
             for doubt in doubts(self.settings, self.plan, ranks.device):
                 self.progress.warn(doubt)
@@ -73,8 +72,7 @@ class Training:
         if ranks.main:
             chooses = any(layer.choices is not None for _, layer in moe_layers(self.model))
             self.log = MetricsLog(run, self.at.step, self.at.lengths, loads=chooses)
-            world, seed = ranks.world, self.settings.seed
-            run.add_environment(describe_environment(device=ranks.device, world=world, seed=seed, step=self.at.step))
+            run.add_environment(describe_environment(ranks.device, ranks.world, self.settings.seed, self.at.step))
 
     def _resume(self) -> tuple[Standing, int]:
         """Go back to the newest whole checkpoint, the same on all ranks; to the beginning (−1) if there is none."""
@@ -98,7 +96,6 @@ class Training:
         self.ranks.wait()
 
     def go_on(self, stop: StopRequest) -> None:
-        """Train from where the run stands to its last step."""
         settings, plan, at = self.settings, self.plan, self.at
         self.started = time.perf_counter() - at.seconds
         self.progress.start(at.step)

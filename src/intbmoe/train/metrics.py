@@ -33,7 +33,6 @@ class Window:
         self.sums = {name: total + new[name] for name, total in self.sums.items()}
 
     def means(self) -> dict[str, float]:
-        """Means over units, and of the gradient's norm over steps."""
         per = {"loss": "units", "aux": "units", "grad_norm": "steps"}
         return {name: self.sums[name] / self.sums[count] for name, count in per.items()}
 

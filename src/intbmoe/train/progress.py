@@ -52,7 +52,6 @@ class TrainingProgress:
         return self.examples_per_second
 
     def show(self, step: int, split: str, values: Mapping[str, float], batch: int) -> None:
-        """New figures, after step ``step`` of ``batch`` examples."""
         if self.quiet:
             return
         figures = "  ".join(f"{name} {values[name]:.4g}" for name in SHOWN if name in values)
@@ -71,7 +70,6 @@ class TrainingProgress:
             self.console.print(message, markup=False)
 
     def warn(self, message: str) -> None:
-        """A message that must be seen, quiet or not."""
         self.console.print(message, markup=False)
 
     def stop(self) -> None:

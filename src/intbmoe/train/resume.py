@@ -33,12 +33,9 @@ PARTS = ("model", "optimizer", "statistics")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    step: int
-    """Optimizer steps done."""
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    """Tensors by name, for each of ``PARTS``."""
-    state: Mapping[str, Any]
-    """Everything else, as plain JSON values."""
+    step: int  # optimizer steps done
+    tensors: Mapping[str, Mapping[str, Tensor]]  # tensors by name, for each of ``PARTS``
+    state: Mapping[str, Any]  # everything else, as plain JSON values
 
 
 class CheckpointFolder:
@@ -46,7 +43,6 @@ class CheckpointFolder:
         self.path, self.keep = path, keep
 
     def steps(self) -> list[int]:
-        """The steps there are checkpoints of, oldest first."""
         names = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.path.glob("step-*"))
         return sorted(int(name[1]) for name in names if name)
 
@@ -110,13 +106,10 @@ class CheckpointFolder:
 class Standing:
     """Where a run stands, besides its tensors."""
 
-    step: int = 0
-    """Optimizer steps done."""
-    seconds: float = 0.0
-    """Of training, those of earlier starts included."""
+    step: int = 0  # optimizer steps done
+    seconds: float = 0.0  # of training, those of earlier starts included
     window: Window = field(default_factory=Window)
-    valid: dict[str, float] | None = None
-    """The last metrics on the validation split."""
+    valid: dict[str, float] | None = None  # the last metrics on the validation split
     lengths: dict[str, int] = field(default_factory=dict)
     """Of the files of metrics and loads, as ``MetricsLog`` names them."""
 

@@ -73,7 +73,6 @@ class RunDirectory:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe this run was started with."""
         try:
             return recipe_from_dict(self._config())
         except (ValueError, TypeError) as error:
@@ -151,7 +150,6 @@ class RunDirectory:
 
 
 def find_runs(root: str | Path = "runs") -> list[RunDirectory]:
-    """All runs below a folder, by path."""
     return [RunDirectory(path.parent) for path in sorted(Path(root).rglob("config.yaml"))]
 
 
@@ -262,7 +260,7 @@ class RunLock:
 # What a result depends on besides its recipe.
 
 
-def describe_environment(*, device: torch.device, world: int, seed: int, step: int) -> dict[str, Any]:
+def describe_environment(device: torch.device, world: int, seed: int, step: int) -> dict[str, Any]:
     """One entry of ``environment.json``, without anything that names the machine."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -99,7 +99,6 @@ class Stepper:
 
     @torch.no_grad()
     def _reevaluate(self, batches: list[Batch]) -> Tensor:
-        """This rank's sum of the loss on the step's batch with the model as it is now."""
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for batch in batches:
             with self.ranks.autocast():
