@@ -135,10 +135,16 @@ class Supervisor:
         return engines
 
     async def _keep_front(self, number: int) -> None:
-        pause = FIRST_PAUSE_S
+        pause, listener = FIRST_PAUSE_S, self._listeners[number].fileno()
         while True:
             try:
-                child = await self._start_front(self._listeners[number])
+                child = await Child.start(
+                    "intbmoe.serve.front_process",
+                    [self._settings.to_json(), str(listener), "when-ready" if self._is_serving else "at-once"],
+                    pass_fds=[listener],
+                    environment={**self._folders.environment, "OMP_NUM_THREADS": "1"},
+                    on_event=self._hear,
+                )
             except OSError as error:
                 log.error("a front could not be started: %s", error)
             else:
@@ -152,15 +158,6 @@ class Supervisor:
                 pause = FIRST_PAUSE_S if time.monotonic() - child.started > LONGEST_PAUSE_S else pause
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
-
-    async def _start_front(self, listener: socket.socket) -> Child:
-        return await Child.start(
-            "intbmoe.serve.front_process",
-            [self._settings.to_json(), str(listener.fileno()), "when-ready" if self._is_serving else "at-once"],
-            pass_fds=[listener.fileno()],
-            environment={**self._folders.environment, "OMP_NUM_THREADS": "1"},
-            on_event=self._hear,
-        )
 
     def _tell_front(self, child: Child) -> None:
         if self._is_serving:

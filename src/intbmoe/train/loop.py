@@ -16,14 +16,13 @@ from intbmoe.files import digest, to_json
 from intbmoe.layer import moe_layers, unwrap
 from intbmoe.tasks.base import Batch
 from intbmoe.tasks.recipe import Recipe
-from intbmoe.train.build import build, doubts
+from intbmoe.train.build import build, doubts, learning_rate
 from intbmoe.train.data import derive_seed, make_generator, micro_batches, read_ahead
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import TrainingInterrupted
 from intbmoe.train.evaluation import evaluate_split
 from intbmoe.train.files import pack_tensors
 from intbmoe.train.metrics import MetricsLog, Window, mean_load, take_loads
-from intbmoe.train.optimizer import learning_rate
 from intbmoe.train.progress import TrainingProgress
 from intbmoe.train.resume import CheckpointFolder, Standing, make_checkpoint, model_tensors, restore
 from intbmoe.train.run import RunDirectory, RunLock, describe_environment
