@@ -9,7 +9,7 @@ method makes of it. With a backbone FFN of weights W (2·d·h for GELU, 3·d·h 
     widths        each expert has W weights; IntBMoE's and μMoE's two-layer blocks too, DeepSeek-V3's and Lory's experts
                   are SwiGLU on every backbone, and so is IntBMoE's shared expert
     pools         DynMoE and MASS start with E/2 of their E + 1 experts (the paper's 8, 4, 16 at E = 16, 8, 32)
-    slots         Soft MoE has ⌊tokens/experts⌋ slots an expert where ``tokens`` is given, else one; its causal form one
+    slots         Soft MoE has ⌊tokens/experts⌋ slots per expert where ``tokens`` is given, else one, as its causal form
     ranks         μMoE's rank brings the module's number of parameters as near as possible to Switch's
 
 Two points where the paper disagrees with itself, and what is done here:

@@ -88,7 +88,7 @@ def count_flops(model: nn.Module, *inputs: Tensor, active: float | None = None) 
     """Run ``model`` once, without gradients, and count.
 
     ``active`` is for methods whose router decides how many experts a token has: an untrained router's number says
-    nothing, so the experts' part is scaled from the assignments there were to ``active`` a token.
+    nothing, so the experts' part is scaled from the assignments there were to ``active`` per token.
     """
     layers = dict(moe_layers(model))
     if any(layer.weight_dtype == torch.float64 for layer in layers.values()):
@@ -142,8 +142,8 @@ def formulation_difference(layer: MoELayer, tokens: int) -> int:
 
     The only place where a count is corrected. Two methods compute a map in another, equal form than it is written:
 
-    IntBMoE   W_f[x ‖ c] for each chosen block; ours is W_x x once a token and W_c c once a block (the latter not at all
-              in a precomposed layer)
+    IntBMoE   W_f[x ‖ c] for each chosen block; ours is W_x x once per token and W_c c once per block (the latter not at
+              all in a precomposed layer)
     μMoE      the bias as a last input row that meets an appended 1; ours adds it
 
     Both forms of the map are run under the counter, on tensors without storage.
@@ -151,8 +151,8 @@ def formulation_difference(layer: MoELayer, tokens: int) -> int:
     if isinstance(layer, BlockLayer) and layer.config.filter:
         c = layer.config
         written = _product(tokens * c.top_k, c.dim + c.code_dim, c.dim)
-        once_a_block = 0 if isinstance(layer, ComposedMoE) else _product(c.blocks, c.code_dim, c.dim)
-        return written - _product(tokens, c.dim, c.dim) - once_a_block
+        once_per_block = 0 if isinstance(layer, ComposedMoE) else _product(c.blocks, c.code_dim, c.dim)
+        return written - _product(tokens, c.dim, c.dim) - once_per_block
     if isinstance(layer, MuMoE):
         return sum(_product(tokens, 1, part.inputs[0].numel()) for part in (layer.first, layer.second))
     return 0

@@ -264,4 +264,4 @@ def warm_up(engine: Engine, golden: Sequence[Mapping[str, Any]]) -> None:
 def _check(entry: Mapping[str, Any], answer: dict[str, Any], which: str) -> None:
     difference = compare_answers(entry, answer)
     if difference is not None:
-        raise BrokenModelError(f"{which} is answered otherwise than at export: {difference}")
+        raise BrokenModelError(f"{which} is answered differently than at export: {difference}")

@@ -107,7 +107,7 @@ class FrontProcess:
             await asyncio.sleep(ALIVE_EVERY_S)
 
     async def _change(self, wanted: dict[str, Any]) -> None:
-        """Make the version that the supervisor describes ready, or the current one; or give it its engines."""
+        """Prepare or serve the version that the supervisor describes, and report back."""
         number = wanted["number"]
         try:
             served = await self._served(wanted)

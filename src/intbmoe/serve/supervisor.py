@@ -198,7 +198,11 @@ class Supervisor:
                     raise StartError(f"{self._name(child)} cannot serve version {new.version}: {why}")
                 self._engines = new  # from here on there is no way back
                 for child, why in (await self._ask_fronts("serve", new)).items():
-                    log.error("%s did not switch and is ended, its successor will have: %s", self._name(child), why)
+                    log.error(
+                        "%s did not switch and is ended; its successor serves the new version: %s",
+                        self._name(child),
+                        why,
+                    )
                     child.kill()
             except (StartError, OSError) as error:
                 return {"ok": False, "why": f"version {old.version} serves on: {error}"}

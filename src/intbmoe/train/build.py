@@ -42,7 +42,7 @@ def build(recipe: Recipe, ranks: Ranks) -> Built:
 
 
 def doubts(settings: TrainSettings, plan: BatchPlan, device: torch.device) -> Iterator[str]:
-    """Warnings about settings that are allowed and hardly meant."""
+    """Warnings about settings that are allowed but hardly intended."""
     if settings.precision == "bfloat16" and bfloat16_is_slow(device):
         yield (
             "train.precision='bfloat16' is far slower than float32 on this CPU, which has no instructions for it: "

@@ -3,7 +3,7 @@
 Started plainly there is one process; under ``torchrun`` there are many, each with the whole model (DDP), or with
 shards of it (FSDP2) where ``ACCELERATE_USE_FSDP=true FSDP_VERSION=2`` is set, as ``accelerate launch`` does.
 accelerate finds the device and the process group, replicates and casts. Sharding calls torch's ``fully_shard`` itself:
-accelerate (1.15) silently skips FSDP where the ranks have no GPU, and one way for both can be tested.
+accelerate (1.15) silently skips FSDP where the ranks have no GPU, and a single path for both can be tested.
 """
 
 import os

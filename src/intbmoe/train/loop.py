@@ -37,7 +37,7 @@ def train(
 
     Ctrl-C and SIGTERM end in ``TrainingInterrupted`` (exit code 130 or 143) after saving; what else can go wrong is a
     ``TrainingError`` that says what to do. Calling again goes on from the last checkpoint. Another process that trains
-    into the same run is an error too, unless ``wait`` is given: it is told of it, and the other's end is waited for.
+    into the same run is an error too, unless ``wait`` is given: it gets a message, and the end of that one is awaited.
     """
     run = RunDirectory.of(recipe, root)
     ranks = Ranks(recipe.train.precision)

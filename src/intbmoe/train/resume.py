@@ -1,4 +1,4 @@
-"""Resuming: checkpoints, and between them and a living training.
+"""Resuming: checkpoints, how a training is saved to one and restored from it.
 
     checkpoints/step-00000500/model.safetensors        parameters and buffers (a method's state among them)
                               optimizer.safetensors    what the optimizer remembers, as <parameter>/<quantity>
@@ -115,7 +115,7 @@ class Standing:
 
 
 def make_checkpoint(standing: Standing, epoch: float, model: nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
-    """A checkpoint of a living training. With a sharded model all ranks must call this together."""
+    """A checkpoint of a running training. With a sharded model all ranks must call this together."""
     tensors = {
         "model": model_tensors(model),
         "optimizer": {

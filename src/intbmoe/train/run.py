@@ -216,9 +216,8 @@ _held: set[Path] = set()  # record locks do not exclude a second attempt of the 
 class RunLock:
     """``with RunLock(folder): …``; raises ``RunConflictError``, naming the holder's process, when it is taken.
 
-    With ``wait`` the holder's end is waited for instead, after ``wait`` was told of it. It is a record lock: the
-    operating system drops it when its holder dies, however it dies, and children do not inherit it (a data worker that
-    outlives its parent for a moment does not keep the run locked).
+    With ``wait``, which gets a message, the lock is taken when its holder ends. It is a record lock: the operating
+    system drops it however its holder dies, and children, such as data workers, do not inherit it.
     """
 
     def __init__(self, folder: Path, wait: Callable[[str], None] | None = None) -> None:
