@@ -55,12 +55,12 @@ def package(tmp_path, monkeypatch):
         importlib.invalidate_caches()
 
     monkeypatch.syspath_prepend(str(tmp_path))
-    registry._discover.cache_clear()
+    registry._import_room.cache_clear()
     known = dict(_methods)
     yield install
     _methods.clear()
     _methods.update(known)
-    registry._discover.cache_clear()
+    registry._import_room.cache_clear()
 
 
 def test_another_package_adds_a_method(package):

@@ -25,9 +25,9 @@ from intbmoe.recipes import recipe_from_dict
 from intbmoe.tasks import make_task
 from intbmoe.tasks.base import Examples
 from intbmoe.tasks.recipe import Recipe
+from intbmoe.train.build import make_optimizer
 from intbmoe.train.data import make_generator
 from intbmoe.train.distribution import Ranks
-from intbmoe.train.optimizer import make_optimizer
 from intbmoe.train.run import git_state
 from intbmoe.train.step import Stepper
 
@@ -104,7 +104,7 @@ def _time(recipe: Recipe, examples: Examples, steps: int) -> dict[str, Any]:
     times = []
     for step in range(WARM_UPS + steps):
         begin = time.perf_counter()
-        stepper.take(step + 1, batches, False, False)
+        stepper.take(step + 1, batches, 0)
         if on_gpu:
             torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - begin))

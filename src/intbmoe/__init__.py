@@ -14,21 +14,9 @@ from intbmoe.steps import after_step, aux_loss, before_step
 from intbmoe.version import program_version
 
 __all__ = [
-    "ComposedMoE",
-    "IntBMoE",
-    "IntBMoEConfig",
-    "MoELayer",
-    "after_step",
-    "aux_loss",
-    "before_step",
-    "create",
-    "list_methods",
-    "load",
-    "load_statistics",
-    "match_budget",
-    "precompose",
-    "record_routing",
-]
+    "ComposedMoE", "IntBMoE", "IntBMoEConfig", "MoELayer", "after_step", "aux_loss", "before_step", "create",
+    "list_methods", "load", "load_statistics", "match_budget", "precompose", "record_routing",
+]  # fmt: skip
 
 __version__ = program_version()
 

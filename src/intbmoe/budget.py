@@ -9,7 +9,7 @@ method makes of it. With a backbone FFN of weights W (2·d·h for GELU, 3·d·h 
     widths        each expert has W weights; IntBMoE's and μMoE's two-layer blocks too, DeepSeek-V3's and Lory's experts
                   are SwiGLU on every backbone, and so is IntBMoE's shared expert
     pools         DynMoE and MASS start with E/2 of their E + 1 experts (the paper's 8, 4, 16 at E = 16, 8, 32)
-    slots         Soft MoE has ⌊tokens/experts⌋ slots an expert where ``tokens`` is given, else one; its causal form one
+    slots         Soft MoE has ⌊tokens/experts⌋ slots per expert where ``tokens`` is given, else one, as its causal form
     ranks         μMoE's rank brings the module's number of parameters as near as possible to Switch's
 
 Two points where the paper disagrees with itself, and what is done here:
@@ -31,37 +31,15 @@ from intbmoe.registry import create, find_method
 Expert = Literal["gelu", "swiglu"]
 
 TABLE_1 = (
-    "dense",
-    "switch",
-    "deepseek",
-    "remoe",
-    "vmoe",
-    "expert_choice",
-    "dynmoe",
-    "mass",
-    "soft",
-    "smear",
-    "lory",
-    "mumoe_cp",
-    "mumoe_tr",
-    "intbmoe",
-)
+    "dense", "switch", "deepseek", "remoe", "vmoe", "expert_choice", "dynmoe", "mass", "soft", "smear", "lory",
+    "mumoe_cp", "mumoe_tr", "intbmoe",
+)  # fmt: skip
 """The methods of the paper's table on images, in its order."""
 
 TABLE_2 = (
-    "dense",
-    "switch",
-    "deepseek",
-    "remoe",
-    "dynmoe",
-    "mass",
-    "soft_causal",
-    "smear_token",
-    "lory",
-    "mumoe_cp",
-    "mumoe_tr",
-    "intbmoe",
-)
+    "dense", "switch", "deepseek", "remoe", "dynmoe", "mass", "soft_causal", "smear_token", "lory",
+    "mumoe_cp", "mumoe_tr", "intbmoe",
+)  # fmt: skip
 """The methods of its table on language and travel: those that do not look ahead, two of them in a causal form."""
 
 
@@ -81,9 +59,8 @@ def match_budget(
     is fixed, sets Soft MoE's slots; ``intbmoe_hidden`` overrules the matching width of IntBMoE's blocks. A method that
     the paper does not have counts as one without a shared path, with experts like the backbone's FFN.
     """
-    require_positive_int("dim", dim)
-    require_positive_int("hidden", hidden)
-    require_positive_int("experts", experts)
+    for argument, value in (("dim", dim), ("hidden", hidden), ("experts", experts)):
+        require_positive_int(argument, value)
     require(expert in ("gelu", "swiglu"), "expert", expert, "'gelu' or 'swiglu'")
     for argument, value in (("tokens", tokens), ("intbmoe_hidden", intbmoe_hidden)):
         if value is not None:
@@ -105,25 +82,18 @@ def match_budget(
         case "dynmoe" | "mass":
             return {**like_backbone, "initial_experts": max(1, experts // 2)}
         case "soft":
-            slots = 1 if tokens is None else max(1, tokens // (experts + 1))
-            return {**like_backbone, "slots": slots}
+            return {**like_backbone, "slots": 1 if tokens is None else max(1, tokens // (experts + 1))}
         case "mumoe_cp" | "mumoe_tr":
             options = {"hidden": gelu_width, "experts": experts + 1}
-            return {**options, "rank": _nearest_rank(name, dim, options, like_backbone)}
+            target = _parameters("switch", dim, like_backbone)
+            one, two = (_parameters(name, dim, {**options, "rank": rank}) for rank in (1, 2))  # linear in the rank
+            return {**options, "rank": max(1, 1 + round((target - one) / (two - one)))}
         case "intbmoe":
             return {"hidden": intbmoe_hidden or gelu_width, "experts": experts, "shared_hidden": swiglu_width}
         case _:
             return like_backbone
 
 
-def _nearest_rank(name: str, dim: int, options: dict[str, Any], switch: dict[str, Any]) -> int:
-    """The rank that brings a μMoE nearest to Switch's module; parameters grow linearly with it."""
-    target = _parameters("switch", dim, switch)
-    one, two = (_parameters(name, dim, {**options, "rank": rank}) for rank in (1, 2))
-    return max(1, 1 + round((target - one) / (two - one)))
-
-
 def _parameters(name: str, dim: int, options: dict[str, Any]) -> int:
-    """Parameters of a layer, counted on one that holds no memory."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in create(name, dim, **options).parameters())

@@ -1,7 +1,4 @@
-"""Checks of functions' arguments, whose messages name the argument, its value and what is allowed.
-
-Those of settings are written as annotations: ``settings.py``.
-"""
+"""Checks whose messages name the argument, its value and what is allowed. Settings are checked in ``settings.py``."""
 
 import difflib
 import math
@@ -10,19 +7,16 @@ from typing import Any
 
 
 def require(condition: bool, argument: str, value: object, allowed: str) -> None:
-    """Raise ``ValueError`` unless ``condition`` holds."""
     if not condition:
         raise ValueError(f"{argument}={value!r} is not allowed: {argument} must be {allowed}")
 
 
 def require_positive_int(argument: str, value: object) -> None:
-    """Raise unless ``value`` is an int ≥ 1."""
     integral = isinstance(value, int) and not isinstance(value, bool)
     require(integral and value >= 1, argument, value, "an integer of at least 1")
 
 
 def require_finite(argument: str, value: object) -> None:
-    """Raise unless ``value`` is a finite number."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     require(number and math.isfinite(value), argument, value, "a finite number")
 
@@ -37,10 +31,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def require_state(
     source: str, state: Mapping[str, Any], expected: Mapping[str, Any], also: Iterable[str] = (), dtypes: bool = False
 ) -> None:
-    """Raise unless ``state`` has the keys of ``expected``, no others but ``also``, and tensors of the same shapes.
-
-    ``source`` is what the message calls the state; with ``dtypes`` the types must be the same too.
-    """
+    """Raise unless ``state`` has the keys of ``expected``, no others but ``also``, and tensors of the same shapes."""
     missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected) - set(also))
     if missing or unknown:
         raise KeyError(f"{source} state does not fit: missing keys {missing}, unknown keys {unknown}")

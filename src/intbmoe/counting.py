@@ -40,12 +40,9 @@ _GROUPED = torch.ops.intbmoe.grouped_mm
 class Flops:
     """2 × multiply-adds of linear maps, convolutions and matrix products; norms and activations count 0."""
 
-    executed: int
-    """What ran, attention's score and value products left out."""
-    attention: int
-    """Those products."""
-    formulation: int
-    """What the papers' formulation needs beyond that, see ``formulation_difference``."""
+    executed: int  # what ran, attention's score and value products left out
+    attention: int  # those products
+    formulation: int  # what the papers' formulation needs beyond that, see ``formulation_difference``
 
     def total(self, attention: bool = False) -> int:
         """By the papers' formulation, with or without attention's products."""
@@ -53,8 +50,6 @@ class Flops:
 
 
 class Counts(NamedTuple):
-    """What a model costs, as raw integers."""
-
     params: int
     activated: int
     flops: int
@@ -93,7 +88,7 @@ def count_flops(model: nn.Module, *inputs: Tensor, active: float | None = None) 
     """Run ``model`` once, without gradients, and count.
 
     ``active`` is for methods whose router decides how many experts a token has: an untrained router's number says
-    nothing, so the experts' part is scaled from the assignments there were to ``active`` a token.
+    nothing, so the experts' part is scaled from the assignments there were to ``active`` per token.
     """
     layers = dict(moe_layers(model))
     if any(layer.weight_dtype == torch.float64 for layer in layers.values()):
@@ -125,12 +120,9 @@ def _attention_formula(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__:
 
 
 def _grouped_formula(scaled: bool) -> Callable[..., int]:
-    """Rows after the last group (choices of none) are computed by no expert, so they do not count.
-
-    Without numbers nobody knows where the last group ends: all rows count, and must be ``scaled`` afterwards.
-    """
-
     def formula(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool, **_: Any) -> int:
+        # Rows after the last group (choices of none) are computed by no expert. Without numbers nobody knows where
+        # the last group ends: all rows count, and must be ``scaled`` afterwards.
         unknown = not complete and isinstance(offsets, FakeTensor)
         if unknown and not scaled:
             raise ValueError("how many experts run depends on numbers, which these tensors do not hold: pass `active`")
@@ -150,8 +142,8 @@ def formulation_difference(layer: MoELayer, tokens: int) -> int:
 
     The only place where a count is corrected. Two methods compute a map in another, equal form than it is written:
 
-    IntBMoE   W_f[x ‖ c] for each chosen block; ours is W_x x once a token and W_c c once a block (the latter not at all
-              in a precomposed layer)
+    IntBMoE   W_f[x ‖ c] for each chosen block; ours is W_x x once per token and W_c c once per block (the latter not at
+              all in a precomposed layer)
     μMoE      the bias as a last input row that meets an appended 1; ours adds it
 
     Both forms of the map are run under the counter, on tensors without storage.
@@ -159,15 +151,14 @@ def formulation_difference(layer: MoELayer, tokens: int) -> int:
     if isinstance(layer, BlockLayer) and layer.config.filter:
         c = layer.config
         written = _product(tokens * c.top_k, c.dim + c.code_dim, c.dim)
-        once_a_block = 0 if isinstance(layer, ComposedMoE) else _product(c.blocks, c.code_dim, c.dim)
-        return written - _product(tokens, c.dim, c.dim) - once_a_block
+        once_per_block = 0 if isinstance(layer, ComposedMoE) else _product(c.blocks, c.code_dim, c.dim)
+        return written - _product(tokens, c.dim, c.dim) - once_per_block
     if isinstance(layer, MuMoE):
         return sum(_product(tokens, 1, part.inputs[0].numel()) for part in (layer.first, layer.second))
     return 0
 
 
 def _product(rows: int, inputs: int, outputs: int) -> int:
-    """FLOPs of a linear map on ``rows`` rows."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         F.linear(torch.empty(rows, inputs), torch.empty(outputs, inputs))
     return counter.get_total_flops()

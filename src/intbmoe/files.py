@@ -20,12 +20,10 @@ def to_json(value: Any) -> bytes:
 
 
 def digest(content: bytes) -> str:
-    """SHA-256, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -73,7 +71,8 @@ def replacing_folder(
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         yield beside
-        beside.chmod(0o777 & ~_umask())  # a temporary folder is its maker's alone
+        os.umask(mask := os.umask(0))
+        beside.chmod(0o777 & ~mask)  # a temporary folder is its maker's alone
         if sync:
             _sync_folder(beside)
         check(folder)
@@ -116,9 +115,3 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -82,11 +82,6 @@ class MoELayer(nn.Module):
                 raise TypeError(f"{cls.__name__} has no option {option!r}: {did_you_mean(option, known)}")
         return cls.Config(dim, hidden, **options)
 
-    @classmethod
-    def from_config(cls, config: LayerConfig) -> Self:
-        """Build the layer from its frozen Config."""
-        return cls(config)
-
     # What a method defines.
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
@@ -110,7 +105,6 @@ class MoELayer(nn.Module):
         return None
 
     def active_parameters(self) -> int:
-        """Parameters that contribute to one token's output."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def new_state(self, batch: int) -> Any:
@@ -156,7 +150,6 @@ class MoELayer(nn.Module):
         return next((experts if isinstance(experts, nn.Module) else self).parameters()).dtype
 
     def kept_wide(self) -> Iterator[Tensor]:
-        """The tensors behind ``KEPT_WIDE``."""
         for name in self.KEPT_WIDE:
             part = getattr(self, name, None)
             if isinstance(part, nn.Module):
@@ -185,7 +178,6 @@ class MoELayer(nn.Module):
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and torch.compile."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module

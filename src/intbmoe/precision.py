@@ -18,7 +18,6 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """``x`` in the wider of its own type and float32."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -36,10 +35,7 @@ def autocast_off(x: Tensor) -> AbstractContextManager:
 
 
 def bfloat16_is_slow(device: torch.device | str) -> bool:
-    """Whether torch multiplies matrices in bfloat16 number by number there: on a CPU without instructions for it.
-
-    It is oneDNN that knows; of a torch without it nothing is claimed.
-    """
+    """Whether the device is a CPU without instructions for bfloat16; of a torch without oneDNN nothing is claimed."""
     on_cpu = torch.device(device).type == "cpu" and torch.backends.mkldnn.is_available()
     return on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

@@ -46,7 +46,6 @@ class Method:
     presets: dict[str, Any] = field(default_factory=dict)
 
     def config(self, dim: int, hidden: Any, **options: Any) -> Any:
-        """This method's Config, presets applied."""
         return self.layer.make_config(dim, hidden, **{**self.presets, **options})
 
     def noncausal_reason(self) -> str | None:
@@ -57,9 +56,11 @@ class Method:
 _methods: dict[str, Method] = {}
 
 
-def _full_name(layer: type) -> str:
-    """The same for a module that is loaded again."""
-    return f"{layer.__module__}.{layer.__qualname__}"
+def _require_free(kind: str, name: str, known: type, new: type) -> None:
+    """Raise if ``known``, which has the name, is another class; by its full name, as a module may be loaded again."""
+    taken, wanted = (f"{found.__module__}.{found.__qualname__}" for found in (known, new))
+    if taken != wanted:
+        raise ValueError(f"the {kind} name {name!r} is taken by {taken}")
 
 
 def register(
@@ -75,18 +76,22 @@ def register(
     """Class decorator: make the layer available as ``create(name, …)``, with ``presets`` for its Config."""
 
     def add(layer: type) -> type:
-        known = _methods.get(name)
-        if known is not None and _full_name(known.layer) != _full_name(layer):
-            raise ValueError(f"the method name {name!r} is taken by {_full_name(known.layer)}")
+        _require_free("method", name, _methods[name].layer if name in _methods else layer, layer)
         _methods[name] = Method(name, layer, title, paper, participation, dynamic, composes, presets)
         return layer
 
     return add
 
 
-@functools.cache
 def _discover(room: str) -> None:
-    """Import what registers itself: the modules of ``intbmoe.methods`` or ``intbmoe.tasks``, and others' packages."""
+    """Import what registers itself: a room of this package, others' packages, and the files that the user names."""
+    _import_room(room)
+    for file in plugin_files():
+        load_plugin(file)
+
+
+@functools.cache
+def _import_room(room: str) -> None:
     package = importlib.import_module(f"intbmoe.{room}")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
@@ -103,9 +108,7 @@ def _discover(room: str) -> None:
 
 
 def list_methods() -> list[str]:
-    """The names that ``create`` knows, in alphabetical order."""
     _discover("methods")
-    _load_plugins()
     return sorted(_methods)
 
 
@@ -132,21 +135,15 @@ def create(name: str, dim: int, hidden: Any, **options: Any) -> Any:
 # ``intbmoe --plugin FILE …`` or in the environment, where child processes find them too. No other code is ever run:
 # a run or an artifact says which task it needs, never where to load it from.
 
-PLUGINS = "INTBMOE_PLUGINS"
-"""The environment variable: paths of Python files, separated as in PATH."""
+PLUGINS = "INTBMOE_PLUGINS"  # the environment variable: paths of Python files, separated as in PATH
 
 _tasks: dict[str, type] = {}
-_loaded: set[str] = set()
-"""Plugin files that have been imported."""
+_loaded: set[str] = set()  # plugin files
 
 
 def register_task(name: str) -> Callable[[type], type]:
-    """Class decorator: make the task available under ``name``, which recipes, runs and artifacts carry."""
-
     def add(task: type) -> type:
-        known = _tasks.get(name)
-        if known is not None and _full_name(known) != _full_name(task):
-            raise ValueError(f"the task name {name!r} is taken by {_full_name(known)}")
+        _require_free("task", name, _tasks.get(name, task), task)
         task.name = name
         _tasks[name] = task
         return task
@@ -155,26 +152,21 @@ def register_task(name: str) -> Callable[[type], type]:
 
 
 def list_tasks() -> list[str]:
-    """The names of all tasks, in alphabetical order."""
     _discover("tasks")
-    _load_plugins()
     return sorted(_tasks)
 
 
 def find_task(name: str) -> type:
-    """The task of that name; a misspelt name is an error with a suggestion."""
     if name not in list_tasks():
         raise KeyError(f"no task is called {name!r}: {unknown_task(name)}")
     return _tasks[name]
 
 
 def unknown_task(name: str) -> str:
-    """What to do about a name that no task has."""
     return f"{did_you_mean(name, list_tasks())} (a task of your own: intbmoe --plugin FILE …, or {PLUGINS})"
 
 
 def plugin_files() -> list[Path]:
-    """The files that the user has named."""
     return [Path(file) for file in os.environ.get(PLUGINS, "").split(os.pathsep) if file]
 
 
@@ -187,13 +179,7 @@ def add_plugin(file: str | Path) -> None:
     """Import a Python file that registers tasks or methods, in this process and in those it starts."""
     path = Path(file).expanduser().absolute()
     load_plugin(path)
-    known = [str(known) for known in plugin_files()]
-    os.environ[PLUGINS] = os.pathsep.join([*known, *({str(path)} - set(known))])
-
-
-def _load_plugins() -> None:
-    for file in plugin_files():
-        load_plugin(file)
+    os.environ[PLUGINS] = os.pathsep.join(dict.fromkeys(map(str, [*plugin_files(), path])))
 
 
 def load_plugin(path: Path) -> None:

@@ -27,7 +27,6 @@ class RecordedRouting:
 
     @property
     def weights(self) -> Tensor | None:
-        """(N, k_max) weights of the choices, 0 for none."""
         return self._joined("weights", 0)
 
     @property
@@ -96,11 +95,10 @@ def load_statistics(model: nn.Module, *, reset: bool = True) -> dict[str, LoadSt
         if load is None:
             continue
         loads[name] = load
-        dead = statistics.newly_dead(load)
-        if dead:
+        if dead := statistics.newly_dead(load):
             warnings.warn(
                 f"layer {name!r}: {dead} of {len(load.counts)} got none of {load.tokens} tokens", stacklevel=2
             )
         if reset:
-            statistics.clear_window()
+            statistics.window = {}
     return loads

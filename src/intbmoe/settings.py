@@ -26,10 +26,7 @@ from intbmoe.checks import did_you_mean, require
 
 @dataclass(frozen=True)
 class MustBe:
-    """In an annotation: what a value of the type must be, in words and as a test; or, without a test, in better words.
-
-    Of several, the last one's words are shown.
-    """
+    """In an annotation: what a value must be, in words and as a test. Of several, the last one's words are shown."""
 
     words: str
     test: Callable[[Any], bool] = lambda value: True
@@ -70,7 +67,6 @@ class Checked:
 
 @cache
 def field_types(kind: type) -> dict[str, Any]:
-    """The annotations of what a dataclass can be told, by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {f.name: hints[f.name] for f in fields(kind) if f.init}
 
@@ -115,14 +111,14 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
 def _settings(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
         raise _wrong(value, where, kind)
-    hints = field_types(kind)
+    hints, inside = field_types(kind), f"{where}." if where else ""
     for key in value:
         if key not in hints:
-            raise ValueError(f"{_join(where, key)}: no such setting: {did_you_mean(str(key), hints)}")
+            raise ValueError(f"{inside}{key}: no such setting: {did_you_mean(str(key), hints)}")
     for f in fields(kind):
         if f.name in hints and f.name not in value and f.default is MISSING and f.default_factory is MISSING:
-            raise ValueError(f"{_join(where, f.name)} is missing")
-    converted = {key: from_plain(hints[key], entry, _join(where, key)) for key, entry in value.items()}
+            raise ValueError(f"{inside}{f.name} is missing")
+    converted = {key: from_plain(hints[key], entry, f"{inside}{key}") for key, entry in value.items()}
     try:
         return kind(**converted)
     except ValueError as error:  # of fields that do not go together, which names the field, not where it stands
@@ -144,7 +140,6 @@ def _annotated(kind: Any, value: Any, where: str) -> Any:
 
 
 def _first_fit(kind: Any, value: Any, where: str) -> Any:
-    """As the first member of a union that takes the value."""
     if value is None and type(None) in get_args(kind):
         return None
     for member in get_args(kind):
@@ -182,7 +177,6 @@ def _scalar(kind: type, value: Any, where: str) -> Any:
 
 
 def _words(kind: Any) -> str:
-    """What a value of this type or annotation must be."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         rules = [rule.words for rule in arguments[1:] if isinstance(rule, MustBe)]
@@ -201,7 +195,3 @@ def _words(kind: Any) -> str:
 
 def _wrong(value: Any, where: str, kind: Any) -> ValueError:
     return ValueError(f"{where}={value!r} is not allowed: {where} must be {_words(kind)}")
-
-
-def _join(where: str, key: Any) -> str:
-    return f"{where}.{key}" if where else str(key)

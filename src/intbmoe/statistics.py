@@ -16,8 +16,6 @@ from torch import Tensor
 
 
 class Routing(NamedTuple):
-    """Which experts each token chose."""
-
     ids: Tensor | None
     """(N, k_max), −1 where a token has no further choice or is masked; None for a method that does not choose."""
     weights: Tensor | None
@@ -43,23 +41,19 @@ class Record:
 
     losses: dict[str, Tensor]
     sums: dict[str, Tensor]
-    differentiable: bool
-    """Whether the forward ran with gradients; reentrant checkpointing runs it without."""
+    differentiable: bool  # whether the forward ran with gradients; reentrant checkpointing runs it without
 
 
 class RoutedForward(NamedTuple):
     """What a forward leaves for ``record_routing``."""
 
     routing: Routing
-    shape: tuple[int, ...]
-    """(…, T)."""
-    count: Tensor
-    """Valid tokens."""
+    shape: tuple[int, ...]  # (…, T)
+    count: Tensor  # valid tokens
     sums: dict[str, Tensor]
     """The forward's statistics: ``load``, and ``dropped`` or ``untaken`` for methods that leave tokens out."""
 
     def copy(self) -> "RoutedForward":
-        """One that shares no memory with the tensors of this."""
         ids, weights = (None if tensor is None else tensor.clone() for tensor in self.routing)
         sums = {key: value.clone() for key, value in self.sums.items()}
         return self._replace(routing=Routing(ids, weights), count=self.count.clone(), sums=sums)
@@ -73,20 +67,15 @@ class LayerStatistics:
     """
 
     def __init__(self) -> None:
-        self.record: Record | None = None
-        """Of the last training forward, until it is taken."""
-        self.pending: dict[str, Tensor] = {}
-        """Counts of the step that is not finished yet, on this rank."""
-        self.window: dict[str, Tensor] = {}
-        """Counts of all steps since the window was last cleared, over all ranks."""
-        self.warned: set[int] = set()
-        """Dead experts that a warning has named."""
+        self.record: Record | None = None  # of the last training forward, until it is taken
+        self.pending: dict[str, Tensor] = {}  # counts of the step that is not finished yet, on this rank
+        self.window: dict[str, Tensor] = {}  # counts of all steps since the window was last cleared, over all ranks
+        self.warned: set[int] = set()  # dead experts that a warning has named
         self._calls: list[RoutedForward] | None = None
 
     # What a forward does.
 
     def wants(self, training: bool) -> bool:
-        """Whether a forward that runs now is to be kept."""
         # Activation checkpointing runs forwards again during backward: these were counted the first time.
         again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         return not again and (training or self._calls is not None)
@@ -110,12 +99,10 @@ class LayerStatistics:
     # From the record to the step, from the step to the window.
 
     def take_record(self) -> Record | None:
-        """The last training forward's record; a second call gets None."""
         record, self.record = self.record, None
         return record
 
     def add(self, sums: Mapping[str, Tensor]) -> None:
-        """A micro-batch's counts to those of the unfinished step."""
         for key, value in sums.items():
             value = value.detach()
             # A copy: under torch.compile(mode="reduce-overhead") the next forward writes over what this one returned.
@@ -127,13 +114,11 @@ class LayerStatistics:
         return before
 
     def end_step(self) -> None:
-        """The step's counts, by now those of all ranks, go into the window."""
         for key, value in self.exchange_pending({}).items():
             self.window[key] = self.window[key] + value if key in self.window else value
         self.record = None  # left behind by checkpointing's recomputation
 
     def load(self, opened: Tensor | None) -> "LoadStatistics | None":
-        """How evenly the window's tokens used the experts; None if the window has no load."""
         if "load" not in self.window:
             return None
         untaken = int(self.window["untaken"]) if "untaken" in self.window else None
@@ -141,17 +126,11 @@ class LayerStatistics:
         return load_statistics_of(self.window["load"], tokens, dropped, opened, untaken)
 
     def newly_dead(self, load: "LoadStatistics") -> list[int]:
-        """The experts without a token in ``load`` that no earlier call has named."""
         new = set(load.dead) - self.warned if load.tokens else set()
         self.warned |= new
         return sorted(new)
 
-    def clear_window(self) -> None:
-        """Begin a new window."""
-        self.window = {}
-
     def restore(self, window: dict[str, Tensor], warned: Iterable[int]) -> None:
-        """Put back what a checkpoint kept between two steps."""
         self.window, self.warned = window, set(warned)
 
     # Where tokens go.

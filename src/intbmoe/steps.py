@@ -1,17 +1,13 @@
 """What a training loop calls, for a whole model: ``aux_loss``, ``before_step``, ``after_step``.
 
-    loss = task_loss(model(x)) + intbmoe.aux_loss(model)     # once per micro-batch
-    loss.backward()
-    intbmoe.before_step(model, optimizer)
-    optimizer.step()
-    intbmoe.after_step(model, optimizer)
-
-Each forward of a layer overwrites its one record and ``aux_loss`` consumes it: recomputation under non-reentrant
-activation checkpointing therefore counts nothing twice.
+loss = task_loss(model(x)) + intbmoe.aux_loss(model)     # once per micro-batch
+loss.backward()
+intbmoe.before_step(model, optimizer)
+optimizer.step()
+intbmoe.after_step(model, optimizer)
 """
 
 from collections.abc import Callable, Iterable
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -71,14 +67,11 @@ def after_step(model: nn.Module, optimizer: Any = None) -> None:
 
 def _families(model: nn.Module) -> Iterable[tuple[type[MoELayer], list[MoELayer]]]:
     """The model's training layers by class, so that a method with one state per model sees all its layers."""
-
-    def name(layer: MoELayer) -> str:
-        return f"{type(layer).__module__}.{type(layer).__qualname__}"
-
-    layers = sorted((layer for _, layer in moe_layers(model) if layer.training), key=name)
-    for _, members in groupby(layers, key=name):
-        members = list(members)
-        yield type(members[0]), members
+    families: dict[type[MoELayer], list[MoELayer]] = {}
+    for _, layer in moe_layers(model):
+        if layer.training:
+            families.setdefault(type(layer), []).append(layer)
+    return sorted(families.items(), key=lambda family: f"{family[0].__module__}.{family[0].__qualname__}")
 
 
 def _all_reduce(sums: list[dict[str, Tensor]]) -> None:

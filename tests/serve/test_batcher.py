@@ -49,7 +49,7 @@ def test_a_request_larger_than_the_budget_is_computed_alone():
 def test_batches_shrink_to_half_the_latency_budget():
     batcher = make(budget_s=0.06, batch_tokens=10_000, queue=1000)
     for tokens in (10, 100, 20, 50):
-        batcher.learn(tokens, 0.010 + 0.0001 * tokens)
+        batcher.cost.learn(tokens, 0.010 + 0.0001 * tokens)
     for key in range(500):
         batcher.submit(Ticket(key, 1, 100.0))
     assert len(batcher.take().batch) == pytest.approx(200, abs=1)  # 30 ms = 10 ms + 200 tokens
@@ -58,7 +58,7 @@ def test_batches_shrink_to_half_the_latency_budget():
 def test_where_the_fixed_cost_takes_half_the_budget_batches_are_still_made():
     batcher = make(budget_s=0.06, batch_tokens=10_000, queue=1000)
     for tokens in (10, 100, 20, 50):
-        batcher.learn(tokens, 0.040 + 0.0001 * tokens)
+        batcher.cost.learn(tokens, 0.040 + 0.0001 * tokens)
     for key in range(500):
         assert batcher.submit(Ticket(key, 1, 100.0)) is None
     assert len(batcher.take().batch) == pytest.approx(400, abs=1)  # as long again as what is fixed
@@ -67,7 +67,7 @@ def test_where_the_fixed_cost_takes_half_the_budget_batches_are_still_made():
 def test_no_more_batches_are_expected_than_requests():
     batcher = make(budget_s=0.06, batch_tokens=10, queue=1000)
     for tokens in (100, 200, 300):
-        batcher.learn(tokens, 0.010 + 0.00001 * tokens)
+        batcher.cost.learn(tokens, 0.010 + 0.00001 * tokens)
     for key in range(3):
         batcher.submit(Ticket(key, 200, 100.0))
     assert batcher.expected_wait() == pytest.approx(3 * 0.012)
@@ -75,7 +75,7 @@ def test_no_more_batches_are_expected_than_requests():
 
 def test_the_bound_refuses_and_says_when_to_come_again():
     batcher = make(queue=2)
-    batcher.learn(1, 0.5)
+    batcher.cost.learn(1, 0.5)
     for key in range(2):
         assert batcher.submit(Ticket(key, 1, 100.0)) is None
     refusal = batcher.submit(Ticket("more", 1, 100.0))
@@ -87,7 +87,7 @@ def test_the_bound_refuses_and_says_when_to_come_again():
 def test_what_cannot_be_answered_in_time_is_refused_at_once():
     clock = Clock()
     batcher = make(clock)
-    batcher.learn(10, 0.1)
+    batcher.cost.learn(10, 0.1)
     assert batcher.submit(Ticket("first", 10, clock.now + 0.05)) is None  # an empty queue lets an estimate be corrected
     refusal = batcher.submit(Ticket("second", 10, clock.now + 0.15))
     assert "longer than" in refusal.reason
@@ -109,7 +109,7 @@ def test_expired_requests_are_not_computed():
 
 def test_cancelled_requests_leave_the_queue_and_its_tokens():
     batcher = make()
-    batcher.learn(10, 0.1)
+    batcher.cost.learn(10, 0.1)
     batcher.submit(Ticket("a", 10, 100.0))
     assert batcher.expected_wait() > 0
     assert batcher.cancel("a")
@@ -191,7 +191,7 @@ class EveryRequestEndsOnce(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 100), seconds=st.floats(1e-5, 0.5))
     def learn(self, tokens, seconds):
-        self.batcher.learn(tokens, seconds)
+        self.batcher.cost.learn(tokens, seconds)
 
     @precondition(lambda self: self.waiting)
     @rule()

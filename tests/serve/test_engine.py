@@ -191,7 +191,7 @@ def test_texts_that_wait_together_are_written_together(clock, tmp_path):
     engine = Engine(opened.encoder, Settings(artifact="", budget_ms=60), clock=clock)
     warm_up(engine, opened.golden)
     assert engine.batcher.step_cost.seconds(5) >= 0.01
-    engine.batcher.learn(5, 10.0)
+    engine.batcher.cost.learn(5, 10.0)
     for key in range(3):
         ask(engine, key, {"prompt": "ab", "max_tokens": 4}, stream=True)
     assert {reply.key for reply in engine.step()} == {0, 1, 2}

@@ -290,8 +290,8 @@ def test_a_process_that_talks_nonsense_is_ended_and_noticed(caplog):
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", program, str(theirs.fileno()), pass_fds=[theirs.fileno()]
             )
-        child = Child(process, ours)
-        reader, child._writer = await asyncio.open_connection(sock=ours)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        child = Child(process, writer)
         child.ended = asyncio.create_task(child._listen(reader, lambda child, message: None))
         return await asyncio.wait_for(child.watch(60), 10)
 

@@ -80,5 +80,5 @@ def test_workers_change_neither_order_nor_content():
 def test_steps_stand_in_place_of_epochs():
     plan = plan_batches(50, TrainSettings(batch=12, epochs=2.5, steps=7, warmup=9.0), 1)
     assert (plan.steps, plan.steps_per_epoch) == (7, 4)
-    with pytest.raises(ValueError, match=r"train\.steps=0"):
+    with pytest.raises(ValueError, match=r"steps=0 is not allowed"):
         TrainSettings(steps=0)

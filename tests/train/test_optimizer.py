@@ -7,8 +7,8 @@ from torch import nn
 
 import intbmoe
 from intbmoe.tasks.recipe import TrainSettings
+from intbmoe.train.build import learning_rate, make_optimizer, spared_from_decay
 from intbmoe.train.data import plan_batches
-from intbmoe.train.optimizer import learning_rate, make_optimizer, spared_from_decay
 
 ROUTING = {
     "deepseek": {"router.weight"},

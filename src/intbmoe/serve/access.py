@@ -12,15 +12,10 @@ AUTHORITY = re.compile(r"(\[[0-9a-fA-F:]+\]|[a-zA-Z0-9.-]+)(?::[0-9]+)?")
 
 
 class Access:
-    """A server's rules."""
-
     def __init__(self, settings: Settings) -> None:
         self._keys = settings.api_keys()
+        self.with_key = bool(self._keys)
         self._on_loopback = settings.on_loopback
-
-    @property
-    def with_key(self) -> bool:
-        return bool(self._keys)
 
     def authorise(self, headers: Mapping[str, str]) -> None:
         """Refuse, with 401, requests without one of the keys."""
@@ -47,13 +42,14 @@ class Access:
         if self._keys:
             return
         if not self._on_loopback:
-            message = "without a key, a server that others can reach is reloaded by SIGHUP to its supervisor only"
-            raise _forbidden(message)
+            raise _forbidden(
+                "without a key, a server that others can reach is reloaded by SIGHUP to its supervisor only"
+            )
         origin = headers.get("origin", "")
         for name, authority in (("Host", headers.get("host", "")), ("Origin", origin.partition("://")[2] or origin)):
             if authority and not is_loopback(authority):
-                message = f"without a key, {name} {authority[:100]!r} may not reload this server, only localhost may"
-                raise _forbidden(message)
+                who = f"{name} {authority[:100]!r}"
+                raise _forbidden(f"without a key, {who} may not reload this server, only localhost may")
 
 
 def is_loopback(authority: str) -> bool:

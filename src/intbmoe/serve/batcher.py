@@ -1,12 +1,12 @@
 """Which requests are computed together, and when: a bounded queue with a token budget and deadlines.
 
-Nothing here waits, sends or computes: a process calls ``submit``, ``cancel`` and ``take``, and tells ``learn`` how long
+Nothing here waits, sends or computes: a process calls ``submit``, ``cancel`` and ``take``, and tells ``cost`` how long
 a batch took. Every request ends exactly once: refused by ``submit``, cancelled, expired or taken (both by ``take``).
 
 Requests are taken in order of arrival, as soon as the model is free: while it computes, the next batch gathers, so
-batches grow with the load and an idle server answers at once. A batch costs what its padded
-rectangle costs (requests x longest). It is kept to what can be computed in half the latency budget, because a request
-may wait for one batch before it is in the next.
+batches grow with the load and an idle server answers at once. A batch costs what its padded rectangle costs (requests x
+longest). It is kept to what can be computed in half the latency budget, because a request may wait for one batch before
+it is in the next.
 """
 
 import math
@@ -15,33 +15,27 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-FORGET = 0.97
-"""Weight that earlier batches keep with each new one."""
+FORGET = 0.97  # weight that earlier batches keep with each new one
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """One request in the queue."""
-
     key: Hashable
     tokens: int
     deadline: float
-    payload: Any = None
+    encoded: Any = None
+    streamed: bool = False  # whether the client gets a text piece by piece
     arrived: float = 0.0
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a request was not accepted, and when to retry."""
-
     reason: str
     retry_after: float
 
 
 @dataclass
 class Taken:
-    """What ``take`` removed from the queue."""
-
     batch: list[Ticket] = field(default_factory=list)
     expired: list[Ticket] = field(default_factory=list)
 
@@ -54,15 +48,12 @@ class CostModel:
     """Seconds ≈ fixed + slope · tokens, by least squares over the batches so far, recent ones counting most."""
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._sums = [0.0] * 5  # of weights, tokens, seconds, tokens², tokens · seconds
         self._line: tuple[float, float] | None = (0.0, 0.0)
 
     def learn(self, tokens: float, seconds: float) -> None:
-        sums = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
-        kept = (self._weight, self._x, self._y, self._xx, self._xy)
-        self._weight, self._x, self._y, self._xx, self._xy = (
-            FORGET * old + new for old, new in zip(kept, sums, strict=True)
-        )
+        new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        self._sums = [FORGET * old + one for old, one in zip(self._sums, new, strict=True)]
         self._line = None
 
     def line(self) -> tuple[float, float]:
@@ -72,12 +63,11 @@ class CostModel:
         return self._line
 
     def _fit(self) -> tuple[float, float]:
-        x, y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - x * x
+        x, y, xx, xy = (total / self._sums[0] for total in self._sums[1:])
+        variance = xx - x * x
         if variance <= 1e-9 * max(x * x, 1.0):  # one size only: nothing shows what is fixed
             return 0.0, y / max(x, 1.0)
-        slope = (self._xy / self._weight - x * y) / variance
-        slope = min(max(slope, 0.0), y / x)
+        slope = min(max((xy - x * y) / variance, 0.0), y / x)
         return y - slope * x, slope
 
     def seconds(self, tokens: float) -> float:
@@ -85,7 +75,6 @@ class CostModel:
         return fixed + slope * tokens
 
     def tokens_within(self, seconds: float) -> float:
-        """The largest batch that should be computed in ``seconds``."""
         fixed, slope = self.line()
         return max(0.0, (seconds - fixed) / slope) if slope > 0 else math.inf
 
@@ -96,11 +85,8 @@ class Batcher:
     def __init__(
         self, *, budget_s: float, batch_tokens: int, queue: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.budget_s = budget_s
-        self.batch_tokens = batch_tokens
-        self.queue = queue
-        self.cost = CostModel()
-        """Of a whole batch."""
+        self.budget_s, self.batch_tokens, self.queue = budget_s, batch_tokens, queue
+        self.cost = CostModel()  # of a whole batch
         self.step_cost = self.cost
         """Of what the next batch has to wait for: for texts, which are written step by step, only the first step."""
         self._clock = clock
@@ -116,7 +102,6 @@ class Batcher:
         return len(self) >= self.queue or self._tokens >= self._most_tokens()
 
     def waiting(self) -> list[Hashable]:
-        """Keys in order of arrival."""
         return list(self._waiting)
 
     def submit(self, ticket: Ticket) -> Refusal | None:
@@ -138,7 +123,7 @@ class Batcher:
         return None
 
     def cancel(self, key: Hashable) -> bool:
-        """Forget a request whose client left; False if it is no longer waiting."""
+        """False if the request is no longer waiting."""
         ticket = self._waiting.pop(key, None)
         if ticket is not None:
             self._tokens -= ticket.tokens
@@ -159,9 +144,6 @@ class Batcher:
         for ticket in (*taken.batch, *taken.expired):
             self.cancel(ticket.key)
         return taken
-
-    def learn(self, padded_tokens: int, seconds: float) -> None:
-        self.cost.learn(padded_tokens, seconds)
 
     def expected_wait(self) -> float:
         """How long the waiting requests should keep the model busy."""

@@ -12,25 +12,18 @@ import asyncio
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEADERS_BYTES = 65_536
-LINGER_BYTES = 64 * 2**20
-"""How much of an already answered request is discarded."""
-TOLD = 256
-"""Connections beyond the limit that still get a 503; further ones are closed at once."""
-SENT_AHEAD = 64
-"""Pipelined requests that may wait for earlier answers; uvicorn itself has no limit."""
+LINGER_BYTES = 64 * 2**20  # how much of an already answered request is discarded
+TOLD = 256  # connections beyond the limit that still get a 503; further ones are closed at once
+SENT_AHEAD = 64  # pipelined requests that may wait for earlier answers; uvicorn itself has no limit
 
 
 def patient_protocol(seconds: float) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol with time limits: a client has ``seconds`` for a request's head and for the rest of a request
-    that was already answered, and while its answer does not fit the system's buffers it must read some of it every
-    ``seconds``.
-    """
+    """A client has ``seconds`` for a request's head, for the rest of an answered request, and to read some answer."""
 
     class Patient(HttpToolsProtocol):
         _limit: asyncio.TimerHandle | None = None
         _unread: asyncio.TimerHandle | None = None
-        _bytes = 0
-        """Of this head, or discarded."""
+        _bytes = 0  # of this head, or discarded
         _in_body = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:

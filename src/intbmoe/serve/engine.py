@@ -19,10 +19,10 @@ from intbmoe.export.golden import compare_answers
 from intbmoe.layer import moe_layers
 from intbmoe.routing import record_routing
 from intbmoe.serve.batcher import Batcher, CostModel, Taken, Ticket
-from intbmoe.serve.messages import ANSWER, BAD, EXPIRED, FAILED, PIECE, REFUSED
+from intbmoe.serve.messages import ANSWER, BAD, CANCEL, EXPIRED, FAILED, PIECE, REFUSED
 from intbmoe.serve.metrics import EngineMetrics
 from intbmoe.serve.settings import Settings
-from intbmoe.tasks.serving import Encoded, Predictor, RequestError
+from intbmoe.tasks.serving import Predictor, RequestError
 from intbmoe.tasks.serving.requests import from_wire, to_wire
 
 SAMPLE_EVERY_S = 1.0
@@ -32,38 +32,21 @@ log = logging.getLogger(__name__)
 
 
 class Reply(NamedTuple):
-    """A message for the client of a request."""
-
     key: Hashable
     kind: int
     content: tuple[Any, ...] = ()
 
 
 @dataclass
-class _Request:
-    """A ticket's payload."""
-
-    encoded: Encoded
-    streamed: bool
-    """Whether the client gets the text piece by piece."""
-
-
-@dataclass
 class _Text:
-    """A batch of texts being written."""
-
     stream: Any
     tickets: list[Ticket]
     going: set[int]
-    unread: int
-    """Padded tokens of the prompts until the first step, which is the longest, has read them."""
-    pieces: dict[int, list[str]] = field(default_factory=dict)
-    """So far, of texts that are sent whole."""
+    unread: int  # padded tokens of the prompts until the first step, which is the longest, has read them
+    pieces: dict[int, list[str]] = field(default_factory=dict)  # so far, of texts that are sent whole
 
 
 class Engine:
-    """A predictor behind a batcher."""
-
     def __init__(
         self,
         predictor: Predictor,
@@ -73,10 +56,7 @@ class Engine:
     ) -> None:
         self.predictor = predictor
         self.batcher = Batcher(
-            budget_s=settings.budget_ms / 1000,
-            batch_tokens=settings.batch_tokens,
-            queue=settings.queue,
-            clock=clock,
+            budget_s=settings.budget_ms / 1000, batch_tokens=settings.batch_tokens, queue=settings.queue, clock=clock
         )
         if predictor.streams:
             self.batcher.step_cost = CostModel()
@@ -88,7 +68,6 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether ``step`` has anything to do."""
         return len(self.batcher) > 0 or bool(self._texts)
 
     def submit(
@@ -96,11 +75,17 @@ class Engine:
     ) -> Reply | None:
         """Accept a request that has waited since it was ``sent`` (None), or say why not."""
         encoded = from_wire(content)
-        ticket = Ticket(
-            key, encoded.tokens, deadline, _Request(encoded, stream), self._clock() if sent is None else sent
-        )
-        refusal = self.batcher.submit(ticket)
+        arrived = self._clock() if sent is None else sent
+        refusal = self.batcher.submit(Ticket(key, encoded.tokens, deadline, encoded, stream, arrived))
         return None if refusal is None else Reply(key, REFUSED, (refusal.reason, refusal.retry_after))
+
+    def receive(self, kind: int, key: Hashable, *content: Any) -> list[Reply]:
+        """Take a front's message, ``ASK`` or ``CANCEL``; a refusal is the only reply there is at once."""
+        if kind == CANCEL:
+            self.cancel(key)
+            return []
+        refusal = self.submit(key, *content)
+        return [] if refusal is None else [refusal]
 
     def cancel(self, key: Hashable) -> None:
         if not self.batcher.cancel(key):
@@ -118,7 +103,6 @@ class Engine:
                 text.stream.drop(index)
 
     def step(self) -> list[Reply]:
-        """Compute the next batch, and the next token of texts."""
         replies: list[Reply] = []
         if len(self._texts) < self._most_texts:
             taken = self.batcher.take()
@@ -135,7 +119,7 @@ class Engine:
 
     def _answer(self, taken: Taken) -> list[Reply]:
         started = self._clock()
-        batch = [ticket.payload.encoded for ticket in taken.batch]
+        batch = [ticket.encoded for ticket in taken.batch]
         try:
             with self._sampling():
                 answers = self.predictor.answer(batch)
@@ -143,21 +127,20 @@ class Engine:
         except Exception:
             log.exception("a batch of %d failed; its requests are tried one by one", len(batch))
             return [self._answer_alone(ticket) for ticket in taken.batch]
-        self.batcher.learn(taken.padded_tokens, seconds)
+        self.batcher.cost.learn(taken.padded_tokens, seconds)
         if self._metrics is not None:
             self._metrics.compute_seconds.observe(seconds)
         return [Reply(ticket.key, ANSWER, (answer,)) for ticket, answer in zip(taken.batch, answers, strict=True)]
 
     def _answer_alone(self, ticket: Ticket) -> Reply:
         try:
-            return Reply(ticket.key, ANSWER, (self.predictor.answer([ticket.payload.encoded])[0],))
+            return Reply(ticket.key, ANSWER, (self.predictor.answer([ticket.encoded])[0],))
         except Exception as error:
             return _failure(ticket, error)
 
     def _start(self, tickets: list[Ticket]) -> list[Reply]:
-        batch: list[Encoded] = [ticket.payload.encoded for ticket in tickets]
         try:
-            stream = self.predictor.stream(batch)
+            stream = self.predictor.stream([ticket.encoded for ticket in tickets])
         except Exception as error:
             if len(tickets) == 1:
                 return [_failure(tickets[0], error)]
@@ -187,7 +170,7 @@ class Engine:
             if piece.index not in text.going:
                 continue
             ticket = text.tickets[piece.index]
-            if ticket.payload.streamed:
+            if ticket.streamed:
                 replies.append(Reply(ticket.key, PIECE, (piece.text, piece.finished)))
             else:
                 text.pieces.setdefault(piece.index, []).append(piece.text)
@@ -201,13 +184,12 @@ class Engine:
         """The same as ``Predictor.answer``, which would make other requests wait for the whole text."""
         ticket, ids = text.tickets[index], text.stream.ids[index]
         answer = {"text": "".join(text.pieces[index]), "new_tokens": len(ids), "score": text.stream.scores[index]}
-        answer["finished"] = finished
-        encoded = ticket.payload.encoded
         try:
-            explained = self.predictor.explain(encoded, ids) if encoded.payload.get("explain") else {}
+            wanted = ticket.encoded.payload.get("explain")
+            explained = self.predictor.explain(ticket.encoded, ids) if wanted else {}
         except Exception as error:
             return _failure(ticket, error)
-        return Reply(ticket.key, ANSWER, (answer | explained,))
+        return Reply(ticket.key, ANSWER, ({**answer, "finished": finished, **explained},))
 
     def _count(self, taken: Taken) -> None:
         if self._metrics is None or not taken.batch:
@@ -222,7 +204,6 @@ class Engine:
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        """Once per ``SAMPLE_EVERY_S``, count which blocks tokens take."""
         model = getattr(self.predictor, "model", None)
         if self._metrics is None or model is None or self._clock() - self._sampled < SAMPLE_EVERY_S:
             yield
@@ -270,7 +251,7 @@ def warm_up(engine: Engine, golden: Sequence[Mapping[str, Any]]) -> None:
         for few in (batch[:1], batch):
             started = time.monotonic()
             answers = predictor.answer(few)
-            engine.batcher.learn(len(few) * max(one.tokens for one in few), time.monotonic() - started)
+            engine.batcher.cost.learn(len(few) * max(one.tokens for one in few), time.monotonic() - started)
             for number, answer in enumerate(answers):
                 _check(golden[number], answer, f"golden request {number} in a batch of {len(few)}")
     if predictor.streams:
@@ -283,4 +264,4 @@ def warm_up(engine: Engine, golden: Sequence[Mapping[str, Any]]) -> None:
 def _check(entry: Mapping[str, Any], answer: dict[str, Any], which: str) -> None:
     difference = compare_answers(entry, answer)
     if difference is not None:
-        raise BrokenModelError(f"{which} is answered otherwise than at export: {difference}")
+        raise BrokenModelError(f"{which} is answered differently than at export: {difference}")

@@ -18,26 +18,20 @@ import torch
 
 from intbmoe.serve import messages
 from intbmoe.serve.engine import Engine, Reply, warm_up
-from intbmoe.serve.messages import Lines, inherited_socket, reason, to_line
+from intbmoe.serve.messages import Lines, reason, to_line
 from intbmoe.serve.metrics import EngineMetrics
 from intbmoe.serve.settings import Settings
 
 READ = 1024 * 1024
 ALIVE_EVERY_S = 1.0
-QUIET_S = 0.001
-"""How long to wait for the rest of a message."""
-GATHERING = 0.1
-"""Share of the budget to spend on that before a batch."""
+QUIET_S = 0.001  # how long to wait for the rest of a message
 log = logging.getLogger(__name__)
 
 
 class _Front:
-    """The connection of one front."""
-
     def __init__(self, connection: socket.socket, number: int) -> None:
         connection.setblocking(False)
-        self.socket = connection
-        self.number = number
+        self.socket, self.number = connection, number
         self.unpacker = messages.unpacker()
         self.received = 0
         self.unsent = bytearray()
@@ -48,17 +42,12 @@ class _Front:
 
 
 class EngineProcess:
-    """Carries messages between fronts and an ``Engine``."""
-
     def __init__(self, engine: Engine, listener: socket.socket, control: socket.socket) -> None:
-        self._engine = engine
-        self._listener = listener
-        self._control = control
+        self._engine, self._listener, self._control = engine, listener, control
         self._lines = Lines()
         self._fronts: dict[int, _Front] = {}
         self._accepted = 0
-        self._draining = False
-        self._supervised = True
+        self._draining, self._supervised = False, True
         self._told_alive = 0.0
         self._selector = selectors.DefaultSelector()
         for source in (listener, control):
@@ -66,20 +55,24 @@ class EngineProcess:
             self._selector.register(source, selectors.EVENT_READ, source)
 
     def run(self) -> None:
-        """Run until drained, or until the supervisor is gone."""
         while self._supervised and not (self._draining and not self._fronts):
             self._listen(0 if self._engine.busy else ALIVE_EVERY_S / 2)
             self._gather()
             if self._engine.busy:
                 self._send(self._engine.step())
-            self._say_alive()
+            if time.monotonic() - self._told_alive >= ALIVE_EVERY_S:
+                self._told_alive = time.monotonic()
+                tell(self._control, {"event": "alive"})
 
     def _listen(self, seconds: float) -> bool:
         """Read what has arrived, or arrives within ``seconds``; False if nothing did."""
         ready = self._selector.select(seconds)
         for key, events in ready:
             if key.data is self._listener:
-                self._accept()
+                connection, _ = self._listener.accept()
+                self._accepted += 1
+                front = self._fronts[self._accepted] = _Front(connection, self._accepted)
+                self._selector.register(connection, selectors.EVENT_READ, front)
             elif key.data is self._control:
                 self._read_control()
             else:
@@ -89,16 +82,10 @@ class EngineProcess:
     def _gather(self) -> None:
         """Read messages that do not fit a socket's buffer: it holds an image or two, and a batch should have more."""
         batcher = self._engine.batcher
-        end = time.monotonic() + GATHERING * batcher.budget_s
+        end = time.monotonic() + 0.1 * batcher.budget_s
         while len(batcher) and not batcher.full and time.monotonic() < end:
             if not any(front.within_a_message for front in self._fronts.values()) or not self._listen(QUIET_S):
                 return
-
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        self._accepted += 1
-        front = self._fronts[self._accepted] = _Front(connection, self._accepted)
-        self._selector.register(connection, selectors.EVENT_READ, front)
 
     def _read_control(self) -> None:
         try:
@@ -125,18 +112,8 @@ class EngineProcess:
                 return
             front.received += len(data)
             front.unpacker.feed(data)
-            for message in front.unpacker:
-                self._receive(front, message)
-
-    def _receive(self, front: _Front, message: list[Any]) -> None:
-        kind, number, *rest = message
-        key = (front.number, number)
-        if kind == messages.ASK:
-            refusal = self._engine.submit(key, *rest)
-            if refusal is not None:
-                self._send([refusal])
-        elif kind == messages.CANCEL:
-            self._engine.cancel(key)
+            for kind, number, *rest in front.unpacker:
+                self._send(self._engine.receive(kind, (front.number, number), *rest))
 
     def _send(self, replies: list[Reply]) -> None:
         touched = {}
@@ -169,12 +146,6 @@ class EngineProcess:
         front.socket.close()
         self._engine.cancel_all(lambda key: key[0] == front.number)
 
-    def _say_alive(self) -> None:
-        now = time.monotonic()
-        if now - self._told_alive >= ALIVE_EVERY_S:
-            self._told_alive = now
-            tell(self._control, {"event": "alive"})
-
 
 def tell(control: socket.socket, message: dict[str, Any]) -> None:
     """Send the supervisor a message; if it is gone, reading from it will show that."""
@@ -185,8 +156,8 @@ def tell(control: socket.socket, message: dict[str, Any]) -> None:
 
 
 def main(args: list[str]) -> None:
-    """Load, warm up, report ready, serve."""
-    settings, artifact, path, control = Settings.from_json(args[0]), args[1], args[2], inherited_socket(int(args[3]))
+    settings, artifact, path = Settings.from_json(args[0]), args[1], args[2]
+    control = socket.socket(fileno=int(args[3]))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine %(process)d: %(message)s")
     try:
         torch.set_num_threads(settings.engine_threads())

@@ -27,19 +27,18 @@ from intbmoe.serve.page import page_response
 from intbmoe.serve.settings import Settings
 from intbmoe.tasks.serving import RequestError
 
-LARGE_BODY = 65_536
-"""From this size on a request is encoded in a thread, so that others do not wait."""
-Reload = Callable[[], Awaitable[dict[str, Any]]]
+LARGE_BODY = 65_536  # from this size on a request is encoded in a thread, so that others do not wait
 
 
 class Front:
-    """Everything between a client's connection and the engines."""
-
-    def __init__(self, settings: Settings, dispatcher: Dispatcher, metrics: FrontMetrics, reload: Reload) -> None:
-        self._settings = settings
-        self._dispatcher = dispatcher
-        self._metrics = metrics
-        self._reload = reload
+    def __init__(
+        self,
+        settings: Settings,
+        dispatcher: Dispatcher,
+        metrics: FrontMetrics,
+        reload: Callable[[], Awaitable[dict[str, Any]]],
+    ) -> None:
+        self._settings, self._dispatcher, self._metrics, self._reload = settings, dispatcher, metrics, reload
         self._access = Access(settings)
         self._memory = BodyMemory(settings.body_memory_bytes)
         self._document: tuple[int, Response] | None = None
@@ -250,7 +249,6 @@ async def _encode(call: Call, served: ServedVersion, size: int) -> None:
 
 
 async def _watch(request: Request, call: Call) -> None:
-    """End the call when the client leaves."""
     message = await request.receive()
     if message["type"] == "http.disconnect":
         call.finish(LEFT)
@@ -259,8 +257,14 @@ async def _watch(request: Request, call: Call) -> None:
 JSON_KINDS = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The object in a request's body; raises ``HttpError``."""
     try:
         content = DECODER.decode(body.decode())
     except (ValueError, RecursionError) as error:
@@ -281,13 +285,6 @@ def _is_streamed(content: Mapping[str, Any]) -> bool:
     return streamed
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-DECODER = json.JSONDecoder(parse_constant=_no_constant)
-
-
 def _content_of(outcome: Outcome, seconds: float) -> Any:
     """The answer; raises the ``HttpError`` of any other outcome."""
     if outcome.name == "answered":
@@ -300,8 +297,7 @@ def _content_of(outcome: Outcome, seconds: float) -> Any:
         headers = {"retry-after": str(max(1, math.ceil(wait)))}
         raise HttpError(429, f"too many requests: {reason}", outcome="refused", headers=headers)
     if outcome.name == "expired":
-        message = f"no answer within the {1000 * seconds:g} ms of this request"
-        raise HttpError(504, message, outcome="expired")
+        raise HttpError(504, f"no answer within the {1000 * seconds:g} ms of this request", outcome="expired")
     if outcome.name == "unavailable":
         raise HttpError(503, outcome.content[0], outcome="unavailable", headers={"retry-after": "1"})
     if outcome.name == "left":
@@ -310,12 +306,9 @@ def _content_of(outcome: Outcome, seconds: float) -> Any:
 
 
 async def _standard_error(request: Request, error: HTTPException) -> Response:
-    return json_response(
-        {"error": {"status": error.status_code, "message": f"{request.method} {request.url.path}: {error.detail}"}},
-        error.status_code,
-        error.headers,
-    )
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return HttpError(error.status_code, message, outcome="bad", headers=error.headers).response()
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return json_response({"error": {"status": 500, "message": "an error in the server; its log says more"}}, 500)
+    return HttpError(500, "an error in the server; its log says more", outcome="failed").response()

@@ -22,18 +22,15 @@ import uvloop
 from intbmoe.serve.connection import patient_protocol
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, ServedVersion
-from intbmoe.serve.messages import Lines, inherited_socket, reason, to_line
+from intbmoe.serve.messages import Lines, reason, to_line
 from intbmoe.serve.metrics import FrontMetrics
 from intbmoe.serve.settings import Settings
 
-LAME_S = 0.2
-"""Between "not ready" and closing the port; answers during this time ask clients to reconnect."""
+LAME_S = 0.2  # between "not ready" and closing the port; answers during this time ask clients to reconnect
 ALIVE_EVERY_S = 1.0
-TOLD_S = 0.1
-"""For a last message to the supervisor to leave this process."""
+TOLD_S = 0.1  # for a last message to the supervisor to leave this process
 READ = 65_536
-SPARE_FILES = 512
-"""Besides clients' connections: those beyond the limit that get a 503, engines, metrics."""
+SPARE_FILES = 512  # besides clients' connections: those beyond the limit that get a 503, engines, metrics
 log = logging.getLogger(__name__)
 
 
@@ -42,13 +39,10 @@ class OtherVersionError(RuntimeError):
 
 
 class FrontProcess:
-    """Runs the HTTP server and does what the supervisor says."""
-
     def __init__(self, settings: Settings, listener: socket.socket, when: str, control: socket.socket) -> None:
         self._when_ready = when == "when-ready"
         self._ready = asyncio.Event()
-        self._listener = listener
-        self._control = control
+        self._listener, self._control = listener, control
         self._metrics = FrontMetrics()
         self._dispatcher = Dispatcher(self._metrics.retries.inc)
         self._front = Front(settings, self._dispatcher, self._metrics, self._reload)
@@ -75,7 +69,6 @@ class FrontProcess:
         )
 
     async def run(self) -> None:
-        """Run until drained, or until the supervisor is gone."""
         reader, self._writer = await asyncio.open_connection(sock=self._control)
         listening = asyncio.create_task(self._obey(reader))
         breathing = asyncio.create_task(self._say_alive())
@@ -114,7 +107,7 @@ class FrontProcess:
             await asyncio.sleep(ALIVE_EVERY_S)
 
     async def _change(self, wanted: dict[str, Any]) -> None:
-        """Make the version that the supervisor describes ready, or the current one; or give it its engines."""
+        """Prepare or serve the version that the supervisor describes, and report back."""
         number = wanted["number"]
         try:
             served = await self._served(wanted)
@@ -168,7 +161,6 @@ class FrontProcess:
         return served
 
     async def _abandon(self, number: int) -> None:
-        """The prepared version will not be served after all."""
         async with self._opening:
             if self._prepared is not None and self._prepared.number == number:
                 self._prepared.retire()
@@ -206,14 +198,13 @@ def allow_files(count: int) -> None:
 
 
 def main(args: list[str]) -> None:
-    """Serve until told to stop."""
     settings = Settings.from_json(args[0])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s front %(process)d: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     allow_files(settings.connections + SPARE_FILES)
 
     async def run() -> None:
-        listener, control = inherited_socket(int(args[1])), inherited_socket(int(args[3]))
+        listener, control = socket.socket(fileno=int(args[1])), socket.socket(fileno=int(args[3]))
         await FrontProcess(settings, listener, args[2], control).run()
 
     uvloop.run(run())

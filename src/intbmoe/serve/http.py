@@ -28,17 +28,14 @@ class HttpError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.outcome = outcome
+        self.status, self.outcome, self.headers = status, outcome, dict(headers or {})
         self.content = {"status": status, "message": message, **({} if field is None else {"field": field})}
-        self.headers = dict(headers or {})
 
     def response(self) -> Response:
         return json_response({"error": self.content}, self.status, self.headers)
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON response."""
     return Response(ENCODER.encode(content).encode(), status, headers, media_type=JSON)
 
 
@@ -48,9 +45,7 @@ class TextStream(Response):
     def __init__(self, events: AsyncIterator[tuple[str, Any]], as_lines: bool, patience_s: float) -> None:
         super().__init__(headers={"cache-control": "no-store"}, media_type=LINES if as_lines else EVENTS)
         del self.headers["content-length"]
-        self._events = events
-        self._as_lines = as_lines
-        self._patience_s = patience_s
+        self._events, self._as_lines, self._patience_s = events, as_lines, patience_s
         self._ending = ExitStack()
 
     def at_end(self, work: Callable[[], None]) -> None:
@@ -76,12 +71,6 @@ class TextStream(Response):
         return f"event: {name}\ndata: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
 
 
-CLOSE = {"connection": "close"}
-"""After a request that came too slowly, so that nobody waits for the rest of it."""
-DIGITS = 18
-"""A longer number of bytes is too large whatever the limit."""
-
-
 class BodyMemory:
     """The total size of request bodies in a front, from when a request announces its body until it has ended."""
 
@@ -90,14 +79,10 @@ class BodyMemory:
         self.held = 0
 
     def take(self, size: int) -> None:
-        """Refuse, with 429, what would be too much."""
         if self.held + size > self.most:
             message = f"too many requests: their bodies take {self.held} of {self.most} bytes"
             raise HttpError(429, message, outcome="refused", headers={"retry-after": "1"})
         self.held += size
-
-    def give_back(self, size: int) -> None:
-        self.held -= size
 
 
 class Share:
@@ -114,8 +99,8 @@ class Share:
             self._size = size
 
     def give_back(self) -> None:
-        size, self._size = self._size, 0
-        self._memory.give_back(size)
+        self._memory.held -= self._size
+        self._size = 0
 
 
 async def read_body(
@@ -129,7 +114,8 @@ async def read_body(
     if headers.get("content-type", JSON).partition(";")[0].strip().lower() != JSON:
         raise HttpError(415, f"a request is JSON: send 'Content-Type: {JSON}'", outcome="bad")
     length = headers.get("content-length", "0")
-    announced = int(length) if length.isdecimal() and len(length) <= DIGITS else most + 1
+    # A number of more than 18 digits is too large whatever the limit.
+    announced = int(length) if length.isdecimal() and len(length) <= 18 else most + 1
     _require_size(announced, most)
     share.hold(announced)
     parts, size = [], 0
@@ -142,7 +128,8 @@ async def read_body(
                 parts.append(part)
     except TimeoutError:
         message = f"the request did not arrive within {patience_s:g} s"
-        raise HttpError(408, message, outcome="too_slow", headers=CLOSE) from None
+        # Closing, so that nobody waits for the rest of it.
+        raise HttpError(408, message, outcome="too_slow", headers={"connection": "close"}) from None
     return b"".join(parts)
 
 

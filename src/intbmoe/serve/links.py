@@ -18,12 +18,9 @@ from intbmoe.serve import messages
 from intbmoe.serve.loading import Opened
 from intbmoe.tasks.serving.requests import RequestError, to_wire
 
-MOST_SENDS = 2
-"""A request whose first two engines died is not sent to a third: it may be what kills them."""
-
+MOST_SENDS = 2  # a request whose first two engines died is not sent to a third: it may be what kills them
 UNSENT_BYTES = 64 * 2**20
 """Limit of a front's buffer of requests that an engine has not read; they stay in it after their clients were told."""
-RETRY_S = 1.0
 
 
 class Outcome(NamedTuple):
@@ -49,17 +46,14 @@ class Call:
 
     def __init__(self, request: Mapping[str, Any], deadline: float, stream: bool = False) -> None:
         loop = asyncio.get_running_loop()
-        self.request = request
-        self.deadline = deadline
+        self.request, self.deadline = request, deadline
         self.done: asyncio.Future[Outcome] = loop.create_future()
         self.pieces: asyncio.Queue[str | None] | None = asyncio.Queue() if stream else None
         self.served: ServedVersion | None = None
         self.content = b""
-        self.tokens = 0
-        self.number = 0
+        self.tokens = self.number = self.sends = 0
         self.link: Line | None = None
-        self.sends = 0
-        self._received = 0  # characters of the text from the current engine
+        self.received = 0  # characters of the text from the current engine
         self._passed_on = 0  # characters passed on to the client
         self._timer = loop.call_later(max(0.0, deadline - time.monotonic()), self.finish, EXPIRED)
 
@@ -72,14 +66,10 @@ class Call:
     def begun(self) -> bool:
         return self._passed_on > 0
 
-    def start_over(self) -> None:
-        """Another engine writes the text from its beginning: what the client already has is skipped."""
-        self._received = 0
-
     def add_piece(self, text: str, finished: str | None) -> None:
-        new = text[max(0, self._passed_on - self._received) :]
-        self._received += len(text)
-        self._passed_on = max(self._passed_on, self._received)
+        new = text[max(0, self._passed_on - self.received) :]
+        self.received += len(text)
+        self._passed_on = max(self._passed_on, self.received)
         if new and self.pieces is not None:
             self.pieces.put_nowait(new)
         if finished is not None:
@@ -101,8 +91,7 @@ class Line(ABC):
     """The calls to one engine, however messages get there: a socket, or a queue in the same process."""
 
     def __init__(self) -> None:
-        self.load = 0
-        """Tokens in flight."""
+        self.load = 0  # tokens in flight
         self._given_up = 0  # of these, tokens of calls that ended here since the engine was last heard from
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
@@ -144,7 +133,6 @@ class Line(ABC):
             self._post(messages.CANCEL, call.number)
 
     def deliver(self, kind: int, number: int, *content: Any) -> None:
-        """Take a message of the engine about a call."""
         self.load -= self._given_up
         self._given_up = 0
         call = self._calls.get(number)
@@ -157,12 +145,9 @@ class Line(ABC):
 
 
 class Link(Line, asyncio.Protocol):
-    """The connection to the process of an engine."""
-
     def __init__(self, path: str, on_lost: Callable[["Link", list[Call]], None]) -> None:
         super().__init__()
-        self.path = path
-        self._on_lost = on_lost
+        self.path, self._on_lost = path, on_lost
         self._unpacker = messages.unpacker()
         self._transport: asyncio.Transport | None = None
         self._retired = False
@@ -209,11 +194,8 @@ class Link(Line, asyncio.Protocol):
 
 
 class ServedVersion:
-    """An artifact's encoder with the links to the engines that serve it."""
-
     def __init__(self, number: int, opened: Opened) -> None:
-        self.number = number
-        self.opened = opened
+        self.number, self.opened = number, opened
         self.action: str = opened.encoder.action
         self.links: dict[str, Line] = {}
         self.connecting = asyncio.Lock()
@@ -226,12 +208,7 @@ class ServedVersion:
             link.retire()
 
     def least_loaded(self) -> Line | None:
-        """The engine to ask next; None if none is connected."""
-        best = None
-        for link in self.links.values():
-            if link.is_open and (best is None or link.load < best.load):
-                best = link
-        return best
+        return min((link for link in self.links.values() if link.is_open), key=lambda link: link.load, default=None)
 
     def retire(self) -> None:
         """Another version serves now: close each link when its calls have ended."""
@@ -241,19 +218,15 @@ class ServedVersion:
 
 
 class Dispatcher:
-    """Sends calls to the engines of the current version."""
-
     def __init__(self, on_retry: Callable[[], None] = lambda: None) -> None:
         self.current: ServedVersion | None = None
         self._on_retry = on_retry
 
     @property
     def ready(self) -> bool:
-        """Whether a request would find an engine."""
         return self.current is not None and self.current.least_loaded() is not None
 
     async def connect(self, served: ServedVersion, path: str) -> None:
-        """Open a link to a ready engine, unless there is one."""
         async with served.connecting:
             if path in served.links:
                 return
@@ -281,7 +254,7 @@ class Dispatcher:
         if link is None:
             call.finish(Outcome("unavailable", ("no engine is running at the moment",)))
         elif not link.has_room:
-            call.finish(Outcome("refused", ("the engine has not read those before it", RETRY_S)))
+            call.finish(Outcome("refused", ("the engine has not read those before it", 1.0)))
         else:
             link.send(call)
 
@@ -293,5 +266,5 @@ class Dispatcher:
                 call.finish(Outcome("unavailable", ("the engines that had this request died",)))
                 continue
             self._on_retry()
-            call.start_over()
+            call.received = 0  # the other engine writes the text anew; what the client already has is skipped
             self.send(call)

@@ -14,11 +14,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Opened:
-    """An artifact's encoder or predictor, and facts about it."""
-
     version: str
-    about: Mapping[str, Any]
-    """For ``/v1/model``."""
+    about: Mapping[str, Any]  # for ``/v1/model``
     encoder: Predictor
     golden: list[dict[str, Any]]
 

@@ -13,25 +13,20 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from intbmoe.serve import messages
 from intbmoe.serve.engine import Engine, Reply, warm_up
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, Line, Outcome, ServedVersion
 from intbmoe.serve.metrics import EngineMetrics, FrontMetrics
 from intbmoe.serve.settings import Settings
 
-LAST_ANSWERS_S = 1.0
-"""Time to answer the clients of an engine that died."""
+LAST_ANSWERS_S = 1.0  # time to answer the clients of an engine that died
 log = logging.getLogger(__name__)
 
 
 class ThreadLine(Line):
-    """The calls to an engine in a thread of this process."""
-
     def __init__(self, engine: Engine, on_death: Callable[[], None]) -> None:
         super().__init__()
-        self._on_death = on_death
-        self._engine = engine
+        self._engine, self._on_death = engine, on_death
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._died = False
@@ -51,32 +46,23 @@ class ThreadLine(Line):
     def _run(self) -> None:
         try:
             while True:
-                self._hand_over(self._deliver_all, self._next_replies())
+                replies = [] if self._engine.busy else self._engine.receive(*self._inbox.get())
+                while not self._inbox.empty():
+                    replies += self._engine.receive(*self._inbox.get())
+                if self._engine.busy:
+                    replies += self._engine.step()
+                self._hand_over(self._deliver_all, replies)
         except Exception:
             log.exception("the engine has ended: nothing is answered any more, this process must be restarted")
             self._died = True  # before clients are told: requests that come meanwhile must find it closed
             self._hand_over(self._end_all)
 
-    def _next_replies(self) -> list[Reply]:
-        replies = [] if self._engine.busy else self._receive(*self._inbox.get())
-        while not self._inbox.empty():
-            replies += self._receive(*self._inbox.get())
-        return replies + self._engine.step() if self._engine.busy else replies
-
     def _hand_over(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Call ``work`` in the event loop's thread."""
         try:
             self._loop.call_soon_threadsafe(work, *arguments)
         except RuntimeError:
             if not self._loop.is_closed():  # if it is, the clients are gone
                 raise
-
-    def _receive(self, kind: int, number: int, *content: Any) -> list[Reply]:
-        if kind == messages.CANCEL:
-            self._engine.cancel(number)
-            return []
-        refusal = self._engine.submit(number, *content)
-        return [] if refusal is None else [refusal]
 
     def _deliver_all(self, replies: list[Reply]) -> None:
         for reply in replies:

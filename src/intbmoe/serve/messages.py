@@ -26,7 +26,6 @@ Every front prepares a new version before any of them serves it: if one refuses 
 """
 
 import json
-import socket
 from typing import Any
 
 import msgpack
@@ -39,7 +38,6 @@ OWN = ("intbmoe", "__main__")
 
 
 def pack(*message: Any) -> bytes:
-    """A message between front and engine as bytes."""
     return msgpack.packb(message)
 
 
@@ -49,27 +47,18 @@ def unpacker() -> msgpack.Unpacker:
 
 
 def to_line(message: dict[str, Any]) -> bytes:
-    """A message to or from the supervisor as bytes."""
     return json.dumps(message).encode() + b"\n"
 
 
 class Lines:
-    """Turns the pieces that arrive from a socket into messages."""
-
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that ``data`` completes."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LONGEST_LINE:
             raise ValueError(f"a control message is longer than {LONGEST_LINE} bytes")
         return [json.loads(line) for line in lines if line]
-
-
-def inherited_socket(descriptor: int) -> socket.socket:
-    """A process's end of the line to its supervisor."""
-    return socket.socket(fileno=descriptor)
 
 
 def reason(error: Exception) -> str:

@@ -8,9 +8,9 @@ files does not grow however often a process is replaced.
 import fcntl
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -18,44 +18,19 @@ from prometheus_client.mmap_dict import MmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-COUNTED = ("counter", "histogram")
-"""Kinds of metrics that outlive their process."""
-THE_DEAD = "0"
-"""In place of a process id."""
 log = logging.getLogger(__name__)
 LATENCIES = (
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.15,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
-    60,
-)
+    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60
+)  # fmt: skip
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_gauge = partial(Gauge, multiprocess_mode="livesum")  # summed over the processes that are alive
 
 
 class FrontMetrics:
-    """What a front counts."""
-
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        registry = self.registry = registry or CollectorRegistry()
-        requests = Counter(
-            "intbmoe_requests", "Requests by action and outcome.", ["action", "outcome"], registry=registry
-        )
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=registry), partial(_gauge, registry=registry)
+        requests = counter("intbmoe_requests", "Requests by action and outcome.", ["action", "outcome"])
         seconds = Histogram(
             "intbmoe_request_seconds",
             "From the request's head to its answer, of those that were answered; for a stream, to its first piece.",
@@ -63,13 +38,11 @@ class FrontMetrics:
             buckets=LATENCIES,
             registry=registry,
         )
-        self.in_flight = _gauge("intbmoe_requests_in_flight", "Requests being answered.", registry)
-        self.body_bytes = _gauge("intbmoe_body_bytes", "Bytes of the bodies of requests being answered.", registry)
-        self.retries = Counter(
-            "intbmoe_retries", "Requests sent to another engine because theirs died.", registry=registry
-        )
-        self.streams = Counter("intbmoe_streams", "Streamed texts, by how they ended.", ["outcome"], registry=registry)
-        self.reloads = Counter("intbmoe_reloads", "Reloads asked for, by outcome.", ["outcome"], registry=registry)
+        self.in_flight = gauge("intbmoe_requests_in_flight", "Requests being answered.")
+        self.body_bytes = gauge("intbmoe_body_bytes", "Bytes of the bodies of requests being answered.")
+        self.retries = counter("intbmoe_retries", "Requests sent to another engine because theirs died.")
+        self.streams = counter("intbmoe_streams", "Streamed texts, by how they ended.", ["outcome"])
+        self.reloads = counter("intbmoe_reloads", "Reloads asked for, by outcome.", ["outcome"])
         # Looking up a labelled counter costs more than adding to it.
         self._requests, self._seconds = cache(requests.labels), cache(seconds.labels)
 
@@ -81,36 +54,20 @@ class FrontMetrics:
 
 
 class EngineMetrics:
-    """What an engine counts."""
-
     def __init__(self, version: str, registry: CollectorRegistry | None = None) -> None:
-        registry = self.registry = registry or CollectorRegistry()
-        self.queue_seconds = Histogram(
-            "intbmoe_queue_seconds",
-            "From a front's sending a request to the batch that it is in.",
-            buckets=LATENCIES,
-            registry=registry,
-        )
-        self.compute_seconds = Histogram(
-            "intbmoe_compute_seconds", "Time of the model for a batch.", buckets=LATENCIES, registry=registry
-        )
-        self.batch_requests = Histogram(
-            "intbmoe_batch_requests", "Requests in a batch.", buckets=BATCHES, registry=registry
-        )
-        self.tokens = Counter("intbmoe_tokens", "Tokens computed, by use.", ["use"], registry=registry)
-        self.waiting = _gauge("intbmoe_queue_requests", "Requests that wait.", registry)
-        self.block_tokens = Counter(
-            "intbmoe_block_tokens",
-            "Tokens each block was chosen for, in a sample of batches.",
-            ["layer", "block"],
-            registry=registry,
-        )
-        _gauge("intbmoe_model_engines", "Engines that serve a version.", registry, ["version"]).labels(version).set(1)
-
-
-def _gauge(name: str, text: str, registry: CollectorRegistry, labels: Sequence[str] = ()) -> Gauge:
-    """Summed over the processes that are alive."""
-    return Gauge(name, text, labels, registry=registry, multiprocess_mode="livesum")
+        registry = registry or CollectorRegistry()
+        counter, gauge = partial(Counter, registry=registry), partial(_gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        waited = "From a front's sending a request to the batch that it is in."
+        self.queue_seconds = histogram("intbmoe_queue_seconds", waited, buckets=LATENCIES)
+        computed = "Time of the model for a batch."
+        self.compute_seconds = histogram("intbmoe_compute_seconds", computed, buckets=LATENCIES)
+        self.batch_requests = histogram("intbmoe_batch_requests", "Requests in a batch.", buckets=BATCHES)
+        self.tokens = counter("intbmoe_tokens", "Tokens computed, by use.", ["use"])
+        self.waiting = gauge("intbmoe_queue_requests", "Requests that wait.")
+        chosen = "Tokens each block was chosen for, in a sample of batches."
+        self.block_tokens = counter("intbmoe_block_tokens", chosen, ["layer", "block"])
+        gauge("intbmoe_model_engines", "Engines that serve a version.", ["version"]).labels(version).set(1)
 
 
 def read_metrics(own: CollectorRegistry) -> tuple[bytes, str]:
@@ -124,18 +81,16 @@ def read_metrics(own: CollectorRegistry) -> tuple[bytes, str]:
 
 
 def forget_process(pid: int, folder: Path) -> None:
-    """A process has ended: drop its gauges, keep its counts."""
     mark_process_dead(pid, str(folder))
     try:
         with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):  # a reader may be stopped: do not wait for it
-            for kind in COUNTED:
-                _hand_over(folder / f"{kind}_{pid}.db", folder / f"{kind}_{THE_DEAD}.db")
+            for kind in ("counter", "histogram"):  # those that outlive their process, in the file of process 0
+                _hand_over(folder / f"{kind}_{pid}.db", folder / f"{kind}_0.db")
     except Exception as error:  # its file stays, and is read as it is
         log.warning("the figures of process %d stay in a file of their own: %s", pid, error)
 
 
 def _hand_over(source: Path, target: Path) -> None:
-    """Add the counts of one file to another, and remove it."""
     if not source.exists():
         return
     counted = list(MmapedDict.read_all_values_from_file(str(source)))

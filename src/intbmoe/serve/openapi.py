@@ -6,6 +6,7 @@ from intbmoe.registry import find_task, list_tasks
 from intbmoe.serve.http import EVENTS, JSON, LINES
 from intbmoe.serve.loading import Opened
 from intbmoe.serve.settings import Settings
+from intbmoe.tasks.serving import Predictor
 from intbmoe.version import program_version
 
 DEADLINE = "x-deadline-ms"
@@ -20,6 +21,10 @@ ERRORS = {
     "503": "No engine is running at the moment.",
     "504": "There was no answer before the request's deadline.",
 }
+RELOAD_ERRORS = {
+    "409": "The artifact is broken, or a reload is under way; the old one serves on.",
+    "403": "Without a key, only a server that listens on loopback is reloaded, by clients that call it so.",
+}
 UNAUTHORISED = {"401": "The key is missing or wrong."}
 
 
@@ -30,9 +35,21 @@ def known_actions() -> list[str]:
 
 
 def describe(opened: Opened, settings: Settings, *, with_key: bool) -> dict[str, Any]:
-    """The document, with the one action that this artifact has."""
-    encoder, action = opened.encoder, opened.encoder.action
-    errors = ERRORS | UNAUTHORISED if with_key else ERRORS
+    encoder, unauthorised = opened.encoder, UNAUTHORISED if with_key else {}
+    not_ready, open_to_all = {"503": "Not ready."}, {"security": []}
+    about = "What is served: version, limits, the schema of a request."
+    model = _operation(about, _answer(), unauthorised | not_ready) | ({} if with_key else open_to_all)
+    live = _operation("The process answers.", _answer(), not_ready) | open_to_all
+    ready = _operation("A warmed-up engine is connected.", _answer(), not_ready) | open_to_all
+    reload = _operation(
+        "Load the artifact's folder again, check it, and switch to it without a pause.",
+        _answer("The new version serves."),
+        RELOAD_ERRORS | unauthorised,
+        operationId="reload",
+    )
+    metrics = _answer("Prometheus' text format.", **{"text/plain": "string"})
+    error = {"status": {"type": "integer"}, "message": {"type": "string"}, "field": {"type": "string"}}
+    error_schema = {"type": "object", "properties": error, "required": ["status", "message"]}
     document = {
         "openapi": "3.1.0",
         "info": {
@@ -41,14 +58,14 @@ def describe(opened: Opened, settings: Settings, *, with_key: bool) -> dict[str,
             "description": f"{opened.about.get('method', 'a model')}, version {opened.version}: {encoder.summary}",
         },
         "paths": {
-            f"/v1/{action}": {"post": _ask(opened, settings, errors)},
-            "/v1/model": {"get": _get("What is served: version, limits, the schema of a request.", with_key)},
-            "/v1/reload": {"post": _reload(with_key)},
-            "/health/live": {"get": _get("The process answers.", False)},
-            "/health/ready": {"get": _get("A warmed-up engine is connected.", False, {"503": "Not ready."})},
-            "/metrics": {"get": _metrics(with_key)},
+            f"/v1/{encoder.action}": {"post": _ask(encoder, settings, ERRORS | unauthorised)},
+            "/v1/model": {"get": model},
+            "/v1/reload": {"post": reload},
+            "/health/live": {"get": live},
+            "/health/ready": {"get": ready},
+            "/metrics": {"get": _operation("Figures over all processes.", metrics, unauthorised)},
         },
-        "components": {"schemas": {"Error": _error_schema()}},
+        "components": {"schemas": {"Error": {"type": "object", "properties": {"error": error_schema}}}},
     }
     if with_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -56,67 +73,33 @@ def describe(opened: Opened, settings: Settings, *, with_key: bool) -> dict[str,
     return document
 
 
-def _ask(opened: Opened, settings: Settings, errors: dict[str, str]) -> dict[str, Any]:
-    encoder = opened.encoder
-    content = {JSON: {"schema": {"type": "object"}}}
-    if encoder.streams:
-        content |= {EVENTS: {"schema": {"type": "string"}}, LINES: {"schema": {"type": "string"}}}
-    return {
-        "summary": encoder.summary,
-        "operationId": encoder.action,
-        "parameters": [
-            {
-                "name": DEADLINE,
-                "in": "header",
-                "required": False,
-                "description": "Milliseconds after which the answer is of no use, "
-                f"at most {1000 * settings.deadline_s(encoder.streams):g}.",
-                "schema": {"type": "number", "minimum": 1},
-            }
-        ],
-        "requestBody": {"required": True, "content": {JSON: {"schema": encoder.request_schema}}},
-        "responses": {
-            "200": {
-                "description": "The answer.",
-                "content": content,
-                "headers": {"x-model-version": {"schema": {"type": "string"}}},
-            },
-            **_responses(errors),
-        },
+def _ask(encoder: Predictor, settings: Settings, errors: dict[str, str]) -> dict[str, Any]:
+    kinds = {JSON: "object"} | ({EVENTS: "string", LINES: "string"} if encoder.streams else {})
+    most = 1000 * settings.deadline_s(encoder.streams)
+    deadline = {
+        "name": DEADLINE,
+        "in": "header",
+        "required": False,
+        "description": f"Milliseconds after which the answer is of no use, at most {most:g}.",
+        "schema": {"type": "number", "minimum": 1},
     }
+    return _operation(
+        encoder.summary,
+        _answer(**kinds) | {"headers": {"x-model-version": {"schema": {"type": "string"}}}},
+        errors,
+        operationId=encoder.action,
+        parameters=[deadline],
+        requestBody={"required": True, "content": {JSON: {"schema": encoder.request_schema}}},
+    )
 
 
-def _get(summary: str, with_key: bool, more: dict[str, str] | None = None) -> dict[str, Any]:
-    errors = (more or {}) | (UNAUTHORISED if with_key else {}) | ({} if more else {"503": "Not ready."})
-    answer = {"description": "The answer.", "content": {JSON: {"schema": {"type": "object"}}}}
-    described = {"summary": summary, "responses": {"200": answer, **_responses(errors)}}
-    return described if with_key else {**described, "security": []}
-
-
-def _metrics(with_key: bool) -> dict[str, Any]:
-    answer = {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
-    errors = UNAUTHORISED if with_key else {}
-    return {"summary": "Figures over all processes.", "responses": {"200": answer, **_responses(errors)}}
-
-
-def _reload(with_key: bool) -> dict[str, Any]:
-    errors = {"409": "The artifact is broken, or a reload is under way; the old one serves on."}
-    errors |= {"403": "Without a key, only a server that listens on loopback is reloaded, by clients that call it so."}
-    errors |= UNAUTHORISED if with_key else {}
-    answer = {"description": "The new version serves.", "content": {JSON: {"schema": {"type": "object"}}}}
-    return {
-        "summary": "Load the artifact's folder again, check it, and switch to it without a pause.",
-        "operationId": "reload",
-        "responses": {"200": answer, **_responses(errors)},
-    }
-
-
-def _responses(errors: dict[str, str]) -> dict[str, Any]:
+def _operation(summary: str, answer: dict[str, Any], errors: dict[str, str], **more: Any) -> dict[str, Any]:
     content = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return {status: {"description": text, "content": content} for status, text in errors.items()}
+    failures = {status: {"description": text, "content": content} for status, text in errors.items()}
+    return {"summary": summary, **more, "responses": {"200": answer, **failures}}
 
 
-def _error_schema() -> dict[str, Any]:
-    properties = {"status": {"type": "integer"}, "message": {"type": "string"}, "field": {"type": "string"}}
-    error = {"type": "object", "properties": properties, "required": ["status", "message"]}
-    return {"type": "object", "properties": {"error": error}}
+def _answer(description: str = "The answer.", **kinds: str) -> dict[str, Any]:
+    """A good response: a JSON object, or one of ``kinds``, by media type."""
+    content = {kind: {"schema": {"type": schema}} for kind, schema in (kinds or {JSON: "object"}).items()}
+    return {"description": description, "content": content}

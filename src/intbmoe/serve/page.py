@@ -51,7 +51,6 @@ def _page() -> tuple[bytes, dict[str, str]]:
 
 
 def page_response(known: str = "") -> Response:
-    """The page over HTTP, or 304 where ``known``, the request's If-None-Match, names it."""
     body, headers = _page()
     tags = [tag.strip().removeprefix("W/") for tag in known.split(",")]
     if headers["etag"] in tags:

@@ -28,13 +28,10 @@ log = logging.getLogger(__name__)
 class Child:
     """``python -m MODULE ARGUMENTS… CONTROL`` in a session of its own; ``on_event`` gets its messages."""
 
-    def __init__(self, process: asyncio.subprocess.Process, line: socket.socket) -> None:
-        self.process = process
+    def __init__(self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter) -> None:
+        self.process, self._writer = process, writer
         self.started = time.monotonic()
-        self.heard: float | None = None
-        """When its last message came."""
-        self._line = line
-        self._writer: asyncio.StreamWriter | None = None
+        self.heard: float | None = None  # when its last message came
         self.ended: asyncio.Task[int] | None = None
 
     @classmethod
@@ -44,7 +41,7 @@ class Child:
         arguments: Sequence[str],
         *,
         pass_fds: Sequence[int] = (),
-        environment: dict[str, str] | None = None,
+        environment: dict[str, str],
         on_event: Tell,
     ) -> "Child":
         """Start the process; Ctrl-C in a terminal reaches the supervisor alone."""
@@ -60,10 +57,10 @@ class Child:
                 pass_fds=(theirs.fileno(), *pass_fds),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **environment},
             )
-        child = cls(process, ours)
-        reader, child._writer = await asyncio.open_connection(sock=ours)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        child = cls(process, writer)
         child.ended = asyncio.create_task(child._listen(reader, on_event))
         return child
 
@@ -94,7 +91,6 @@ class Child:
         return self.ended.result()
 
     async def end(self, seconds: float) -> None:
-        """Wait for its end, and kill it if that takes longer than ``seconds``."""
         done, _ = await asyncio.wait({self.ended}, timeout=seconds)
         if not done:
             self.kill()
@@ -127,8 +123,6 @@ class StartError(RuntimeError):
 
 @dataclass(frozen=True)
 class Folders:
-    """Where a server's processes keep sockets and metrics."""
-
     sockets: Path
     figures: Path
 
@@ -138,35 +132,24 @@ class Folders:
 
 
 class EngineGroup:
-    """The engines of one version. ``on_change`` is called when an engine came or went; ``on_other`` starts a reload,
-    when the folder's content is no longer what the others serve.
-    """
+    """The engines of one version; ``on_other`` starts a reload when its folder holds another."""
 
     def __init__(
         self, number: int, artifact: str, settings: Settings, folders: Folders, on_other: Callable[[], asyncio.Task]
     ) -> None:
-        self.number = number
-        self.artifact = artifact
+        self.number, self.artifact, self.on_other = number, artifact, on_other
         self.version = ""
-        self.on_other = on_other
-        self.on_change: Callable[[], None] = lambda: None
-        self._settings = settings
-        self._folders = folders
+        self.on_change: Callable[[], None] = lambda: None  # an engine came or went
+        self._settings, self._folders = settings, folders
         self._ready: dict[Child, asyncio.Future[str]] = {}
         self._paths: dict[Child, str] = {}
         self._keepers: list[asyncio.Task] = []
         self._started = 0
-        self._ending = False
-
-    @property
-    def sockets(self) -> list[str]:
-        """Of the ready engines."""
-        return [path for child, path in self._paths.items() if child.is_running and _is_ready(self._ready[child])]
 
     def describe(self) -> dict[str, Any]:
-        """For fronts: what is served, and by which engines."""
-        about = {"number": self.number, "artifact": self.artifact, "version": self.version}
-        return {**about, "engines": self.sockets}
+        """For fronts: what is served, and the sockets of the engines that are ready."""
+        ready = [path for child, path in self._paths.items() if child.is_running and _is_ready(self._ready[child])]
+        return {"number": self.number, "artifact": self.artifact, "version": self.version, "engines": ready}
 
     async def start(self) -> None:
         """Start all engines and keep them running; raises ``StartError`` unless all become ready."""
@@ -186,7 +169,6 @@ class EngineGroup:
 
     async def drain(self, seconds: float) -> None:
         """Let every engine finish its requests; fronts already send new ones elsewhere."""
-        self._ending = True
         for keeper in self._keepers:
             keeper.cancel()
         children = list(self._paths)
@@ -207,12 +189,11 @@ class EngineGroup:
     async def _start_one(self) -> Child:
         self._started += 1
         path = str(self._folders.sockets / f"{self.number}.{self._started}")
-        arguments = [self._settings.to_json(), self.artifact, path]
         # Without these, numeric libraries would take all cores in each engine.
         threads = str(self._settings.engine_threads())
         child = await Child.start(
             "intbmoe.serve.engine_process",
-            arguments,
+            [self._settings.to_json(), self.artifact, path],
             environment={**self._folders.environment, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
             on_event=self._hear,
         )
@@ -224,12 +205,10 @@ class EngineGroup:
         child.kill()
         await asyncio.wait({child.ended})
         self._forget(child)
+        ended = f"an engine ended with status {child.ended.result()}"
         if not ready.done():
-            code = child.ended.result()
-            raise StartError(f"an engine ended with status {code}, or was not ready after {START_S:g} s")
-        if ready.exception() is not None:
-            raise ready.exception()
-        raise StartError(f"an engine ended with status {child.ended.result()} as soon as it was ready")
+            raise StartError(f"{ended}, or was not ready after {START_S:g} s")
+        raise ready.exception() or StartError(f"{ended} as soon as it was ready")
 
     def _hear(self, child: Child, message: dict[str, Any]) -> None:
         ready = self._ready.setdefault(child, asyncio.get_running_loop().create_future())
@@ -239,7 +218,6 @@ class EngineGroup:
             ready.set_exception(StartError(message["why"]))
 
     async def _keep(self, child: Child) -> None:
-        """Whenever the engine dies, or is silent for too long, replace it."""
         pause = FIRST_PAUSE_S
         while True:
             status = await child.watch(self._settings.hang_s)

@@ -13,8 +13,7 @@ from intbmoe.settings import Checked, MustBe, Positive, PositiveInt
 
 LOADER = "intbmoe.serve.loading"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-STREAM_DEADLINE_MS = 60_000.0
-"""Default deadline of generated text, which is read while it is written."""
+STREAM_DEADLINE_MS = 60_000.0  # default deadline of generated text, which is read while it is written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +70,10 @@ class Settings(Checked):
 
     @property
     def body_memory_bytes(self) -> int:
-        """``body_memory_mb`` in bytes."""
         return int(self.body_memory_mb * 2**20)
 
     @property
     def on_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
         return self.host in LOOPBACK
 
     def deadline_s(self, streams: bool) -> float:
@@ -85,12 +82,10 @@ class Settings(Checked):
         return (self.deadline_ms or usual) / 1000
 
     def engine_threads(self) -> int:
-        """CPU threads of each engine's model."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return self.threads or max(1, (cores - self.fronts) // self.workers)
 
     def api_keys(self) -> tuple[bytes, ...]:
-        """The keys in ``api_key_file``; empty if no key is needed."""
         if self.api_key_file is None:
             return ()
         try:

@@ -35,7 +35,9 @@ def serve(settings: Settings, say: Callable[[str], None]) -> None:
     settings.check()
     folder = Path(tempfile.mkdtemp(prefix="intbmoe-"))
     try:
-        _require_short(folder)
+        if len(os.fsencode(folder)) > LONGEST_PATH:
+            where = f"the folder for temporary files, {str(folder.parent)!r},"
+            raise OSError(f"{where} has too long a path for sockets: set TMPDIR to a shorter one, such as /tmp")
         folders = Folders(folder / "sockets", folder / "figures")
         folders.sockets.mkdir()
         folders.figures.mkdir()
@@ -44,35 +46,22 @@ def serve(settings: Settings, say: Callable[[str], None]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _require_short(folder: Path) -> None:
-    """Raise if sockets in this folder could not be opened."""
-    if len(os.fsencode(folder)) > LONGEST_PATH:
-        where = f"the folder for temporary files, {str(folder.parent)!r},"
-        raise OSError(f"{where} has too long a path for sockets: set TMPDIR to a shorter one, such as /tmp")
-
-
 class _Asked:
     """What fronts were told to do, and the answer of each: None if it did, or the reason why not."""
 
     def __init__(self, number: int, event: str) -> None:
-        self.number = number
-        self.event = event
+        self.number, self.event = number, event
         self.answers: dict[Child, asyncio.Future[str | None]] = {}
 
     def answer(self, child: Child, why: str | None) -> None:
-        """One has answered, or ended."""
         answer = self.answers.get(child)
         if answer is not None and not answer.done():
             answer.set_result(why)
 
 
 class Supervisor:
-    """Owns the listeners, the fronts and the engines of the current version."""
-
     def __init__(self, settings: Settings, folders: Folders, say: Callable[[str], None]) -> None:
-        self._settings = settings
-        self._folders = folders
-        self._say = say
+        self._settings, self._folders, self._say = settings, folders, say
         self._listeners: list[socket.socket] = []
         self._fronts: dict[int, Child] = {}
         self._engines: EngineGroup | None = None
@@ -85,7 +74,6 @@ class Supervisor:
         self._ending = False
 
     async def run(self) -> None:
-        """Run until a signal comes and everything has ended."""
         self._stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -123,8 +111,7 @@ class Supervisor:
         return self._engines is not None and bool(self._engines.version)
 
     async def _start_first(self) -> None:
-        engines = self._new_engines()
-        self._engines = engines
+        engines = self._engines = self._new_engines()
         async with self._reloading:  # fronts are asked one thing at a time
             await engines.start()
             refusals = await self._ask_fronts("serve", engines)
@@ -137,44 +124,40 @@ class Supervisor:
         # A link that is moved to another version is followed now; these engines stay with where it leads today.
         artifact, on_other = os.path.realpath(self._settings.artifact), lambda: self._start(self._reload_by_signal())
         engines = EngineGroup(self._versions, artifact, self._settings, self._folders, on_other)
-        engines.on_change = lambda: self._tell_fronts() if engines is self._engines else None
+
+        def tell_fronts() -> None:
+            if engines is self._engines:
+                for child in self._fronts.values():
+                    self._tell_front(child)
+
+        engines.on_change = tell_fronts
         self._engine_groups.add(engines)
         return engines
 
     async def _keep_front(self, number: int) -> None:
-        pause = FIRST_PAUSE_S
+        pause, listener = FIRST_PAUSE_S, self._listeners[number].fileno()
         while True:
             try:
-                child = await self._start_front(self._listeners[number])
+                child = await Child.start(
+                    "intbmoe.serve.front_process",
+                    [self._settings.to_json(), str(listener), "when-ready" if self._is_serving else "at-once"],
+                    pass_fds=[listener],
+                    environment={**self._folders.environment, "OMP_NUM_THREADS": "1"},
+                    on_event=self._hear,
+                )
             except OSError as error:
                 log.error("a front could not be started: %s", error)
             else:
                 self._fronts[number] = child
                 self._tell_front(child)
                 status = await child.watch(self._settings.hang_s)
-                self._forget_front(child, status)
+                forget_process(child.pid, self._folders.figures)
+                if self._asked is not None:
+                    self._asked.answer(child, f"it ended with status {status}")
                 log.error("front %d ended with status %s: another is started", child.pid, status)
                 pause = FIRST_PAUSE_S if time.monotonic() - child.started > LONGEST_PAUSE_S else pause
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
-
-    async def _start_front(self, listener: socket.socket) -> Child:
-        return await Child.start(
-            "intbmoe.serve.front_process",
-            [self._settings.to_json(), str(listener.fileno()), "when-ready" if self._is_serving else "at-once"],
-            pass_fds=[listener.fileno()],
-            environment={**self._folders.environment, "OMP_NUM_THREADS": "1"},
-            on_event=self._hear,
-        )
-
-    def _forget_front(self, child: Child, status: int) -> None:
-        forget_process(child.pid, self._folders.figures)
-        if self._asked is not None:
-            self._asked.answer(child, f"it ended with status {status}")
-
-    def _tell_fronts(self) -> None:
-        for child in self._fronts.values():
-            self._tell_front(child)
 
     def _tell_front(self, child: Child) -> None:
         if self._is_serving:
@@ -210,8 +193,17 @@ class Supervisor:
             old, new = self._engines, self._new_engines()
             try:
                 await new.start()
-                await self._prepare_fronts(new)
-                await self._switch_to(new)
+                # Every front opens the artifact and connects to its engines; none serves it until all have.
+                for child, why in (await self._ask_fronts("prepare", new)).items():
+                    raise StartError(f"{self._name(child)} cannot serve version {new.version}: {why}")
+                self._engines = new  # from here on there is no way back
+                for child, why in (await self._ask_fronts("serve", new)).items():
+                    log.error(
+                        "%s did not switch and is ended; its successor serves the new version: %s",
+                        self._name(child),
+                        why,
+                    )
+                    child.kill()
             except (StartError, OSError) as error:
                 return {"ok": False, "why": f"version {old.version} serves on: {error}"}
             except Exception as error:  # the client waits for an answer
@@ -224,18 +216,6 @@ class Supervisor:
                     await new.kill()
             self._start(old.drain(max(self._settings.drain_s, self._settings.deadline_s(streams=True))))
             return {"ok": True, "version": new.version, "previous": old.version}
-
-    async def _prepare_fronts(self, engines: EngineGroup) -> None:
-        """Have every front open the artifact and connect to its engines; none serves it until all have."""
-        for child, why in (await self._ask_fronts("prepare", engines)).items():
-            raise StartError(f"{self._name(child)} cannot serve version {engines.version}: {why}")
-
-    async def _switch_to(self, engines: EngineGroup) -> None:
-        """Switch all fronts, which are prepared: from here on there is no way back."""
-        self._engines = engines
-        for child, why in (await self._ask_fronts("serve", engines)).items():
-            log.error("%s did not switch and is ended, its successor will have: %s", self._name(child), why)
-            child.kill()
 
     async def _ask_fronts(self, do: str, engines: EngineGroup) -> dict[Child, str]:
         """Tell all fronts to prepare or serve the version of ``engines``; of those that do not, the reasons."""
@@ -297,8 +277,10 @@ def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
     listeners = []
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if count > 1:
-            _require_unused(family, kind, protocol, address)
+        if count > 1:  # sockets that share a port would share it with another server too: it must be free
+            with socket.socket(family, kind, protocol) as alone:
+                alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                alone.bind(address)
         for _ in range(count):
             listener = socket.socket(family, kind, protocol)
             listeners.append(listener)
@@ -313,10 +295,3 @@ def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
             listener.close()
         raise OSError(f"cannot listen on {host}:{port}: {error}; choose another with --host or --port") from error
     return listeners
-
-
-def _require_unused(family: int, kind: int, protocol: int, address: Any) -> None:
-    """Raise if another server listens: sockets that share a port would share it with that server too."""
-    with socket.socket(family, kind, protocol) as alone:
-        alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        alone.bind(address)

@@ -13,15 +13,6 @@ from intbmoe.train.loop import train
 from intbmoe.train.run import RunDirectory, find_runs
 
 __all__ = [
-    "DamagedFileError",
-    "DiskFullError",
-    "NonFiniteLossError",
-    "RunConflictError",
-    "RunDirectory",
-    "TrainingError",
-    "TrainingInterrupted",
-    "evaluate",
-    "find_runs",
-    "load",
-    "train",
-]
+    "DamagedFileError", "DiskFullError", "NonFiniteLossError", "RunConflictError", "RunDirectory", "TrainingError",
+    "TrainingInterrupted", "evaluate", "find_runs", "load", "train",
+]  # fmt: skip

@@ -18,23 +18,17 @@ from intbmoe.train.errors import CaptureError
 
 WARM_UPS = 2
 """Forwards and backwards before the recording, in which libraries choose algorithms and kernels are compiled."""
-MOST_GRAPHS = 16
-"""Different shapes of batches; each holds its own memory."""
-
-Signature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+MOST_GRAPHS = 16  # different shapes of batches; each holds its own memory
 
 
 @dataclass(frozen=True)
 class _Recording:
     graph: torch.cuda.CUDAGraph
-    batch: Batch
-    """Where the graph reads."""
+    batch: Batch  # where the graph reads
     totals: Tensor
     gradients: list[Tensor | None]
-    sums: list[dict[str, Tensor]]
-    """What each MoE layer counted."""
-    addresses: list[int]
-    """Where parameters and buffers were: a graph goes on reading there, whatever the module says."""
+    sums: list[dict[str, Tensor]]  # what each MoE layer counted
+    addresses: list[int]  # where parameters and buffers were: a graph goes on reading there, whatever the module says
 
 
 class CapturedBackward:
@@ -44,7 +38,7 @@ class CapturedBackward:
         self.backward, self.model = backward, model
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.statistics = [layer.statistics for _, layer in moe_layers(model)]
-        self.recordings: dict[Signature, _Recording] = {}
+        self.recordings: dict[tuple, _Recording] = {}  # by names, shapes and types of the batch
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -101,17 +95,13 @@ class CapturedBackward:
             statistics.exchange_pending({})
 
     def _hand_on(self, recording: _Recording) -> None:
-        """The replay's gradients and counts to where an ordinary backward leaves them.
-
-        The first micro-batch of a step lends the graph's own gradients; a second one moves them out first, since its
-        replay would overwrite them.
-        """
+        """The replay's gradients and counts to where an ordinary backward leaves them."""
         added, values = [], []
         for parameter, gradient in zip(self.parameters, recording.gradients, strict=True):
             if gradient is None:
                 continue
             if parameter.grad is None:
-                parameter.grad = gradient
+                parameter.grad = gradient  # lent to a step's first micro-batch: see ``own_gradients``
             else:
                 added.append(parameter.grad)
                 values.append(gradient)

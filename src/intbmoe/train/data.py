@@ -1,10 +1,9 @@
 """Which examples form which step, who reads them, and the seeds of all that is random.
 
 The examples of an epoch are put in an order that follows from (seed, epoch) and cut into global batches; the last,
-incomplete one is left out, so that every step has equally many (another epoch has another order, so nothing is left out
-for good). A set smaller than one batch is a batch by itself. Each rank takes a contiguous part of a global batch, and
-each micro-batch a contiguous part of that: the number of devices and what one holds do not change which examples form a
-step. Any step can be the first, without reading those before it.
+incomplete one is left out. A set smaller than one batch is a batch by itself. Each rank takes a contiguous part of a
+global batch, and each micro-batch a contiguous part of that: the number of devices and what one holds do not change
+which examples form a step. Any step can be the first, without reading those before it.
 
 Nothing random in training has a memory: each step's numbers follow from (seed, purpose, step, rank). A resumed run
 therefore needs no generator state, and evaluating in between disturbs nothing.
@@ -25,7 +24,6 @@ from intbmoe.train.errors import TrainingError
 
 
 def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
-    """A seed of 63 bits that differs whenever an argument does."""
     text = "/".join([purpose, str(seed), *map(str, numbers)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
@@ -39,25 +37,15 @@ def make_generator(seed: int, purpose: str, *numbers: int) -> torch.Generator:
 class BatchPlan:
     """How a global batch is shared out, and how many of them training takes."""
 
-    examples: int
-    """Size of the training set."""
-    batch: int
-    """Examples of a step, over all ranks."""
-    micro: int
-    """Examples a rank takes at a time."""
-    accumulation: int
-    """Micro-batches of a rank in a step."""
+    examples: int  # size of the training set
+    batch: int  # examples of a step, over all ranks
+    micro: int  # examples a rank takes at a time
+    accumulation: int  # micro-batches of a rank in a step
     world: int
     steps_per_epoch: int
-    steps: int
-    """Optimizer steps of the whole training."""
-
-    def epoch_of(self, step: int) -> int:
-        """The epoch, from 0, that step ``step`` (from 0) belongs to."""
-        return step // self.steps_per_epoch
+    steps: int  # optimizer steps of the whole training
 
     def epochs_to_steps(self, epochs: float) -> int:
-        """The nearest number of steps, at least 1."""
         return max(1, round(epochs * self.steps_per_epoch))
 
 
@@ -83,7 +71,6 @@ def plan_batches(examples: int, settings: TrainSettings, world: int) -> BatchPla
 
 
 def epoch_order(examples: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order of all examples in an epoch."""
     return torch.randperm(examples, generator=make_generator(seed, "order", epoch))
 
 
@@ -92,8 +79,7 @@ class MicroBatch(NamedTuple):
 
     step: int
     epoch: int
-    offset: int
-    """Place of the first example in the global batch."""
+    offset: int  # place of the first example in the global batch
     indices: list[int]
 
 
@@ -101,7 +87,7 @@ def micro_batches(plan: BatchPlan, seed: int, rank: int, first_step: int) -> Ite
     """All that ``rank`` reads from ``first_step`` on, in order."""
     order, ordered = None, None
     for step in range(first_step, plan.steps):
-        epoch = plan.epoch_of(step)
+        epoch = step // plan.steps_per_epoch
         if epoch != ordered:
             order, ordered = epoch_order(plan.examples, seed, epoch), epoch
         start = step % plan.steps_per_epoch * plan.batch

@@ -3,13 +3,12 @@
 Started plainly there is one process; under ``torchrun`` there are many, each with the whole model (DDP), or with
 shards of it (FSDP2) where ``ACCELERATE_USE_FSDP=true FSDP_VERSION=2`` is set, as ``accelerate launch`` does.
 accelerate finds the device and the process group, replicates and casts. Sharding calls torch's ``fully_shard`` itself:
-accelerate (1.15) silently skips FSDP where the ranks have no GPU, and one way for both can be tested.
+accelerate (1.15) silently skips FSDP where the ranks have no GPU, and a single path for both can be tested.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 import torch._functorch.config
@@ -36,11 +35,9 @@ def compile_in_place(model: nn.Module) -> None:
 
     It goes block by block if every mixture lies in a block: equal blocks share a graph, and a deep model is compiled as
     fast as a shallow one.
-
-    Backward passes are compiled as they are run, outside of autocast. Left alone, the compiler puts them under the
-    forward's autocast, inside of which what a layer does in float32 (routers, hypernetworks) would get its gradients
-    from bfloat16 products.
     """
+    # Left alone, the compiler puts backward passes under the forward's autocast: what a layer does in float32 (routers,
+    # hypernetworks) would get its gradients from bfloat16 products.
     torch._functorch.config.backward_pass_autocast = "off"
     blocks = stacked_blocks(model)
     inside = {id(module) for block in blocks for module in block.modules()}
@@ -55,9 +52,9 @@ class Ranks:
         # accelerate keeps one state per process and refuses another precision: a later run may have one.
         AcceleratorState._reset_state()
         self.accelerator = Accelerator(
-            cpu=not torch.cuda.is_available(),
-            mixed_precision="bf16" if precision == "bfloat16" else "no",
+            cpu=not torch.cuda.is_available(), mixed_precision="bf16" if precision == "bfloat16" else "no"
         )
+        self.autocast, self.wait = self.accelerator.autocast, self.accelerator.wait_for_everyone
         self.device: torch.device = self.accelerator.device
         self.world: int = self.accelerator.num_processes
         self.rank: int = self.accelerator.process_index
@@ -90,9 +87,6 @@ class Ranks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
 
-    def autocast(self) -> Any:
-        return self.accelerator.autocast()
-
     @contextmanager
     def accumulating(self, model: nn.Module, last: bool) -> Iterator[None]:
         """Gradients are exchanged in the backward of a step's last micro-batch only."""
@@ -108,16 +102,11 @@ class Ranks:
         return values
 
     def from_main(self, number: int) -> int:
-        """The main process's number, on every rank."""
         if self.world == 1:
             return number
         message = torch.tensor([number], dtype=torch.int64, device=self.device)
         dist.broadcast(message, src=0)
         return int(message)
-
-    def wait(self) -> None:
-        """Wait until all ranks are here."""
-        self.accelerator.wait_for_everyone()
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
@@ -130,7 +119,6 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def assign(target: Tensor, value: Tensor) -> None:
-    """Copy a whole tensor into one that may be sharded."""
     if hasattr(target, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor
 

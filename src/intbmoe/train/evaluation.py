@@ -15,12 +15,10 @@ from intbmoe.train.files import read_tensors
 from intbmoe.train.resume import restore_model
 from intbmoe.train.run import RunDirectory
 
-BATCH = 256
-"""Examples a device takes at a time, where the recipe does not say."""
+BATCH = 256  # examples a device takes at a time, where the recipe does not say
 
 
 def load(run: str | PathLike[str]) -> nn.Module:
-    """The trained model of a finished run, on the CPU and in evaluation mode."""
     return _load(RunDirectory.existing(run))[1]
 
 

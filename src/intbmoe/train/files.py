@@ -14,8 +14,6 @@ from torch import Tensor
 from intbmoe.files import digest
 from intbmoe.train.errors import DamagedFileError, DiskFullError
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-
 
 @contextmanager
 def full_disk_is_explained(path: Path, advice: str) -> Iterator[None]:
@@ -23,7 +21,7 @@ def full_disk_is_explained(path: Path, advice: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise DiskFullError(f"no space left to write {path}: {advice}") from error
 
@@ -62,7 +60,6 @@ def read_tensors(path: Path, checksum: str | None = None) -> dict[str, Tensor]:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file."""
     try:
         return json.loads(read_bytes(path, None))
     except ValueError as error:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,14 +16,13 @@ from intbmoe.files import digest, to_json
 from intbmoe.layer import moe_layers, unwrap
 from intbmoe.tasks.base import Batch
 from intbmoe.tasks.recipe import Recipe
-from intbmoe.train.build import build, doubts
+from intbmoe.train.build import build, doubts, learning_rate
 from intbmoe.train.data import derive_seed, make_generator, micro_batches, read_ahead
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import TrainingInterrupted
 from intbmoe.train.evaluation import evaluate_split
 from intbmoe.train.files import pack_tensors
 from intbmoe.train.metrics import MetricsLog, Window, mean_load, take_loads
-from intbmoe.train.optimizer import learning_rate, set_learning_rate
 from intbmoe.train.progress import TrainingProgress
 from intbmoe.train.resume import CheckpointFolder, Standing, make_checkpoint, model_tensors, restore
 from intbmoe.train.run import RunDirectory, RunLock, describe_environment
@@ -33,16 +31,13 @@ from intbmoe.train.step import StepResult
 
 
 def train(
-    recipe: Recipe,
-    root: str | Path = Path("runs"),
-    quiet: bool = False,
-    wait: Callable[[str], None] | None = None,
+    recipe: Recipe, root: str | Path = Path("runs"), quiet: bool = False, wait: Callable[[str], None] | None = None
 ) -> RunDirectory:
     """Start or continue root/<recipe>/<method>/<seed>; returns when it is finished, at once if it was.
 
     Ctrl-C and SIGTERM end in ``TrainingInterrupted`` (exit code 130 or 143) after saving; what else can go wrong is a
     ``TrainingError`` that says what to do. Calling again goes on from the last checkpoint. Another process that trains
-    into the same run is an error too, unless ``wait`` is given: it is told of it, and the other's end is waited for.
+    into the same run is an error too, unless ``wait`` is given: it gets a message, and the end of that one is awaited.
     """
     run = RunDirectory.of(recipe, root)
     ranks = Ranks(recipe.train.precision)
@@ -63,13 +58,10 @@ def train(
 
 
 class Training:
-    """One run while it is being trained, on one rank."""
-
     def __init__(self, recipe: Recipe, run: RunDirectory, ranks: Ranks, quiet: bool) -> None:
         self.recipe, self.settings, self.run, self.ranks = recipe, recipe.train, run, ranks
         self.task, self.examples, self.plan, self.model, self.optimizer, self.stepper = build(recipe, ranks)
-        title = "/".join(run.path.parts[-3:])
-        self.progress = TrainingProgress(title, self.plan.steps, quiet or not ranks.main)
+        self.progress = TrainingProgress("/".join(run.path.parts[-3:]), self.plan.steps, quiet or not ranks.main)
         if ranks.main:
             for doubt in doubts(self.settings, self.plan, ranks.device):
                 self.progress.warn(doubt)
@@ -79,8 +71,7 @@ class Training:
         if ranks.main:
             chooses = any(layer.choices is not None for _, layer in moe_layers(self.model))
             self.log = MetricsLog(run, self.at.step, self.at.lengths, loads=chooses)
-            world, seed = ranks.world, self.settings.seed
-            run.add_environment(describe_environment(device=ranks.device, world=world, seed=seed, step=self.at.step))
+            run.add_environment(describe_environment(ranks.device, ranks.world, self.settings.seed, self.at.step))
 
     def _resume(self) -> tuple[Standing, int]:
         """Go back to the newest whole checkpoint, the same on all ranks; to the beginning (−1) if there is none."""
@@ -94,7 +85,7 @@ class Training:
         """Write a checkpoint of the last step, unless there is one."""
         if self.saved_step == self.at.step:
             return
-        self.at.seconds = self._elapsed()
+        self.at.seconds = time.perf_counter() - self.started
         if self.log is not None:
             self.at.lengths = self.log.sync()
         checkpoint = make_checkpoint(self.at, self._epoch(), unwrap(self.model), self.optimizer)
@@ -104,16 +95,15 @@ class Training:
         self.ranks.wait()
 
     def go_on(self, stop: StopRequest) -> None:
-        """Train from where the run stands to its last step."""
         settings, plan, at = self.settings, self.plan, self.at
         self.started = time.perf_counter() - at.seconds
         self.progress.start(at.step)
         evaluate_every = plan.epochs_to_steps(settings.eval_every)
         for batches in self._steps():
             rate = learning_rate(at.step, settings, plan)
-            set_learning_rate(self.optimizer, rate)
-            interrupt, terminate = stop.signum == signal.SIGINT, stop.signum == signal.SIGTERM
-            result = self.stepper.take(at.step + 1, batches, interrupt, terminate)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            result = self.stepper.take(at.step + 1, batches, stop.signum)
             at.step += 1
             at.window.add(result)
             last = at.step == plan.steps
@@ -180,34 +170,28 @@ class Training:
             self.log.sync()
             weights = pack_tensors(tensors)
             self.run.write("model.safetensors", weights)
-            self.run.write("done.json", to_json(self._results(test, digest(weights))))
+            results = {
+                "recipe": self.recipe.name,
+                "method": self.recipe.moe.name,
+                "seed": self.settings.seed,
+                "metric": self.task.metric,
+                "higher_is_better": self.task.higher_is_better,
+                "valid": self.at.valid,
+                "test": test,
+                "params": sum(parameter.numel() for parameter in self.model.parameters()),
+                "steps": self.plan.steps,
+                "epochs": self.plan.steps / self.plan.steps_per_epoch,
+                "examples": self.plan.steps * self.plan.batch,
+                "seconds": time.perf_counter() - self.started,
+                "sha256": {"model.safetensors": digest(weights)},
+            }
+            self.run.write("done.json", to_json(results))
         self.ranks.wait()
-
-    def _results(self, test: dict[str, float], weights: str) -> dict[str, Any]:
-        return {
-            "recipe": self.recipe.name,
-            "method": self.recipe.moe.name,
-            "seed": self.settings.seed,
-            "metric": self.task.metric,
-            "higher_is_better": self.task.higher_is_better,
-            "valid": self.at.valid,
-            "test": test,
-            "params": sum(parameter.numel() for parameter in self.model.parameters()),
-            "steps": self.plan.steps,
-            "epochs": self.plan.steps / self.plan.steps_per_epoch,
-            "examples": self.plan.steps * self.plan.batch,
-            "seconds": self._elapsed(),
-            "sha256": {"model.safetensors": weights},
-        }
 
     def _epoch(self) -> float:
         return self.at.step / self.plan.steps_per_epoch
 
-    def _elapsed(self) -> float:
-        return time.perf_counter() - self.started
-
     def close(self) -> None:
-        """Let go of the terminal and the files."""
         self.progress.stop()
         if self.log is not None:
             self.log.close()

@@ -19,7 +19,6 @@ from intbmoe.train.run import RunDirectory
 from intbmoe.train.step import StepResult
 
 LOAD_RATIOS = ("utilisation", "worst_case", "entropy", "dropped", "untaken")
-SHARE_DIGITS = 6
 
 
 class Window:
@@ -29,20 +28,13 @@ class Window:
         self.sums = dict(sums or {"steps": 0, "units": 0.0, "loss": 0.0, "aux": 0.0, "grad_norm": 0.0})
 
     def add(self, result: StepResult) -> None:
-        self.sums["steps"] += 1
-        self.sums["units"] += result.units
-        self.sums["loss"] += result.loss * result.units
-        self.sums["aux"] += result.aux * result.units
-        self.sums["grad_norm"] += result.grad_norm
+        loss, aux = result.loss * result.units, result.aux * result.units
+        new = {"steps": 1, "units": result.units, "loss": loss, "aux": aux, "grad_norm": result.grad_norm}
+        self.sums = {name: total + new[name] for name, total in self.sums.items()}
 
     def means(self) -> dict[str, float]:
-        """Means over units, and of the gradient's norm over steps."""
-        sums = self.sums
-        return {
-            "loss": sums["loss"] / sums["units"],
-            "aux": sums["aux"] / sums["units"],
-            "grad_norm": sums["grad_norm"] / sums["steps"],
-        }
+        per = {"loss": "units", "aux": "units", "grad_norm": "steps"}
+        return {name: self.sums[name] / self.sums[count] for name, count in per.items()}
 
 
 def take_loads(model: nn.Module, tell: Callable[[str], None]) -> dict[str, LoadStatistics]:
@@ -56,7 +48,6 @@ def take_loads(model: nn.Module, tell: Callable[[str], None]) -> dict[str, LoadS
 
 
 def mean_load(loads: Mapping[str, LoadStatistics]) -> dict[str, float]:
-    """Each ratio averaged over the layers that have it."""
     means = {}
     for name in LOAD_RATIOS:
         found = [getattr(load, name) for load in loads.values()]
@@ -67,18 +58,14 @@ def mean_load(loads: Mapping[str, LoadStatistics]) -> dict[str, float]:
 
 
 def load_line(load: LoadStatistics) -> dict[str, Any]:
-    """One layer in a line of ``loads.jsonl``: counts, from which every ratio follows.
-
-    An expert that is not there, because a growing pool has it closed, has None for a count. ``dropped`` is a share, and
-    left out if it is 0; ``untaken`` is there where the method counts it.
-    """
+    """One layer in a line of ``loads.jsonl``; an expert that a growing pool has closed has None for a count."""
     gone = {index for index, count in enumerate(load.counts) if count == 0} - set(load.dead)
     counts = [None if index in gone else count for index, count in enumerate(load.counts)]
     line: dict[str, Any] = {"tokens": load.tokens, "counts": counts}
     if load.dropped:
-        line["dropped"] = round(load.dropped, SHARE_DIGITS)
+        line["dropped"] = round(load.dropped, 6)
     if load.untaken is not None:
-        line["untaken"] = round(load.untaken, SHARE_DIGITS)
+        line["untaken"] = round(load.untaken, 6)
     return line
 
 
@@ -112,11 +99,7 @@ class MetricsFile:
 
 
 class MetricsLog:
-    """``metrics.jsonl``, ``loads.jsonl`` and TensorBoard.
-
-    Throughput differs between repetitions, so only TensorBoard gets it. ``step`` and ``lengths`` (see ``sync``) are
-    where the run stands; without ``loads`` no loads are kept.
-    """
+    """``metrics.jsonl``, ``loads.jsonl`` and TensorBoard, which alone gets throughput: repetitions differ in it."""
 
     def __init__(self, run: RunDirectory, step: int, lengths: Mapping[str, int], loads: bool) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -135,7 +118,6 @@ class MetricsLog:
             self.board.add_scalar(f"{split}/examples_per_second", speed, step)
 
     def write_loads(self, step: int, loads: Mapping[str, LoadStatistics]) -> None:
-        """One line with every layer's load."""
         if self.loads is not None and loads:
             self.loads.append({"step": step, "layers": {name: load_line(load) for name, load in loads.items()}})
 

@@ -16,8 +16,7 @@ class TrainingProgress:
     def __init__(self, title: str, steps: int, quiet: bool, console: Console | None = None) -> None:
         self.title, self.steps, self.quiet = title, steps, quiet
         self.console = console or Console(stderr=True, soft_wrap=True, highlight=False)
-        self.examples_per_second = 0.0
-        """Over the last window of steps."""
+        self.examples_per_second = 0.0  # over the last window of steps
         self._bar: Progress | None = None
         self._window = (0, 0.0)
 
@@ -46,7 +45,6 @@ class TrainingProgress:
             self._bar.update(self._task, completed=step)
 
     def measure(self, step: int, batch: int) -> float:
-        """Examples per second since the last call."""
         before, since = self._window
         now = time.perf_counter()
         self._window = (step, now)
@@ -54,7 +52,6 @@ class TrainingProgress:
         return self.examples_per_second
 
     def show(self, step: int, split: str, values: Mapping[str, float], batch: int) -> None:
-        """New figures, after step ``step`` of ``batch`` examples."""
         if self.quiet:
             return
         figures = "  ".join(f"{name} {values[name]:.4g}" for name in SHOWN if name in values)
@@ -73,7 +70,6 @@ class TrainingProgress:
             self.console.print(message, markup=False)
 
     def warn(self, message: str) -> None:
-        """A message that must be seen, quiet or not."""
         self.console.print(message, markup=False)
 
     def stop(self) -> None:

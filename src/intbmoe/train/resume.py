@@ -1,4 +1,4 @@
-"""Resuming: checkpoints, and between them and a living training.
+"""Resuming: checkpoints, how a training is saved to one and restored from it.
 
     checkpoints/step-00000500/model.safetensors        parameters and buffers (a method's state among them)
                               optimizer.safetensors    what the optimizer remembers, as <parameter>/<quantity>
@@ -33,35 +33,23 @@ PARTS = ("model", "optimizer", "statistics")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that a run needs to go on."""
-
-    step: int
-    """Optimizer steps done."""
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    """Tensors by name, for each of ``PARTS``."""
-    state: Mapping[str, Any]
-    """Everything else, as plain JSON values."""
+    step: int  # optimizer steps done
+    tensors: Mapping[str, Mapping[str, Tensor]]  # tensors by name, for each of ``PARTS``
+    state: Mapping[str, Any]  # everything else, as plain JSON values
 
 
 class CheckpointFolder:
-    """The checkpoints of one run."""
-
     def __init__(self, path: Path, keep: int) -> None:
-        self.path = path
-        self.keep = keep
+        self.path, self.keep = path, keep
 
     def steps(self) -> list[int]:
-        """The steps there are checkpoints of, oldest first."""
-        if not self.path.is_dir():
-            return []
-        names = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.path.iterdir())
+        names = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.path.glob("step-*"))
         return sorted(int(name[1]) for name in names if name)
 
     def folder(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write a checkpoint, then remove those beyond ``keep``."""
         folder = self.folder(checkpoint.step)
         kept = f"the checkpoints before it are whole (steps {self.steps() or 'none'}); free some space and start again"
         # A folder of this name is damaged, or its step would not have been reached a second time.
@@ -94,7 +82,8 @@ class CheckpointFolder:
 
     def load_newest(self, tell: Callable[[str], None]) -> Checkpoint | None:
         """The newest whole checkpoint; None if there never was one. ``tell`` gets a message about each damaged one."""
-        self._clean()
+        for entry in self.path.glob(".step-*"):  # what a kill left half written or half removed
+            shutil.rmtree(entry)
         problems = []
         for step in reversed(self.steps()):
             try:
@@ -112,31 +101,21 @@ class CheckpointFolder:
             )
         return None
 
-    def _clean(self) -> None:
-        """Remove what a kill left half written or half removed."""
-        if self.path.is_dir():
-            for entry in self.path.iterdir():
-                if entry.name.startswith(".step-"):
-                    shutil.rmtree(entry)
-
 
 @dataclass
 class Standing:
     """Where a run stands, besides its tensors."""
 
-    step: int = 0
-    """Optimizer steps done."""
-    seconds: float = 0.0
-    """Of training, those of earlier starts included."""
+    step: int = 0  # optimizer steps done
+    seconds: float = 0.0  # of training, those of earlier starts included
     window: Window = field(default_factory=Window)
-    valid: dict[str, float] | None = None
-    """The last metrics on the validation split."""
+    valid: dict[str, float] | None = None  # the last metrics on the validation split
     lengths: dict[str, int] = field(default_factory=dict)
     """Of the files of metrics and loads, as ``MetricsLog`` names them."""
 
 
 def make_checkpoint(standing: Standing, epoch: float, model: nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
-    """A checkpoint of a living training. With a sharded model all ranks must call this together."""
+    """A checkpoint of a running training. With a sharded model all ranks must call this together."""
     tensors = {
         "model": model_tensors(model),
         "optimizer": {
@@ -187,7 +166,6 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Put parameters and buffers back, into shards too."""
     own = model.state_dict()
     try:
         require_state("its", tensors, own, dtypes=True)

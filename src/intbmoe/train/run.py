@@ -60,7 +60,6 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, run: str | PathLike[str]) -> "RunDirectory":
-        """The run at a path; an error if there is none."""
         run = cls(run)
         if not run.config_path.is_file():
             raise TrainingError(f"{run.path} is not a run directory: it has no config.yaml")
@@ -74,7 +73,6 @@ class RunDirectory:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe this run was started with."""
         try:
             return recipe_from_dict(self._config())
         except (ValueError, TypeError) as error:
@@ -82,7 +80,6 @@ class RunDirectory:
 
     @property
     def finished(self) -> bool:
-        """Whether training came to its end."""
         return self.result_path.is_file()
 
     @property
@@ -96,12 +93,12 @@ class RunDirectory:
         """The final metrics of ``valid`` and ``test``, and what it took to get there."""
         if not self.finished:
             raise TrainingError(f"{self.path} is not finished: train it to its end first")
-        result = read_json(self.result_path)
-        sound = isinstance(result, dict) and _numbers(result.get("test")) and isinstance(result.get("sha256"), dict)
-        if not sound or not isinstance(result["sha256"].get("model.safetensors"), str):
-            lacking = "it lacks the metrics (test) or checksums (sha256)"
-            raise DamagedFileError(f"{self.result_path} cannot be read back: {lacking}")
-        return result
+        match result := read_json(self.result_path):
+            case {"test": dict(test), "sha256": {"model.safetensors": str()}}:
+                if all(isinstance(value, int | float) for value in test.values()):
+                    return result
+        lacking = "it lacks the metrics (test) or checksums (sha256)"
+        raise DamagedFileError(f"{self.result_path} cannot be read back: {lacking}")
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of metrics. A last line that a kill cut short is left out."""
@@ -144,18 +141,15 @@ class RunDirectory:
         self.write("config.yaml", text.encode())
 
     def add_environment(self, entry: Mapping[str, Any]) -> None:
-        """Add a start to ``environment.json``."""
         path = self.path / "environment.json"
         self.write(path.name, to_json([*(read_json(path) if path.is_file() else []), entry]))
 
     def write(self, name: str, content: bytes) -> None:
-        """Put a whole file into the run."""
         with full_disk_is_explained(self.path / name, "free some space and start again; the run goes on where it was"):
             replace_file(self.path / name, content)
 
 
 def find_runs(root: str | Path = "runs") -> list[RunDirectory]:
-    """All runs below a folder, by path."""
     return [RunDirectory(path.parent) for path in sorted(Path(root).rglob("config.yaml"))]
 
 
@@ -196,10 +190,6 @@ def _from_anywhere(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "data": {**data, "path": os.path.abspath(data["path"])}}
 
 
-def _numbers(values: Any) -> bool:
-    return isinstance(values, dict) and all(isinstance(value, int | float) for value in values.values())
-
-
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
@@ -226,9 +216,8 @@ _held: set[Path] = set()  # record locks do not exclude a second attempt of the 
 class RunLock:
     """``with RunLock(folder): …``; raises ``RunConflictError``, naming the holder's process, when it is taken.
 
-    With ``wait`` the holder's end is waited for instead, after ``wait`` was told of it. It is a record lock: the
-    operating system drops it when its holder dies, however it dies, and children do not inherit it (a data worker that
-    outlives its parent for a moment does not keep the run locked).
+    With ``wait``, which gets a message, the lock is taken when its holder ends. It is a record lock: the operating
+    system drops it however its holder dies, and children, such as data workers, do not inherit it.
     """
 
     def __init__(self, folder: Path, wait: Callable[[str], None] | None = None) -> None:
@@ -270,7 +259,7 @@ class RunLock:
 # What a result depends on besides its recipe.
 
 
-def describe_environment(*, device: torch.device, world: int, seed: int, step: int) -> dict[str, Any]:
+def describe_environment(device: torch.device, world: int, seed: int, step: int) -> dict[str, Any]:
     """One entry of ``environment.json``, without anything that names the machine."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -9,28 +9,21 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-STARTED_BY = "INTBMOE_STARTED_BY"
-"""The environment variable that tells a training which process it belongs to."""
-PR_SET_PDEATHSIG = 1
+STARTED_BY = "INTBMOE_STARTED_BY"  # the environment variable that tells a training which process it belongs to
 
 
 class StopRequest:
-    """``with StopRequest(tell) as stop: … stop.signum``: end after the step. A second signal does not wait.
-
-    Outside the main thread signals are left as they are.
-    """
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    """``with StopRequest(tell) as stop: … stop.signum``: end after the step. A second signal does not wait."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self._before: dict[int, Any] = {}
-        self.signum = 0
-        """The signal that came; 0 for none."""
+        self.signum = 0  # the signal that came; 0 for none
 
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {signum: signal.signal(signum, self._receive) for signum in self.SIGNALS}
+        if threading.current_thread() is threading.main_thread():  # elsewhere signals cannot be changed
+            asked = (signal.SIGINT, signal.SIGTERM)
+            self._before = {signum: signal.signal(signum, self._receive) for signum in asked}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -48,16 +41,13 @@ class StopRequest:
 
 
 def belongs_to_another() -> bool:
-    """Whether ``STARTED_BY`` names this process's parent; on Linux the parent's end is then a SIGTERM to this one.
-
-    So nobody trains on after a comparison's ``kill -9``.
-    """
+    """Whether ``STARTED_BY`` names this process's parent, whose end (even by ``kill -9``) is then a SIGTERM to it."""
     parent = os.environ.pop(STARTED_BY, None)  # what this process starts is its own
     if parent is None:
         return False
     if sys.platform == "linux":
         # Where it is forbidden the run trains on alone, and who starts it again waits for its lock.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
         if os.getppid() != int(parent):
             sys.exit(128 + signal.SIGTERM)  # it ended before the signal was asked for
     return True

@@ -7,6 +7,7 @@ plain average, and how a batch is split changes nothing but rounding and losses 
 """
 
 import math
+import signal
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +35,6 @@ class StepResult:
 
 
 class Stepper:
-    """Takes steps on one model."""
-
     def __init__(
         self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, settings: TrainSettings
     ) -> None:
@@ -51,11 +50,11 @@ class Stepper:
                 )
             self.captured = CapturedBackward(self._micro_batch, model)
 
-    def take(self, step: int, batches: list[Batch], interrupt: bool, terminate: bool) -> StepResult:
-        """Step number ``step``, from 1, on this rank's micro-batches, which are on the device and prepared."""
+    def take(self, step: int, batches: list[Batch], signum: int) -> StepResult:
+        """Step ``step``, from 1, on this rank's prepared micro-batches; ``signum`` is the signal it received, or 0."""
         self.optimizer.zero_grad(set_to_none=True)
         totals = self._backward(batches)
-        signals = totals.new_tensor([float(interrupt), float(terminate)])
+        signals = totals.new_tensor([float(signum == signal.SIGINT), float(signum == signal.SIGTERM)])
         loss, aux, units, interrupts, terminations = self.ranks.sum(torch.cat([totals, signals])).tolist()
         units = max(units, 1.0)
         loss, aux = loss / units, aux / units
@@ -100,7 +99,6 @@ class Stepper:
 
     @torch.no_grad()
     def _reevaluate(self, batches: list[Batch]) -> Tensor:
-        """This rank's sum of the loss on the step's batch with the model as it is now."""
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for batch in batches:
             with self.ranks.autocast():
