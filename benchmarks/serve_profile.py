@@ -103,11 +103,11 @@ class Stages:
         torch.cuda.synchronize()
         return [before.elapsed_time(after) for before, after in pairwise(marks)]
 
-    def _step(self, messages: Sequence[bytes]) -> None:
-        for number, message in enumerate(messages):
+    def _step(self, requests: Sequence[bytes]) -> None:
+        for number, message in enumerate(requests):
             self._engine.submit((0, number), FOREVER, message, False)
         answered = 0
-        while answered < len(messages):
+        while answered < len(requests):
             replies = self._engine.step()
             answered += len([messages.pack(reply.kind, reply.key[1], *reply.content) for reply in replies])
 
@@ -119,8 +119,8 @@ class Stages:
             self._predictor.captured = self._graphs
 
 
-def _read(messages: Sequence[bytes]) -> list[Encoded]:
-    return [from_wire(message) for message in messages]
+def _read(requests: Sequence[bytes]) -> list[Encoded]:
+    return [from_wire(message) for message in requests]
 
 
 def _pack(answers: Sequence[Any]) -> list[bytes]:
