@@ -39,5 +39,4 @@ def write_aoti(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path
 
 
 def load_aoti(graph: Graph, path: Path) -> Callable[..., Tensor]:
-    """A function that runs the package."""
     return torch._inductor.aoti_load_package(str(path))

@@ -55,14 +55,11 @@ class Artifact:
     """An artifact whose files have been checked against their digests."""
 
     path: Path
-    about: Mapping[str, Any]
-    """The content of ``artifact.json``."""
-    version: str
-    """A short digest of all of the content: another model or another catalogue is another version."""
+    about: Mapping[str, Any]  # the content of ``artifact.json``
+    version: str  # a short digest of all of the content: another model or another catalogue is another version
 
     @property
     def task(self) -> str:
-        """The registered name of the task."""
         return self.about["task"]
 
     @property
@@ -77,7 +74,6 @@ class Artifact:
 
     @cached_property
     def recipe(self) -> Any:
-        """The recipe of the run."""
         self._require_task()
         try:
             return recipe_from_dict(self.about["recipe"])
@@ -124,7 +120,6 @@ class Artifact:
         return self.predictor_type().load(self, device)
 
     def predictor_type(self) -> type[Predictor]:
-        """How the artifact's task answers requests."""
         self._require_task()
         return find_task(self.task).find_predictor()
 
@@ -137,17 +132,14 @@ class Artifact:
             )
 
     def file(self, name: str) -> Path:
-        """The path of a file that belongs to the artifact."""
         if name not in self.about["files"]:
             raise ArtifactError(f"{self.path} has no {name}: {did_you_mean(name, self.about['files'])}")
         return self.path / name
 
     def read_json(self, name: str) -> Any:
-        """The value of one of its JSON files."""
         return _parse_json(self.file(name))
 
     def read_tensors(self, name: str, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-        """The tensors of one of its safetensors files."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 

@@ -29,8 +29,7 @@ FORMATS = {
     "onnx": (artifact.ONNX, onnx.write_onnx, onnx.load_onnx),
     "aoti": (artifact.AOTI, aoti.write_aoti, aoti.load_aoti),
 }
-TRACED_ROWS, TRACED_LENGTH = 3, 7
-"""The example that graphs are traced with: sizes that no check uses."""
+TRACED_ROWS, TRACED_LENGTH = 3, 7  # the example that graphs are traced with: sizes that no check uses
 
 
 def export_run(
@@ -80,7 +79,6 @@ def export_run(
 
 
 def describe(written: Artifact) -> str:
-    """For a person: where it is, how large, and what was checked."""
     parity = written.about["parity"]
     lines = [f"exported: {written.path} (version {written.version})"]
     lines += [f"{name}: {(written.path / name).stat().st_size:,} bytes" for name in written.about["files"]]

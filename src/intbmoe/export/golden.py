@@ -17,17 +17,13 @@ from intbmoe.tasks import Task
 from intbmoe.tasks.serving import Answer, Predictor
 
 COUNT = 8
-SAFETY = 8
-"""Another machine may round so many times as unluckily as was measured."""
+SAFETY = 8  # another machine may round so many times as unluckily as was measured
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How the answer to a golden request differs from the one at export."""
-
-    number: int
-    """Which request, from 0."""
+    number: int  # which request, from 0
     what: str
 
     def __str__(self) -> str:
@@ -73,7 +69,6 @@ def check_golden(predictor: Predictor, golden: Sequence[Mapping[str, Any]]) -> l
 
 
 def ask(predictor: Predictor, request: Mapping[str, Any]) -> Answer:
-    """The answer to one request alone."""
     return predictor.answer([predictor.encode(request)])[0]
 
 
@@ -126,7 +121,6 @@ def compare_rankings(expected: Sequence[Mapping], found: Sequence[Mapping], tole
 
 
 def _in_a_wider_type(predictor: Predictor) -> Predictor:
-    """The same weights in a type of twice the digits; float64 has none."""
     dtype = WIDER.get(predictor.dtype, predictor.dtype)
     return predictor.with_model(copy.deepcopy(predictor.model).to(dtype))
 

@@ -71,7 +71,6 @@ class Task:
         raise self._lacks("read_split(name)")
 
     def split(self, name: str) -> Examples:
-        """``read_split``, after a look at the name."""
         if name not in SPLITS:
             raise KeyError(f"no split is called {name!r}: {did_you_mean(name, SPLITS)}")
         return self.read_split(name)
@@ -130,7 +129,6 @@ class Task:
 
     @classmethod
     def find_predictor(cls) -> type[Predictor]:
-        """``predictor``; raises where there is none."""
         if cls.predictor is None:
             raise ValueError(f"the task {cls.name!r} cannot be served: it defines no predictor")
         return cls.predictor

@@ -22,13 +22,9 @@ from intbmoe.tasks.serving import Encoded, Piece
 
 @dataclass
 class Ongoing:
-    """One request."""
-
-    index: int
-    """In the batch."""
+    index: int  # in the batch
     prompt: np.ndarray
-    left: int
-    """Tokens it may still get."""
+    left: int  # tokens it may still get
     temperature: float
     random: np.random.Generator
     decoder: Decoder
@@ -41,8 +37,7 @@ class Together:
 
     requests: list[Ongoing]
     cache: Cache
-    ids: Tensor
-    """(b, T), not yet read."""
+    ids: Tensor  # (b, T), not yet read
     mask: Tensor | None
 
 
@@ -51,8 +46,7 @@ class Continuation:
 
     def __init__(self, model: Llama, vocabulary: Vocabulary, batch: Sequence[Encoded]) -> None:
         self.model, self.vocabulary = model, vocabulary
-        self.ids: list[list[int]] = [[] for _ in batch]
-        """The new ids of each request so far."""
+        self.ids: list[list[int]] = [[] for _ in batch]  # the new ids of each request so far
         self.scores = [0.0] * len(batch)
         """The log-probability of those, the end of the text included where it was reached."""
         self._requests = [self._start(index, encoded) for index, encoded in enumerate(batch)]
@@ -65,7 +59,6 @@ class Continuation:
         return next(self._steps)
 
     def drop(self, index: int) -> None:
-        """Stop continuing this request; it yields no further piece."""
         self._requests[index].dropped = True
 
     def _start(self, index: int, encoded: Encoded) -> Ongoing:

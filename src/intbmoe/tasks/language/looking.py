@@ -10,8 +10,7 @@ from intbmoe.tasks.base import Batch
 from intbmoe.tasks.language.packed import TOKENIZER, TokenExamples
 from intbmoe.tasks.looking import Content, Shown, Token, View, spread
 
-MOST_TOKENS = 256
-"""Shown of a text, from its beginning."""
+MOST_TOKENS = 256  # shown of a text, from its beginning
 TOKEN_KINDS = ("letters", "digits", "punctuation", "code symbols", "white space", "other")
 PUNCTUATION = frozenset(".,;:!?'\"…–—‘’“”«»¡¿")
 CODE_SYMBOLS = frozenset(string.punctuation) - PUNCTUATION
@@ -19,14 +18,11 @@ CODE_SYMBOLS = frozenset(string.punctuation) - PUNCTUATION
 
 
 def kind_view(texts: list[str]) -> View:
-    """Tokens by what they are made of."""
     kinds = torch.tensor([TOKEN_KINDS.index(kind_of(text)) for text in texts])
     return View("kind of token", TOKEN_KINDS, lambda batch: kinds.to(batch["ids"].device)[batch["ids"]])
 
 
 def show_texts(split: TokenExamples, texts: list[str]) -> Shown:
-    """Tokens by their text."""
-
     def describe(batch: Batch, row: int, index: int) -> Content:
         ids = batch["ids"][row, :MOST_TOKENS].tolist()
         return Content(f"text {index}", [Token("token", texts[token]) for token in ids])
@@ -35,7 +31,6 @@ def show_texts(split: TokenExamples, texts: list[str]) -> Shown:
 
 
 def token_texts(data: Any) -> list[str]:
-    """The text of each id, by a recipe's ``data``."""
     return byte_texts() if data.source == "stdlib" else tokenizer_texts(Path(data.path).expanduser())
 
 
@@ -45,7 +40,6 @@ def byte_texts() -> list[str]:
 
 
 def tokenizer_texts(folder: Path) -> list[str]:
-    """The text of each id of a prepared folder's tokenizer."""
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:

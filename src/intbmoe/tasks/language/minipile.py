@@ -41,7 +41,6 @@ def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -
 
 
 def _sample(files: list[Path], skip_bad: bool, progress: Progress) -> Iterator[str]:
-    """The texts the tokenizer is trained on."""
     stage = f"tokenizer of {VOCABULARY:,}: files read"
     for index, file in enumerate(files):
         progress(stage, index, len(files))

@@ -28,12 +28,9 @@ TOKENIZER = "tokenizer.json"
 class TokenSource:
     """The three splits of a text, as ids."""
 
-    where: str
-    """What to call it in a message."""
-    vocabulary: int
-    """How many different ids there can be."""
-    splits: dict[str, np.ndarray]
-    """Name → (tokens,) ids, in memory or mapped from a file."""
+    where: str  # what to call it in a message
+    vocabulary: int  # how many different ids there can be
+    splits: dict[str, np.ndarray]  # name → (tokens,) ids, in memory or mapped from a file
 
 
 class TokenExamples:
@@ -80,7 +77,6 @@ def token_type(vocabulary: int) -> np.dtype:
 
 
 def tokens_name(split: str) -> str:
-    """The file of a split."""
     return f"tokens-{split}.bin"
 
 

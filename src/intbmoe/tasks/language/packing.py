@@ -31,28 +31,22 @@ COPIED_BYTES = 2**22
 class Malformed:
     """A document that cannot be used."""
 
-    problem: str
-    """File, row and what is wrong."""
+    problem: str  # file, row and what is wrong
 
 
-Report = Callable[[int, int | None], None]
-"""(how much of a file is read, of how much)."""
+Report = Callable[[int, int | None], None]  # (how much of a file is read, of how much)
 Reader = Callable[[Path, Report], Iterator[str | Malformed]]
 """The documents of a file, in order. What spoils the whole file is raised as ``DataError``."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One source file."""
-
     split: str
     file: Path
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is to be packed."""
-
     name: str
     """What ``intbmoe prepare`` and ``data.source`` call it."""
     parts: Sequence[Part]
@@ -188,7 +182,6 @@ def _join(
 
 
 def _counts(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """For a person to read."""
     counted: dict[str, Any] = {"vocabulary": meta["vocabulary"]}
     for split, found in meta["splits"].items():
         counted[f"{split} documents"] = found["documents"]

@@ -14,16 +14,12 @@ from intbmoe.tasks.serving.predictor import Exported, Predictor, blocks_of, reco
 from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request, RequestError, spread_evenly
 
 MAX_TOKENS = 64
-PROMPT_TOKENS, NEW_TOKENS = 32, 16
-"""Of a golden request."""
+PROMPT_TOKENS, NEW_TOKENS = 32, 16  # of a golden request
 HOTTEST = 10.0
-LARGEST_SEED = 2**53 - 1
-"""The largest whole number that every JSON reader keeps."""
+LARGEST_SEED = 2**53 - 1  # the largest whole number that every JSON reader keeps
 
 
 class GeneratePredictor(Predictor):
-    """Prompts to text."""
-
     action = "generate"
     summary = "Continue a text."
     streams = True

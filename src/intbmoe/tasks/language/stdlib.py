@@ -18,8 +18,7 @@ from intbmoe.tasks.language.packed import SPLITS, TokenSource, token_type
 END_OF_TEXT = 256
 VOCABULARY = 257
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idlelib", "encodings", "site-packages", "dist-packages", "__pycache__"})
-SKIPPED_NAMES = ("_sysconfigdata",)
-"""Beginnings of names of files that hold the paths and options of one build."""
+SKIPPED_NAMES = ("_sysconfigdata",)  # beginnings of names of files that hold the paths and options of one build
 SHARES = {"test": 0.1, "valid": 0.05, "train": 0.85}
 
 

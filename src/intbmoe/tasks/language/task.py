@@ -37,13 +37,10 @@ from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Graph, Request
 
-WIDE_SCORES = 2**26
-"""Scores that the loss has in float32 at a time: 256 MiB."""
+WIDE_SCORES = 2**26  # scores that the loss has in float32 at a time: 256 MiB
 COUNTED_TOKENS = 2**24
-LONGEST_TEXT = 8192
-"""Tokens of a graph's input: rotary positions have no limit of their own."""
-LARGEST_LOSS = 700.0
-"""Whose perplexity is still a number: e^700 is as good as infinite."""
+LONGEST_TEXT = 8192  # tokens of a graph's input: rotary positions have no limit of their own
+LARGEST_LOSS = 700.0  # whose perplexity is still a number: e^700 is as good as infinite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +73,6 @@ class LanguageRecipe(Recipe):
 
 @register_task("language")
 class LanguageTask(Task):
-    """Predicting the next token."""
-
     recipe_type: ClassVar[type[Recipe]] = LanguageRecipe
     causal = True
     dense_in_place = "swiglu"
@@ -97,7 +92,6 @@ class LanguageTask(Task):
         self._source: TokenSource | None = None
 
     def make_model(self) -> nn.Module:
-        """The decoder with the recipe's method in every layer under the paper's budget; "dense" is the plain one."""
         config = self.recipe.model
         return Llama(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, expert="swiglu"))
 
@@ -128,7 +122,6 @@ class LanguageTask(Task):
         return self._source
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum of the cross-entropy over the tokens, and their number."""
         targets = batch["targets"]
         total = cross_entropy_sum(model(batch["ids"]), targets)
         return total, targets.new_full((), targets.numel(), dtype=torch.int64)
@@ -149,7 +142,6 @@ class LanguageTask(Task):
         return {"unigram": _metrics(float(loss))}
 
     def example_inputs(self) -> tuple[Tensor]:
-        """One sequence."""
         return (torch.zeros(1, self.recipe.data.length, dtype=torch.int64),)
 
     def catalogue(self) -> Catalogue:
@@ -172,7 +164,6 @@ class LanguageTask(Task):
         return Graph(("ids", "mask"), "tokens", LONGEST_TEXT, complete=complete)
 
     def views(self) -> list[View]:
-        """Tokens by what they are made of, and by their place in the example."""
         everywhere = position_view(self.recipe.data.length, lambda b: torch.ones_like(b["ids"], dtype=torch.bool))
         return [kind_view(token_texts(self.recipe.data)), everywhere]
 

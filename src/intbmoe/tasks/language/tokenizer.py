@@ -14,7 +14,6 @@ BATCH_CHARACTERS = 2**20
 
 
 def require_tokenizers() -> None:
-    """Raise, saying what to install, where the package is missing."""
     try:
         import tokenizers  # noqa: F401
     except ModuleNotFoundError as error:
@@ -42,8 +41,6 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
 
 
 class Encoder:
-    """Documents to ids."""
-
     def __init__(self, content: str, where: str) -> None:
         """``content`` is the JSON of a tokenizer, ``where`` the file it is from."""
         from tokenizers import Tokenizer

@@ -21,10 +21,8 @@ class Decoder(Protocol):
 class Vocabulary(Protocol):
     """The tokens of a language model."""
 
-    end_of_text: int
-    """The id between documents."""
-    characters_per_token: int
-    """At most so many characters can become one token."""
+    end_of_text: int  # the id between documents
+    characters_per_token: int  # at most so many characters can become one token
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text that UTF-8 can carry."""
@@ -111,7 +109,6 @@ class PairDecoder:
 
 
 def read_vocabulary(artifact: Exported) -> Vocabulary:
-    """The vocabulary of a language model's artifact."""
     about = artifact.catalogue
     if about["tokenizer"] is None:
         return ByteVocabulary(about["end_of_text"])

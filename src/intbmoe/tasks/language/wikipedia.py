@@ -27,8 +27,7 @@ OPTIONAL = frozenset({"wiki_train_b.txt.xz"})
 TOKENIZER_FILE = "bpe16k_tokenizer.json"
 SEPARATOR = f"{END_OF_TEXT}\n".encode()
 READ_BYTES = 2**20
-LARGEST_DOCUMENT = 2**26
-"""Bytes. A file without separators would otherwise be one document, all of it in memory."""
+LARGEST_DOCUMENT = 2**26  # bytes; else a file without separators would be one document, all of it in memory
 
 
 def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:

@@ -20,10 +20,8 @@ from intbmoe.tasks.base import Batch
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.sequences.source import ItemSequences
 
-HELD_OUT = {"valid": 2, "test": 1}
-"""How far from a user's end the event is."""
-FEWEST = 3
-"""Events of a user who is evaluated."""
+HELD_OUT = {"valid": 2, "test": 1}  # how far from a user's end the event is
+FEWEST = 3  # events of a user who is evaluated
 
 
 def held_out_events(sequences: ItemSequences, split: str) -> np.ndarray:

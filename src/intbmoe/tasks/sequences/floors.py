@@ -17,7 +17,6 @@ from intbmoe.tasks.sequences.source import ItemSequences
 
 
 def item_floors(sequences: ItemSequences) -> Mapping[str, Mapping[str, float]]:
-    """The metrics of each floor."""
     events = held_out_events(sequences, "test")
     targets = sequences.items[events]
     place = popularity_places(sequences, events)

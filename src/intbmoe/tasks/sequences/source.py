@@ -25,10 +25,8 @@ LARGEST = np.iinfo(np.int64).max
 class ItemSequences:
     """The items of each user from old to new, user after user."""
 
-    items: np.ndarray
-    """(N,) int64, from 0."""
-    offsets: np.ndarray
-    """(users + 1,) int64: user u has the events offsets[u] to offsets[u + 1] − 1."""
+    items: np.ndarray  # (N,) int64, from 0
+    offsets: np.ndarray  # (users + 1,) int64: user u has the events offsets[u] to offsets[u + 1] − 1
     item_count: int
 
     @property

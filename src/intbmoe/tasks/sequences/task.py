@@ -33,8 +33,7 @@ from intbmoe.tasks.serving import Catalogue, Graph, Request
 from intbmoe.tasks.serving.requests import spread_evenly
 
 SOURCES = {"check-ins": read_check_ins, "item-lists": read_item_lists}
-LENGTH_STEP = 16
-"""Batches are cut to a multiple of it: shapes stay few, which compilers and allocators like."""
+LENGTH_STEP = 16  # batches are cut to a multiple of it: shapes stay few, which compilers and allocators like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +57,6 @@ class SequencesRecipe(Recipe):
 
 @register_task("sequences")
 class SequencesTask(Task):
-    """The next item, ranked among all."""
-
     recipe_type: ClassVar[type[Recipe]] = SequencesRecipe
     metric = "HR@10"
     higher_is_better = True
@@ -72,7 +69,6 @@ class SequencesTask(Task):
         self._sequences: ItemSequences | None = None
 
     def make_model(self) -> nn.Module:
-        """The model with the recipe's method under the paper's budget in every FFN and the head."""
         config = self.recipe.model
         return SequenceModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden))
 
@@ -84,7 +80,6 @@ class SequencesTask(Task):
         return HeldOutEvents(self.sequences(), name, length)
 
     def sequences(self) -> ItemSequences:
-        """The data, read at the first call."""
         if self._sequences is None:
             data = self.recipe.data
             found = SOURCES[data.source](data.path, self.recipe.model.items)
@@ -99,7 +94,6 @@ class SequencesTask(Task):
         return {name: value[:, :length] if value.dim() == 2 else value for name, value in batch.items()}
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum of the cross-entropy over the targets, and their number."""
         found = model(batch["items"], batch["targets"])
         return -found.sum(), torch.tensor(len(found), device=found.device)
 
@@ -110,15 +104,12 @@ class SequencesTask(Task):
         return {**sums, "loss": -scores.gather(1, target.unsqueeze(1)).sum()}
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Hit rates, NDCG, the same for new targets, their share, and the mean cross-entropy."""
         return {**ranking_metrics(sums), "loss": float(sums["loss"]) / float(sums["count"])}
 
     def floors(self) -> Mapping[str, Mapping[str, float]]:
-        """Global popularity and each user's visit counter."""
         return item_floors(self.sequences())
 
     def example_inputs(self) -> tuple[Tensor]:
-        """One history of the full length."""
         config = self.recipe.model
         return (torch.arange(config.length).remainder(config.items).unsqueeze(0),)
 
@@ -136,13 +127,10 @@ class SequencesTask(Task):
         return Graph(self.inputs, "items", self.recipe.model.length)
 
     def views(self) -> list[View]:
-        """Items by whether they stand earlier in the history too, and by their place in it."""
         everywhere = position_view(self.recipe.model.length, lambda batch: batch["items"] != PADDING)
         return [View("visit", ("first", "again"), visits), everywhere]
 
     def shown(self, split: Examples) -> Shown:
-        """Items by number."""
-
         def describe(batch: Batch, row: int, index: int) -> Content:
             items = batch["items"][row].tolist()
             tokens = [None if item == PADDING else Token("item", str(item)) for item in items]

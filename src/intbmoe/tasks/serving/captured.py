@@ -50,8 +50,7 @@ class Mirror:
         on_gpu = device.type == "cuda"
         self.host = torch.zeros(size, dtype=dtype, pin_memory=on_gpu)
         self.device = torch.zeros(size, dtype=dtype, device=device) if on_gpu else self.host
-        self.array = self.host.numpy()
-        """The host's, as numpy sees it."""
+        self.array = self.host.numpy()  # the host's, as numpy sees it
 
     def to_device(self, count: int) -> None:
         """Start copying the first ``count`` entries there."""

@@ -48,7 +48,6 @@ class Graph:
         return [(rows, longest), (1, 1), (min(5, rows), max(1, longest // 2)), (1, longest)]
 
     def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
-        """For each input, which dimensions are free."""
         batch = torch.export.Dim("batch", min=1, max=65_536)
         if self.length_name is None:
             return tuple({0: batch} for _ in self.names)

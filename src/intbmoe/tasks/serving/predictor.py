@@ -27,10 +27,8 @@ class Catalogue:
     """What the numbers mean that go into a model and come out of it: what an export writes of a task's data."""
 
     about: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    """The same, where there is much of it."""
-    files: dict[str, bytes] = field(default_factory=dict)
-    """Whole files that belong to it, by name."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # the same, where there is much of it
+    files: dict[str, bytes] = field(default_factory=dict)  # whole files that belong to it, by name
 
 
 class Exported(Protocol):
@@ -71,11 +69,9 @@ class Predictor:
 
     @classmethod
     def load(cls, artifact: Exported, device: str | torch.device) -> Self:
-        """With the artifact's model on ``device``."""
         return cls.encoder(artifact).with_model(artifact.model(device))
 
     def with_model(self, model: nn.Module) -> Self:
-        """The same with another model."""
         twin = copy.copy(self)
         twin.use(model)
         return twin
@@ -121,10 +117,8 @@ class Piece(NamedTuple):
 class TextStream(Protocol):
     """A batch of texts being continued: each step yields the pieces of all that are still going on."""
 
-    ids: Sequence[Sequence[int]]
-    """The new tokens of each text so far."""
-    scores: Sequence[float]
-    """The log-probability of each."""
+    ids: Sequence[Sequence[int]]  # the new tokens of each text so far
+    scores: Sequence[float]  # the log-probability of each
 
     def __iter__(self) -> Iterator[list[Piece]]: ...
 

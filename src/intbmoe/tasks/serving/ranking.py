@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 GROUP = 128
-WIDE = 2**14
-"""Entries from which on groups pay."""
+WIDE = 2**14  # entries from which on groups pay
 STRETCH = {"cpu": 2**21, "cuda": 2**29}
 """Scores that are held at a time: what fits a core's cache, and 2 GiB of a GPU's memory."""
 
@@ -112,7 +111,6 @@ class _Excluded:
         self.where = torch.from_numpy(np.stack([query[order], self.columns])).to(device)
 
     def leave_out(self, scores: Tensor, start: int) -> None:
-        """Set the scores (B, stretch) of the entries from ``start`` on that are left out."""
         first, last = np.searchsorted(self.columns, [start, start + scores.shape[1]])
         if last > first:
             query, column = self.where[:, first:last]
@@ -137,7 +135,6 @@ def _largest(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _order(values: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """By descending value, then by rising column."""
     columns, order = columns.sort(dim=1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
     return values, columns.gather(1, order)

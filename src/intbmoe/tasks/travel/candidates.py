@@ -17,8 +17,6 @@ NEGATIVES = 64
 
 
 class Candidates:
-    """Draws candidates among the places of a data set."""
-
     def __init__(self, places: Places, negatives: int = NEGATIVES) -> None:
         total = len(places.cell_places)
         if total <= negatives:
@@ -77,8 +75,7 @@ def random_bits(keys: np.ndarray, count: int) -> np.ndarray:
     return _mix(keys[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _STEP)
 
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-"""2⁶⁴ over the golden ratio, odd: its multiples spread evenly."""
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ over the golden ratio, odd: its multiples spread evenly
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

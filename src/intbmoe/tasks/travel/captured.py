@@ -23,16 +23,12 @@ from intbmoe.tasks.serving.captured import Mirror, Recorded, Recorder, halves, l
 from intbmoe.tasks.serving.ranking import VectorIndex, ends_in_a_tie
 from intbmoe.tasks.serving.requests import Encoded, Limits
 
-MOST_REQUESTS = 256
-"""Of one graph: beyond, a GPU is busy anyway."""
-USUAL_RESULTS = 10
-"""Results for which there are graphs beside the most that can be asked for."""
+MOST_REQUESTS = 256  # of one graph: beyond, a GPU is busy anyway
+USUAL_RESULTS = 10  # results for which there are graphs beside the most that can be asked for
 RECORDING_S = 60.0
 """After so long no further shapes are recorded. The largest come first, so smaller batches are rounded up to those."""
-CODES = 10
-"""Columns of a session."""
-HEAD = 1 + PROFILE_TOKENS
-"""Entries of a request before its sessions."""
+CODES = 10  # columns of a session
+HEAD = 1 + PROFILE_TOKENS  # entries of a request before its sessions
 Shape = tuple[int, int]
 
 
@@ -64,10 +60,8 @@ class CapturedSearch:
         self.input = Mirror(most * (self._excluded + self._width(self.sessions[-1])), torch.int32, device)
         self._output = Mirror(most * 2 * (self.results[-1] + 1), self._words, device)
         self.queries = vectors.new_zeros(most, vectors.shape[1])
-        self.models: dict[Shape, Recorded] = {}
-        """By requests and sessions: from ``input`` to ``queries``."""
-        self.searches: dict[Shape, Recorded] = {}
-        """By requests and results: from ``queries`` to the output."""
+        self.models: dict[Shape, Recorded] = {}  # by requests and sessions: from ``input`` to ``queries``
+        self.searches: dict[Shape, Recorded] = {}  # by requests and results: from ``queries`` to the output
         self._record()
 
     def __len__(self) -> int:
@@ -75,7 +69,6 @@ class CapturedSearch:
 
     @property
     def about(self) -> str:
-        """For the log."""
         models, searches = sorted(self.models), sorted(self.searches)
         return f"requests × sessions {_pairs(models)}; requests × results {_pairs(searches)}"
 
@@ -170,11 +163,9 @@ class CapturedSearch:
 
 
 def _least(steps: Sequence[int], value: int) -> int:
-    """The first that is at least ``value``."""
     return next(step for step in steps if step >= value)
 
 
 def _pairs(shapes: Sequence[Shape]) -> str:
-    """What each of the two may be."""
     first, second = (sorted({shape[place] for shape in shapes}) for place in (0, 1))
     return f"{', '.join(map(str, first))} × {', '.join(map(str, second))}"

@@ -21,12 +21,9 @@ NEIGHBOURHOODS = np.array(
         [10, 4, 5, 3, 4, 2, 4, 2, 3, 4, 2, 1],  # mixed
     ]
 )
-SHARES = (0.4, 0.2, 0.15, 0.25)
-"""Of the neighbourhoods, among the cells."""
-NEARNESS = 1.1
-"""How far a trip goes: the attraction of a cell falls by e for each 1.1 cells of distance."""
-REGION_SIDE = 4
-"""A region is a square of so many cells."""
+SHARES = (0.4, 0.2, 0.15, 0.25)  # of the neighbourhoods, among the cells
+NEARNESS = 1.1  # how far a trip goes: the attraction of a cell falls by e for each 1.1 cells of distance
+REGION_SIDE = 4  # a region is a square of so many cells
 TASTES = (7.0, 2.0, -7.0)
 """What one point of score is worth to somebody who follows the crowd, who hardly cares, and who avoids it."""
 
@@ -67,7 +64,6 @@ class City:
 
 
 def make_city(random: np.random.Generator, side: int) -> City:
-    """A city of ``side`` × ``side`` cells."""
     cells = side * side
     kind = random.choice(len(SHARES), size=cells, p=SHARES)
     numbers = np.maximum(random.poisson(NEIGHBOURHOODS[kind]), 1).T  # (categories, C)

@@ -37,22 +37,16 @@ class Places:
 class Sessions:
     """One shard: S sessions of U users, sorted by (user, time); the arrays may be memory maps."""
 
-    offsets: np.ndarray
-    """(U + 1,) int64: the sessions of user u are ``offsets[u]:offsets[u + 1]``."""
-    profile: np.ndarray
-    """(U, 6) int32 codes."""
-    time: np.ndarray
-    """(S,) int64: milliseconds since 1970 UTC."""
-    action: np.ndarray
-    """(S,) int32 code, like ``cell``, ``region``, ``weather`` and ``mode``."""
-    place: np.ndarray
-    """(S,) int32: row of Places, −1 for none."""
+    offsets: np.ndarray  # (U + 1,) int64: the sessions of user u are ``offsets[u]:offsets[u + 1]``
+    profile: np.ndarray  # (U, 6) int32 codes
+    time: np.ndarray  # (S,) int64: milliseconds since 1970 UTC
+    action: np.ndarray  # (S,) int32 code, like ``cell``, ``region``, ``weather`` and ``mode``
+    place: np.ndarray  # (S,) int32: row of Places, −1 for none
     cell: np.ndarray
     region: np.ndarray
     weather: np.ndarray
     mode: np.ndarray
-    via: np.ndarray
-    """(S,) int32: row of Places, −1 for none."""
+    via: np.ndarray  # (S,) int32: row of Places, −1 for none
 
 
 @dataclass(frozen=True)
@@ -66,21 +60,16 @@ class Sizes:
     weathers: int
     modes: int
     actions: int
-    profile: tuple[int, ...]
-    """Six."""
+    profile: tuple[int, ...]  # six
 
 
 @dataclass(frozen=True)
 class JourneyData:
-    """Everything a travel task reads."""
-
     places: Places
     shards: Sequence[Sessions]
     sizes: Sizes
-    valid_from: int
-    """Milliseconds: sessions before it are for training."""
-    test_from: int
-    """Milliseconds: sessions from here on are the test split, those in between validation."""
+    valid_from: int  # milliseconds: sessions before it are for training
+    test_from: int  # milliseconds: sessions from here on are the test split, those in between validation
 
 
 def group_by_cell(cell: np.ndarray, cells: int) -> tuple[np.ndarray, np.ndarray]:

@@ -24,8 +24,7 @@ from intbmoe.tasks.travel.candidates import Candidates, session_keys
 from intbmoe.tasks.travel.data import JourneyData, Places, Sessions
 
 SPLITS = ("train", "valid", "test")
-HOUR = 3_600_000
-"""In milliseconds."""
+HOUR = 3_600_000  # milliseconds
 SCORE_CODES = 32
 
 
@@ -33,20 +32,15 @@ SCORE_CODES = 32
 class Windows:
     """Windows of one shard, as arrays: 16 bytes each, so that hundreds of millions of users fit."""
 
-    user: np.ndarray
-    """(W,) int32."""
-    stop: np.ndarray
-    """(W,) int64: the session after the last."""
-    length: np.ndarray
-    """(W,) int16 sessions."""
-    targets: np.ndarray
-    """(W,) int16: how many of them, the last ones, are in the split's range."""
+    user: np.ndarray  # (W,) int32
+    stop: np.ndarray  # (W,) int64: the session after the last
+    length: np.ndarray  # (W,) int16 sessions
+    targets: np.ndarray  # (W,) int16: how many of them, the last ones, are in the split's range
 
     def __len__(self) -> int:
         return len(self.stop)
 
     def take(self, indices: np.ndarray) -> "Windows":
-        """The windows at ``indices``."""
         return Windows(self.user[indices], self.stop[indices], self.length[indices], self.targets[indices])
 
 
@@ -96,7 +90,6 @@ class JourneyReader:
         self.codes = place_codes(data.places)
 
     def new_arrays(self, size: int) -> dict[str, np.ndarray]:
-        """The arrays of a batch of ``size`` windows, all padding yet."""
         shape = (size, self.sessions)
         return {
             "profile": np.zeros((size, 6), np.int32),

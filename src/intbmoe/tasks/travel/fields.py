@@ -103,12 +103,10 @@ class JourneyFields:
 
     @property
     def place(self) -> Coded:
-        """The places."""
         return self.coded["place"]
 
     @property
     def profile(self) -> tuple[str, ...]:
-        """The names of the profile's fields."""
         return tuple(f"profile_{number}" for number in range(1, PROFILE_TOKENS + 1))
 
     def field(self, name: str) -> Integer:
@@ -150,7 +148,6 @@ class JourneyFields:
         return np.array(found, np.int32).ravel()
 
     def example(self, top_n: int) -> dict[str, Any]:
-        """A request."""
         start = 1_704_096_000_000
         there = {name: int(self.coded[name].values[0]) for name in ("cell", "weather") if len(self.coded[name].values)}
         went = [int(place) for place in self.place.values[:2]]

@@ -14,8 +14,7 @@ import numpy as np
 from intbmoe.tasks.travel.candidates import Candidates, session_keys
 from intbmoe.tasks.travel.data import JourneyData, Sessions
 
-CHUNK = 4096
-"""Sessions looked at together."""
+CHUNK = 4096  # sessions looked at together
 
 
 def floor_scores(data: JourneyData) -> Iterator[dict[str, np.ndarray]]:

@@ -35,10 +35,8 @@ from intbmoe.tasks.travel.splits import split_times
 
 MINUTE = 60_000
 DAY = 24 * 60 * MINUTE
-START = 1_704_067_200_000
-"""Monday, 1 January 2024, 00:00 UTC."""
-SLOTS = (8, 10, 13, 16, 19, 22)
-"""Hours of the day at which people set out, give or take half an hour."""
+START = 1_704_067_200_000  # Monday, 1 January 2024, 00:00 UTC
+SLOTS = (8, 10, 13, 16, 19, 22)  # hours of the day at which people set out, give or take half an hour
 MORNING, FORENOON, NOON, AFTERNOON, EVENING, NIGHT = range(6)
 WORKER, STUDENT, RETIRED = range(3)
 FAVOURITE_SHARE = (0.1, 0.25, 0.5)
@@ -47,8 +45,7 @@ SUN, CLOUDS, RAIN, SNOW = range(4)
 WALK, BICYCLE, TRANSIT, CAR = range(4)
 SEARCH, ROUTE, NAVIGATE = range(3)
 HABITS = 2
-BLOCK = 4096
-"""People who are simulated together."""
+BLOCK = 4096  # people who are simulated together
 
 
 @dataclass(frozen=True)
@@ -60,14 +57,10 @@ class People:
     settled: np.ndarray
     has_car: np.ndarray
     home: np.ndarray
-    work: np.ndarray
-    """Office, school, or for the retired a park."""
-    favourite: np.ndarray
-    """(U, categories) places."""
-    habit: np.ndarray
-    """(U, 7 · slots): the category of a weekly habit, −1 for none."""
-    profile: np.ndarray
-    """(U, 6), 0 for what is not known."""
+    work: np.ndarray  # office, school, or for the retired a park
+    favourite: np.ndarray  # (U, categories) places
+    habit: np.ndarray  # (U, 7 · slots): the category of a weekly habit, −1 for none
+    profile: np.ndarray  # (U, 6), 0 for what is not known
 
 
 def make_journeys(

@@ -17,7 +17,6 @@ WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 
 
 def journey_views(categories: tuple[str, ...]) -> list[View]:
-    """Tokens by type, scenario tokens by the hour of day, intention tokens by the category of the place."""
     return [
         View("token type", TYPES, token_types),
         View("hour of day", tuple(f"{hour:02}" for hour in range(24)), lambda b: _session_codes(b, "scenario", HOUR)),

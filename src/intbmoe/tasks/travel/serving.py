@@ -33,8 +33,7 @@ SESSION = (*NOW, "place", "mode", "action", "via")
 COLUMNS = (*SCENARIO, "place", *FEEDBACK, "via")
 """Of an encoded session: codes, but for places, which are rows of the catalogue from 1."""
 PLACE_COLUMN = COLUMNS.index("place")
-ENCODED_TOGETHER = 2**17
-"""Places whose vectors are computed at a time."""
+ENCODED_TOGETHER = 2**17  # places whose vectors are computed at a time
 log = logging.getLogger(__name__)
 
 
@@ -89,8 +88,7 @@ class PlacePredictor(Predictor):
         self.codes = self.codes.to(self.device)
         self.places = VectorIndex(self._encode_places())
         self._shortcut = model.backbone.ends_token_by_token()
-        self.captured: CapturedSearch | None = None
-        """What ``record_graphs`` recorded."""
+        self.captured: CapturedSearch | None = None  # what ``record_graphs`` recorded
 
     def encode(self, request: Request) -> Encoded:
         """Places are rows of the catalogue from 1, with 0 for none."""

@@ -74,8 +74,6 @@ class TravelRecipe(Recipe):
 
 @register_task("travel")
 class TravelTask(Task):
-    """The destination of the next journey."""
-
     recipe_type: ClassVar[type[Recipe]] = TravelRecipe
     metric = "HR@5"
     higher_is_better = True
@@ -91,7 +89,6 @@ class TravelTask(Task):
         self._splits: dict[str, JourneyExamples] = {}
 
     def make_model(self) -> nn.Module:
-        """The travel model with the recipe's method in every FFN and as its head, under the paper's budget."""
         config = self.recipe.model
         return TravelModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden))
 
@@ -106,24 +103,20 @@ class TravelTask(Task):
         return self._splits[name]
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum of the cross-entropy of the true place among the candidates over the target sessions, their number."""
         scores = model(batch)
         return _cross_entropy(scores), batch["targets"].sum()
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sums over the target sessions: count, loss, hits at 1 and at 5, gain at 5."""
         scores = model(batch)
         return {"loss": _cross_entropy(scores), **ranking_sums(scores)}
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """HR@1, HR@5, NDCG@5 and, where there is one, the mean cross-entropy."""
         count = sums["count"]
         require(count > 0, "count", count, "positive: no target session was evaluated")
         names = {"HR@1": "hits1", "HR@5": "hits5", "NDCG@5": "gain5", "loss": "loss"}
         return {metric: float(sums[total]) / float(count) for metric, total in names.items() if total in sums}
 
     def floors(self) -> Mapping[str, Mapping[str, float]]:
-        """Popularity and the per-user visit counter on the test split, on the same candidates."""
         totals: dict[str, dict[str, float]] = {}
         for chunk in floor_scores(open_data(self.recipe.data)):
             for name, scores in chunk.items():

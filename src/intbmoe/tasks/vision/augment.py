@@ -16,8 +16,7 @@ from intbmoe.tasks.vision.timm_data import timm_data
 Key = tuple[int, int, int]
 
 
-DRAWS = 3
-"""Random numbers of an image for ``shift_and_flip``."""
+DRAWS = 3  # random numbers of an image for ``shift_and_flip``
 _STEP, _FIRST, _SECOND = (np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 

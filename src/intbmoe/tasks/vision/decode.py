@@ -9,12 +9,10 @@ from PIL import Image, UnidentifiedImageError
 
 from intbmoe.tasks.errors import DataError
 
-CROP_SHARE = 0.875
-"""Evaluation takes the middle 224 of 256 pixels, as DeiT and most others do."""
+CROP_SHARE = 0.875  # evaluation takes the middle 224 of 256 pixels, as DeiT and most others do
 
 
 def decode(content: bytes | Path, where: str) -> Image.Image:
-    """An image in memory, in RGB."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # damaged EXIF data, of which ImageNet has some: pixels are what matters

@@ -24,7 +24,6 @@ SUFFIXES = (".jpeg", ".jpg", ".png")
 
 
 def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
-    """The three splits."""
     if model.channels != 3:
         raise DataError(f"imagenet images have 3 channels: set model.channels=3 (it is {model.channels})")
     root = require_path(path, "imagenet", WHAT)

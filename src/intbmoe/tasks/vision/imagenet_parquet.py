@@ -24,8 +24,7 @@ class ParquetImages:
 
     def __init__(self, files: list[Path], rows: np.ndarray, labels: np.ndarray) -> None:
         self.files = files
-        self.rows = rows
-        """(N, 3) file, row group, row in the group."""
+        self.rows = rows  # (N, 3) file, row group, row in the group
         self.labels = labels
         self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._open: dict[int, Any] = {}

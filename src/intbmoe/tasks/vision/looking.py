@@ -14,7 +14,6 @@ MOST_IMAGES = 6
 
 
 def show_images(split: ImageExamples, names: tuple[str, ...], model: ViTConfig) -> Shown:
-    """Patches by row and column, and the picture itself."""
     side = model.image_size // model.patch_size
     tokens: list[Token | None] = [
         Token("patch", f"row {row}, column {column}") for row in range(side) for column in range(side)

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 IMAGE_BYTES = 8 * 2**20
 IMAGE_PIXELS = 32 * 10**6
-LONGEST_SIDE = 16
-"""Times the shorter one: the whole image is scaled before its middle is cut out."""
+LONGEST_SIDE = 16  # times the shorter one: the whole image is scaled before its middle is cut out
 TOP_N = 5
 THUMBNAIL = 320
 
@@ -104,7 +103,6 @@ class ClassifyPredictor(Predictor):
             raise RequestError("image", what, "a whole PNG or JPEG file in base64") from error
 
     def _pixels(self, image: "Image") -> np.ndarray:
-        """(size, size, channels), as in evaluation."""
         size = self.images.config.image_size
         if self.images.cropped:
             pixels = middle_square(image, size)
@@ -117,7 +115,6 @@ class ClassifyPredictor(Predictor):
         return np.ascontiguousarray(pixels.reshape(size, size, -1))
 
     def _example_png(self) -> bytes:
-        """A disc."""
         size = self.images.config.image_size
         row, column = np.mgrid[:size, :size] - (size - 1) / 2
         disc = np.where(np.hypot(row, column) < size / 3, 255, 0).astype(np.uint8)

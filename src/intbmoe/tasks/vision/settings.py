@@ -44,5 +44,4 @@ class Augmentation(Checked):
 
     @property
     def mixes(self) -> bool:
-        """Whether batches are mixed."""
         return self.mix_probability > 0 and (self.mixup > 0 or self.cutmix > 0)

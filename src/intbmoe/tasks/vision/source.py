@@ -26,8 +26,7 @@ IMAGENET_NORMALISATION = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.2
 class Images(Protocol):
     """Labelled images in a fixed order."""
 
-    labels: np.ndarray
-    """(N,) int64."""
+    labels: np.ndarray  # (N,) int64
 
     def image(self, index: int) -> Image.Image:
         """One image as it is stored, whatever its size."""
@@ -93,7 +92,6 @@ def hold_out(labels: np.ndarray, fraction: float, where: str) -> tuple[np.ndarra
 
 
 def require_path(path: str | None, source: str, what: str) -> Path:
-    """The existing path of a source's data."""
     if path is None:
         raise DataError(f"{source} needs {what}: set data.path (--data.path …); docs/data.md says how to get the data")
     found = Path(path).expanduser()

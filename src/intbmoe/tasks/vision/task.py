@@ -69,8 +69,6 @@ class VisionRecipe(Recipe):
 
 @register_task("vision")
 class VisionTask(Task):
-    """Image classification."""
-
     recipe_type: ClassVar[type[Recipe]] = VisionRecipe
     metric = "accuracy"
     higher_is_better = True
@@ -83,7 +81,6 @@ class VisionTask(Task):
         self._source: Source | None = None
 
     def make_model(self) -> nn.Module:
-        """The ViT with the recipe's method under the paper's budget; "dense" is the plain ViT."""
         config = self.recipe.model
         # The paper's dense row is the backbone itself: there is no mixture to keep the class token out of.
         return ViT(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, tokens=config.patches))
@@ -104,7 +101,6 @@ class VisionTask(Task):
         return self._source
 
     def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:
-        """In training, mix the batch and smooth its labels; in evaluation (no generator) nothing."""
         augmentation, classes = self.recipe.data.augmentation, self.recipe.model.classes
         if generator is None or not (augmentation.mixes or augmentation.label_smoothing):
             return batch
@@ -115,13 +111,11 @@ class VisionTask(Task):
         return {**batch, "images": images, "targets": targets}
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum of the cross-entropy over the images, and their number."""
         scores = model(batch["images"]).float()
         target = batch.get("targets", batch["labels"])
         return F.cross_entropy(scores, target, reduction="sum"), _count(batch)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sums over the images: count, loss, top-1 hits, top-5 hits."""
         scores, labels = model(batch["images"]).float(), batch["labels"]
         best = scores.topk(min(TOP, scores.shape[1]), dim=1).indices
         hits = best == labels.unsqueeze(1)
@@ -133,14 +127,12 @@ class VisionTask(Task):
         }
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Accuracy, accuracy among the first five, and mean cross-entropy."""
         count = sums["count"]
         require(count > 0, "count", count, "positive: no image was evaluated")
         names = {"accuracy": "correct", "accuracy5": "correct5", "loss": "loss"}
         return {metric: float(sums[total]) / float(count) for metric, total in names.items()}
 
     def example_inputs(self) -> tuple[Tensor]:
-        """One black image."""
         config = self.recipe.model
         return (torch.zeros(1, config.channels, config.image_size, config.image_size),)
 
@@ -152,7 +144,6 @@ class VisionTask(Task):
         return image_requests(self.split("valid"), count)
 
     def views(self) -> list[View]:
-        """Patches by the class of their image."""
         return [View("class", self.class_names(), lambda batch: batch["labels"].unsqueeze(1))]
 
     def shown(self, split: ImageExamples) -> Shown:

@@ -33,7 +33,6 @@ _SHEET = re.compile(r"(?:\./)?(train|val)/(\d+)\.jpg")
 
 
 def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
-    """The three splits."""
     check_image_size(model.image_size, model.channels, (TILE, 3), "tiny-imagenet")
     file = require_path(path, "tiny-imagenet", WHAT)
     sheets, names = _read_tar(file)
