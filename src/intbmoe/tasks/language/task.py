@@ -9,7 +9,7 @@ document. Its graphs take ids (B, T) and mask (B, T) and give scores (B, T, voca
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -78,18 +78,13 @@ class LanguageTask(Task):
     dense_in_place = "swiglu"
     inputs = ("ids",)
     preparations: ClassVar[Mapping[str, Preparation]] = {
-        "minipile": Preparation(
-            "a folder of MiniPile's parquet files, as Hugging Face has them", "intbmoe.tasks.language.minipile:prepare"
-        ),
-        "wikipedia": Preparation(
-            "a folder with wiki_*.txt.xz and a tokenizer, see docs/data.md", "intbmoe.tasks.language.wikipedia:prepare"
-        ),
+        name: Preparation(source, f"intbmoe.tasks.language.{name}:prepare")
+        for name, source in {
+            "minipile": "a folder of MiniPile's parquet files, as Hugging Face has them",
+            "wikipedia": "a folder with wiki_*.txt.xz and a tokenizer, see docs/data.md",
+        }.items()
     }
     predictor = GeneratePredictor
-
-    def __init__(self, recipe: LanguageRecipe) -> None:
-        super().__init__(recipe)
-        self._source: TokenSource | None = None
 
     def make_model(self) -> nn.Module:
         config = self.recipe.model
@@ -97,7 +92,7 @@ class LanguageTask(Task):
 
     def read_split(self, name: str) -> Examples:
         """``train``, ``valid`` or ``test``: other documents each, and always the same."""
-        source, length = self._read(), self.recipe.data.length
+        source, length = self._source, self.recipe.data.length
         examples = TokenExamples(source.splits[name], length)
         if len(examples) == 0:
             raise DataError(
@@ -106,31 +101,25 @@ class LanguageTask(Task):
             )
         return examples
 
-    def _read(self) -> TokenSource:
-        if self._source is None:
-            data, vocabulary = self.recipe.data, self.recipe.model.vocabulary
-            if data.source == "stdlib":
-                source = stdlib.read(data.path, data.max_bytes)
-            else:
-                source = packed.read(data.path, data.source)
-            if source.vocabulary != vocabulary:
-                raise DataError(
-                    f"{source.where} has a vocabulary of {source.vocabulary}: set model.vocabulary="
-                    f"{source.vocabulary} (it is {vocabulary})"
-                )
-            self._source = source
-        return self._source
+    @cached_property
+    def _source(self) -> TokenSource:
+        data, vocabulary = self.recipe.data, self.recipe.model.vocabulary
+        from_python = data.source == "stdlib"
+        source = stdlib.read(data.path, data.max_bytes) if from_python else packed.read(data.path, data.source)
+        if source.vocabulary != vocabulary:
+            raise DataError(
+                f"{source.where} has a vocabulary of {source.vocabulary}: set model.vocabulary="
+                f"{source.vocabulary} (it is {vocabulary})"
+            )
+        return source
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         targets = batch["targets"]
-        total = cross_entropy_sum(model(batch["ids"]), targets)
-        return total, targets.new_full((), targets.numel(), dtype=torch.int64)
+        return cross_entropy_sum(model(batch["ids"]), targets), targets.new_full((), targets.numel(), dtype=torch.int64)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Mean cross-entropy of a token in nats, and its exponential."""
-        count = float(sums["count"])
-        require(count > 0, "count", count, "positive: no token was evaluated")
-        return _metrics(float(sums["loss"]) / count)
+        return _metrics(super().metrics(sums)["loss"])
 
     def floors(self) -> Mapping[str, Mapping[str, float]]:
         """ "unigram": every token by its share of the training split alone (each counted once more than it occurs)."""

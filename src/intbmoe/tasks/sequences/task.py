@@ -12,6 +12,7 @@ In an artifact, ``catalogue.json`` has first_id: what the data calls the model's
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -64,10 +65,6 @@ class SequencesTask(Task):
     inputs = ("items",)
     predictor = ItemPredictor
 
-    def __init__(self, recipe: SequencesRecipe) -> None:
-        super().__init__(recipe)
-        self._sequences: ItemSequences | None = None
-
     def make_model(self) -> nn.Module:
         config = self.recipe.model
         return SequenceModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden))
@@ -76,16 +73,15 @@ class SequencesTask(Task):
         """``train`` (windows), ``valid`` (each user's last event but one) or ``test`` (the last)."""
         length = self.recipe.model.length
         if name == "train":
-            return TrainingWindows(self.sequences(), length)
-        return HeldOutEvents(self.sequences(), name, length)
+            return TrainingWindows(self.sequences, length)
+        return HeldOutEvents(self.sequences, name, length)
 
+    @cached_property
     def sequences(self) -> ItemSequences:
-        if self._sequences is None:
-            data = self.recipe.data
-            found = SOURCES[data.source](data.path, self.recipe.model.items)
-            require_splits(found, str(data.path))
-            self._sequences = found
-        return self._sequences
+        data = self.recipe.data
+        found = SOURCES[data.source](data.path, self.recipe.model.items)
+        require_splits(found, str(data.path))
+        return found
 
     def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:
         """Cut off the columns that are padding in every row; histories are short, and no result depends on them."""
@@ -107,7 +103,7 @@ class SequencesTask(Task):
         return {**ranking_metrics(sums), "loss": float(sums["loss"]) / float(sums["count"])}
 
     def floors(self) -> Mapping[str, Mapping[str, float]]:
-        return item_floors(self.sequences())
+        return item_floors(self.sequences)
 
     def example_inputs(self) -> tuple[Tensor]:
         config = self.recipe.model

@@ -14,7 +14,7 @@ is known; the vectors of the places are part of the graph.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require
 from intbmoe.models.travel import FEEDBACK, PLACE, PROFILE_TOKENS, SCENARIO, TravelConfig, TravelModel
 from intbmoe.precision import wide
 from intbmoe.registry import register_task
@@ -85,7 +84,6 @@ class TravelTask(Task):
 
     def __init__(self, recipe: TravelRecipe) -> None:
         super().__init__(recipe)
-        self._reader: JourneyReader | None = None
         self._splits: dict[str, JourneyExamples] = {}
 
     def make_model(self) -> nn.Module:
@@ -95,26 +93,21 @@ class TravelTask(Task):
     def read_split(self, name: str) -> Examples:
         """``train`` (sessions before all others), ``valid`` or ``test`` (the last ones), by time."""
         if name not in self._splits:  # finding the windows reads the times of all sessions
-            data = self.recipe.data
-            if self._reader is None:
-                self._reader = JourneyReader(open_data(data), self.recipe.model.sessions, data.utc_offset)
-            at_most = data.valid_windows if name == "valid" else None
+            at_most = self.recipe.data.valid_windows if name == "valid" else None
             self._splits[name] = JourneyExamples(self._reader, name, at_most)
         return self._splits[name]
 
+    @cached_property
+    def _reader(self) -> JourneyReader:
+        data = self.recipe.data
+        return JourneyReader(open_data(data), self.recipe.model.sessions, data.utc_offset)
+
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        scores = model(batch)
-        return _cross_entropy(scores), batch["targets"].sum()
+        return _cross_entropy(model(batch)), batch["targets"].sum()
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         scores = model(batch)
         return {"loss": _cross_entropy(scores), **ranking_sums(scores)}
-
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        count = sums["count"]
-        require(count > 0, "count", count, "positive: no target session was evaluated")
-        names = {"HR@1": "hits1", "HR@5": "hits5", "NDCG@5": "gain5", "loss": "loss"}
-        return {metric: float(sums[total]) / float(count) for metric, total in names.items() if total in sums}
 
     def floors(self) -> Mapping[str, Mapping[str, float]]:
         totals: dict[str, dict[str, float]] = {}
@@ -215,15 +208,14 @@ def _cross_entropy(scores: Tensor) -> Tensor:
 
 
 def ranking_sums(scores: Tensor) -> dict[str, Tensor]:
-    """(N, C) scores, the true place's first → sums over the N rows: count, hits at 1 and at 5, gain at 5.
+    """(N, C) scores, the true place's first → sums over the N rows: their count, and each metric's.
 
     The rank is one more than the places that do not score lower: ties count against, and so does what is no number.
     """
     rank = 1 + (~(scores[:, 1:] < scores[:, :1])).sum(1)
-    gain = torch.where(rank <= TOP, 1 / torch.log2(1 + rank.double()), 0.0)
     return {
         "count": torch.tensor(len(scores), device=scores.device),
-        "hits1": (rank == 1).sum(),
-        "hits5": (rank <= TOP).sum(),
-        "gain5": gain.sum(),
+        "HR@1": (rank == 1).sum(),
+        "HR@5": (rank <= TOP).sum(),
+        "NDCG@5": torch.where(rank <= TOP, 1 / torch.log2(1 + rank.double()), 0.0).sum(),
     }

@@ -1,5 +1,6 @@
 """Files and bytes to images, with errors that say which one."""
 
+import base64
 import io
 import warnings
 from pathlib import Path
@@ -22,9 +23,9 @@ def decode(content: bytes | Path, where: str) -> Image.Image:
         raise DataError(f"{where} cannot be read as an image: {error}; expected a whole JPEG or PNG file") from error
 
 
-def middle_square(image: Image.Image, size: int) -> np.ndarray:
-    """(size, size, 3) uint8: resized so that the shorter side is size/0.875, then cut from the middle."""
-    shorter = int(size / CROP_SHARE)
+def middle_square(image: Image.Image, size: int, share: float = CROP_SHARE) -> np.ndarray:
+    """(size, size, channels) uint8: resized so that the shorter side is size/share, then cut from the middle."""
+    shorter = int(size / share)
     width, height = image.size
     scale = shorter / min(width, height)
     resized = image.resize(
@@ -32,3 +33,9 @@ def middle_square(image: Image.Image, size: int) -> np.ndarray:
     )
     left, top = (resized.width - size) // 2, (resized.height - size) // 2
     return np.asarray(resized.crop((left, top, left + size, top + size)))
+
+
+def png_base64(image: Image.Image) -> str:
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return base64.b64encode(content.getvalue()).decode()

@@ -9,6 +9,7 @@ channel by channel. Its graphs take images (B, channels, H, W) and give scores (
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -76,29 +77,24 @@ class VisionTask(Task):
     inputs = ("images",)
     predictor = ClassifyPredictor
 
-    def __init__(self, recipe: VisionRecipe) -> None:
-        super().__init__(recipe)
-        self._source: Source | None = None
-
     def make_model(self) -> nn.Module:
         config = self.recipe.model
         # The paper's dense row is the backbone itself: there is no mixture to keep the class token out of.
         return ViT(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, tokens=config.patches))
 
     def read_split(self, name: str) -> Examples:
-        source = self._read()
+        source = self._source
         augmentation = self.recipe.data.augmentation if name == "train" else Augmentation()
         return ImageExamples(getattr(source, name), source.normalisation, self.recipe.model.image_size, augmentation)
 
     def class_names(self) -> tuple[str, ...]:
         """What the source calls the classes; their numbers where it does not say."""
-        return self._read().class_names or tuple(str(label) for label in range(self.recipe.model.classes))
+        return self._source.class_names or tuple(str(label) for label in range(self.recipe.model.classes))
 
-    def _read(self) -> Source:
-        if self._source is None:
-            data = self.recipe.data
-            self._source = SOURCES[data.source](data.path, self.recipe.model, data.valid_fraction)
-        return self._source
+    @cached_property
+    def _source(self) -> Source:
+        data = self.recipe.data
+        return SOURCES[data.source](data.path, self.recipe.model, data.valid_fraction)
 
     def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:
         augmentation, classes = self.recipe.data.augmentation, self.recipe.model.classes
@@ -122,15 +118,9 @@ class VisionTask(Task):
         return {
             "count": _count(batch),
             "loss": F.cross_entropy(scores, labels, reduction="sum"),
-            "correct": hits[:, :1].sum(),
-            "correct5": hits.sum(),
+            "accuracy": hits[:, :1].sum(),
+            "accuracy5": hits.sum(),
         }
-
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        count = sums["count"]
-        require(count > 0, "count", count, "positive: no image was evaluated")
-        names = {"accuracy": "correct", "accuracy5": "correct5", "loss": "loss"}
-        return {metric: float(sums[total]) / float(count) for metric, total in names.items()}
 
     def example_inputs(self) -> tuple[Tensor]:
         config = self.recipe.model
