@@ -8,7 +8,6 @@ export: the same weights answer once more in a wider type.
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,15 +18,6 @@ from intbmoe.tasks.serving import Answer, Predictor
 COUNT = 8
 SAFETY = 8  # another machine may round so many times as unluckily as was measured
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
-
-
-@dataclass(frozen=True)
-class Difference:
-    number: int  # which request, from 0
-    what: str
-
-    def __str__(self) -> str:
-        return f"golden request {self.number}: {self.what}"
 
 
 def make_golden(predictor: Predictor, task: Task, count: int = COUNT) -> list[dict[str, Any]]:
@@ -56,16 +46,6 @@ def _doubt(own: Answer, wide: Answer) -> float:
     """By how much the scores of the same things differ."""
     own, wide = _scores(own), _scores(wide)
     return max((abs(own[one] - wide[one]) for one in own.keys() & wide.keys()), default=0.0)
-
-
-def check_golden(predictor: Predictor, golden: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    """Ask again: which answers differ from those at export, and by how much; empty where none does."""
-    found = []
-    for number, entry in enumerate(golden):
-        what = compare_answers(entry, ask(predictor, entry["request"]))
-        if what is not None:
-            found.append(Difference(number, what))
-    return found
 
 
 def ask(predictor: Predictor, request: Mapping[str, Any]) -> Answer:

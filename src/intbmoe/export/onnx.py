@@ -24,8 +24,8 @@ LARGEST_FILE = 2**31 - 2**24
 """Bytes of weights that still fit into one file of the format; more go into model.onnx.data beside it."""
 
 
-def write_onnx(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path: Path) -> list[Path]:
-    """Write ``model``, whose inputs are those of ``graph``; returns the files."""
+def write_onnx(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path: Path) -> None:
+    """Write ``model``, whose inputs are those of ``graph``."""
     _require_packages()
     program = trace(graph, model, example)
     # The exporter reports its progress on standard output and through a logger.
@@ -45,8 +45,6 @@ def write_onnx(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path
         size += sum(value.nbytes for value in program.constants.values() if isinstance(value, Tensor))
         _forget_sources(exported)
         exported.save(path, external_data=size > LARGEST_FILE)
-    beside = path.with_name(f"{path.name}.data")
-    return [path, beside] if beside.is_file() else [path]
 
 
 def _forget_sources(exported: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from intbmoe.tasks.base import Batch
 from intbmoe.tasks.language.packed import TOKENIZER, TokenExamples
+from intbmoe.tasks.language.tokenizer import import_tokenizers
 from intbmoe.tasks.looking import Content, Shown, Token, View, spread
 
 MOST_TOKENS = 256  # shown of a text, from its beginning
@@ -40,11 +41,7 @@ def byte_texts() -> list[str]:
 
 
 def tokenizer_texts(folder: Path) -> list[str]:
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("telling tokens apart needs tokenizers: pip install 'intbmoe[text]'") from error
-    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    tokenizer = import_tokenizers("telling tokens apart").Tokenizer.from_file(str(folder / TOKENIZER))
     return [tokenizer.decode([index]) for index in range(tokenizer.get_vocab_size(with_added_tokens=True))]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from intbmoe.files import replace_file, replacing_file, to_json
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language.packed import META, SPLITS, TOKENIZER, VERSION, read_meta, tokens_name
-from intbmoe.tasks.language.tokenizer import Encoder, require_tokenizers
+from intbmoe.tasks.language.tokenizer import Encoder, import_tokenizers
 from intbmoe.tasks.preparation import Progress
 
 UNFINISHED = "unfinished"
@@ -64,7 +64,7 @@ class Corpus:
 
 def pack(corpus: Corpus, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
     """Make ``target``, or go on with it; returns what is in it. A finished one is left as it is."""
-    require_tokenizers()
+    import_tokenizers()
     if (target / META).is_file():
         meta = read_meta(target, corpus.name)
         _require_same_files(meta["files"], corpus, target)

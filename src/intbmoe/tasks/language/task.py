@@ -30,7 +30,7 @@ from intbmoe.tasks.language import packed, stdlib
 from intbmoe.tasks.language.looking import kind_view, show_texts, token_texts
 from intbmoe.tasks.language.packed import TokenExamples, TokenSource
 from intbmoe.tasks.language.serving import GeneratePredictor, prompt_requests
-from intbmoe.tasks.language.tokenizer import Encoder, require_tokenizers
+from intbmoe.tasks.language.tokenizer import Encoder
 from intbmoe.tasks.looking import Shown, View, position_view
 from intbmoe.tasks.mixture import ffn_maker
 from intbmoe.tasks.preparation import Preparation
@@ -78,11 +78,12 @@ class LanguageTask(Task):
     dense_in_place = "swiglu"
     inputs = ("ids",)
     preparations: ClassVar[Mapping[str, Preparation]] = {
-        name: Preparation(source, f"intbmoe.tasks.language.{name}:prepare")
-        for name, source in {
-            "minipile": "a folder of MiniPile's parquet files, as Hugging Face has them",
-            "wikipedia": "a folder with wiki_*.txt.xz and a tokenizer, see docs/data.md",
-        }.items()
+        "minipile": Preparation(
+            "a folder of MiniPile's parquet files, as Hugging Face has them", "intbmoe.tasks.language.minipile:prepare"
+        ),
+        "wikipedia": Preparation(
+            "a folder with wiki_*.txt.xz and a tokenizer, see docs/data.md", "intbmoe.tasks.language.wikipedia:prepare"
+        ),
     }
     predictor = GeneratePredictor
 
@@ -137,7 +138,6 @@ class LanguageTask(Task):
         data = self.recipe.data
         if data.source == "stdlib":
             return Catalogue({"tokenizer": None, "end_of_text": stdlib.END_OF_TEXT})
-        require_tokenizers()
         file = Path(data.path).expanduser() / packed.TOKENIZER
         content = file.read_bytes()
         about = {"tokenizer": packed.TOKENIZER, "end_of_text": Encoder(content.decode(), str(file)).end_of_text}

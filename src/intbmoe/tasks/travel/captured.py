@@ -12,16 +12,16 @@ Larger batches are answered in parts. Nothing is out of reach: the largest shape
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from intbmoe.models.travel import PROFILE_TOKENS
 from intbmoe.tasks.serving.captured import Mirror, Recorded, Recorder, halves, ladder
-from intbmoe.tasks.serving.ranking import VectorIndex, ends_in_a_tie
-from intbmoe.tasks.serving.requests import Encoded, Limits
+from intbmoe.tasks.serving.ranking import ends_in_a_tie
+from intbmoe.tasks.serving.requests import Encoded
 
 MOST_REQUESTS = 256  # of one graph: beyond, a GPU is busy anyway
 USUAL_RESULTS = 10  # results for which there are graphs beside the most that can be asked for
@@ -32,22 +32,10 @@ HEAD = 1 + PROFILE_TOKENS  # entries of a request before its sessions
 Shape = tuple[int, int]
 
 
-class Searcher(Protocol):
-    """What is recorded: a ``PlacePredictor``."""
-
-    model: nn.Module
-    device: torch.device
-    limits: Limits
-    sessions: int
-    places: VectorIndex
-
-    def queries(self, profile: Tensor, sessions: Tensor, lengths: Tensor) -> Tensor: ...
-
-
 class CapturedSearch:
     """The graphs of a ``PlacePredictor``, with the buffers they read and write."""
 
-    def __init__(self, predictor: Searcher, requests: int) -> None:
+    def __init__(self, predictor: Any, requests: int) -> None:
         """Records all shapes that batches of up to ``requests`` need; raises ``CaptureError``."""
         self._predictor = predictor
         limits, device = predictor.limits, predictor.device
@@ -104,7 +92,8 @@ class CapturedSearch:
     def search(self, batch: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray]:
         """(B, n) scores and rows, where n is at least what each request asks for and there is."""
         most = self.requests[-1]
-        n = _least(self.results, max(encoded.payload["top_n"] for encoded in batch))
+        wanted = max(encoded.payload["top_n"] for encoded in batch)
+        n = next(results for results in self.results if results >= wanted)
         found = [self._search_part(batch[start : start + most], n) for start in range(0, len(batch), most)]
         return np.concatenate([values for values, _ in found]), np.concatenate([rows for _, rows in found])
 
@@ -160,10 +149,6 @@ class CapturedSearch:
     @staticmethod
     def _width(sessions: int) -> int:
         return HEAD + CODES * sessions
-
-
-def _least(steps: Sequence[int], value: int) -> int:
-    return next(step for step in steps if step >= value)
 
 
 def _pairs(shapes: Sequence[Shape]) -> str:

@@ -140,11 +140,9 @@ class JourneyFields:
 
     def read_profile(self, profile: Mapping[str, int | None]) -> np.ndarray:
         """(6,) codes."""
-
-        def where(name: str) -> Callable[[int], str]:
-            return lambda _: f"profile.{name}"
-
-        found = [self.coded[name].read([profile.get(name)], where(name)) for name in self.profile]
+        found = [
+            self.coded[name].read([profile.get(name)], lambda _, name=name: f"profile.{name}") for name in self.profile
+        ]
         return np.array(found, np.int32).ravel()
 
     def example(self, top_n: int) -> dict[str, Any]:

@@ -50,12 +50,11 @@ def show_journeys(split: JourneyExamples, categories: tuple[str, ...]) -> Shown:
             if kind == NO_LABEL:
                 tokens.append(None)
                 continue
-            text = {
-                "profile": lambda position=position: str(position + 1),
-                "scenario": lambda session=session: _when(scenario[session]),
-                "intention": lambda session=session: _coded(place[session][CATEGORY], categories),
-                "feedback": lambda: "",
-            }[TYPES[kind]]()
+            text = str(position + 1) if TYPES[kind] == "profile" else ""
+            if TYPES[kind] == "scenario":
+                text = _when(scenario[session])
+            elif TYPES[kind] == "intention":
+                text = _coded(place[session][CATEGORY], categories)
             tokens.append(Token(TYPES[kind], text))
         return Content(f"user window {index}", tokens)
 
