@@ -78,9 +78,8 @@ class Artifact:
         try:
             return recipe_from_dict(self.about["recipe"])
         except (ValueError, TypeError) as error:
-            raise ArtifactError(
-                f"{self.path / ABOUT}: the recipe is not understood: {error}; {EXPORT_AGAIN}"
-            ) from error
+            where = self.path / ABOUT
+            raise ArtifactError(f"{where}: the recipe is not understood: {error}; {EXPORT_AGAIN}") from error
 
     @property
     def catalogue(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Together:
 
 
 class Continuation:
-    """An iterator over steps: see ``TextStream``."""
+    """An iterator over steps: each yields the pieces of all texts that are still going on."""
 
     def __init__(self, model: Llama, vocabulary: Vocabulary, batch: Sequence[Encoded]) -> None:
         self.model, self.vocabulary = model, vocabulary

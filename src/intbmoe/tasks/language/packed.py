@@ -84,6 +84,7 @@ def read_meta(folder: Path, name: str) -> dict[str, Any]:
     """What a finished folder says of itself; raises unless it is whole and of the data called ``name``."""
     path = folder / META
     again = f"intbmoe prepare {name} SOURCE {folder}"
+    anew = f"remove {folder}, then {again}"
     if not path.is_file():
         raise DataError(
             f"{folder} has no {META}: it was never prepared, or its preparation was interrupted; "
@@ -94,20 +95,16 @@ def read_meta(folder: Path, name: str) -> dict[str, Any]:
         version, found = meta["version"], meta["name"]
         sizes = {tokens_name(split): meta["splits"][split]["bytes"] for split in SPLITS}
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path} is not what a preparation writes ({error!r}): remove {folder}, then {again}"
-        ) from error
+        raise DataError(f"{path} is not what a preparation writes ({error!r}): {anew}") from error
     if version != VERSION:
-        raise DataError(
-            f"{path} has version {version}, this program reads version {VERSION}: remove {folder}, then {again}"
-        )
+        raise DataError(f"{path} has version {version}, this program reads version {VERSION}: {anew}")
     if found != name:
         raise DataError(f"{folder} holds {found}, not {name}: set data.source={found}, or give another data.path")
     for file, size in sizes.items():
         there = (folder / file).stat().st_size if (folder / file).is_file() else None
         if there != size:
             state = "is missing" if there is None else f"has {there} bytes"
-            raise DataError(f"{folder / file} {state}, {META} says {size} bytes: remove {folder}, then {again}")
+            raise DataError(f"{folder / file} {state}, {META} says {size} bytes: {anew}")
     return meta
 
 
@@ -120,9 +117,7 @@ def read(path: str | None, name: str) -> TokenSource:
         )
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise DataError(
-            f"{folder} is not a folder: data.path must be what intbmoe prepare {name} made (see docs/data.md)"
-        )
+        raise DataError(f"{folder} is not a folder: data.path must be what intbmoe prepare {name} made (docs/data.md)")
     meta = read_meta(folder, name)
     dtype = token_type(meta["vocabulary"])
     splits = {split: _map(folder / tokens_name(split), dtype) for split in SPLITS}

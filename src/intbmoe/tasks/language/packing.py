@@ -125,9 +125,7 @@ def _claim(folder: Path, corpus: Corpus, target: Path) -> None:
     begun = json.loads((folder / PLAN).read_bytes())
     if (begun["version"], begun["name"]) != (VERSION, corpus.name):
         other = f"{begun['name']}, version {begun['version']}"
-        raise DataError(
-            f"{target} holds the beginning of another preparation ({other}): remove it, or choose another folder"
-        )
+        raise DataError(f"{target} holds the beginning of another preparation ({other}): remove it or choose another")
     _require_same_files(begun["files"], corpus, target)
 
 

@@ -48,10 +48,9 @@ def read_check_ins(path: str | None, item_count: int) -> ItemSequences:
     arrays = _read_arrays(file, CHECK_INS)
     user, time = arrays["user"], arrays["time"]
     for name in ("poi", "time"):
-        if len(arrays[name]) != len(user):
-            raise DataError(
-                f"{file}: {name!r} has {len(arrays[name])} rows and 'user' has {len(user)}: expected as many"
-            )
+        rows = len(arrays[name])
+        if rows != len(user):
+            raise DataError(f"{file}: {name!r} has {rows} rows and 'user' has {len(user)}: expected as many")
     _refuse(np.diff(user) < 0, f"{file}: 'user'", user[1:], "rows in the order of (user, time)", first_row=1)
     same = np.diff(user) == 0
     _refuse(same & (np.diff(time) < 0), f"{file}: 'time'", time[1:], "rows of a user in the order of time", first_row=1)
@@ -123,10 +122,8 @@ def _check_ids(ids: np.ndarray, lowest: int, item_count: int, where: str) -> Non
     allowed = f"{lowest} to {last}, as many as model.items={item_count}"
     _refuse((ids < lowest) | (ids > last), where, ids, f"ids from {allowed}")
     if ids.max() != last:
-        fitting = ids.max() - lowest + 1
-        raise DataError(
-            f"{where} goes up to {ids.max()}: expected ids from {allowed}; for this file set model.items={fitting}"
-        )
+        fix = f"for this file set model.items={ids.max() - lowest + 1}"
+        raise DataError(f"{where} goes up to {ids.max()}: expected ids from {allowed}; {fix}")
 
 
 def _refuse(bad: np.ndarray, where: str, values: np.ndarray, expected: str, first_row: int = 0) -> None:

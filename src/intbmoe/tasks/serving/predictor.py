@@ -94,8 +94,11 @@ class Predictor:
         """
         raise NotImplementedError(f"{type(self).__name__} does not define answer(batch)")
 
-    def stream(self, batch: Sequence[Encoded]) -> "TextStream":
-        """Continue all requests of the batch together; ``answer`` is the pieces joined."""
+    def stream(self, batch: Sequence[Encoded]) -> "Iterator[list[Piece]]":
+        """Continue all requests of the batch together, step by step; ``answer`` is the pieces joined.
+
+        The iterator has the new ``ids`` of each text so far, their ``scores`` and ``drop``: see ``Continuation``.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not stream")
 
     def explain(self, encoded: Encoded, new: Sequence[int]) -> Answer:
@@ -112,21 +115,6 @@ class Piece(NamedTuple):
     """May be empty: a character can take several tokens."""
     finished: Literal["stop", "length"] | None
     """None while it goes on; "stop" after the end of the text, "length" after ``max_tokens``."""
-
-
-class TextStream(Protocol):
-    """A batch of texts being continued: each step yields the pieces of all that are still going on."""
-
-    ids: Sequence[Sequence[int]]  # the new tokens of each text so far
-    scores: Sequence[float]  # the log-probability of each
-
-    def __iter__(self) -> Iterator[list[Piece]]: ...
-
-    def __next__(self) -> list[Piece]: ...
-
-    def drop(self, index: int) -> None:
-        """Stop continuing this text, because nobody waits for it; the others are not affected."""
-        ...
 
 
 @contextmanager

@@ -100,9 +100,7 @@ def _msgpack() -> Any:
     try:
         import msgpack
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "sending requests between processes needs msgpack: pip install 'intbmoe[serve]'"
-        ) from error
+        raise ModuleNotFoundError("sending requests needs msgpack: pip install 'intbmoe[serve]'") from error
     return msgpack
 
 

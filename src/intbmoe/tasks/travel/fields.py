@@ -64,9 +64,8 @@ class Coded:
         found = self._find([self.field.read(where(number), value) for number, value in enumerate(values)])
         if -1 in found:
             number = found.index(-1)
-            raise RequestError(
-                where(number), values[number], "one that the catalogue knows, or null where it is not known"
-            )
+            allowed = "one that the catalogue knows, or null where it is not known"
+            raise RequestError(where(number), values[number], allowed)
         return found
 
     def _find(self, values: Sequence[int | None]) -> list[int]:
@@ -132,17 +131,14 @@ class JourneyFields:
 
     def read_codes(self, name: str, history: Sequence[Mapping[str, object]], now: int | None = None) -> list[int]:
         """The codes of a field in all sessions, and in ``now``."""
-        values = [session.get(name) for session in history]
-        values.append(now)
-        return self.coded[name].read(
-            values, lambda number: f"history[{number}].{name}" if number < len(history) else f"now.{name}"
-        )
+        sessions = len(history)
+        values = [*(session.get(name) for session in history), now]
+        return self.coded[name].read(values, lambda at: f"history[{at}].{name}" if at < sessions else f"now.{name}")
 
     def read_profile(self, profile: Mapping[str, int | None]) -> np.ndarray:
         """(6,) codes."""
-        found = [
-            self.coded[name].read([profile.get(name)], lambda _, name=name: f"profile.{name}") for name in self.profile
-        ]
+        names = self.profile
+        found = [self.coded[name].read([profile.get(name)], lambda _, name=name: f"profile.{name}") for name in names]
         return np.array(found, np.int32).ravel()
 
     def example(self, top_n: int) -> dict[str, Any]:

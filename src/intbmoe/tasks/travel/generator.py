@@ -84,11 +84,8 @@ def make_journeys(
         people = _make_people(random, city, min(BLOCK, users - first))
         taken = _choose_slots(random, people, slots, sessions)
         blocks.append((people.profile, *_travel(random, city, people, weather, taken)))
-    profile, counts, columns = (
-        np.concatenate([block[0] for block in blocks]),
-        np.concatenate([block[1] for block in blocks]),
-        {name: np.concatenate([block[2][name] for block in blocks]) for name in blocks[0][2]},
-    )
+    profile, counts = (np.concatenate([block[part] for block in blocks]) for part in (0, 1))
+    columns = {name: np.concatenate([block[2][name] for block in blocks]) for name in blocks[0][2]}
     ids = np.cumsum(np.random.default_rng([seed, 3]).integers(1, 50, size=len(city.cell)))
     return _encode(city, ids, profile, np.concatenate([[0], counts.cumsum()]), columns)
 
@@ -173,21 +170,12 @@ def _sequels() -> np.ndarray:
     """(categories, categories): by how much having come from the first makes the second more likely."""
     factor = np.ones((CATEGORIES, CATEGORIES))
     np.fill_diagonal(factor, 0.05)
-    for before, after, times in (
-        (RESTAURANT, BAR, 5),
-        (RESTAURANT, CINEMA, 5),
-        (CINEMA, BAR, 6),
-        (GYM, CAFE, 8),
-        (SIGHT, CAFE, 5),
-        (SIGHT, RESTAURANT, 3),
-        (MALL, RESTAURANT, 4),
-        (SHOP, HOME, 8),
-        (BAR, HOME, 8),
-        (OFFICE, GYM, 3),
-        (SCHOOL, CAFE, 5),
-        (PARK, CAFE, 4),
-    ):
-        factor[before, after] = times
+    factor[RESTAURANT, [BAR, CINEMA]] = 5
+    factor[CINEMA, BAR] = 6
+    factor[[GYM, SIGHT, SCHOOL, PARK], CAFE] = 8, 5, 5, 4
+    factor[[SIGHT, MALL], RESTAURANT] = 3, 4
+    factor[[SHOP, BAR], HOME] = 8
+    factor[OFFICE, GYM] = 3
     return factor
 
 
@@ -243,9 +231,8 @@ def _choose_category(
     random: np.random.Generator, city: City, people: People, at: np.ndarray, slot: np.ndarray, weather: np.ndarray
 ) -> np.ndarray:
     day, part = np.divmod(slot, len(SLOTS))
-    wish = (
-        WISHES[people.kind, (day % 7 >= 5).astype(int), part] ** 1.3 * SEQUELS[city.category[at]] * BY_WEATHER[weather]
-    )
+    weekend = (day % 7 >= 5).astype(int)
+    wish = WISHES[people.kind, weekend, part] ** 1.3 * SEQUELS[city.category[at]] * BY_WEATHER[weather]
     total = wish.cumsum(1)
     chosen = (total < random.random((len(at), 1)) * total[:, -1:]).sum(1)
     habit = people.habit[np.arange(len(at)), slot % people.habit.shape[1]]
@@ -311,10 +298,8 @@ def _encode(
         time=time,
         **{name: column.astype(np.int32) for name, column in columns.items()},
     )
-    profile_sizes = tuple(feature[2] for feature in features)
-    every = Sizes(
-        len(ids), cells, regions, categories, sizes["weathers"], sizes["modes"], sizes["actions"], profile_sizes
-    )
+    sizes["profile"] = tuple(feature[2] for feature in features)
+    every = Sizes(len(ids), cells, regions, categories, **sizes)
     return JourneyData(places, [shard], every, *split_times(lambda: [time]))
 
 

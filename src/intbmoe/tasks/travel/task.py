@@ -196,9 +196,7 @@ def open_data(data: TravelData) -> JourneyData:
             raise DataError(f"data.path={data.path!r}: journeys are generated and take no path")
         return make_journeys(users=data.users)
     if data.path is None:
-        raise DataError(
-            "data.path is not set: give --data.path FOLDER, made by intbmoe prepare inttravel (docs/data.md)"
-        )
+        raise DataError("data.path is not set: give --data.path FOLDER made by intbmoe prepare inttravel, docs/data.md")
     return open_journeys(data.path)
 
 

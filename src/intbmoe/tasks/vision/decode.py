@@ -26,11 +26,9 @@ def decode(content: bytes | Path, where: str) -> Image.Image:
 def middle_square(image: Image.Image, size: int, share: float = CROP_SHARE) -> np.ndarray:
     """(size, size, channels) uint8: resized so that the shorter side is size/share, then cut from the middle."""
     shorter = int(size / share)
-    width, height = image.size
-    scale = shorter / min(width, height)
-    resized = image.resize(
-        (max(shorter, round(width * scale)), max(shorter, round(height * scale))), Image.Resampling.BICUBIC
-    )
+    scale = shorter / min(image.size)
+    shape = tuple(max(shorter, round(side * scale)) for side in image.size)
+    resized = image.resize(shape, Image.Resampling.BICUBIC)
     left, top = (resized.width - size) // 2, (resized.height - size) // 2
     return np.asarray(resized.crop((left, top, left + size, top + size)))
 

@@ -14,9 +14,7 @@ MOST_IMAGES = 6
 
 def show_images(split: ImageExamples, names: tuple[str, ...], model: ViTConfig) -> Shown:
     side = model.image_size // model.patch_size
-    tokens: list[Token | None] = [
-        Token("patch", f"row {row}, column {column}") for row in range(side) for column in range(side)
-    ]
+    tokens = [Token("patch", f"row {row}, column {column}") for row in range(side) for column in range(side)]
 
     def describe(batch: Batch, row: int, index: int) -> Content:
         pixels = split.images.pixels([index], model.image_size)[0]

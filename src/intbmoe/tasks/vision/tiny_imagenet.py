@@ -73,7 +73,7 @@ def _class_names(content: bytes, classes: int, where: str) -> tuple[str, ...]:
         found = {entry["label"]: entry["name"].split(",")[0].strip() for entry in json.loads(content)}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{where} is not a list of objects with label and name ({error!r}); see docs/data.md"
+            f"{where} is not a list of objects with label and name ({error!r}; see docs/data.md)"
         ) from error
     names = [found.get(label, str(label)) for label in range(classes)]
     return tuple(f"{name} ({label})" if names.count(name) > 1 else name for label, name in enumerate(names))
