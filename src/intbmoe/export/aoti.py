@@ -26,7 +26,6 @@ def trace(graph: Graph, model: nn.Module, example: tuple[Tensor, ...]) -> torch.
 
 
 def write_aoti(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path: Path) -> None:
-    """Write ``model``, whose inputs are those of ``graph``."""
     program = trace(graph, model, example)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

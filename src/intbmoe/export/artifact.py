@@ -88,7 +88,6 @@ class Artifact:
 
     @property
     def catalogue_tensors(self) -> dict[str, Tensor]:
-        """The large part of the catalogue; empty where there is none."""
         return self.read_tensors(CATALOGUE_TENSORS) if CATALOGUE_TENSORS in self.about["files"] else {}
 
     @property
@@ -115,7 +114,6 @@ class Artifact:
         return self.predictor_type().encoder(self)
 
     def predictor(self, device: str | torch.device = "cpu") -> Predictor:
-        """The model on ``device``, ready to answer."""
         return self.predictor_type().load(self, device)
 
     def predictor_type(self) -> type[Predictor]:

@@ -1,9 +1,8 @@
 """Golden requests: validation inputs with the answers an artifact gave when it was exported.
 
-A server asks them again before it trusts an artifact on its own machine. There the arithmetic may round otherwise, so
-scores are compared to a tolerance, and entries of a ranking may change places where their scores differ by less. How
-much rounding can do to this model's answers, tokens that take another block because of it included, is measured at
-export: the same weights answer once more in a wider type.
+A server asks them again before it trusts an artifact. Its machine may round otherwise, so scores are compared to a
+tolerance, and entries of a ranking may change places where their scores differ by less. How much rounding can do to
+this model's answers is measured at export: the same weights answer once more in a wider type.
 """
 
 import copy
@@ -17,13 +16,14 @@ from intbmoe.tasks.serving import Answer, Predictor
 
 COUNT = 8
 SAFETY = 8  # another machine may round so many times as unluckily as was measured
-WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
+WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}  # twice the digits
 
 
 def make_golden(predictor: Predictor, task: Task, count: int = COUNT) -> list[dict[str, Any]]:
     """Requests from the validation split with this predictor's answers, each asked alone."""
     requests = task.golden_requests(predictor, count)
-    wider = _in_a_wider_type(predictor)
+    wider_model = copy.deepcopy(predictor.model).to(WIDER.get(predictor.dtype, predictor.dtype))
+    wider = predictor.with_model(wider_model)
     if predictor.streams:
         requests = _sure_parts(predictor, wider, requests)
     answers = [ask(predictor, request) for request in requests]
@@ -98,11 +98,6 @@ def compare_rankings(expected: Sequence[Mapping], found: Sequence[Mapping], tole
                 f"{before['score']:.6g}: they differ by {max(by, own, gone):.3g}, and {tolerance:.3g} is allowed"
             )
     return None
-
-
-def _in_a_wider_type(predictor: Predictor) -> Predictor:
-    dtype = WIDER.get(predictor.dtype, predictor.dtype)
-    return predictor.with_model(copy.deepcopy(predictor.model).to(dtype))
 
 
 def _sure_parts(predictor: Predictor, wider: Predictor, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,7 +25,6 @@ LARGEST_FILE = 2**31 - 2**24
 
 
 def write_onnx(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path: Path) -> None:
-    """Write ``model``, whose inputs are those of ``graph``."""
     _require_packages()
     program = trace(graph, model, example)
     # The exporter reports its progress on standard output and through a logger.
@@ -56,7 +55,6 @@ def _forget_sources(exported: Any) -> None:
 
 
 def load_onnx(graph: Graph, path: Path) -> Callable[..., Tensor]:
-    """A function that runs the file with ONNX Runtime, on the CPU."""
     _require_packages()
     import onnxruntime
 
@@ -105,7 +103,6 @@ def _last_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet(*names: str) -> Any:
-    """These loggers say nothing below an error."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -152,7 +152,8 @@ class Parity:
         blocks = {name: _new_error(name, layer) for name, layer in moe_layers(self.trained)}
         outputs = _OutputError(self.output_tolerance)
         for batch in self.inputs.batches:
-            with _seen_by_layers(self.trained) as seen, _recorded(self.trained) as log:
+            routing = record_routing(self.trained) if layers else nullcontext({})
+            with _seen_by_layers(self.trained) as seen, routing as log:
                 expected = self.task.run_model(self.trained, batch, torch.float32)
             for name, (x, mask, y) in seen.items():
                 _compare_layer(found[name], layers[name], x.to(self.dtype), mask, y, log[name].ids)
@@ -271,10 +272,6 @@ def _compare_blocks(
         blocks = layer.blocks(rows.dtype, backend)
         pair.append(run_blocks(rows, ids, ones, None, blocks, backend, complete=True, dtype=rows.dtype)[0])
     error.add(wide(pair[0]), wide(pair[1]), ids, ids)
-
-
-def _recorded(model: nn.Module) -> Any:
-    return record_routing(model) if any(True for _ in moe_layers(model)) else nullcontext({})
 
 
 @contextmanager

@@ -45,16 +45,12 @@ class Token(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What an example of a batch is, without its routing."""
-
     title: str
     tokens: list[Token | None]  # in the order of the model's tokens
     image: str | None = None  # of images, a PNG of its pixels in base64
 
 
 class Shown(NamedTuple):
-    """How a task's examples are shown."""
-
     form: Literal["image", "text", "sessions", "items"]  # how they are drawn
     indices: list[int]  # which examples of the split, always the same
     describe: Callable[[Batch, int, int], Content]  # (batch, row, index in the split) → what the example is

@@ -1,8 +1,7 @@
 """Data that must be made ready once before training: ``intbmoe prepare NAME SOURCE TARGET``.
 
-A preparation can be interrupted and repeated: it goes on from what is finished, writes nothing that looks whole before
-it is, and does nothing if all is there. What it leaves in ``target`` is what the recipe's ``data.path`` takes. A task
-names its preparations in ``Task.preparations``.
+A preparation can be interrupted and repeated: it goes on from what is finished, and writes nothing that looks whole
+before it is. What it leaves in ``target`` is what the recipe's ``data.path`` takes.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,8 +18,6 @@ Progress = Callable[[str, int, int | None], None]
 
 @dataclass(frozen=True)
 class Preparation:
-    """One kind of data."""
-
     summary: str
     """What the source is, for ``--help``."""
     function: str

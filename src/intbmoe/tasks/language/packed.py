@@ -26,8 +26,6 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class TokenSource:
-    """The three splits of a text, as ids."""
-
     where: str  # what to call it in a message
     vocabulary: int  # how many different ids there can be
     splits: dict[str, np.ndarray]  # name → (tokens,) ids, in memory or mapped from a file
@@ -72,7 +70,6 @@ class TokenExamples:
 
 
 def token_type(vocabulary: int) -> np.dtype:
-    """The smallest of the two types that holds every id."""
     return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
 
 

@@ -1,9 +1,8 @@
 """Make a packed folder (``packed.py``) from files of documents, one file after another.
 
-Each source file becomes a finished pair in TARGET/unfinished, ``<split>-<number>.bin`` and, after it, ``….json``. Only
-when all are there are they joined, and ``meta.json`` is the last thing written. Every file is written beside its place
-and renamed, so that one that is there is whole: a preparation that was killed at any moment goes on at the first source
-file that is not finished, and ends with the same bytes.
+Each source file becomes a pair in TARGET/unfinished, ``<split>-<number>.bin`` and ``….json``; when all are there they
+are joined, and ``meta.json`` is written last. Every file is renamed into place when it is whole, so a preparation that
+was killed at any moment goes on at the first source file that is not finished, and ends with the same bytes.
 """
 
 import fcntl

@@ -47,7 +47,6 @@ class GeneratePredictor(Predictor):
         return cls(read_vocabulary(artifact), artifact.recipe.data.length)
 
     def encode(self, request: Request) -> Encoded:
-        """The payload has the prompt's ``ids``."""
         found = self._record.read("", request)
         ids = self.vocabulary.encode(found["prompt"])
         if len(ids) > self.length:
@@ -94,7 +93,6 @@ class GeneratePredictor(Predictor):
 
 
 def prompt_requests(predictor: GeneratePredictor, split: TokenExamples, count: int) -> list[Request]:
-    """Beginnings of some examples of a split, evenly spread."""
     requests, vocabulary = [], predictor.vocabulary
     for index in spread_evenly(len(split), count):
         start = index * split.length

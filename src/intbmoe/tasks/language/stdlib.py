@@ -63,7 +63,6 @@ def choose_files(root: Path, max_bytes: int | None) -> list[str]:
 
 
 def split_of(name: str) -> str:
-    """The split of the file with this relative path, on any machine."""
     place = _hash(name, "split") / 2**64
     if place < SHARES["test"]:
         return "test"

@@ -36,7 +36,6 @@ def training_ends(sequences: ItemSequences) -> np.ndarray:
 
 
 def require_splits(sequences: ItemSequences, file: str) -> None:
-    """Raise unless there is something to train on and something to evaluate."""
     if not (sequences.lengths >= FEWEST).any():
         raise DataError(f"{file} leaves nothing to evaluate: expected users with {FEWEST} events or more")
     if not (training_ends(sequences) - sequences.offsets[:-1] > 1).any():

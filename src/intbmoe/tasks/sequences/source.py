@@ -84,7 +84,6 @@ def _require_file(path: str | None, source: str) -> Path:
 
 
 def _read_arrays(file: Path, names: tuple[str, ...]) -> Mapping[str, np.ndarray]:
-    """The arrays of that name, each with whole numbers in one dimension, and at least one."""
     # What numpy raises depends on where a file is cut off or what else it is. Object arrays, which could hold code,
     # are never read.
     broken = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError)

@@ -1,10 +1,8 @@
 """Plain item sequences: which place is visited, which item is bought next, ranked among all there are.
 
-Check-ins of Foursquare (New York, US), reviews of Yelp and of Amazon's beauty products. Users' histories are split by
-leave-last-out (``examples.py``). Items of the history stay candidates, because places are visited again; in
-the reviews of beauty products none ever comes twice, and the metrics with " new" are those of all.
-
-A batch has ``items`` (B, T), and ``targets`` (B, T) in training or ``target`` (B,) and ``new`` (B,) in evaluation.
+Users' histories are split by leave-last-out (``examples.py``). Items of the history stay candidates, because places are
+visited again. A batch has ``items`` (B, T), and ``targets`` (B, T) in training or ``target`` (B,) and ``new`` (B,) in
+evaluation.
 
 In an artifact, ``catalogue.json`` has first_id: what the data calls the model's item 0. Its graphs take items (B, T),
 −1 after the last, and give log-probabilities (B, items).
@@ -94,7 +92,6 @@ class SequencesTask(Task):
         return -found.sum(), torch.tensor(len(found), device=found.device)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sums over the targets: count, loss, hits and gains, the last three for new ones too."""
         scores, target = model(batch["items"]), batch["target"]
         sums = ranking_sums(rank_of(scores, target), batch["new"])
         return {**sums, "loss": -scores.gather(1, target.unsqueeze(1)).sum()}

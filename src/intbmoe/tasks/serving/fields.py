@@ -48,8 +48,6 @@ class Integer:
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number from ``low`` to ``high``."""
-
     low: float
     high: float
     about: str = ""
@@ -114,8 +112,6 @@ class Text:
 
 @dataclass(frozen=True)
 class Many:
-    """A list of at most ``most`` values of one kind."""
-
     item: Field
     most: int
     least: int = 0

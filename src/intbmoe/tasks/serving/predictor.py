@@ -3,8 +3,7 @@
     encode    JSON → arrays, or ``RequestError`` that names the field; needs the catalogue or the vocabulary, no weights
     answer    a batch of encoded requests → JSON, in one padded call of the model
 
-An answer is a function of its own request alone: padding is masked, and neither the rest of the batch nor its order or
-lengths change it by more than rounding.
+An answer follows from its own request: the rest of the batch changes it by no more than rounding.
 """
 
 import copy

@@ -2,12 +2,9 @@
 
 Letters: ``B`` queries, ``P`` entries of a catalogue, ``d`` width.
 
-Scores of a large catalogue are never all in memory: a stretch of it is scored, its best are kept, and the best of those
-are the best of all. Within a stretch only the groups with the largest maxima are looked into, which reads each score
-once where a selection over all of them reads it many times.
-
-Two entries whose scores differ by no more than rounding may change places when the batch around a query changes, as in
-every ranking by floating-point scores; entries that are equal to the last bit never do.
+Scores of a large catalogue are never all in memory: a stretch of it is scored at a time, and within it only the groups
+with the largest maxima are looked into, which reads each score once. Entries whose scores differ by no more than
+rounding may change places with the batch around a query; entries that are equal to the last bit never do.
 """
 
 from collections.abc import Callable, Sequence

@@ -21,7 +21,8 @@ class RequestError(ValueError):
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         """``allowed`` completes the sentence "… must be"; ``value`` may be ``ABSENT``."""
-        self.field = _printable(field)
+        # Short, and free of what UTF-8 cannot carry: a client may name a field anything.
+        self.field = field[:SHOWN].encode("utf-8", "backslashreplace").decode()
         found = " is missing" if value is ABSENT else f"={shown(value)} is not allowed"
         super().__init__(f"{self.field}{found}: {self.field} must be {allowed}")
 
@@ -36,11 +37,6 @@ def shown(value: object) -> str:
     if isinstance(value, str | bytes) and len(value) > SHOWN:
         return f"{value[: SHOWN - 10]!a}… ({len(value)} in all)"
     return ascii(value)
-
-
-def _printable(text: str) -> str:
-    """Short, and free of what UTF-8 cannot carry: a client may name a field anything."""
-    return text[:SHOWN].encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True)

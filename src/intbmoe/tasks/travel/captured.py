@@ -1,13 +1,11 @@
 """``recommend`` for journeys as CUDA graphs: from the codes of a batch to its best places.
 
-A batch is rounded up to a number of requests and of sessions for which there are graphs: one that computes the queries,
-for each pair of these, and one that searches the catalogue, for each number of requests and of results. What fills a
-batch up are rows of no session, which no mixture counts and nobody reads. One copy goes in, one comes out:
+A batch is rounded up to a number of requests and of sessions for which there are graphs: one computes the queries, one
+searches the catalogue. It is filled up with rows of no session, which no mixture counts and nobody reads; larger
+batches are answered in parts. One copy goes in, one comes out:
 
     in     excluded (B, X), −1 for none; then for each request its number of sessions, its profile, its sessions
     out    for each request the best n + 1 scores, bit by bit as integers, and their rows
-
-Larger batches are answered in parts. Nothing is out of reach: the largest shapes hold what a request may ask for.
 """
 
 import time

@@ -36,7 +36,6 @@ def floor_scores(data: JourneyData) -> Iterator[dict[str, np.ndarray]]:
 
 
 def _visits(data: JourneyData) -> np.ndarray:
-    """(P,) visits of each place in the training sessions."""
     total = np.zeros(len(data.places.cell), np.int64)
     for shard in data.shards:
         place = np.asarray(shard.place)

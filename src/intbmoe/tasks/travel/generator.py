@@ -1,10 +1,8 @@
 """The embedded journeys: people of a small city with homes, work, habits and tastes, in IntTravel's schema.
 
-What is to be learned: a destination depends on the hour and the weekday (work in the morning, restaurants at noon), on
-where the user is and where she came from (bars after restaurants), on the weather (parks when it is dry), on her
-profile (students study, some people avoid what is popular) and on her own history (home, work, favourites, weekly
-habits). About half of the trips go where the user has been before, which is all that a counter of visits can know; the
-others follow from the rest.
+A destination depends on the hour and the weekday, on where the user is and came from (bars after restaurants), on the
+weather, on her profile (students study, some people avoid what is popular) and on her history (favourites, weekly
+habits). About half of the trips go where she has been before, which is all that a counter of visits can know.
 """
 
 from dataclasses import dataclass
@@ -91,7 +89,6 @@ def make_journeys(
 
 
 def _make_weather(random: np.random.Generator, slots: int) -> np.ndarray:
-    """(slots,): it tends to stay as it is."""
     fresh = random.choice(4, size=slots, p=(0.45, 0.25, 0.22, 0.08))
     stays = random.random(slots) < 0.7
     stays[0] = False

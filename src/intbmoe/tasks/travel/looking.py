@@ -40,8 +40,6 @@ def _session_codes(batch: Batch, kind: str, column: int) -> Tensor:
 
 
 def show_journeys(split: JourneyExamples, categories: tuple[str, ...]) -> Shown:
-    """Profile tokens by number, scenarios by weekday and hour, intentions by the category of the place."""
-
     def describe(batch: Batch, row: int, index: int) -> Content:
         scenario, place = batch["scenario"][row].tolist(), batch["place"][row].tolist()
         tokens: list[Token | None] = []

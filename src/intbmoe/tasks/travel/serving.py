@@ -1,9 +1,7 @@
 """``recommend`` for journeys: where a user goes next, out of all places of the catalogue.
 
 A request has the sessions so far, from old to new, and ``now``: the time, and where the user is. The model reads the
-profile, the last sessions, and the scenario token of ``now``, which is the last; its output there is compared with the
-vectors of all places, computed once when the predictor is made.
-
+profile, the last sessions and the scenario token of ``now``; its output there is compared with those of all places.
 Fields are in the values of the original tables where the data has such (IntTravel), else in codes from 1.
 """
 
@@ -86,7 +84,9 @@ class PlacePredictor(Predictor):
     def use(self, model: TravelModel) -> None:
         super().use(model)
         self.codes = self.codes.to(self.device)
-        self.places = VectorIndex(self._encode_places())
+        with torch.inference_mode():
+            parts = [wide(model.encode_places(part)) for part in self.codes[1:].split(ENCODED_TOGETHER)]
+            self.places = VectorIndex(torch.cat(parts))
         self._shortcut = model.backbone.ends_token_by_token()
         self.captured: CapturedSearch | None = None  # what ``record_graphs`` recorded
 
@@ -112,11 +112,6 @@ class PlacePredictor(Predictor):
             "explain": found["explain"],
         }
         return Encoded(token_count(len(payload["sessions"])), payload)
-
-    @torch.inference_mode()
-    def _encode_places(self) -> Tensor:
-        """(P, d), wide."""
-        return torch.cat([wide(self.model.encode_places(part)) for part in self.codes[1:].split(ENCODED_TOGETHER)])
 
     @torch.inference_mode()
     def record_graphs(self, requests: int) -> None:

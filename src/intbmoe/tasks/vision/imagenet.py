@@ -41,8 +41,6 @@ def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
 
 
 class FolderImages:
-    """Image files, opened one by one."""
-
     def __init__(self, folder: Path, files: np.ndarray, labels: np.ndarray) -> None:
         self.folder = folder
         self.files = files
@@ -61,7 +59,6 @@ class FolderImages:
 
 
 def _folders(root: Path) -> tuple[tuple[str, ...], Images, Images]:
-    """The wnids, the training and the validation images."""
     for split in ("train", "val"):
         if not (root / split).is_dir():
             raise DataError(f"{root / split} is missing: data.path must be {WHAT} (see docs/data.md)")

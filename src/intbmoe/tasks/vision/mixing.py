@@ -32,7 +32,6 @@ def smooth(labels: Tensor, classes: int, smoothing: float) -> Tensor:
 
 
 def mix(images: Tensor, targets: Tensor, settings: Augmentation, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Mixup, CutMix or neither, as the settings' probabilities decide."""
     draws = _draws(generator)
     if draws.random() >= settings.mix_probability:
         return images, targets

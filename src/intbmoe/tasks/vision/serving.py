@@ -128,7 +128,6 @@ class ClassifyPredictor(Predictor):
 
 
 def image_requests(split: ImageExamples, count: int) -> list[Request]:
-    """Some images of a split, evenly spread."""
     requests = []
     for index in spread_evenly(len(split), count):
         image = split.images.image(index)

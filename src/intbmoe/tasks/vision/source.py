@@ -43,8 +43,6 @@ class Images(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """The three splits of a data set."""
-
     train: Images
     valid: Images
     test: Images
@@ -101,7 +99,6 @@ def require_path(path: str | None, source: str, what: str) -> Path:
 
 
 def check_labels(labels: np.ndarray, classes: int, where: str) -> None:
-    """Raise unless every class 0…classes−1, and no other, has an image."""
     if len(labels) == 0:
         raise DataError(f"{where} holds no image: expected some of each of {classes} classes")
     present = np.unique(labels)
@@ -112,7 +109,6 @@ def check_labels(labels: np.ndarray, classes: int, where: str) -> None:
 
 
 def check_image_size(image_size: int, channels: int, expected: tuple[int, int], source: str) -> None:
-    """Raise unless the model takes the images of a source that has them at one size only."""
     if (image_size, channels) != expected:
         raise DataError(
             f"{source} images are {expected[0]} px with {expected[1]} channel(s): set model.image_size={expected[0]} "
