@@ -20,8 +20,7 @@ from intbmoe.export.artifact import ExportError
 from intbmoe.tasks.serving import Graph
 
 OUTPUT = "scores"
-LARGEST_FILE = 2**31 - 2**24
-"""Bytes of weights that still fit into one file of the format; more go into model.onnx.data beside it."""
+LARGEST_FILE = 2**31 - 2**24  # bytes of weights that fit into one file; more go into model.onnx.data beside it
 
 
 def write_onnx(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path: Path) -> None:

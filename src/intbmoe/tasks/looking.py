@@ -19,8 +19,7 @@ class View:
 
     name: str
     labels: tuple[str, ...]
-    find: Callable[[Batch], Tensor]
-    """A batch → (B, T) or (B, 1) places in ``labels``, ``NO_LABEL`` for tokens that do not count."""
+    find: Callable[[Batch], Tensor]  # batch → (B, T) or (B, 1) places in ``labels``, or ``NO_LABEL``
 
 
 def position_view(length: int, valid: Callable[[Batch], Tensor]) -> View:

@@ -12,16 +12,13 @@ from typing import Any
 
 from intbmoe.tasks.errors import DataError
 
-Progress = Callable[[str, int, int | None], None]
-"""(what is being done, how much of it is, of how much: None where that is not known)."""
+Progress = Callable[[str, int, int | None], None]  # (what is being done, how much of it is, of how much if known)
 
 
 @dataclass(frozen=True)
 class Preparation:
-    summary: str
-    """What the source is, for ``--help``."""
-    function: str
-    """module:function, imported when it is used: (source, target, *, skip_bad, progress) → what was counted."""
+    summary: str  # what the source is, for ``--help``
+    function: str  # module:function, imported when used: (source, target, *, skip_bad, progress) → what was counted
 
     def run(self, source: Path, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
         """Make ``target`` from ``source``. A malformed row raises ``DataError``, or is counted with ``skip_bad``."""

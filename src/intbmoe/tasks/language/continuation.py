@@ -48,7 +48,7 @@ class Continuation:
         self.model, self.vocabulary = model, vocabulary
         self.ids: list[list[int]] = [[] for _ in batch]  # the new ids of each request so far
         self.scores = [0.0] * len(batch)
-        """The log-probability of those, the end of the text included where it was reached."""
+        """The log-probability of those, and of the end of the text where it was reached."""
         self._requests = [self._start(index, encoded) for index, encoded in enumerate(batch)]
         self._steps = self._run()
 

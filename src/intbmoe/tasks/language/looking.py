@@ -14,8 +14,7 @@ from intbmoe.tasks.looking import Content, Shown, Token, View, spread
 MOST_TOKENS = 256  # shown of a text, from its beginning
 TOKEN_KINDS = ("letters", "digits", "punctuation", "code symbols", "white space", "other")
 PUNCTUATION = frozenset(".,;:!?'\"…–—‘’“”«»¡¿")
-CODE_SYMBOLS = frozenset(string.punctuation) - PUNCTUATION
-"""Brackets, operators and what else is rare in prose; '_' among them."""
+CODE_SYMBOLS = frozenset(string.punctuation) - PUNCTUATION  # brackets, operators and what else is rare in prose
 
 
 def kind_view(texts: list[str]) -> View:

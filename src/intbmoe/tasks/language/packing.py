@@ -34,8 +34,7 @@ class Malformed:
 
 
 Report = Callable[[int, int | None], None]  # (how much of a file is read, of how much)
-Reader = Callable[[Path, Report], Iterator[str | Malformed]]
-"""The documents of a file, in order. What spoils the whole file is raised as ``DataError``."""
+Reader = Callable[[Path, Report], Iterator[str | Malformed]]  # a file's documents; ``DataError`` where it is spoilt
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Corpus:
     """In the order in which their documents stand in a split."""
     read: Reader
     make_tokenizer: Callable[[bool, Progress], str]
-    """(skip malformed documents, progress) → the JSON of the tokenizer; always the same for the same files."""
+    """(skip_bad, progress) → the tokenizer's JSON, which follows from the files."""
     other_files: Sequence[Path] = ()
     """Files beside the parts on which the result depends."""
 

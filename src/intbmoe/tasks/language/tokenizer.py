@@ -11,8 +11,7 @@ from intbmoe.tasks.language.packed import token_type
 
 END_OF_TEXT = "<|endoftext|>"
 BATCH_DOCUMENTS = 256
-BATCH_CHARACTERS = 2**20
-"""What is encoded at a time: enough for all cores, little enough for the memory (some 100 bytes a token)."""
+BATCH_CHARACTERS = 2**20  # encoded at a time: enough for all cores, little enough for the memory (100 bytes a token)
 
 
 def import_tokenizers(purpose: str = "preparing text", extra: str = "text") -> ModuleType:

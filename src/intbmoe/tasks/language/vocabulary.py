@@ -40,8 +40,7 @@ class ByteDecoder:
 class BytePairs:
     """A tokenizer of Hugging Face's ``tokenizers``."""
 
-    characters_per_token = 32
-    """Longer tokens are rare; it bounds the work on a text that will be refused for its length."""
+    characters_per_token = 32  # longer tokens are rare; it bounds the work on a text that is refused for its length
 
     def __init__(self, content: str, end_of_text: int) -> None:
         """``content`` is its JSON."""

@@ -25,7 +25,7 @@ class Graph:
     wrap: Callable[[nn.Module, Mapping[str, Tensor]], nn.Module] = lambda model, catalogue: model
     """(model, the catalogue's tensors) → the module that takes these inputs."""
     complete: Callable[[Batch], Batch] = lambda batch: batch
-    """Adds to a batch of the task what the graph needs besides."""
+    """Adds to a batch what the graph needs besides."""
 
     def inputs(self, batch: Batch, dtype: torch.dtype, length: int | None = None) -> tuple[Tensor, ...]:
         """The inputs from a batch of the task; with ``length`` all is cut to it."""

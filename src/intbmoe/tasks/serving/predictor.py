@@ -108,12 +108,11 @@ class Predictor:
 class Piece(NamedTuple):
     """What one step adds to one text of a batch."""
 
-    index: int
-    """Which request of the batch."""
-    text: str
-    """May be empty: a character can take several tokens."""
-    finished: Literal["stop", "length"] | None
-    """None while it goes on; "stop" after the end of the text, "length" after ``max_tokens``."""
+    index: int  # which request of the batch
+    text: str  # may be empty: a character can take several tokens
+    finished: (
+        Literal["stop", "length"] | None
+    )  # "stop" after the end of the text, "length" after ``max_tokens``; else None
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from torch import Tensor
 
 GROUP = 128
 WIDE = 2**14  # entries from which on groups pay
-STRETCH = {"cpu": 2**21, "cuda": 2**29}
-"""Scores that are held at a time: what fits a core's cache, and 2 GiB of a GPU's memory."""
+STRETCH = {"cpu": 2**21, "cuda": 2**29}  # scores at a time: what fits a core's cache, and 2 GiB of a GPU
 
 
 def top_n(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:

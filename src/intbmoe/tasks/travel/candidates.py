@@ -21,8 +21,7 @@ class Candidates:
             raise DataError(f"there are {total} places: {negatives} negatives and a true one need {negatives + 1}")
         self.places = places
         self.negatives = negatives
-        self._position = np.empty(total, np.int64)
-        """Where a place stands in ``cell_places``, in which the places of a cell are neighbours."""
+        self._position = np.empty(total, np.int64)  # where a place stands in ``cell_places``
         self._position[places.cell_places] = np.arange(total)
 
     def draw(self, answers: np.ndarray, keys: np.ndarray) -> np.ndarray:

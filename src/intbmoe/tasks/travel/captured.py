@@ -23,8 +23,7 @@ from intbmoe.tasks.serving.requests import Encoded
 
 MOST_REQUESTS = 256  # of one graph: beyond, a GPU is busy anyway
 USUAL_RESULTS = 10  # results for which there are graphs beside the most that can be asked for
-RECORDING_S = 60.0
-"""After so long no further shapes are recorded. The largest come first, so smaller batches are rounded up to those."""
+RECORDING_S = 60.0  # after so long no more shapes are recorded; the largest come first, and hold smaller batches
 CODES = 10  # columns of a session
 HEAD = 1 + PROFILE_TOKENS  # entries of a request before its sessions
 Shape = tuple[int, int]

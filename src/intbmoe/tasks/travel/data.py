@@ -17,20 +17,13 @@ PROFILE_FEATURES = 6
 class Places:
     """P places in C cells; row p describes place p."""
 
-    ids: np.ndarray
-    """(P,) int64: the original poi_id, ascending."""
-    score: np.ndarray
-    """(P,) float32: normalized_score."""
-    cell: np.ndarray
-    """(P,) int32: code of geographic_id."""
-    category: np.ndarray
-    """(P,) int32 code."""
-    region: np.ndarray
-    """(P,) int32: code of administrative_region_id."""
-    cell_offsets: np.ndarray
-    """(C + 1,) int64: the places of cell c are ``cell_places[cell_offsets[c]:cell_offsets[c + 1]]``."""
-    cell_places: np.ndarray
-    """(P,) int32 rows, ascending within a cell."""
+    ids: np.ndarray  # (P,) int64: the original poi_id, ascending
+    score: np.ndarray  # (P,) float32: normalized_score
+    cell: np.ndarray  # (P,) int32: code of geographic_id
+    category: np.ndarray  # (P,) int32 code
+    region: np.ndarray  # (P,) int32: code of administrative_region_id
+    cell_offsets: np.ndarray  # (C + 1,) int64: cell c has ``cell_places[cell_offsets[c]:cell_offsets[c + 1]]``
+    cell_places: np.ndarray  # (P,) int32 rows, ascending within a cell
 
 
 @dataclass(frozen=True)

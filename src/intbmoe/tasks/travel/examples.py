@@ -91,16 +91,11 @@ class JourneyReader:
 
     def new_arrays(self, size: int) -> dict[str, np.ndarray]:
         shape = (size, self.sessions)
-        return {
-            "profile": np.zeros((size, 6), np.int32),
-            "scenario": np.zeros((*shape, 6), np.int32),
-            "place": np.zeros((*shape, 5), np.int32),
-            "feedback": np.zeros((*shape, 2), np.int32),
-            "via": np.zeros((*shape, 5), np.int32),
-            "candidates": np.zeros((*shape, 1 + self.candidates.negatives, 5), np.int32),
-            "mask": np.zeros(shape, bool),
-            "targets": np.zeros(shape, bool),
-        }
+        widths = {"scenario": (6,), "place": (5,), "feedback": (2,), "via": (5,)}
+        widths["candidates"] = (1 + self.candidates.negatives, 5)
+        codes = {name: np.zeros((*shape, *width), np.int32) for name, width in widths.items()}
+        flags = {name: np.zeros(shape, bool) for name in ("mask", "targets")}
+        return {"profile": np.zeros((size, 6), np.int32), **codes, **flags}
 
     def fill(
         self, arrays: dict[str, np.ndarray], rows: np.ndarray, number: int, windows: Windows, epoch: int, seed: int

@@ -17,8 +17,7 @@ MINUTE = HOUR // 60
 LATEST = 4_102_444_800_000
 TIME = Integer(0, LATEST, "Milliseconds since 1970, UTC.")
 SIZES = {"cell": "cells", "region": "regions", "weather": "weathers", "mode": "modes", "action": "actions"}
-LARGEST_TABLE = 2**17
-"""Values of a field up to which a table says each one's code at once; a search takes longer and less memory."""
+LARGEST_TABLE = 2**17  # values up to which a table says each one's code; a search takes longer and less memory
 ABOUT = {
     "place": "Where the user went: the id of a place.",
     "via": "A place on the way there.",
@@ -81,10 +80,8 @@ class Coded:
 class JourneyFields:
     """What the fields of one catalogue may be."""
 
-    coded: Mapping[str, Coded]
-    """place, via (the same places), cell, region, weather, mode, action, profile_1 to profile_6."""
-    clock: int
-    """Milliseconds by which the users' clocks are ahead of UTC."""
+    coded: Mapping[str, Coded]  # place, via (the same places), cell, region, weather, mode, action, profile_1 to _6
+    clock: int  # milliseconds by which the users' clocks are ahead of UTC
 
     @staticmethod
     def read(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "JourneyFields":

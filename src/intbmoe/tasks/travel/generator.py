@@ -37,8 +37,7 @@ START = 1_704_067_200_000  # Monday, 1 January 2024, 00:00 UTC
 SLOTS = (8, 10, 13, 16, 19, 22)  # hours of the day at which people set out, give or take half an hour
 MORNING, FORENOON, NOON, AFTERNOON, EVENING, NIGHT = range(6)
 WORKER, STUDENT, RETIRED = range(3)
-FAVOURITE_SHARE = (0.1, 0.25, 0.5)
-"""How often people go to their favourite of a category instead of anywhere: the adventurous, most, the settled."""
+FAVOURITE_SHARE = (0.1, 0.25, 0.5)  # how often the adventurous, most and the settled go to their favourite
 SUN, CLOUDS, RAIN, SNOW = range(4)
 WALK, BICYCLE, TRANSIT, CAR = range(4)
 SEARCH, ROUTE, NAVIGATE = range(3)
@@ -193,7 +192,10 @@ def _travel(
     for step in range(most):
         slot = taken[:, step]
         day, part = np.divmod(slot, len(SLOTS))
-        at = _whereabouts(random, people, last, day == last_day, day % 7 >= 5, part)
+        # People are where the last trip of the day went, else at work or at home by the hour.
+        working = (day % 7 < 5) & (people.kind != RETIRED) & (part >= NOON) & (part <= EVENING)
+        guess = np.where(working & (random.random(number) < 0.85), people.work, people.home)
+        at = np.where(day == last_day, last, guess)
         category = _choose_category(random, city, people, at, slot, weather[slot])
         place = city.choose(category, city.cell[at], people.taste, random.random((number, 2)))
         own = random.random(number) < np.array(FAVOURITE_SHARE)[people.settled]
@@ -208,20 +210,6 @@ def _travel(
     going = (taken >= 0).ravel()
     columns = {name: np.stack([one[name] for one in steps], axis=1).ravel()[going] for name in steps[0]}
     return (taken >= 0).sum(1), columns
-
-
-def _whereabouts(
-    random: np.random.Generator,
-    people: People,
-    last: np.ndarray,
-    same_day: np.ndarray,
-    weekend: np.ndarray,
-    part: np.ndarray,
-) -> np.ndarray:
-    """The place each is at: where the last trip of the day went, else at work or at home by the hour."""
-    working = ~weekend & (people.kind != RETIRED) & (part >= NOON) & (part <= EVENING)
-    guess = np.where(working & (random.random(len(part)) < 0.85), people.work, people.home)
-    return np.where(same_day, last, guess)
 
 
 def _choose_category(

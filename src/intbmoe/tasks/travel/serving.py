@@ -28,8 +28,7 @@ from intbmoe.tasks.travel.fields import JourneyFields, check_sessions, scenario_
 
 NOW = ("time", "cell", "region", "weather")
 SESSION = (*NOW, "place", "mode", "action", "via")
-COLUMNS = (*SCENARIO, "place", *FEEDBACK, "via")
-"""Of an encoded session: codes, but for places, which are rows of the catalogue from 1."""
+COLUMNS = (*SCENARIO, "place", *FEEDBACK, "via")  # of a session: codes; places as rows of the catalogue from 1
 PLACE_COLUMN = COLUMNS.index("place")
 ENCODED_TOGETHER = 2**17  # places whose vectors are computed at a time
 log = logging.getLogger(__name__)

@@ -43,8 +43,7 @@ def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
 class FolderImages:
     def __init__(self, folder: Path, files: np.ndarray, labels: np.ndarray) -> None:
         self.folder = folder
-        self.files = files
-        """(N,) paths inside ``folder``, as bytes in one array: each worker would copy a million Python strings."""
+        self.files = files  # (N,) paths inside ``folder``, bytes in one array: workers would copy a million strings
         self.labels = labels
 
     def image(self, index: int) -> Image.Image:

@@ -35,11 +35,9 @@ class ImageFormat:
 
     config: ViTConfig
     mean: tuple[float, ...]
-    std: tuple[float, ...]
-    """Pixels in [0, 1] become (pixel − mean) / std, channel by channel."""
+    std: tuple[float, ...]  # pixels in [0, 1] become (pixel − mean) / std, channel by channel
     classes: tuple[str, ...]
-    cropped: bool = False
-    """Whether evaluation cuts off the edge (ImageNet) or takes images whole (those that are stored at their size)."""
+    cropped: bool = False  # whether evaluation cuts off the edge (ImageNet) or takes images whole
 
 
 class ClassifyPredictor(Predictor):

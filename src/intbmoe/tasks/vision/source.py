@@ -47,8 +47,7 @@ class Source:
     valid: Images
     test: Images
     normalisation: Normalisation
-    class_names: tuple[str, ...] | None = None
-    """What the classes are called, in the order of their labels; None where the source does not say."""
+    class_names: tuple[str, ...] | None = None  # by label; None where the source does not say
 
 
 class ArrayImages:

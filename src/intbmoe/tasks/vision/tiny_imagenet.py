@@ -1,8 +1,8 @@
 """Tiny-ImageNet-200 at 32×32 pixels, from one tar of sheets: ``docs/data.md`` says how to make it.
 
 It holds ``train/LLL.jpg`` and ``val/LLL.jpg``, one sheet per class (its label is the number), a grid of 32 px tiles
-read row by row, and may hold ``classes.json`` with the classes' names. ``val`` is the test set, as the official one has no
-labels; validation is held out of ``train``. All images stay in memory as bytes, 338 MB.
+read row by row, and may hold ``classes.json`` with the classes' names. ``val`` is the test set, because the official
+one has no labels; validation is held out of ``train``. All images stay in memory as bytes, 338 MB.
 """
 
 import json
