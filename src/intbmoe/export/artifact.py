@@ -95,10 +95,7 @@ class Artifact:
         return self.read_json(GOLDEN) if GOLDEN in self.about["files"] else []
 
     def model(self, device: str | torch.device = "cpu") -> nn.Module:
-        """The model on ``device``, in evaluation mode, in the types it was exported in.
-
-        It is laid out without memory and given the file's tensors: pools are never allocated, whatever E is.
-        """
+        """In evaluation mode; laid out without memory and given the file's tensors, so that no pool is allocated."""
         _require_device(str(device))
         model = make_skeleton(self.recipe, precomposed=self.about["precomposed"])
         tensors = self.read_tensors(MODEL, device)

@@ -95,10 +95,7 @@ class Task:
         return {name: float(total) / count for name, total in sums.items() if name != "count"}
 
     def floors(self) -> Mapping[str, Mapping[str, float]]:
-        """Metrics of the test split that need no learning, by name: popularity, a counter. Empty where none is usual.
-
-        What does not beat them has learned nothing; ``compare`` prints them under its table.
-        """
+        """Metrics of the test split that need no learning, by name, such as popularity; ``compare`` prints them."""
         return {}
 
     def example_inputs(self) -> tuple[Any, ...]:

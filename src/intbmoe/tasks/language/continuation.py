@@ -77,10 +77,7 @@ class Continuation:
             groups = [smaller for group in groups if (smaller := _without_ended(group)) is not None]
 
     def _groups(self) -> list[list[Ongoing]]:
-        """Who is read together: everybody, or, where a mixture counts positions, prompts of one length.
-
-        Padding before a prompt would be a position to such a mixture.
-        """
+        """Everybody, or prompts of one length where a mixture counts positions: padding would be a position to it."""
         remembers = any(layer.new_state(1) is not None for _, layer in moe_layers(self.model))
         groups: dict[int, list[Ongoing]] = {}
         for request in self._requests:

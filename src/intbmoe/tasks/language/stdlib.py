@@ -40,11 +40,7 @@ def read(path: str | None, max_bytes: int | None) -> TokenSource:
 
 
 def choose_files(root: Path, max_bytes: int | None) -> list[str]:
-    """Relative paths in alphabetical order.
-
-    Each split has its share of ``max_bytes``. Which of its files are within it is decided by the hash of their paths,
-    so that they are from all over the library.
-    """
+    """Relative paths in order; the hash of a path decides who is within a split's share of ``max_bytes``."""
     found = {}
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in SKIPPED_FOLDERS]

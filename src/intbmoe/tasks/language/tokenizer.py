@@ -32,10 +32,7 @@ def read_tokenizer(content: str, tokenizers: ModuleType) -> Any:
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
-    """The JSON of a byte-level BPE of at most ``vocabulary`` tokens, the end of text (id 0) among them.
-
-    The same texts in the same order give the same JSON on any number of cores.
-    """
+    """The JSON of a byte-level BPE, the end of text (id 0) among its tokens; the same on any number of cores."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

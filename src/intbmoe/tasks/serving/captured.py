@@ -72,10 +72,7 @@ class Recorder:
             self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, function: Recorded) -> Recorded:
-        """What does the same as ``function`` when it is called; raises ``CaptureError``.
-
-        On a GPU ``function`` runs three times meanwhile, on whatever is in its inputs.
-        """
+        """What does the same as ``function``, which on a GPU runs three times meanwhile; raises ``CaptureError``."""
         if self._device.type != "cuda":
             return function
         with torch.cuda.device(self._device):

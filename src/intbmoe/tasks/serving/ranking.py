@@ -41,10 +41,7 @@ class VectorIndex:
         return len(self.vectors)
 
     def search(self, queries: Tensor, n: int, excluded: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """(B, d) → (B, n) scores and rows, as ``top_n``; ``excluded`` has the rows each query leaves out.
-
-        Where fewer than n are left, what stands after them has the score −∞.
-        """
+        """(B, d) → (B, n) scores and rows, as ``top_n``; each query's ``excluded`` rows come last, with −∞."""
         n = min(n, len(self))
         places = _Excluded(excluded, queries.device)
         values, columns = self._best(queries, n, places.leave_out)

@@ -67,10 +67,7 @@ def _count_before(shard: Sessions, time: int) -> np.ndarray:
 
 
 def place_codes(places: Places) -> np.ndarray:
-    """(1 + P, 5) int32, the codes of place p in row p + 1; row 0 is for no place.
-
-    A score's code says in which of 32 equally large groups it lies, whatever its scale; 0 is no score.
-    """
+    """(1 + P, 5) int32, those of place p in row p + 1; a score's code is its group, of 32 equally large ones."""
     edges = np.unique(np.nanquantile(places.score, np.arange(1, SCORE_CODES) / SCORE_CODES))
     score = np.where(np.isnan(places.score), 0, 1 + np.searchsorted(edges, places.score, side="right"))
     codes = np.zeros((1 + len(places.cell), 5), np.int32)

@@ -18,10 +18,7 @@ CHUNK = 4096  # sessions looked at together
 
 
 def floor_scores(data: JourneyData) -> Iterator[dict[str, np.ndarray]]:
-    """Scores (N, 1 + negatives) of the test split's candidates by floor, the true one first; some sessions at a time.
-
-    float64 holds them exactly: of the counter, a visit weighs more than all popularity.
-    """
+    """By floor (N, 1 + negatives) exact scores, the true place's first; a visit weighs more than all popularity."""
     candidates = Candidates(data.places)
     popularity = _visits(data)
     weight = float(popularity.max() + 1)

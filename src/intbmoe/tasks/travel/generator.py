@@ -63,10 +63,7 @@ class People:
 def make_journeys(
     seed: int = 0, users: int = 2000, weeks: int = 16, sessions: tuple[int, int] = (40, 80), side: int = 8
 ) -> JourneyData:
-    """Journeys of ``users`` people, with as many sessions each as ``sessions`` (least, most) says.
-
-    The city has ``side`` × ``side`` cells with about 40 places each. The same arguments give the same journeys.
-    """
+    """``sessions`` is (least, most) of a user; of ``side`` × ``side`` cells each has about 40 places."""
     require_positive_int("users", users)
     require_positive_int("weeks", weeks)
     require_positive_int("side", side)

@@ -114,10 +114,7 @@ class PlacePredictor(Predictor):
 
     @torch.inference_mode()
     def record_graphs(self, requests: int) -> None:
-        """On a GPU: record graphs for batches of up to so many requests, which ``answer`` then replays.
-
-        What cannot be recorded is answered in the ordinary way, and the log says why.
-        """
+        """On a GPU, record what ``answer`` then replays for up to so many requests; the log says what cannot be."""
         if self.device.type != "cuda":
             return
         started = time.monotonic()
@@ -162,10 +159,7 @@ class PlacePredictor(Predictor):
         return self._outputs(*arrays, shortcut=self._shortcut and not explained)
 
     def queries(self, profile: Tensor, sessions: Tensor, lengths: Tensor) -> Tensor:
-        """(B, 6), (B, S, 10) codes, (B,) sessions of each → (B, d), what places are compared with.
-
-        A length of 0 is that of a row which is padding. Nothing here waits for the device.
-        """
+        """(B, 6), (B, S, 10) codes, (B,) sessions of each, 0 for padding → (B, d); nothing waits for the device."""
         filled = lengths > 0
         return self._queries(self._outputs(profile, sessions, lengths, shortcut=self._shortcut, filled=filled))
 

@@ -206,10 +206,7 @@ def _cross_entropy(scores: Tensor) -> Tensor:
 
 
 def ranking_sums(scores: Tensor) -> dict[str, Tensor]:
-    """(N, C) scores, the true place's first → sums over the N rows: their count, and each metric's.
-
-    The rank is one more than the places that do not score lower: ties count against, and so does what is no number.
-    """
+    """(N, C) scores, the true place's first → sums over the rows; ties, and what is no number, count against."""
     rank = 1 + (~(scores[:, 1:] < scores[:, :1])).sum(1)
     return {
         "count": torch.tensor(len(scores), device=scores.device),
