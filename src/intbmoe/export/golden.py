@@ -43,7 +43,6 @@ def _scores(answer: Answer) -> dict[Any, float]:
 
 
 def _doubt(own: Answer, wide: Answer) -> float:
-    """By how much the scores of the same things differ."""
     own, wide = _scores(own), _scores(wide)
     return max((abs(own[one] - wide[one]) for one in own.keys() & wide.keys()), default=0.0)
 

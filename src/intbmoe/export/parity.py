@@ -121,8 +121,6 @@ class LayerError:
 
 @dataclass
 class Parity:
-    """The comparison of one trained model with what is exported of it."""
-
     task: Task
     trained: nn.Module
     dtype: torch.dtype

@@ -15,8 +15,6 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class View:
-    """One way to tell tokens apart."""
-
     name: str
     labels: tuple[str, ...]
     find: Callable[[Batch], Tensor]  # batch → (B, T) or (B, 1) places in ``labels``, or ``NO_LABEL``
@@ -56,6 +54,5 @@ class Shown(NamedTuple):
 
 
 def spread(total: int, count: int = MOST_EXAMPLES) -> list[int]:
-    """Some of so many examples, evenly spread."""
     number = min(count, total)
     return [(2 * place + 1) * total // (2 * number) for place in range(number)]

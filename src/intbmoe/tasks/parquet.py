@@ -27,7 +27,6 @@ def open_parquet(file: Path, columns: Sequence[str], extra: str, **options: Any)
 
 
 def find_parquet(folder: Path, split: str) -> list[Path]:
-    """The files of a split, as Hugging Face names them."""
     files = sorted((folder / "data").glob(f"{split}-*.parquet"))
     if not files:
         raise DataError(f"{folder / 'data'} has no {split}-*.parquet: expected one or more (see docs/data.md)")

@@ -25,7 +25,6 @@ BUFFER_BYTES = 2**20
 
 
 def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
-    """Make the packed folder ``target`` from the folder ``source``, the one with ``data`` in it."""
     parts = [Part(split, file) for split, name in FILES.items() for file in find_parquet(source, name)]
 
     def make_tokenizer(skip_bad: bool, progress: Progress) -> str:

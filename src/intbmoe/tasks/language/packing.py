@@ -28,8 +28,6 @@ COPIED_BYTES = 2**22
 
 @dataclass(frozen=True)
 class Malformed:
-    """A document that cannot be used."""
-
     problem: str  # file, row and what is wrong
 
 

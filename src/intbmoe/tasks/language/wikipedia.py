@@ -31,7 +31,6 @@ LARGEST_DOCUMENT = 2**26  # bytes; else a file without separators would be one d
 
 
 def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
-    """Make the packed folder ``target`` from the folder ``source``."""
     tokenizer = source / TOKENIZER_FILE
     for name in (*FILES, TOKENIZER_FILE):
         if name not in OPTIONAL and not (source / name).is_file():
@@ -52,7 +51,6 @@ def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -
 
 
 def read_documents(file: Path, report: Report) -> Iterator[str | Malformed]:
-    """The articles of an xz file, one at a time."""
     size, number, rest = file.stat().st_size, 0, b""
     with open(file, "rb") as packed, lzma.open(packed) as unpacked:
         while block := _read(unpacked, file, number):

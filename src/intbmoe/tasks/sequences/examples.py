@@ -68,8 +68,6 @@ class TrainingWindows:
 
 
 class HeldOutEvents:
-    """One event of each user, with what came before it."""
-
     def __init__(self, sequences: ItemSequences, split: str, length: int) -> None:
         self.items = sequences.items
         self.length = length

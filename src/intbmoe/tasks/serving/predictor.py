@@ -76,7 +76,6 @@ class Predictor:
         return twin
 
     def use(self, model: nn.Module) -> None:
-        """Answer with ``model`` from now on."""
         self.model, self.device = model, next(model.parameters()).device
         # Routers and the like may be kept in a wider type than the large weights.
         self.dtype = min({p.dtype for p in model.parameters()}, key=lambda dtype: torch.finfo(dtype).bits)

@@ -41,8 +41,6 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A request in arrays."""
-
     tokens: int  # what it costs in a batch's token budget
     payload: Mapping[str, Any]  # flat: name → array, number, string, bytes, bool or None
 

@@ -78,8 +78,6 @@ class Coded:
 
 @dataclass(frozen=True)
 class JourneyFields:
-    """What the fields of one catalogue may be."""
-
     coded: Mapping[str, Coded]  # place, via (the same places), cell, region, weather, mode, action, profile_1 to _6
     clock: int  # milliseconds by which the users' clocks are ahead of UTC
 
@@ -127,7 +125,6 @@ class JourneyFields:
         return times
 
     def read_codes(self, name: str, history: Sequence[Mapping[str, object]], now: int | None = None) -> list[int]:
-        """The codes of a field in all sessions, and in ``now``."""
         sessions = len(history)
         values = [*(session.get(name) for session in history), now]
         return self.coded[name].read(values, lambda at: f"history[{at}].{name}" if at < sessions else f"now.{name}")
@@ -160,7 +157,6 @@ def scenario_codes(time: np.ndarray, clock: int) -> np.ndarray:
 
 
 def check_sessions(history: Sequence[object], names: Collection[str]) -> None:
-    """Raise unless all are objects with fields of these names."""
     for number, session in enumerate(history):
         if not isinstance(session, dict | Mapping):  # the first is quick to tell
             raise RequestError(f"history[{number}]", session, f"an object with {', '.join(names)}")

@@ -22,8 +22,6 @@ COLUMNS = ("image", "label")
 
 
 class ParquetImages:
-    """The rows of some parquet files, one file after another."""
-
     def __init__(self, files: list[Path], rows: np.ndarray, labels: np.ndarray) -> None:
         self.files = files
         self.rows = rows  # (N, 3) file, row group, row in the group
@@ -51,7 +49,6 @@ class ParquetImages:
         return decode(self.content(index), self._where(index))
 
     def content(self, index: int) -> bytes:
-        """The image's file, undecoded."""
         file, group, row = self.rows[index].tolist()
         image = self._group(file, group)[row].as_py()
         if not (isinstance(image, dict) and isinstance(image.get("bytes"), bytes)):

@@ -31,8 +31,6 @@ THUMBNAIL = 320
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """How an image becomes the model's input, and what its outputs are called."""
-
     config: ViTConfig
     mean: tuple[float, ...]
     std: tuple[float, ...]  # pixels in [0, 1] become (pixel − mean) / std, channel by channel

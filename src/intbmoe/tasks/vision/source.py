@@ -24,8 +24,6 @@ IMAGENET_NORMALISATION = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.2
 
 
 class Images(Protocol):
-    """Labelled images in a fixed order."""
-
     labels: np.ndarray  # (N,) int64
 
     def image(self, index: int) -> Image.Image:
@@ -51,8 +49,6 @@ class Source:
 
 
 class ArrayImages:
-    """Small images of one size, held in memory."""
-
     def __init__(self, array: np.ndarray, labels: np.ndarray) -> None:
         self.array = array
         self.labels = labels
