@@ -32,7 +32,6 @@ class Examples(Protocol):
         Randomness (augmentation) is a function of (seed, epoch, index) alone: the same example in the same epoch is
         the same tensor whatever the worker, the rank, the batch around it or an interruption.
         """
-        ...
 
 
 class Task:

@@ -14,11 +14,9 @@ class Field(Protocol):
 
     def schema(self) -> dict[str, Any]:
         """As JSON Schema."""
-        ...
 
     def read(self, where: str, value: object) -> Any:
         """The value in plain Python; raises ``RequestError`` that calls it ``where``."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,12 @@ class Images(Protocol):
 
     def image(self, index: int) -> Image.Image:
         """One image as it is stored, whatever its size."""
-        ...
 
     def pixels(self, indices: Sequence[int], size: int) -> np.ndarray:
         """(B, size, size, channels) uint8: the middle square of each image at that size."""
-        ...
 
     def subset(self, indices: np.ndarray) -> "Images":
         """The images at ``indices``, in that order."""
-        ...
 
 
 @dataclass(frozen=True)
