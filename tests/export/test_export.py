@@ -1,6 +1,7 @@
 """From a run to an artifact, for every task and method; what fails leaves nothing behind."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -130,14 +131,14 @@ def test_what_lies_beside_an_artifact_is_not_lost(tmp_path, monkeypatch):
 def test_when_the_last_step_fails_the_older_one_is_back(tmp_path, monkeypatch):
     run, to = small_run("vision", tmp_path), tmp_path / "to"
     version = export_run(run, to).version
-    real = exporting.os.rename
+    real = os.rename
 
     def rename(source, target):
-        if target == to and "before" not in str(source):
+        if target == to and "removed" not in str(source):
             raise OSError("the disk is gone")
         real(source, target)
 
-    monkeypatch.setattr(exporting.os, "rename", rename)
+    monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(OSError, match="the disk is gone"):
         export_run(run, to, dtype="bfloat16")
     assert load_artifact(to).version == version

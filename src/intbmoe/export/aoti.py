@@ -25,8 +25,7 @@ def trace(graph: Graph, model: nn.Module, example: tuple[Tensor, ...]) -> torch.
         raise ExportError(f"torch.export cannot trace this model with a free batch and length: {reason}") from error
 
 
-def write_aoti(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path: Path) -> list[Path]:
-    """Write ``model``, whose inputs are those of ``graph``; returns the files."""
+def write_aoti(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path: Path) -> None:
     program = trace(graph, model, example)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -35,9 +34,7 @@ def write_aoti(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path
         except Exception as error:  # the compiler's errors have no common type
             first = next(iter(str(error).splitlines()), type(error).__name__)
             raise ExportError(f"AOTInductor cannot compile this model: {first}") from error
-    return [path]
 
 
 def load_aoti(graph: Graph, path: Path) -> Callable[..., Tensor]:
-    """A function that runs the package."""
     return torch._inductor.aoti_load_package(str(path))

@@ -34,7 +34,6 @@ ABOUT = "artifact.json"
 MODEL = "model.safetensors"
 CATALOGUE = "catalogue.json"
 CATALOGUE_TENSORS = "catalogue.safetensors"
-TOKENIZER = "tokenizer.json"
 GOLDEN = "golden.json"
 ONNX = "model.onnx"
 AOTI = "model.pt2"
@@ -55,14 +54,11 @@ class Artifact:
     """An artifact whose files have been checked against their digests."""
 
     path: Path
-    about: Mapping[str, Any]
-    """The content of ``artifact.json``."""
-    version: str
-    """A short digest of all of the content: another model or another catalogue is another version."""
+    about: Mapping[str, Any]  # the content of ``artifact.json``
+    version: str  # a short digest of all of the content: another model or another catalogue is another version
 
     @property
     def task(self) -> str:
-        """The registered name of the task."""
         return self.about["task"]
 
     @property
@@ -77,14 +73,12 @@ class Artifact:
 
     @cached_property
     def recipe(self) -> Any:
-        """The recipe of the run."""
         self._require_task()
         try:
             return recipe_from_dict(self.about["recipe"])
         except (ValueError, TypeError) as error:
-            raise ArtifactError(
-                f"{self.path / ABOUT}: the recipe is not understood: {error}; {EXPORT_AGAIN}"
-            ) from error
+            where = self.path / ABOUT
+            raise ArtifactError(f"{where}: the recipe is not understood: {error}; {EXPORT_AGAIN}") from error
 
     @property
     def catalogue(self) -> dict[str, Any]:
@@ -93,7 +87,6 @@ class Artifact:
 
     @property
     def catalogue_tensors(self) -> dict[str, Tensor]:
-        """The large part of the catalogue; empty where there is none."""
         return self.read_tensors(CATALOGUE_TENSORS) if CATALOGUE_TENSORS in self.about["files"] else {}
 
     @property
@@ -102,10 +95,7 @@ class Artifact:
         return self.read_json(GOLDEN) if GOLDEN in self.about["files"] else []
 
     def model(self, device: str | torch.device = "cpu") -> nn.Module:
-        """The model on ``device``, in evaluation mode, in the types it was exported in.
-
-        It is laid out without memory and given the file's tensors: pools are never allocated, whatever E is.
-        """
+        """In evaluation mode; laid out without memory and given the file's tensors, so that no pool is allocated."""
         _require_device(str(device))
         model = make_skeleton(self.recipe, precomposed=self.about["precomposed"])
         tensors = self.read_tensors(MODEL, device)
@@ -120,11 +110,9 @@ class Artifact:
         return self.predictor_type().encoder(self)
 
     def predictor(self, device: str | torch.device = "cpu") -> Predictor:
-        """The model on ``device``, ready to answer."""
         return self.predictor_type().load(self, device)
 
     def predictor_type(self) -> type[Predictor]:
-        """How the artifact's task answers requests."""
         self._require_task()
         return find_task(self.task).find_predictor()
 
@@ -137,17 +125,14 @@ class Artifact:
             )
 
     def file(self, name: str) -> Path:
-        """The path of a file that belongs to the artifact."""
         if name not in self.about["files"]:
             raise ArtifactError(f"{self.path} has no {name}: {did_you_mean(name, self.about['files'])}")
         return self.path / name
 
     def read_json(self, name: str) -> Any:
-        """The value of one of its JSON files."""
         return _parse_json(self.file(name))
 
     def read_tensors(self, name: str, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-        """The tensors of one of its safetensors files."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 

@@ -29,8 +29,7 @@ FORMATS = {
     "onnx": (artifact.ONNX, onnx.write_onnx, onnx.load_onnx),
     "aoti": (artifact.AOTI, aoti.write_aoti, aoti.load_aoti),
 }
-TRACED_ROWS, TRACED_LENGTH = 3, 7
-"""The example that graphs are traced with: sizes that no check uses."""
+TRACED_ROWS, TRACED_LENGTH = 3, 7  # the example that graphs are traced with: sizes that no check uses
 
 
 def export_run(
@@ -80,7 +79,6 @@ def export_run(
 
 
 def describe(written: Artifact) -> str:
-    """For a person: where it is, how large, and what was checked."""
     parity = written.about["parity"]
     lines = [f"exported: {written.path} (version {written.version})"]
     lines += [f"{name}: {(written.path / name).stat().st_size:,} bytes" for name in written.about["files"]]
@@ -93,7 +91,6 @@ def describe(written: Artifact) -> str:
 
 
 def cast_model(trained: nn.Module, dtype: torch.dtype, *, precompose: bool) -> nn.Module:
-    """A copy in ``dtype``, with IntBMoE's blocks composed where asked."""
     if precompose and any(isinstance(module, IntBMoE) for module in trained.modules()):
         return precompose_model(trained, dtype)
     model = copy.deepcopy(trained)
@@ -112,13 +109,17 @@ def _write_model(folder: Path, run: RunDirectory, trained: nn.Module, dtype: str
         (folder / artifact.CATALOGUE_TENSORS).write_bytes(pack_tensors(catalogue.tensors))
     for name, content in catalogue.files.items():
         (folder / name).write_bytes(content)
+    module, plain = find_task(recipe.task).__module__, recipe_to_dict(recipe)
+    # Not where the data lie on the machine that trained: an artifact needs none, and goes to others.
+    data = plain["data"] | ({"path": None} if "path" in plain["data"] else {})
     about = {
         "format_version": FORMAT_VERSION,
         "written_by": f"intbmoe {program_version()}",
         "task": recipe.task,
-        **_foreign_task(recipe.task),
+        # Who loads the artifact of a task that does not come with this package must have its module.
+        **({} if module.startswith("intbmoe.") else {"task_module": module}),
         "method": recipe.moe.name,
-        "recipe": _public_recipe(recipe),
+        "recipe": {**plain, "data": data},
         "dtype": dtype,
         "precomposed": precompose and any(isinstance(module, IntBMoE) for module in trained.modules()),
         "metrics": {split: result[split] for split in ("valid", "test") if split in result},
@@ -128,20 +129,7 @@ def _write_model(folder: Path, run: RunDirectory, trained: nn.Module, dtype: str
     return about
 
 
-def _foreign_task(name: str) -> dict[str, str]:
-    """Where a task that does not come with this package comes from: who loads the artifact must have that."""
-    module = find_task(name).__module__
-    return {} if module.startswith("intbmoe.") else {"task_module": module}
-
-
-def _public_recipe(recipe: Any) -> dict[str, Any]:
-    """Without where the data lie on the machine that trained: an artifact needs none, and goes to others."""
-    plain = recipe_to_dict(recipe)
-    return {**plain, "data": plain["data"] | ({"path": None} if "path" in plain["data"] else {})}
-
-
 def _write_format(name: str, written: Artifact, parity: Parity) -> dict[str, Any]:
-    """Write a graph and check it in its own runtime."""
     file, write, load_graph = FORMATS[name]
     graph, catalogue = parity.task.graph(), written.catalogue_tensors
     batch = {key: value[:TRACED_ROWS] for key, value in parity.inputs.batches[0].items()}

@@ -1,14 +1,12 @@
 """Golden requests: validation inputs with the answers an artifact gave when it was exported.
 
-A server asks them again before it trusts an artifact on its own machine. There the arithmetic may round otherwise, so
-scores are compared to a tolerance, and entries of a ranking may change places where their scores differ by less. How
-much rounding can do to this model's answers, tokens that take another block because of it included, is measured at
-export: the same weights answer once more in a wider type.
+A server asks them again before it trusts an artifact. Its machine may round otherwise, so scores are compared to a
+tolerance, and entries of a ranking may change places where their scores differ by less. How much rounding can do to
+this model's answers is measured at export: the same weights answer once more in a wider type.
 """
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,27 +15,15 @@ from intbmoe.tasks import Task
 from intbmoe.tasks.serving import Answer, Predictor
 
 COUNT = 8
-SAFETY = 8
-"""Another machine may round so many times as unluckily as was measured."""
-WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How the answer to a golden request differs from the one at export."""
-
-    number: int
-    """Which request, from 0."""
-    what: str
-
-    def __str__(self) -> str:
-        return f"golden request {self.number}: {self.what}"
+SAFETY = 8  # another machine may round so many times as unluckily as was measured
+WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}  # twice the digits
 
 
 def make_golden(predictor: Predictor, task: Task, count: int = COUNT) -> list[dict[str, Any]]:
     """Requests from the validation split with this predictor's answers, each asked alone."""
     requests = task.golden_requests(predictor, count)
-    wider = _in_a_wider_type(predictor)
+    wider_model = copy.deepcopy(predictor.model).to(WIDER.get(predictor.dtype, predictor.dtype))
+    wider = predictor.with_model(wider_model)
     if predictor.streams:
         requests = _sure_parts(predictor, wider, requests)
     answers = [ask(predictor, request) for request in requests]
@@ -57,23 +43,11 @@ def _scores(answer: Answer) -> dict[Any, float]:
 
 
 def _doubt(own: Answer, wide: Answer) -> float:
-    """By how much the scores of the same things differ."""
     own, wide = _scores(own), _scores(wide)
     return max((abs(own[one] - wide[one]) for one in own.keys() & wide.keys()), default=0.0)
 
 
-def check_golden(predictor: Predictor, golden: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    """Ask again: which answers differ from those at export, and by how much; empty where none does."""
-    found = []
-    for number, entry in enumerate(golden):
-        what = compare_answers(entry, ask(predictor, entry["request"]))
-        if what is not None:
-            found.append(Difference(number, what))
-    return found
-
-
 def ask(predictor: Predictor, request: Mapping[str, Any]) -> Answer:
-    """The answer to one request alone."""
     return predictor.answer([predictor.encode(request)])[0]
 
 
@@ -123,12 +97,6 @@ def compare_rankings(expected: Sequence[Mapping], found: Sequence[Mapping], tole
                 f"{before['score']:.6g}: they differ by {max(by, own, gone):.3g}, and {tolerance:.3g} is allowed"
             )
     return None
-
-
-def _in_a_wider_type(predictor: Predictor) -> Predictor:
-    """The same weights in a type of twice the digits; float64 has none."""
-    dtype = WIDER.get(predictor.dtype, predictor.dtype)
-    return predictor.with_model(copy.deepcopy(predictor.model).to(dtype))
 
 
 def _sure_parts(predictor: Predictor, wider: Predictor, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -20,12 +20,10 @@ from intbmoe.export.artifact import ExportError
 from intbmoe.tasks.serving import Graph
 
 OUTPUT = "scores"
-LARGEST_FILE = 2**31 - 2**24
-"""Bytes of weights that still fit into one file of the format; more go into model.onnx.data beside it."""
+LARGEST_FILE = 2**31 - 2**24  # bytes of weights that fit into one file; more go into model.onnx.data beside it
 
 
-def write_onnx(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path: Path) -> list[Path]:
-    """Write ``model``, whose inputs are those of ``graph``; returns the files."""
+def write_onnx(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path: Path) -> None:
     _require_packages()
     program = trace(graph, model, example)
     # The exporter reports its progress on standard output and through a logger.
@@ -45,8 +43,6 @@ def write_onnx(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path
         size += sum(value.nbytes for value in program.constants.values() if isinstance(value, Tensor))
         _forget_sources(exported)
         exported.save(path, external_data=size > LARGEST_FILE)
-    beside = path.with_name(f"{path.name}.data")
-    return [path, beside] if beside.is_file() else [path]
 
 
 def _forget_sources(exported: Any) -> None:
@@ -58,7 +54,6 @@ def _forget_sources(exported: Any) -> None:
 
 
 def load_onnx(graph: Graph, path: Path) -> Callable[..., Tensor]:
-    """A function that runs the file with ONNX Runtime, on the CPU."""
     _require_packages()
     import onnxruntime
 
@@ -107,7 +102,6 @@ def _last_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet(*names: str) -> Any:
-    """These loggers say nothing below an error."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

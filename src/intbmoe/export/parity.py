@@ -34,8 +34,7 @@ from intbmoe.tasks.serving import Graph
 
 BATCH = 16
 FEWEST_BATCHES = 4
-BLOCK_TOKENS = 32
-"""Of each batch, those that are sent through all blocks."""
+BLOCK_TOKENS = 32  # of each batch, those that are sent through all blocks
 LAYER_FACTOR = 4
 OUTPUT_FACTOR = {torch.float32: 16, torch.bfloat16: 8}
 ROUNDING_FACTOR = 4
@@ -47,12 +46,9 @@ class Inputs:
     """Validation batches that together reach every block that any validation input reaches."""
 
     batches: list[Batch]
-    examples: int
-    """In these batches."""
-    looked_at: int
-    """Of the split, until every block was reached or no example was left."""
-    unreached: dict[str, list[int]]
-    """Layer → blocks or experts that no example of the whole split is sent to."""
+    examples: int  # in these batches
+    looked_at: int  # of the split, until every block was reached or no example was left
+    unreached: dict[str, list[int]]  # layer → blocks or experts that no example of the whole split is sent to
 
 
 def choose_inputs(task: Task, trained: nn.Module) -> Inputs:
@@ -99,8 +95,7 @@ class LayerError:
     difference: Tensor
     size: Tensor
     tokens: int = 0
-    elsewhere: int = 0
-    """Tokens that the exported layer sends to other blocks."""
+    elsewhere: int = 0  # tokens that the exported layer sends to other blocks
 
     def add(self, trained: Tensor, served: Tensor, ids: Tensor | None, served_ids: Tensor | None) -> None:
         """(N, d) outputs of both and (N, k) their choices."""
@@ -121,14 +116,11 @@ class LayerError:
             total.index_add_(0, chosen[chosen >= 0], per_choice[chosen >= 0])
 
     def errors(self) -> list[float]:
-        """The relative error of each block; 0 for one without tokens."""
         return (self.difference.sqrt() / self.size.sqrt().clamp(min=1e-30)).tolist()
 
 
 @dataclass
 class Parity:
-    """The comparison of one trained model with what is exported of it."""
-
     task: Task
     trained: nn.Module
     dtype: torch.dtype
@@ -143,7 +135,6 @@ class Parity:
         self.elsewhere_tolerance = ROUTING_FACTOR * epsilon
 
     def describe(self) -> dict[str, Any]:
-        """On what the comparisons are made."""
         return {
             "against": "the trained model in float32, on inputs of the validation split",
             "examples": self.inputs.examples,
@@ -159,7 +150,8 @@ class Parity:
         blocks = {name: _new_error(name, layer) for name, layer in moe_layers(self.trained)}
         outputs = _OutputError(self.output_tolerance)
         for batch in self.inputs.batches:
-            with _seen_by_layers(self.trained) as seen, _recorded(self.trained) as log:
+            routing = record_routing(self.trained) if layers else nullcontext({})
+            with _seen_by_layers(self.trained) as seen, routing as log:
                 expected = self.task.run_model(self.trained, batch, torch.float32)
             for name, (x, mask, y) in seen.items():
                 _compare_layer(found[name], layers[name], x.to(self.dtype), mask, y, log[name].ids)
@@ -278,10 +270,6 @@ def _compare_blocks(
         blocks = layer.blocks(rows.dtype, backend)
         pair.append(run_blocks(rows, ids, ones, None, blocks, backend, complete=True, dtype=rows.dtype)[0])
     error.add(wide(pair[0]), wide(pair[1]), ids, ids)
-
-
-def _recorded(model: nn.Module) -> Any:
-    return record_routing(model) if any(True for _ in moe_layers(model)) else nullcontext({})
 
 
 @contextmanager

@@ -32,7 +32,6 @@ class Examples(Protocol):
         Randomness (augmentation) is a function of (seed, epoch, index) alone: the same example in the same epoch is
         the same tensor whatever the worker, the rank, the batch around it or an interruption.
         """
-        ...
 
 
 class Task:
@@ -71,7 +70,6 @@ class Task:
         raise self._lacks("read_split(name)")
 
     def split(self, name: str) -> Examples:
-        """``read_split``, after a look at the name."""
         if name not in SPLITS:
             raise KeyError(f"no split is called {name!r}: {did_you_mean(name, SPLITS)}")
         return self.read_split(name)
@@ -96,10 +94,7 @@ class Task:
         return {name: float(total) / count for name, total in sums.items() if name != "count"}
 
     def floors(self) -> Mapping[str, Mapping[str, float]]:
-        """Metrics of the test split that need no learning, by name: popularity, a counter. Empty where none is usual.
-
-        What does not beat them has learned nothing; ``compare`` prints them under its table.
-        """
+        """Metrics of the test split that need no learning, by name, such as popularity; ``compare`` prints them."""
         return {}
 
     def example_inputs(self) -> tuple[Any, ...]:
@@ -130,7 +125,6 @@ class Task:
 
     @classmethod
     def find_predictor(cls) -> type[Predictor]:
-        """``predictor``; raises where there is none."""
         if cls.predictor is None:
             raise ValueError(f"the task {cls.name!r} cannot be served: it defines no predictor")
         return cls.predictor

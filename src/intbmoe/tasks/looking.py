@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-NO_LABEL = -1
-"""The label of tokens that a view does not count: padding, and what it does not speak of."""
+NO_LABEL = -1  # the label of tokens that a view does not count: padding, and what it does not speak of
 BUCKETS = 8
 MOST_EXAMPLES = 3
 Batch = dict[str, Tensor]
@@ -16,12 +15,9 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class View:
-    """One way to tell tokens apart."""
-
     name: str
     labels: tuple[str, ...]
-    find: Callable[[Batch], Tensor]
-    """A batch → (B, T) or (B, 1) places in ``labels``, ``NO_LABEL`` for tokens that do not count."""
+    find: Callable[[Batch], Tensor]  # batch → (B, T) or (B, 1) places in ``labels``, or ``NO_LABEL``
 
 
 def position_view(length: int, valid: Callable[[Batch], Tensor]) -> View:
@@ -46,27 +42,17 @@ class Token(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What an example of a batch is, without its routing."""
-
     title: str
-    tokens: list[Token | None]
-    """In the order of the model's tokens."""
-    image: str | None = None
-    """Of images, a PNG of its pixels in base64."""
+    tokens: list[Token | None]  # in the order of the model's tokens
+    image: str | None = None  # of images, a PNG of its pixels in base64
 
 
 class Shown(NamedTuple):
-    """How a task's examples are shown."""
-
-    form: Literal["image", "text", "sessions", "items"]
-    """How they are drawn."""
-    indices: list[int]
-    """Which examples of the split, always the same."""
-    describe: Callable[[Batch, int, int], Content]
-    """(batch, row, index in the split) → what the example is."""
+    form: Literal["image", "text", "sessions", "items"]  # how they are drawn
+    indices: list[int]  # which examples of the split, always the same
+    describe: Callable[[Batch, int, int], Content]  # (batch, row, index in the split) → what the example is
 
 
 def spread(total: int, count: int = MOST_EXAMPLES) -> list[int]:
-    """Some of so many examples, evenly spread."""
     number = min(count, total)
     return [(2 * place + 1) * total // (2 * number) for place in range(number)]

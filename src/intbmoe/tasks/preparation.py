@@ -1,8 +1,7 @@
 """Data that must be made ready once before training: ``intbmoe prepare NAME SOURCE TARGET``.
 
-A preparation can be interrupted and repeated: it goes on from what is finished, writes nothing that looks whole before
-it is, and does nothing if all is there. What it leaves in ``target`` is what the recipe's ``data.path`` takes. A task
-names its preparations in ``Task.preparations``.
+A preparation can be interrupted and repeated: it goes on from what is finished, and writes nothing that looks whole
+before it is. What it leaves in ``target`` is what the recipe's ``data.path`` takes.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,18 +12,13 @@ from typing import Any
 
 from intbmoe.tasks.errors import DataError
 
-Progress = Callable[[str, int, int | None], None]
-"""(what is being done, how much of it is, of how much: None where that is not known)."""
+Progress = Callable[[str, int, int | None], None]  # (what is being done, how much of it is, of how much if known)
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """One kind of data."""
-
-    summary: str
-    """What the source is, for ``--help``."""
-    function: str
-    """module:function, imported when it is used: (source, target, *, skip_bad, progress) → what was counted."""
+    summary: str  # what the source is, for ``--help``
+    function: str  # module:function, imported when used: (source, target, *, skip_bad, progress) → what was counted
 
     def run(self, source: Path, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
         """Make ``target`` from ``source``. A malformed row raises ``DataError``, or is counted with ``skip_bad``."""

@@ -1,7 +1,6 @@
 """What a recipe says: the task, the data, the model, the mixture and the training, as frozen dataclasses.
 
-A recipe is a YAML file beside this one. Every field can be overruled on the command line (``--train.epochs 3``), and
-the resolved recipe is the run directory's ``config.yaml``.
+Recipes are YAML files; ``--train.epochs 3`` overrules a field, and a run's ``config.yaml`` is its resolved recipe.
 """
 
 from dataclasses import KW_ONLY, dataclass, field
@@ -11,12 +10,11 @@ from intbmoe.checks import require
 from intbmoe.settings import Checked, MustBe, NonNegative, NonNegativeInt, Positive, PositiveInt
 
 
-def _is_folder_name(text: str) -> bool:
-    """Whether it names one folder, inside the one that it is meant for."""
+def _names_a_folder(text: str) -> bool:
     return text.strip() not in ("", ".", "..") and not set(text) & set("/\\\0")
 
 
-FolderName = Annotated[str, MustBe("usable as the name of a folder", _is_folder_name)]
+FolderName = Annotated[str, MustBe("usable as the name of a folder", _names_a_folder)]
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def test_loss_is_a_sum_over_tokens_and_means_come_from_sums():
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
     assert task.metrics(added) == pytest.approx({"loss": expected, "perplexity": math.exp(expected)}, rel=1e-5)
     assert task.metrics({"count": 1, "loss": 1e6})["perplexity"] < math.inf
-    with pytest.raises(ValueError, match="no token was evaluated"):
+    with pytest.raises(ValueError, match="no example was evaluated"):
         task.metrics({"count": 0, "loss": 0.0})
 
 

@@ -67,16 +67,16 @@ def test_metrics_by_hand():
     expected = F.cross_entropy(batch["scores"][0, :5], torch.zeros(5, dtype=torch.int64))
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-6)
     assert task.metric in metrics
-    with pytest.raises(ValueError, match="no target session was evaluated"):
-        task.metrics({"count": 0, "loss": 0, "hits1": 0, "hits5": 0, "gain5": 0})
+    with pytest.raises(ValueError, match="no example was evaluated"):
+        task.metrics({"count": 0, "loss": 0, "HR@1": 0, "HR@5": 0, "NDCG@5": 0})
 
 
 def test_ties_and_what_is_no_number_count_against():
     flat = torch.zeros(1, 65)
-    assert ranking_sums(flat)["hits5"] == 0
-    assert ranking_sums(torch.full((1, 65), torch.nan))["hits5"] == 0
+    assert ranking_sums(flat)["HR@5"] == 0
+    assert ranking_sums(torch.full((1, 65), torch.nan))["HR@5"] == 0
     tied = torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, 0.0]])
-    assert (ranking_sums(tied)["hits1"], ranking_sums(tied)["hits5"]) == (0, 1)
+    assert (ranking_sums(tied)["HR@1"], ranking_sums(tied)["HR@5"]) == (0, 1)
 
 
 def test_loss_is_a_sum_over_targets_and_sums_add_up():

@@ -146,14 +146,14 @@ def test_metrics_come_from_sums_over_batches():
     assert metrics["accuracy"] == 0.5
     assert metrics["accuracy5"] == 0.75
     assert metrics["loss"] == pytest.approx(F.cross_entropy(scores, labels).item(), rel=1e-6)
-    with pytest.raises(ValueError, match="no image was evaluated"):
+    with pytest.raises(ValueError, match="no example was evaluated"):
         task.metrics({**added, "count": 0})
 
 
 def test_with_fewer_than_five_classes_the_top_five_are_all():
     task = make_task(recipe(model=replace(DIGITS, classes=3)))
     sums = task.evaluate(Scores(), {"images": torch.randn(4, 3), "labels": torch.tensor([0, 1, 2, 0])})
-    assert sums["correct5"] == 4
+    assert sums["accuracy5"] == 4
 
 
 @pytest.mark.parametrize(

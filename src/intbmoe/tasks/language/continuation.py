@@ -22,13 +22,9 @@ from intbmoe.tasks.serving import Encoded, Piece
 
 @dataclass
 class Ongoing:
-    """One request."""
-
-    index: int
-    """In the batch."""
+    index: int  # in the batch
     prompt: np.ndarray
-    left: int
-    """Tokens it may still get."""
+    left: int  # tokens it may still get
     temperature: float
     random: np.random.Generator
     decoder: Decoder
@@ -41,20 +37,18 @@ class Together:
 
     requests: list[Ongoing]
     cache: Cache
-    ids: Tensor
-    """(b, T), not yet read."""
+    ids: Tensor  # (b, T), not yet read
     mask: Tensor | None
 
 
 class Continuation:
-    """An iterator over steps: see ``TextStream``."""
+    """An iterator over steps: each yields the pieces of all texts that are still going on."""
 
     def __init__(self, model: Llama, vocabulary: Vocabulary, batch: Sequence[Encoded]) -> None:
         self.model, self.vocabulary = model, vocabulary
-        self.ids: list[list[int]] = [[] for _ in batch]
-        """The new ids of each request so far."""
+        self.ids: list[list[int]] = [[] for _ in batch]  # the new ids of each request so far
         self.scores = [0.0] * len(batch)
-        """The log-probability of those, the end of the text included where it was reached."""
+        """The log-probability of those, and of the end of the text where it was reached."""
         self._requests = [self._start(index, encoded) for index, encoded in enumerate(batch)]
         self._steps = self._run()
 
@@ -65,7 +59,6 @@ class Continuation:
         return next(self._steps)
 
     def drop(self, index: int) -> None:
-        """Stop continuing this request; it yields no further piece."""
         self._requests[index].dropped = True
 
     def _start(self, index: int, encoded: Encoded) -> Ongoing:
@@ -84,10 +77,7 @@ class Continuation:
             groups = [smaller for group in groups if (smaller := _without_ended(group)) is not None]
 
     def _groups(self) -> list[list[Ongoing]]:
-        """Who is read together: everybody, or, where a mixture counts positions, prompts of one length.
-
-        Padding before a prompt would be a position to such a mixture.
-        """
+        """Everybody, or prompts of one length where a mixture counts positions: padding would be a position to it."""
         remembers = any(layer.new_state(1) is not None for _, layer in moe_layers(self.model))
         groups: dict[int, list[Ongoing]] = {}
         for request in self._requests:

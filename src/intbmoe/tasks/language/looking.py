@@ -8,25 +8,21 @@ import torch
 
 from intbmoe.tasks.base import Batch
 from intbmoe.tasks.language.packed import TOKENIZER, TokenExamples
+from intbmoe.tasks.language.tokenizer import import_tokenizers
 from intbmoe.tasks.looking import Content, Shown, Token, View, spread
 
-MOST_TOKENS = 256
-"""Shown of a text, from its beginning."""
+MOST_TOKENS = 256  # shown of a text, from its beginning
 TOKEN_KINDS = ("letters", "digits", "punctuation", "code symbols", "white space", "other")
 PUNCTUATION = frozenset(".,;:!?'\"…–—‘’“”«»¡¿")
-CODE_SYMBOLS = frozenset(string.punctuation) - PUNCTUATION
-"""Brackets, operators and what else is rare in prose; '_' among them."""
+CODE_SYMBOLS = frozenset(string.punctuation) - PUNCTUATION  # brackets, operators and what else is rare in prose
 
 
 def kind_view(texts: list[str]) -> View:
-    """Tokens by what they are made of."""
     kinds = torch.tensor([TOKEN_KINDS.index(kind_of(text)) for text in texts])
     return View("kind of token", TOKEN_KINDS, lambda batch: kinds.to(batch["ids"].device)[batch["ids"]])
 
 
 def show_texts(split: TokenExamples, texts: list[str]) -> Shown:
-    """Tokens by their text."""
-
     def describe(batch: Batch, row: int, index: int) -> Content:
         ids = batch["ids"][row, :MOST_TOKENS].tolist()
         return Content(f"text {index}", [Token("token", texts[token]) for token in ids])
@@ -35,7 +31,6 @@ def show_texts(split: TokenExamples, texts: list[str]) -> Shown:
 
 
 def token_texts(data: Any) -> list[str]:
-    """The text of each id, by a recipe's ``data``."""
     return byte_texts() if data.source == "stdlib" else tokenizer_texts(Path(data.path).expanduser())
 
 
@@ -45,12 +40,7 @@ def byte_texts() -> list[str]:
 
 
 def tokenizer_texts(folder: Path) -> list[str]:
-    """The text of each id of a prepared folder's tokenizer."""
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("telling tokens apart needs tokenizers: pip install 'intbmoe[text]'") from error
-    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    tokenizer = import_tokenizers("telling tokens apart").Tokenizer.from_file(str(folder / TOKENIZER))
     return [tokenizer.decode([index]) for index in range(tokenizer.get_vocab_size(with_added_tokens=True))]
 
 

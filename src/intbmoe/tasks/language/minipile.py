@@ -12,6 +12,7 @@ from typing import Any
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language.packing import Corpus, Malformed, Part, Report, pack, usable
 from intbmoe.tasks.language.tokenizer import train_bpe
+from intbmoe.tasks.parquet import find_parquet, open_parquet
 from intbmoe.tasks.preparation import Progress
 
 NAME = "minipile"
@@ -24,13 +25,7 @@ BUFFER_BYTES = 2**20
 
 
 def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
-    """Make the packed folder ``target`` from the folder ``source``, the one with ``data`` in it."""
-    parts = []
-    for split, name in FILES.items():
-        files = sorted((source / "data").glob(f"{name}-*.parquet"))
-        if not files:
-            raise DataError(f"{source / 'data'} has no {name}-*.parquet: expected one or more (see docs/data.md)")
-        parts += [Part(split, file) for file in files]
+    parts = [Part(split, file) for split, name in FILES.items() for file in find_parquet(source, name)]
 
     def make_tokenizer(skip_bad: bool, progress: Progress) -> str:
         train = [part.file for part in parts if part.split == "train"]
@@ -41,7 +36,6 @@ def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -
 
 
 def _sample(files: list[Path], skip_bad: bool, progress: Progress) -> Iterator[str]:
-    """The texts the tokenizer is trained on."""
     stage = f"tokenizer of {VOCABULARY:,}: files read"
     for index, file in enumerate(files):
         progress(stage, index, len(files))
@@ -73,20 +67,11 @@ def read_documents(file: Path, report: Report, every: int = 1) -> Iterator[str |
 
 
 def _open(file: Path) -> Any:
-    try:
-        from pyarrow import ArrowException, types
-        from pyarrow.parquet import ParquetFile
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("parquet files need pyarrow: pip install 'intbmoe[text]'") from error
-    try:
-        # Without the buffers a whole row group, which may be the whole file, would be in memory.
-        opened = ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)
-    except (ArrowException, OSError) as error:
-        raise DataError(f"{file} cannot be read as parquet: {error}; get it again") from error
-    schema = opened.schema_arrow
-    if COLUMN not in schema.names:
-        raise DataError(f"{file} has no column {COLUMN!r}, only {', '.join(schema.names)}")
-    kind = schema.field(COLUMN).type
+    # Without the buffers a whole row group, which may be the whole file, would be in memory.
+    opened = open_parquet(file, [COLUMN], "text", buffer_size=BUFFER_BYTES, pre_buffer=False)
+    from pyarrow import types
+
+    kind = opened.schema_arrow.field(COLUMN).type
     if not (types.is_string(kind) or types.is_large_string(kind)):
         raise DataError(f"{file}: the column {COLUMN!r} holds {kind}, expected text")
     return opened

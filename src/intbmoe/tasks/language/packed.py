@@ -26,14 +26,9 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class TokenSource:
-    """The three splits of a text, as ids."""
-
-    where: str
-    """What to call it in a message."""
-    vocabulary: int
-    """How many different ids there can be."""
-    splits: dict[str, np.ndarray]
-    """Name → (tokens,) ids, in memory or mapped from a file."""
+    where: str  # what to call it in a message
+    vocabulary: int  # how many different ids there can be
+    splits: dict[str, np.ndarray]  # name → (tokens,) ids, in memory or mapped from a file
 
 
 class TokenExamples:
@@ -75,12 +70,10 @@ class TokenExamples:
 
 
 def token_type(vocabulary: int) -> np.dtype:
-    """The smallest of the two types that holds every id."""
     return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
 
 
 def tokens_name(split: str) -> str:
-    """The file of a split."""
     return f"tokens-{split}.bin"
 
 
@@ -88,6 +81,7 @@ def read_meta(folder: Path, name: str) -> dict[str, Any]:
     """What a finished folder says of itself; raises unless it is whole and of the data called ``name``."""
     path = folder / META
     again = f"intbmoe prepare {name} SOURCE {folder}"
+    anew = f"remove {folder}, then {again}"
     if not path.is_file():
         raise DataError(
             f"{folder} has no {META}: it was never prepared, or its preparation was interrupted; "
@@ -98,20 +92,16 @@ def read_meta(folder: Path, name: str) -> dict[str, Any]:
         version, found = meta["version"], meta["name"]
         sizes = {tokens_name(split): meta["splits"][split]["bytes"] for split in SPLITS}
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path} is not what a preparation writes ({error!r}): remove {folder}, then {again}"
-        ) from error
+        raise DataError(f"{path} is not what a preparation writes ({error!r}): {anew}") from error
     if version != VERSION:
-        raise DataError(
-            f"{path} has version {version}, this program reads version {VERSION}: remove {folder}, then {again}"
-        )
+        raise DataError(f"{path} has version {version}, this program reads version {VERSION}: {anew}")
     if found != name:
         raise DataError(f"{folder} holds {found}, not {name}: set data.source={found}, or give another data.path")
     for file, size in sizes.items():
         there = (folder / file).stat().st_size if (folder / file).is_file() else None
         if there != size:
             state = "is missing" if there is None else f"has {there} bytes"
-            raise DataError(f"{folder / file} {state}, {META} says {size} bytes: remove {folder}, then {again}")
+            raise DataError(f"{folder / file} {state}, {META} says {size} bytes: {anew}")
     return meta
 
 
@@ -124,9 +114,7 @@ def read(path: str | None, name: str) -> TokenSource:
         )
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise DataError(
-            f"{folder} is not a folder: data.path must be what intbmoe prepare {name} made (see docs/data.md)"
-        )
+        raise DataError(f"{folder} is not a folder: data.path must be what intbmoe prepare {name} made (docs/data.md)")
     meta = read_meta(folder, name)
     dtype = token_type(meta["vocabulary"])
     splits = {split: _map(folder / tokens_name(split), dtype) for split in SPLITS}

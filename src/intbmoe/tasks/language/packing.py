@@ -1,9 +1,8 @@
 """Make a packed folder (``packed.py``) from files of documents, one file after another.
 
-Each source file becomes a finished pair in TARGET/unfinished, ``<split>-<number>.bin`` and, after it, ``….json``. Only
-when all are there are they joined, and ``meta.json`` is the last thing written. Every file is written beside its place
-and renamed, so that one that is there is whole: a preparation that was killed at any moment goes on at the first source
-file that is not finished, and ends with the same bytes.
+Each source file becomes a pair in TARGET/unfinished, ``<split>-<number>.bin`` and ``….json``; when all are there they
+are joined, and ``meta.json`` is written last. Every file is renamed into place when it is whole, so a preparation that
+was killed at any moment goes on at the first source file that is not finished, and ends with the same bytes.
 """
 
 import fcntl
@@ -19,7 +18,7 @@ from typing import Any
 from intbmoe.files import replace_file, replacing_file, to_json
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language.packed import META, SPLITS, TOKENIZER, VERSION, read_meta, tokens_name
-from intbmoe.tasks.language.tokenizer import Encoder, require_tokenizers
+from intbmoe.tasks.language.tokenizer import Encoder, import_tokenizers
 from intbmoe.tasks.preparation import Progress
 
 UNFINISHED = "unfinished"
@@ -29,37 +28,28 @@ COPIED_BYTES = 2**22
 
 @dataclass(frozen=True)
 class Malformed:
-    """A document that cannot be used."""
-
-    problem: str
-    """File, row and what is wrong."""
+    problem: str  # file, row and what is wrong
 
 
-Report = Callable[[int, int | None], None]
-"""(how much of a file is read, of how much)."""
-Reader = Callable[[Path, Report], Iterator[str | Malformed]]
-"""The documents of a file, in order. What spoils the whole file is raised as ``DataError``."""
+Report = Callable[[int, int | None], None]  # (how much of a file is read, of how much)
+Reader = Callable[[Path, Report], Iterator[str | Malformed]]  # a file's documents; ``DataError`` where it is spoilt
 
 
 @dataclass(frozen=True)
 class Part:
-    """One source file."""
-
     split: str
     file: Path
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is to be packed."""
-
     name: str
     """What ``intbmoe prepare`` and ``data.source`` call it."""
     parts: Sequence[Part]
     """In the order in which their documents stand in a split."""
     read: Reader
     make_tokenizer: Callable[[bool, Progress], str]
-    """(skip malformed documents, progress) → the JSON of the tokenizer; always the same for the same files."""
+    """(skip_bad, progress) → the tokenizer's JSON, which follows from the files."""
     other_files: Sequence[Path] = ()
     """Files beside the parts on which the result depends."""
 
@@ -70,7 +60,7 @@ class Corpus:
 
 def pack(corpus: Corpus, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
     """Make ``target``, or go on with it; returns what is in it. A finished one is left as it is."""
-    require_tokenizers()
+    import_tokenizers()
     if (target / META).is_file():
         meta = read_meta(target, corpus.name)
         _require_same_files(meta["files"], corpus, target)
@@ -131,9 +121,7 @@ def _claim(folder: Path, corpus: Corpus, target: Path) -> None:
     begun = json.loads((folder / PLAN).read_bytes())
     if (begun["version"], begun["name"]) != (VERSION, corpus.name):
         other = f"{begun['name']}, version {begun['version']}"
-        raise DataError(
-            f"{target} holds the beginning of another preparation ({other}): remove it, or choose another folder"
-        )
+        raise DataError(f"{target} holds the beginning of another preparation ({other}): remove it or choose another")
     _require_same_files(begun["files"], corpus, target)
 
 
@@ -188,7 +176,6 @@ def _join(
 
 
 def _counts(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """For a person to read."""
     counted: dict[str, Any] = {"vocabulary": meta["vocabulary"]}
     for split, found in meta["splits"].items():
         counted[f"{split} documents"] = found["documents"]

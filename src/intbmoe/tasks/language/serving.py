@@ -14,16 +14,12 @@ from intbmoe.tasks.serving.predictor import Exported, Predictor, blocks_of, reco
 from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request, RequestError, spread_evenly
 
 MAX_TOKENS = 64
-PROMPT_TOKENS, NEW_TOKENS = 32, 16
-"""Of a golden request."""
+PROMPT_TOKENS, NEW_TOKENS = 32, 16  # of a golden request
 HOTTEST = 10.0
-LARGEST_SEED = 2**53 - 1
-"""The largest whole number that every JSON reader keeps."""
+LARGEST_SEED = 2**53 - 1  # the largest whole number that every JSON reader keeps
 
 
 class GeneratePredictor(Predictor):
-    """Prompts to text."""
-
     action = "generate"
     summary = "Continue a text."
     streams = True
@@ -51,7 +47,6 @@ class GeneratePredictor(Predictor):
         return cls(read_vocabulary(artifact), artifact.recipe.data.length)
 
     def encode(self, request: Request) -> Encoded:
-        """The payload has the prompt's ``ids``."""
         found = self._record.read("", request)
         ids = self.vocabulary.encode(found["prompt"])
         if len(ids) > self.length:
@@ -98,7 +93,6 @@ class GeneratePredictor(Predictor):
 
 
 def prompt_requests(predictor: GeneratePredictor, split: TokenExamples, count: int) -> list[Request]:
-    """Beginnings of some examples of a split, evenly spread."""
     requests, vocabulary = [], predictor.vocabulary
     for index in spread_evenly(len(split), count):
         start = index * split.length

@@ -18,8 +18,7 @@ from intbmoe.tasks.language.packed import SPLITS, TokenSource, token_type
 END_OF_TEXT = 256
 VOCABULARY = 257
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idlelib", "encodings", "site-packages", "dist-packages", "__pycache__"})
-SKIPPED_NAMES = ("_sysconfigdata",)
-"""Beginnings of names of files that hold the paths and options of one build."""
+SKIPPED_NAMES = ("_sysconfigdata",)  # beginnings of names of files that hold the paths and options of one build
 SHARES = {"test": 0.1, "valid": 0.05, "train": 0.85}
 
 
@@ -41,11 +40,7 @@ def read(path: str | None, max_bytes: int | None) -> TokenSource:
 
 
 def choose_files(root: Path, max_bytes: int | None) -> list[str]:
-    """Relative paths in alphabetical order.
-
-    Each split has its share of ``max_bytes``. Which of its files are within it is decided by the hash of their paths,
-    so that they are from all over the library.
-    """
+    """Relative paths in order; the hash of a path decides who is within a split's share of ``max_bytes``."""
     found = {}
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in SKIPPED_FOLDERS]
@@ -64,7 +59,6 @@ def choose_files(root: Path, max_bytes: int | None) -> list[str]:
 
 
 def split_of(name: str) -> str:
-    """The split of the file with this relative path, on any machine."""
     place = _hash(name, "split") / 2**64
     if place < SHARES["test"]:
         return "test"

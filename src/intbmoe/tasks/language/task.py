@@ -9,7 +9,7 @@ document. Its graphs take ids (B, T) and mask (B, T) and give scores (B, T, voca
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -30,20 +30,17 @@ from intbmoe.tasks.language import packed, stdlib
 from intbmoe.tasks.language.looking import kind_view, show_texts, token_texts
 from intbmoe.tasks.language.packed import TokenExamples, TokenSource
 from intbmoe.tasks.language.serving import GeneratePredictor, prompt_requests
-from intbmoe.tasks.language.tokenizer import Encoder, require_tokenizers
+from intbmoe.tasks.language.tokenizer import Encoder
 from intbmoe.tasks.looking import Shown, View, position_view
 from intbmoe.tasks.mixture import ffn_maker
 from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Graph, Request
 
-WIDE_SCORES = 2**26
-"""Scores that the loss has in float32 at a time: 256 MiB."""
+WIDE_SCORES = 2**26  # scores that the loss has in float32 at a time: 256 MiB
 COUNTED_TOKENS = 2**24
-LONGEST_TEXT = 8192
-"""Tokens of a graph's input: rotary positions have no limit of their own."""
-LARGEST_LOSS = 700.0
-"""Whose perplexity is still a number: e^700 is as good as infinite."""
+LONGEST_TEXT = 8192  # tokens of a graph's input: rotary positions have no limit of their own
+LARGEST_LOSS = 700.0  # whose perplexity is still a number: e^700 is as good as infinite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +73,6 @@ class LanguageRecipe(Recipe):
 
 @register_task("language")
 class LanguageTask(Task):
-    """Predicting the next token."""
-
     recipe_type: ClassVar[type[Recipe]] = LanguageRecipe
     causal = True
     dense_in_place = "swiglu"
@@ -92,18 +87,13 @@ class LanguageTask(Task):
     }
     predictor = GeneratePredictor
 
-    def __init__(self, recipe: LanguageRecipe) -> None:
-        super().__init__(recipe)
-        self._source: TokenSource | None = None
-
     def make_model(self) -> nn.Module:
-        """The decoder with the recipe's method in every layer under the paper's budget; "dense" is the plain one."""
         config = self.recipe.model
         return Llama(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, expert="swiglu"))
 
     def read_split(self, name: str) -> Examples:
         """``train``, ``valid`` or ``test``: other documents each, and always the same."""
-        source, length = self._read(), self.recipe.data.length
+        source, length = self._source, self.recipe.data.length
         examples = TokenExamples(source.splits[name], length)
         if len(examples) == 0:
             raise DataError(
@@ -112,32 +102,25 @@ class LanguageTask(Task):
             )
         return examples
 
-    def _read(self) -> TokenSource:
-        if self._source is None:
-            data, vocabulary = self.recipe.data, self.recipe.model.vocabulary
-            if data.source == "stdlib":
-                source = stdlib.read(data.path, data.max_bytes)
-            else:
-                source = packed.read(data.path, data.source)
-            if source.vocabulary != vocabulary:
-                raise DataError(
-                    f"{source.where} has a vocabulary of {source.vocabulary}: set model.vocabulary="
-                    f"{source.vocabulary} (it is {vocabulary})"
-                )
-            self._source = source
-        return self._source
+    @cached_property
+    def _source(self) -> TokenSource:
+        data, vocabulary = self.recipe.data, self.recipe.model.vocabulary
+        from_python = data.source == "stdlib"
+        source = stdlib.read(data.path, data.max_bytes) if from_python else packed.read(data.path, data.source)
+        if source.vocabulary != vocabulary:
+            raise DataError(
+                f"{source.where} has a vocabulary of {source.vocabulary}: set model.vocabulary="
+                f"{source.vocabulary} (it is {vocabulary})"
+            )
+        return source
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum of the cross-entropy over the tokens, and their number."""
         targets = batch["targets"]
-        total = cross_entropy_sum(model(batch["ids"]), targets)
-        return total, targets.new_full((), targets.numel(), dtype=torch.int64)
+        return cross_entropy_sum(model(batch["ids"]), targets), targets.new_full((), targets.numel(), dtype=torch.int64)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Mean cross-entropy of a token in nats, and its exponential."""
-        count = float(sums["count"])
-        require(count > 0, "count", count, "positive: no token was evaluated")
-        return _metrics(float(sums["loss"]) / count)
+        return _metrics(super().metrics(sums)["loss"])
 
     def floors(self) -> Mapping[str, Mapping[str, float]]:
         """ "unigram": every token by its share of the training split alone (each counted once more than it occurs)."""
@@ -149,14 +132,12 @@ class LanguageTask(Task):
         return {"unigram": _metrics(float(loss))}
 
     def example_inputs(self) -> tuple[Tensor]:
-        """One sequence."""
         return (torch.zeros(1, self.recipe.data.length, dtype=torch.int64),)
 
     def catalogue(self) -> Catalogue:
         data = self.recipe.data
         if data.source == "stdlib":
             return Catalogue({"tokenizer": None, "end_of_text": stdlib.END_OF_TEXT})
-        require_tokenizers()
         file = Path(data.path).expanduser() / packed.TOKENIZER
         content = file.read_bytes()
         about = {"tokenizer": packed.TOKENIZER, "end_of_text": Encoder(content.decode(), str(file)).end_of_text}
@@ -172,7 +153,6 @@ class LanguageTask(Task):
         return Graph(("ids", "mask"), "tokens", LONGEST_TEXT, complete=complete)
 
     def views(self) -> list[View]:
-        """Tokens by what they are made of, and by their place in the example."""
         everywhere = position_view(self.recipe.data.length, lambda b: torch.ones_like(b["ids"], dtype=torch.bool))
         return [kind_view(token_texts(self.recipe.data)), everywhere]
 

@@ -1,6 +1,8 @@
 """Byte-level BPE by Hugging Face's ``tokenizers``: read from a file, trained, and applied to documents."""
 
 from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -9,23 +11,28 @@ from intbmoe.tasks.language.packed import token_type
 
 END_OF_TEXT = "<|endoftext|>"
 BATCH_DOCUMENTS = 256
-BATCH_CHARACTERS = 2**20
-"""What is encoded at a time: enough for all cores, little enough for the memory (some 100 bytes a token)."""
+BATCH_CHARACTERS = 2**20  # encoded at a time: enough for all cores, little enough for the memory (100 bytes a token)
 
 
-def require_tokenizers() -> None:
-    """Raise, saying what to install, where the package is missing."""
+def import_tokenizers(purpose: str = "preparing text", extra: str = "text") -> ModuleType:
     try:
-        import tokenizers  # noqa: F401
+        import tokenizers
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("preparing text needs tokenizers: pip install 'intbmoe[text]'") from error
+        raise ModuleNotFoundError(f"{purpose} needs tokenizers: pip install 'intbmoe[{extra}]'") from error
+    return tokenizers
+
+
+def read_tokenizer(content: str, tokenizers: ModuleType) -> Any:
+    """The tokenizer of this JSON, for whole texts: "<|endoftext|>" in a text is letters, not its end."""
+    tokenizer = tokenizers.Tokenizer.from_str(content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
-    """The JSON of a byte-level BPE of at most ``vocabulary`` tokens, the end of text (id 0) among them.
-
-    The same texts in the same order give the same JSON on any number of cores.
-    """
+    """The JSON of a byte-level BPE, the end of text (id 0) among its tokens; the same on any number of cores."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -42,14 +49,11 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
 
 
 class Encoder:
-    """Documents to ids."""
-
     def __init__(self, content: str, where: str) -> None:
         """``content`` is the JSON of a tokenizer, ``where`` the file it is from."""
-        from tokenizers import Tokenizer
-
+        tokenizers = import_tokenizers()
         try:
-            self._tokenizer: Tokenizer = Tokenizer.from_str(content)
+            self._tokenizer = read_tokenizer(content, tokenizers)
         except Exception as error:  # the package raises plain Exception
             raise DataError(f"{where} is not a tokenizer of Hugging Face's tokenizers: {error}") from error
         end = self._tokenizer.token_to_id(END_OF_TEXT)
@@ -58,10 +62,6 @@ class Encoder:
         self.end_of_text: int = end
         self.vocabulary: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.dtype = token_type(self.vocabulary)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        # A document may speak of "<|endoftext|>": those are letters, not its end.
-        self._tokenizer.encode_special_tokens = True
 
     def encode(self, documents: Iterable[str]) -> Iterator[tuple[int, np.ndarray]]:
         """(number of documents, their ids with an end of text after each), batch by batch."""

@@ -1,44 +1,16 @@
 """Text to token ids and back, piece by piece: bytes, or the byte pairs of a ``tokenizer.json``."""
 
 import codecs
-from typing import Protocol
+from typing import Any
 
+from intbmoe.tasks.language.tokenizer import import_tokenizers, read_tokenizer
 from intbmoe.tasks.serving.predictor import Exported
-
-
-class Decoder(Protocol):
-    """Ids to text as they come: a character may take several of them."""
-
-    def add(self, token: int) -> str:
-        """The text that this id completes; often one character, or none yet."""
-        ...
-
-    def end(self) -> str:
-        """What is left when no more come."""
-        ...
-
-
-class Vocabulary(Protocol):
-    """The tokens of a language model."""
-
-    end_of_text: int
-    """The id between documents."""
-    characters_per_token: int
-    """At most so many characters can become one token."""
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text that UTF-8 can carry."""
-        ...
-
-    def new_decoder(self) -> Decoder:
-        """For one text."""
-        ...
 
 
 class ByteVocabulary:
     """Ids 0…255 are the bytes of UTF-8."""
 
-    characters_per_token = 1
+    characters_per_token = 1  # at most so many characters can become one token
 
     def __init__(self, end_of_text: int) -> None:
         self.end_of_text = end_of_text
@@ -51,36 +23,29 @@ class ByteVocabulary:
 
 
 class ByteDecoder:
-    """Bytes that are no UTF-8 become U+FFFD."""
+    """Ids of one text to characters, each of which may take several; bytes that are no UTF-8 become U+FFFD."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token: int) -> str:
+        """The text that this id completes; often one character, or none yet."""
         return self._decoder.decode(bytes([token]) if token < 256 else b"")
 
     def end(self) -> str:
+        """What is left when no more come."""
         return self._decoder.decode(b"", final=True)
 
 
 class BytePairs:
     """A tokenizer of Hugging Face's ``tokenizers``."""
 
-    characters_per_token = 32
-    """Longer tokens are rare; it bounds the work on a text that will be refused for its length."""
+    characters_per_token = 32  # longer tokens are rare; it bounds the work on a text that is refused for its length
 
     def __init__(self, content: str, end_of_text: int) -> None:
         """``content`` is its JSON."""
-        try:
-            from tokenizers import Tokenizer
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("this model's text needs tokenizers: pip install 'intbmoe[serve]'") from error
         self.end_of_text = end_of_text
-        self._tokenizer = Tokenizer.from_str(content)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        # A prompt may speak of "<|endoftext|>": those are letters, not the end of a document.
-        self._tokenizer.encode_special_tokens = True
+        self._tokenizer = read_tokenizer(content, import_tokenizers("this model's text", "serve"))
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -92,7 +57,7 @@ class BytePairs:
 class PairDecoder:
     """Holds back ids until they are whole characters."""
 
-    def __init__(self, tokenizer) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         from tokenizers.decoders import DecodeStream
 
         self._tokenizer, self._stream, self._held = tokenizer, DecodeStream(skip_special_tokens=True), []
@@ -110,8 +75,11 @@ class PairDecoder:
         return self._tokenizer.decode(self._held, skip_special_tokens=True) if self._held else ""
 
 
+Vocabulary = ByteVocabulary | BytePairs
+Decoder = ByteDecoder | PairDecoder
+
+
 def read_vocabulary(artifact: Exported) -> Vocabulary:
-    """The vocabulary of a language model's artifact."""
     about = artifact.catalogue
     if about["tokenizer"] is None:
         return ByteVocabulary(about["end_of_text"])

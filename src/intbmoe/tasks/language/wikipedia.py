@@ -27,12 +27,10 @@ OPTIONAL = frozenset({"wiki_train_b.txt.xz"})
 TOKENIZER_FILE = "bpe16k_tokenizer.json"
 SEPARATOR = f"{END_OF_TEXT}\n".encode()
 READ_BYTES = 2**20
-LARGEST_DOCUMENT = 2**26
-"""Bytes. A file without separators would otherwise be one document, all of it in memory."""
+LARGEST_DOCUMENT = 2**26  # bytes; else a file without separators would be one document, all of it in memory
 
 
 def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
-    """Make the packed folder ``target`` from the folder ``source``."""
     tokenizer = source / TOKENIZER_FILE
     for name in (*FILES, TOKENIZER_FILE):
         if name not in OPTIONAL and not (source / name).is_file():
@@ -53,7 +51,6 @@ def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -
 
 
 def read_documents(file: Path, report: Report) -> Iterator[str | Malformed]:
-    """The articles of an xz file, one at a time."""
     size, number, rest = file.stat().st_size, 0, b""
     with open(file, "rb") as packed, lzma.open(packed) as unpacked:
         while block := _read(unpacked, file, number):

@@ -20,10 +20,8 @@ from intbmoe.tasks.base import Batch
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.sequences.source import ItemSequences
 
-HELD_OUT = {"valid": 2, "test": 1}
-"""How far from a user's end the event is."""
-FEWEST = 3
-"""Events of a user who is evaluated."""
+HELD_OUT = {"valid": 2, "test": 1}  # how far from a user's end the event is
+FEWEST = 3  # events of a user who is evaluated
 
 
 def held_out_events(sequences: ItemSequences, split: str) -> np.ndarray:
@@ -38,7 +36,6 @@ def training_ends(sequences: ItemSequences) -> np.ndarray:
 
 
 def require_splits(sequences: ItemSequences, file: str) -> None:
-    """Raise unless there is something to train on and something to evaluate."""
     if not (sequences.lengths >= FEWEST).any():
         raise DataError(f"{file} leaves nothing to evaluate: expected users with {FEWEST} events or more")
     if not (training_ends(sequences) - sequences.offsets[:-1] > 1).any():
@@ -71,8 +68,6 @@ class TrainingWindows:
 
 
 class HeldOutEvents:
-    """One event of each user, with what came before it."""
-
     def __init__(self, sequences: ItemSequences, split: str, length: int) -> None:
         self.items = sequences.items
         self.length = length

@@ -17,7 +17,6 @@ from intbmoe.tasks.sequences.source import ItemSequences
 
 
 def item_floors(sequences: ItemSequences) -> Mapping[str, Mapping[str, float]]:
-    """The metrics of each floor."""
     events = held_out_events(sequences, "test")
     targets = sequences.items[events]
     place = popularity_places(sequences, events)
@@ -33,7 +32,8 @@ def item_floors(sequences: ItemSequences) -> Mapping[str, Mapping[str, float]]:
         "visit counter": np.array(visited_ranks),
         "visit counter, popularity": np.array(ranks),
     }
-    return {name: _metrics(value, new) for name, value in found.items()}
+    sums = {name: ranking_sums(torch.from_numpy(value), torch.from_numpy(new)) for name, value in found.items()}
+    return {name: ranking_metrics({key: float(value) for key, value in one.items()}) for name, one in sums.items()}
 
 
 def popularity_places(sequences: ItemSequences, held_out: np.ndarray) -> np.ndarray:
@@ -55,8 +55,3 @@ def counter_ranks(history: np.ndarray, target: int, place: np.ndarray) -> tuple[
         return len(place), 1 + len(items) + int(place[target] - (places < place[target]).sum())
     rank = 1 + int(((counts > own) | ((counts == own) & (places < place[target]))).sum())
     return rank, rank
-
-
-def _metrics(ranks: np.ndarray, new: np.ndarray) -> dict[str, float]:
-    sums = ranking_sums(torch.from_numpy(ranks), torch.from_numpy(new))
-    return ranking_metrics({name: float(value) for name, value in sums.items()})

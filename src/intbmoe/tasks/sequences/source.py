@@ -25,10 +25,8 @@ LARGEST = np.iinfo(np.int64).max
 class ItemSequences:
     """The items of each user from old to new, user after user."""
 
-    items: np.ndarray
-    """(N,) int64, from 0."""
-    offsets: np.ndarray
-    """(users + 1,) int64: user u has the events offsets[u] to offsets[u + 1] − 1."""
+    items: np.ndarray  # (N,) int64, from 0
+    offsets: np.ndarray  # (users + 1,) int64: user u has the events offsets[u] to offsets[u + 1] − 1
     item_count: int
 
     @property
@@ -50,10 +48,9 @@ def read_check_ins(path: str | None, item_count: int) -> ItemSequences:
     arrays = _read_arrays(file, CHECK_INS)
     user, time = arrays["user"], arrays["time"]
     for name in ("poi", "time"):
-        if len(arrays[name]) != len(user):
-            raise DataError(
-                f"{file}: {name!r} has {len(arrays[name])} rows and 'user' has {len(user)}: expected as many"
-            )
+        rows = len(arrays[name])
+        if rows != len(user):
+            raise DataError(f"{file}: {name!r} has {rows} rows and 'user' has {len(user)}: expected as many")
     _refuse(np.diff(user) < 0, f"{file}: 'user'", user[1:], "rows in the order of (user, time)", first_row=1)
     same = np.diff(user) == 0
     _refuse(same & (np.diff(time) < 0), f"{file}: 'time'", time[1:], "rows of a user in the order of time", first_row=1)
@@ -87,7 +84,6 @@ def _require_file(path: str | None, source: str) -> Path:
 
 
 def _read_arrays(file: Path, names: tuple[str, ...]) -> Mapping[str, np.ndarray]:
-    """The arrays of that name, each with whole numbers in one dimension, and at least one."""
     # What numpy raises depends on where a file is cut off or what else it is. Object arrays, which could hold code,
     # are never read.
     broken = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError)
@@ -125,10 +121,8 @@ def _check_ids(ids: np.ndarray, lowest: int, item_count: int, where: str) -> Non
     allowed = f"{lowest} to {last}, as many as model.items={item_count}"
     _refuse((ids < lowest) | (ids > last), where, ids, f"ids from {allowed}")
     if ids.max() != last:
-        fitting = ids.max() - lowest + 1
-        raise DataError(
-            f"{where} goes up to {ids.max()}: expected ids from {allowed}; for this file set model.items={fitting}"
-        )
+        fix = f"for this file set model.items={ids.max() - lowest + 1}"
+        raise DataError(f"{where} goes up to {ids.max()}: expected ids from {allowed}; {fix}")
 
 
 def _refuse(bad: np.ndarray, where: str, values: np.ndarray, expected: str, first_row: int = 0) -> None:

@@ -1,10 +1,8 @@
 """Plain item sequences: which place is visited, which item is bought next, ranked among all there are.
 
-Check-ins of Foursquare (New York, US), reviews of Yelp and of Amazon's beauty products. Users' histories are split by
-leave-last-out (``examples.py``). Items of the history stay candidates, because places are visited again; in
-the reviews of beauty products none ever comes twice, and the metrics with " new" are those of all.
-
-A batch has ``items`` (B, T), and ``targets`` (B, T) in training or ``target`` (B,) and ``new`` (B,) in evaluation.
+Users' histories are split by leave-last-out (``examples.py``). Items of the history stay candidates, because places are
+visited again. A batch has ``items`` (B, T), and ``targets`` (B, T) in training or ``target`` (B,) and ``new`` (B,) in
+evaluation.
 
 In an artifact, ``catalogue.json`` has first_id: what the data calls the model's item 0. Its graphs take items (B, T),
 −1 after the last, and give log-probabilities (B, items).
@@ -12,6 +10,7 @@ In an artifact, ``catalogue.json`` has first_id: what the data calls the model's
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -33,8 +32,7 @@ from intbmoe.tasks.serving import Catalogue, Graph, Request
 from intbmoe.tasks.serving.requests import spread_evenly
 
 SOURCES = {"check-ins": read_check_ins, "item-lists": read_item_lists}
-LENGTH_STEP = 16
-"""Batches are cut to a multiple of it: shapes stay few, which compilers and allocators like."""
+LENGTH_STEP = 16  # batches are cut to a multiple of it: shapes stay few, which compilers and allocators like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +56,6 @@ class SequencesRecipe(Recipe):
 
 @register_task("sequences")
 class SequencesTask(Task):
-    """The next item, ranked among all."""
-
     recipe_type: ClassVar[type[Recipe]] = SequencesRecipe
     metric = "HR@10"
     higher_is_better = True
@@ -67,12 +63,7 @@ class SequencesTask(Task):
     inputs = ("items",)
     predictor = ItemPredictor
 
-    def __init__(self, recipe: SequencesRecipe) -> None:
-        super().__init__(recipe)
-        self._sequences: ItemSequences | None = None
-
     def make_model(self) -> nn.Module:
-        """The model with the recipe's method under the paper's budget in every FFN and the head."""
         config = self.recipe.model
         return SequenceModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden))
 
@@ -80,17 +71,15 @@ class SequencesTask(Task):
         """``train`` (windows), ``valid`` (each user's last event but one) or ``test`` (the last)."""
         length = self.recipe.model.length
         if name == "train":
-            return TrainingWindows(self.sequences(), length)
-        return HeldOutEvents(self.sequences(), name, length)
+            return TrainingWindows(self.sequences, length)
+        return HeldOutEvents(self.sequences, name, length)
 
+    @cached_property
     def sequences(self) -> ItemSequences:
-        """The data, read at the first call."""
-        if self._sequences is None:
-            data = self.recipe.data
-            found = SOURCES[data.source](data.path, self.recipe.model.items)
-            require_splits(found, str(data.path))
-            self._sequences = found
-        return self._sequences
+        data = self.recipe.data
+        found = SOURCES[data.source](data.path, self.recipe.model.items)
+        require_splits(found, str(data.path))
+        return found
 
     def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:
         """Cut off the columns that are padding in every row; histories are short, and no result depends on them."""
@@ -99,26 +88,21 @@ class SequencesTask(Task):
         return {name: value[:, :length] if value.dim() == 2 else value for name, value in batch.items()}
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum of the cross-entropy over the targets, and their number."""
         found = model(batch["items"], batch["targets"])
         return -found.sum(), torch.tensor(len(found), device=found.device)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sums over the targets: count, loss, hits and gains, the last three for new ones too."""
         scores, target = model(batch["items"]), batch["target"]
         sums = ranking_sums(rank_of(scores, target), batch["new"])
         return {**sums, "loss": -scores.gather(1, target.unsqueeze(1)).sum()}
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Hit rates, NDCG, the same for new targets, their share, and the mean cross-entropy."""
         return {**ranking_metrics(sums), "loss": float(sums["loss"]) / float(sums["count"])}
 
     def floors(self) -> Mapping[str, Mapping[str, float]]:
-        """Global popularity and each user's visit counter."""
-        return item_floors(self.sequences())
+        return item_floors(self.sequences)
 
     def example_inputs(self) -> tuple[Tensor]:
-        """One history of the full length."""
         config = self.recipe.model
         return (torch.arange(config.length).remainder(config.items).unsqueeze(0),)
 
@@ -136,13 +120,10 @@ class SequencesTask(Task):
         return Graph(self.inputs, "items", self.recipe.model.length)
 
     def views(self) -> list[View]:
-        """Items by whether they stand earlier in the history too, and by their place in it."""
         everywhere = position_view(self.recipe.model.length, lambda batch: batch["items"] != PADDING)
         return [View("visit", ("first", "again"), visits), everywhere]
 
     def shown(self, split: Examples) -> Shown:
-        """Items by number."""
-
         def describe(batch: Batch, row: int, index: int) -> Content:
             items = batch["items"][row].tolist()
             tokens = [None if item == PADDING else Token("item", str(item)) for item in items]

@@ -1,11 +1,8 @@
 """Inference replayed from CUDA graphs: recorded once for each shape, started by one call.
 
-A forward of a small model is hundreds of short kernels, and Python hands them out far more slowly than a large GPU
-works them off. A replayed graph is one launch. Its kernels are those of the ordinary forward; it reads and writes at
-fixed places, so what is asked is copied there, and shapes are rounded up to a few of a ladder.
-
-On the CPU there is nothing to record: a recorded function is the function itself, which reads and writes the same
-places, so that all that is around the graphs can be tested there.
+A small model's forward is hundreds of short kernels, which Python starts far more slowly than a large GPU runs them. A
+graph starts them at once. It reads and writes at fixed places, so inputs are copied there, and shapes are rounded up to
+a few. On the CPU a recorded function is the function itself, so that all around the graphs can be tested there.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,11 +47,9 @@ class Mirror:
         on_gpu = device.type == "cuda"
         self.host = torch.zeros(size, dtype=dtype, pin_memory=on_gpu)
         self.device = torch.zeros(size, dtype=dtype, device=device) if on_gpu else self.host
-        self.array = self.host.numpy()
-        """The host's, as numpy sees it."""
+        self.array = self.host.numpy()  # the host's, as numpy sees it
 
     def to_device(self, count: int) -> None:
-        """Start copying the first ``count`` entries there."""
         if self.device is not self.host:
             self.device[:count].copy_(self.host[:count], non_blocking=True)
 
@@ -77,10 +72,7 @@ class Recorder:
             self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, function: Recorded) -> Recorded:
-        """What does the same as ``function`` when it is called; raises ``CaptureError``.
-
-        On a GPU ``function`` runs three times meanwhile, on whatever is in its inputs.
-        """
+        """What does the same as ``function``, which on a GPU runs three times meanwhile; raises ``CaptureError``."""
         if self._device.type != "cuda":
             return function
         with torch.cuda.device(self._device):
@@ -115,8 +107,6 @@ class Recorder:
 
 
 class _Replay:
-    """A graph, and the routing that it leaves."""
-
     def __init__(self, graph: Any, routed: Sequence[tuple[LayerStatistics, Sequence[RoutedForward]]]) -> None:
         self._graph, self._routed = graph, routed
 

@@ -14,11 +14,9 @@ class Field(Protocol):
 
     def schema(self) -> dict[str, Any]:
         """As JSON Schema."""
-        ...
 
     def read(self, where: str, value: object) -> Any:
         """The value in plain Python; raises ``RequestError`` that calls it ``where``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,6 @@ class Integer:
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number from ``low`` to ``high``."""
-
     low: float
     high: float
     about: str = ""
@@ -66,8 +62,6 @@ class Number:
 
 @dataclass(frozen=True)
 class Flag:
-    """true or false."""
-
     about: str = ""
 
     def schema(self) -> dict[str, Any]:
@@ -81,8 +75,6 @@ class Flag:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a few words."""
-
     words: tuple[str, ...]
     about: str = ""
 
@@ -101,8 +93,7 @@ class Text:
 
     longest: int
     about: str = ""
-    format: Mapping[str, str] = field(default_factory=dict)
-    """More of the schema, such as its encoding."""
+    format: Mapping[str, str] = field(default_factory=dict)  # more of the schema, such as its encoding
 
     def schema(self) -> dict[str, Any]:
         return _described({"type": "string", "maxLength": self.longest, **self.format}, self.about)
@@ -119,8 +110,6 @@ class Text:
 
 @dataclass(frozen=True)
 class Many:
-    """A list of at most ``most`` values of one kind."""
-
     item: Field
     most: int
     least: int = 0
@@ -136,8 +125,7 @@ class Many:
         return [self.item.read(f"{where}[{number}]", entry) for number, entry in enumerate(value)]
 
 
-REQUIRED = object()
-"""In place of the default of a field that must be there."""
+REQUIRED = object()  # in place of the default of a field that must be there
 
 
 @dataclass(frozen=True)
@@ -180,7 +168,6 @@ class Record:
 
 
 def unknown_field(where: str, value: object, name: str, known: Collection[str]) -> RequestError:
-    """The error for a field of a name that is not known."""
     near = did_you_mean(name[:SHOWN], known)  # looking for what is near to a name of megabytes would take seconds
     return RequestError(where, value, f"left out, there is no such field ({near})")
 
@@ -193,5 +180,4 @@ EXPLAIN = (Flag("Whether the answer says which blocks each token took in each la
 
 
 def top_n_field(most: int, default: int) -> tuple[Field, int]:
-    """How many entries of a ranking are wanted."""
     return Integer(1, most, "How many to answer with, the best first."), min(default, most)

@@ -25,7 +25,7 @@ class Graph:
     wrap: Callable[[nn.Module, Mapping[str, Tensor]], nn.Module] = lambda model, catalogue: model
     """(model, the catalogue's tensors) → the module that takes these inputs."""
     complete: Callable[[Batch], Batch] = lambda batch: batch
-    """Adds to a batch of the task what the graph needs besides."""
+    """Adds to a batch what the graph needs besides."""
 
     def inputs(self, batch: Batch, dtype: torch.dtype, length: int | None = None) -> tuple[Tensor, ...]:
         """The inputs from a batch of the task; with ``length`` all is cut to it."""
@@ -48,7 +48,6 @@ class Graph:
         return [(rows, longest), (1, 1), (min(5, rows), max(1, longest // 2)), (1, longest)]
 
     def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
-        """For each input, which dimensions are free."""
         batch = torch.export.Dim("batch", min=1, max=65_536)
         if self.length_name is None:
             return tuple({0: batch} for _ in self.names)

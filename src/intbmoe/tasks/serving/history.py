@@ -7,10 +7,8 @@ import numpy as np
 
 from intbmoe.tasks.serving.fields import Choice
 
-HISTORY = 1000
-"""Most entries of a history."""
-TOP_N, MOST = 10, 100
-"""Results by default, and at most."""
+HISTORY = 1000  # most entries of a history
+TOP_N, MOST = 10, 100  # results by default, and at most
 VISITED = (Choice(("allow", "exclude"), "Whether what is in the history may be recommended again."), "allow")
 HISTORY_FORM = Path(__file__).with_name("history.js")
 

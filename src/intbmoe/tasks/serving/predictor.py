@@ -3,8 +3,7 @@
     encode    JSON → arrays, or ``RequestError`` that names the field; needs the catalogue or the vocabulary, no weights
     answer    a batch of encoded requests → JSON, in one padded call of the model
 
-An answer is a function of its own request alone: padding is masked, and neither the rest of the batch nor its order or
-lengths change it by more than rounding.
+An answer follows from its own request: the rest of the batch changes it by no more than rounding.
 """
 
 import copy
@@ -27,10 +26,8 @@ class Catalogue:
     """What the numbers mean that go into a model and come out of it: what an export writes of a task's data."""
 
     about: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    """The same, where there is much of it."""
-    files: dict[str, bytes] = field(default_factory=dict)
-    """Whole files that belong to it, by name."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # the same, where there is much of it
+    files: dict[str, bytes] = field(default_factory=dict)  # whole files that belong to it, by name
 
 
 class Exported(Protocol):
@@ -71,17 +68,14 @@ class Predictor:
 
     @classmethod
     def load(cls, artifact: Exported, device: str | torch.device) -> Self:
-        """With the artifact's model on ``device``."""
         return cls.encoder(artifact).with_model(artifact.model(device))
 
     def with_model(self, model: nn.Module) -> Self:
-        """The same with another model."""
         twin = copy.copy(self)
         twin.use(model)
         return twin
 
     def use(self, model: nn.Module) -> None:
-        """Answer with ``model`` from now on."""
         self.model, self.device = model, next(model.parameters()).device
         # Routers and the like may be kept in a wider type than the large weights.
         self.dtype = min({p.dtype for p in model.parameters()}, key=lambda dtype: torch.finfo(dtype).bits)
@@ -98,8 +92,11 @@ class Predictor:
         """
         raise NotImplementedError(f"{type(self).__name__} does not define answer(batch)")
 
-    def stream(self, batch: Sequence[Encoded]) -> "TextStream":
-        """Continue all requests of the batch together; ``answer`` is the pieces joined."""
+    def stream(self, batch: Sequence[Encoded]) -> "Iterator[list[Piece]]":
+        """Continue all requests of the batch together, step by step; ``answer`` is the pieces joined.
+
+        The iterator has the new ``ids`` of each text so far, their ``scores`` and ``drop``: see ``Continuation``.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not stream")
 
     def explain(self, encoded: Encoded, new: Sequence[int]) -> Answer:
@@ -110,29 +107,11 @@ class Predictor:
 class Piece(NamedTuple):
     """What one step adds to one text of a batch."""
 
-    index: int
-    """Which request of the batch."""
-    text: str
-    """May be empty: a character can take several tokens."""
-    finished: Literal["stop", "length"] | None
-    """None while it goes on; "stop" after the end of the text, "length" after ``max_tokens``."""
-
-
-class TextStream(Protocol):
-    """A batch of texts being continued: each step yields the pieces of all that are still going on."""
-
-    ids: Sequence[Sequence[int]]
-    """The new tokens of each text so far."""
-    scores: Sequence[float]
-    """The log-probability of each."""
-
-    def __iter__(self) -> Iterator[list[Piece]]: ...
-
-    def __next__(self) -> list[Piece]: ...
-
-    def drop(self, index: int) -> None:
-        """Stop continuing this text, because nobody waits for it; the others are not affected."""
-        ...
+    index: int  # which request of the batch
+    text: str  # may be empty: a character can take several tokens
+    finished: (
+        Literal["stop", "length"] | None
+    )  # "stop" after the end of the text, "length" after ``max_tokens``; else None
 
 
 @contextmanager

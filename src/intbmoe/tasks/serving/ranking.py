@@ -2,12 +2,9 @@
 
 Letters: ``B`` queries, ``P`` entries of a catalogue, ``d`` width.
 
-Scores of a large catalogue are never all in memory: a stretch of it is scored, its best are kept, and the best of those
-are the best of all. Within a stretch only the groups with the largest maxima are looked into, which reads each score
-once where a selection over all of them reads it many times.
-
-Two entries whose scores differ by no more than rounding may change places when the batch around a query changes, as in
-every ranking by floating-point scores; entries that are equal to the last bit never do.
+Scores of a large catalogue are never all in memory: a stretch of it is scored at a time, and within it only the groups
+with the largest maxima are looked into, which reads each score once. Entries whose scores differ by no more than
+rounding may change places with the batch around a query; entries that are equal to the last bit never do.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +15,8 @@ import torch
 from torch import Tensor
 
 GROUP = 128
-WIDE = 2**14
-"""Entries from which on groups pay."""
-STRETCH = {"cpu": 2**21, "cuda": 2**29}
-"""Scores that are held at a time: what fits a core's cache, and 2 GiB of a GPU's memory."""
+WIDE = 2**14  # entries from which on groups pay
+STRETCH = {"cpu": 2**21, "cuda": 2**29}  # scores at a time: what fits a core's cache, and 2 GiB of a GPU
 
 
 def top_n(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -46,10 +41,7 @@ class VectorIndex:
         return len(self.vectors)
 
     def search(self, queries: Tensor, n: int, excluded: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """(B, d) → (B, n) scores and rows, as ``top_n``; ``excluded`` has the rows each query leaves out.
-
-        Where fewer than n are left, what stands after them has the score −∞.
-        """
+        """(B, d) → (B, n) scores and rows, as ``top_n``; each query's ``excluded`` rows come last, with −∞."""
         n = min(n, len(self))
         places = _Excluded(excluded, queries.device)
         values, columns = self._best(queries, n, places.leave_out)
@@ -112,7 +104,6 @@ class _Excluded:
         self.where = torch.from_numpy(np.stack([query[order], self.columns])).to(device)
 
     def leave_out(self, scores: Tensor, start: int) -> None:
-        """Set the scores (B, stretch) of the entries from ``start`` on that are left out."""
         first, last = np.searchsorted(self.columns, [start, start + scores.shape[1]])
         if last > first:
             query, column = self.where[:, first:last]
@@ -137,7 +128,6 @@ def _largest(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _order(values: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """By descending value, then by rising column."""
     columns, order = columns.sort(dim=1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
     return values, columns.gather(1, order)

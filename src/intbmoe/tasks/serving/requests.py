@@ -12,10 +12,8 @@ import numpy as np
 
 Request = Mapping[str, Any]
 Answer = dict[str, Any]
-SHOWN = 60
-"""Characters of a refused value that its message repeats."""
-ABSENT = object()
-"""In place of the value of a field that is not there."""
+SHOWN = 60  # characters of a refused value that its message repeats
+ABSENT = object()  # in place of the value of a field that is not there
 
 
 class RequestError(ValueError):
@@ -23,7 +21,8 @@ class RequestError(ValueError):
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         """``allowed`` completes the sentence "… must be"; ``value`` may be ``ABSENT``."""
-        self.field = _printable(field)
+        # Short, and free of what UTF-8 cannot carry: a client may name a field anything.
+        self.field = field[:SHOWN].encode("utf-8", "backslashreplace").decode()
         found = " is missing" if value is ABSENT else f"={shown(value)} is not allowed"
         super().__init__(f"{self.field}{found}: {self.field} must be {allowed}")
 
@@ -40,38 +39,23 @@ def shown(value: object) -> str:
     return ascii(value)
 
 
-def _printable(text: str) -> str:
-    """Short, and free of what UTF-8 cannot carry: a client may name a field anything."""
-    return text[:SHOWN].encode("utf-8", "backslashreplace").decode()
-
-
 @dataclass(frozen=True)
 class Encoded:
-    """A request in arrays."""
-
-    tokens: int
-    """What it costs in a batch's token budget."""
-    payload: Mapping[str, Any]
-    """Flat: name → array, number, string, bytes, bool or None."""
+    tokens: int  # what it costs in a batch's token budget
+    payload: Mapping[str, Any]  # flat: name → array, number, string, bytes, bool or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What a request may ask for at most; None where it has no such field."""
 
-    body_bytes: int
-    """Bytes of a request's JSON."""
-    top_n: int | None = None
-    """Entries of a ranking."""
-    history: int | None = None
-    """Items or sessions that may be sent; the model looks at the last ones."""
+    body_bytes: int  # bytes of a request's JSON
+    top_n: int | None = None  # entries of a ranking
+    history: int | None = None  # items or sessions that may be sent; the model looks at the last ones
     prompt_tokens: int | None = None
-    max_tokens: int | None = None
-    """New tokens."""
-    image_bytes: int | None = None
-    """Bytes of an image file, before base64."""
-    image_pixels: int | None = None
-    """Width times height of an image as it comes."""
+    max_tokens: int | None = None  # new tokens
+    image_bytes: int | None = None  # bytes of an image file, before base64
+    image_pixels: int | None = None  # width times height of an image as it comes
 
 
 _ARRAY = "array"
@@ -110,9 +94,7 @@ def _msgpack() -> Any:
     try:
         import msgpack
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "sending requests between processes needs msgpack: pip install 'intbmoe[serve]'"
-        ) from error
+        raise ModuleNotFoundError("sending requests needs msgpack: pip install 'intbmoe[serve]'") from error
     return msgpack
 
 

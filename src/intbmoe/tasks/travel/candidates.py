@@ -1,11 +1,9 @@
 """The places among which a destination has to be found: the true one and others that it is ranked against.
 
-Of 64 others up to half are neighbours, places of the true one's cell, as many as the cell has; the rest are places of
-other cells. Both are drawn uniformly, no place twice. So a model must know where a user goes, and what she does there;
-with places from anywhere only, any place of the right neighbourhood would do.
+Of 64 others up to half are places of the true one's cell, as many as it has; the rest are of other cells, all drawn
+uniformly, none twice. With places from anywhere only, any place of the right neighbourhood would do.
 
-A draw follows from (seed, epoch, shard, session) by counter-based random numbers: no generator carries over from one
-session to the next, and drawing for a million sessions takes no Python loop over them.
+A draw follows from (seed, epoch, shard, session) by counter-based random numbers, without a loop over the sessions.
 """
 
 import numpy as np
@@ -17,16 +15,13 @@ NEGATIVES = 64
 
 
 class Candidates:
-    """Draws candidates among the places of a data set."""
-
     def __init__(self, places: Places, negatives: int = NEGATIVES) -> None:
         total = len(places.cell_places)
         if total <= negatives:
             raise DataError(f"there are {total} places: {negatives} negatives and a true one need {negatives + 1}")
         self.places = places
         self.negatives = negatives
-        self._position = np.empty(total, np.int64)
-        """Where a place stands in ``cell_places``, in which the places of a cell are neighbours."""
+        self._position = np.empty(total, np.int64)  # where a place stands in ``cell_places``
         self._position[places.cell_places] = np.arange(total)
 
     def draw(self, answers: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -38,7 +33,7 @@ class Candidates:
         near, far = stop - start - 1, total - (stop - start)
         # Half are neighbours; fewer where there are fewer, more where there is hardly anything else.
         neighbours = np.maximum(np.minimum(n // 2, near), n - far)
-        bits = random_bits(keys, 2 * n)
+        bits = _mix(keys[:, None] + np.arange(1, 2 * n + 1, dtype=np.uint64) * _STEP)
         local = start[:, None] + _distinct(bits[:, :n], near, neighbours)
         local += local >= position[:, None]  # the true place is passed over
         distant = _distinct(bits[:, n:], far, n - neighbours)
@@ -72,13 +67,7 @@ def session_keys(seed: int, epoch: int, shard: int, sessions: np.ndarray) -> np.
     return _mix(key ^ np.asarray(sessions).astype(np.uint64))
 
 
-def random_bits(keys: np.ndarray, count: int) -> np.ndarray:
-    """(N,) keys → (N, count) uint64, as random as a hash function makes them."""
-    return _mix(keys[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _STEP)
-
-
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-"""2⁶⁴ over the golden ratio, odd: its multiples spread evenly."""
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ over the golden ratio, odd: its multiples spread evenly
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

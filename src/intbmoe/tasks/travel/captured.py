@@ -1,57 +1,38 @@
 """``recommend`` for journeys as CUDA graphs: from the codes of a batch to its best places.
 
-A batch is rounded up to a number of requests and of sessions for which there are graphs: one that computes the queries,
-for each pair of these, and one that searches the catalogue, for each number of requests and of results. What fills a
-batch up are rows of no session, which no mixture counts and nobody reads. One copy goes in, one comes out:
+A batch is rounded up to a number of requests and of sessions for which there are graphs: one computes the queries, one
+searches the catalogue. It is filled up with rows of no session, which no mixture counts and nobody reads; larger
+batches are answered in parts. One copy goes in, one comes out:
 
     in     excluded (B, X), −1 for none; then for each request its number of sessions, its profile, its sessions
     out    for each request the best n + 1 scores, bit by bit as integers, and their rows
-
-Larger batches are answered in parts. Nothing is out of reach: the largest shapes hold what a request may ask for.
 """
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from intbmoe.models.travel import PROFILE_TOKENS
 from intbmoe.tasks.serving.captured import Mirror, Recorded, Recorder, halves, ladder
-from intbmoe.tasks.serving.ranking import VectorIndex, ends_in_a_tie
-from intbmoe.tasks.serving.requests import Encoded, Limits
+from intbmoe.tasks.serving.ranking import ends_in_a_tie
+from intbmoe.tasks.serving.requests import Encoded
 
-MOST_REQUESTS = 256
-"""Of one graph: beyond, a GPU is busy anyway."""
-USUAL_RESULTS = 10
-"""Results for which there are graphs beside the most that can be asked for."""
-RECORDING_S = 60.0
-"""After so long no further shapes are recorded. The largest come first, so smaller batches are rounded up to those."""
-CODES = 10
-"""Columns of a session."""
-HEAD = 1 + PROFILE_TOKENS
-"""Entries of a request before its sessions."""
+MOST_REQUESTS = 256  # of one graph: beyond, a GPU is busy anyway
+USUAL_RESULTS = 10  # results for which there are graphs beside the most that can be asked for
+RECORDING_S = 60.0  # after so long no more shapes are recorded; the largest come first, and hold smaller batches
+CODES = 10  # columns of a session
+HEAD = 1 + PROFILE_TOKENS  # entries of a request before its sessions
 Shape = tuple[int, int]
-
-
-class Searcher(Protocol):
-    """What is recorded: a ``PlacePredictor``."""
-
-    model: nn.Module
-    device: torch.device
-    limits: Limits
-    sessions: int
-    places: VectorIndex
-
-    def queries(self, profile: Tensor, sessions: Tensor, lengths: Tensor) -> Tensor: ...
 
 
 class CapturedSearch:
     """The graphs of a ``PlacePredictor``, with the buffers they read and write."""
 
-    def __init__(self, predictor: Searcher, requests: int) -> None:
+    def __init__(self, predictor: Any, requests: int) -> None:
         """Records all shapes that batches of up to ``requests`` need; raises ``CaptureError``."""
         self._predictor = predictor
         limits, device = predictor.limits, predictor.device
@@ -64,10 +45,8 @@ class CapturedSearch:
         self.input = Mirror(most * (self._excluded + self._width(self.sessions[-1])), torch.int32, device)
         self._output = Mirror(most * 2 * (self.results[-1] + 1), self._words, device)
         self.queries = vectors.new_zeros(most, vectors.shape[1])
-        self.models: dict[Shape, Recorded] = {}
-        """By requests and sessions: from ``input`` to ``queries``."""
-        self.searches: dict[Shape, Recorded] = {}
-        """By requests and results: from ``queries`` to the output."""
+        self.models: dict[Shape, Recorded] = {}  # by requests and sessions: from ``input`` to ``queries``
+        self.searches: dict[Shape, Recorded] = {}  # by requests and results: from ``queries`` to the output
         self._record()
 
     def __len__(self) -> int:
@@ -75,7 +54,6 @@ class CapturedSearch:
 
     @property
     def about(self) -> str:
-        """For the log."""
         models, searches = sorted(self.models), sorted(self.searches)
         return f"requests × sessions {_pairs(models)}; requests × results {_pairs(searches)}"
 
@@ -111,7 +89,8 @@ class CapturedSearch:
     def search(self, batch: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray]:
         """(B, n) scores and rows, where n is at least what each request asks for and there is."""
         most = self.requests[-1]
-        n = _least(self.results, max(encoded.payload["top_n"] for encoded in batch))
+        wanted = max(encoded.payload["top_n"] for encoded in batch)
+        n = next(results for results in self.results if results >= wanted)
         found = [self._search_part(batch[start : start + most], n) for start in range(0, len(batch), most)]
         return np.concatenate([values for values, _ in found]), np.concatenate([rows for _, rows in found])
 
@@ -169,12 +148,6 @@ class CapturedSearch:
         return HEAD + CODES * sessions
 
 
-def _least(steps: Sequence[int], value: int) -> int:
-    """The first that is at least ``value``."""
-    return next(step for step in steps if step >= value)
-
-
 def _pairs(shapes: Sequence[Shape]) -> str:
-    """What each of the two may be."""
     first, second = (sorted({shape[place] for shape in shapes}) for place in (0, 1))
     return f"{', '.join(map(str, first))} × {', '.join(map(str, second))}"

@@ -21,36 +21,24 @@ NEIGHBOURHOODS = np.array(
         [10, 4, 5, 3, 4, 2, 4, 2, 3, 4, 2, 1],  # mixed
     ]
 )
-SHARES = (0.4, 0.2, 0.15, 0.25)
-"""Of the neighbourhoods, among the cells."""
-NEARNESS = 1.1
-"""How far a trip goes: the attraction of a cell falls by e for each 1.1 cells of distance."""
-REGION_SIDE = 4
-"""A region is a square of so many cells."""
-TASTES = (7.0, 2.0, -7.0)
-"""What one point of score is worth to somebody who follows the crowd, who hardly cares, and who avoids it."""
+SHARES = (0.4, 0.2, 0.15, 0.25)  # of the neighbourhoods, among the cells
+NEARNESS = 1.1  # how far a trip goes: the attraction of a cell falls by e for each 1.1 cells of distance
+REGION_SIDE = 4  # a region is a square of so many cells
+TASTES = (7.0, 2.0, -7.0)  # what a point of score is worth to who follows the crowd, hardly cares, avoids it
 
 
 @dataclass(frozen=True)
 class City:
     """Places are numbered by (category, cell), so that those of one category in one cell are a run of numbers."""
 
-    category: np.ndarray
-    """(P,)."""
-    cell: np.ndarray
-    """(P,)."""
-    score: np.ndarray
-    """(P,) float32 in 0…1."""
-    region: np.ndarray
-    """(C,): the region of each cell."""
-    distance: np.ndarray
-    """(C, C), in cells."""
-    starts: np.ndarray
-    """(categories, C + 1): the first place of the category in each cell."""
-    reach: np.ndarray
-    """(categories, C, C): how likely a trip for that category, from the first cell, ends in the second or before it."""
-    appeal: np.ndarray
-    """(tastes, P + 1): appeal to a taste, summed over all places before each."""
+    category: np.ndarray  # (P,)
+    cell: np.ndarray  # (P,)
+    score: np.ndarray  # (P,) float32 in 0…1
+    region: np.ndarray  # (C,): the region of each cell
+    distance: np.ndarray  # (C, C), in cells
+    starts: np.ndarray  # (categories, C + 1): the first place of the category in each cell
+    reach: np.ndarray  # (categories, C, C): cumulated over the second cell, how likely a trip from the first ends there
+    appeal: np.ndarray  # (tastes, P + 1): appeal to a taste, summed over all places before each
 
     def choose(self, category: np.ndarray, origin: np.ndarray, taste: np.ndarray, chance: np.ndarray) -> np.ndarray:
         """A place of that category near ``origin`` (a cell), by two ``chance`` (…, 2) in 0…1."""
@@ -67,7 +55,6 @@ class City:
 
 
 def make_city(random: np.random.Generator, side: int) -> City:
-    """A city of ``side`` × ``side`` cells."""
     cells = side * side
     kind = random.choice(len(SHARES), size=cells, p=SHARES)
     numbers = np.maximum(random.poisson(NEIGHBOURHOODS[kind]), 1).T  # (categories, C)

@@ -24,8 +24,7 @@ from intbmoe.tasks.travel.candidates import Candidates, session_keys
 from intbmoe.tasks.travel.data import JourneyData, Places, Sessions
 
 SPLITS = ("train", "valid", "test")
-HOUR = 3_600_000
-"""In milliseconds."""
+HOUR = 3_600_000  # milliseconds
 SCORE_CODES = 32
 
 
@@ -33,20 +32,15 @@ SCORE_CODES = 32
 class Windows:
     """Windows of one shard, as arrays: 16 bytes each, so that hundreds of millions of users fit."""
 
-    user: np.ndarray
-    """(W,) int32."""
-    stop: np.ndarray
-    """(W,) int64: the session after the last."""
-    length: np.ndarray
-    """(W,) int16 sessions."""
-    targets: np.ndarray
-    """(W,) int16: how many of them, the last ones, are in the split's range."""
+    user: np.ndarray  # (W,) int32
+    stop: np.ndarray  # (W,) int64: the session after the last
+    length: np.ndarray  # (W,) int16 sessions
+    targets: np.ndarray  # (W,) int16: how many of them, the last ones, are in the split's range
 
     def __len__(self) -> int:
         return len(self.stop)
 
     def take(self, indices: np.ndarray) -> "Windows":
-        """The windows at ``indices``."""
         return Windows(self.user[indices], self.stop[indices], self.length[indices], self.targets[indices])
 
 
@@ -73,10 +67,7 @@ def _count_before(shard: Sessions, time: int) -> np.ndarray:
 
 
 def place_codes(places: Places) -> np.ndarray:
-    """(1 + P, 5) int32, the codes of place p in row p + 1; row 0 is for no place.
-
-    A score's code says in which of 32 equally large groups it lies, whatever its scale; 0 is no score.
-    """
+    """(1 + P, 5) int32, those of place p in row p + 1; a score's code is its group, of 32 equally large ones."""
     edges = np.unique(np.nanquantile(places.score, np.arange(1, SCORE_CODES) / SCORE_CODES))
     score = np.where(np.isnan(places.score), 0, 1 + np.searchsorted(edges, places.score, side="right"))
     codes = np.zeros((1 + len(places.cell), 5), np.int32)
@@ -96,18 +87,12 @@ class JourneyReader:
         self.codes = place_codes(data.places)
 
     def new_arrays(self, size: int) -> dict[str, np.ndarray]:
-        """The arrays of a batch of ``size`` windows, all padding yet."""
         shape = (size, self.sessions)
-        return {
-            "profile": np.zeros((size, 6), np.int32),
-            "scenario": np.zeros((*shape, 6), np.int32),
-            "place": np.zeros((*shape, 5), np.int32),
-            "feedback": np.zeros((*shape, 2), np.int32),
-            "via": np.zeros((*shape, 5), np.int32),
-            "candidates": np.zeros((*shape, 1 + self.candidates.negatives, 5), np.int32),
-            "mask": np.zeros(shape, bool),
-            "targets": np.zeros(shape, bool),
-        }
+        widths = {"scenario": (6,), "place": (5,), "feedback": (2,), "via": (5,)}
+        widths["candidates"] = (1 + self.candidates.negatives, 5)
+        codes = {name: np.zeros((*shape, *width), np.int32) for name, width in widths.items()}
+        flags = {name: np.zeros(shape, bool) for name in ("mask", "targets")}
+        return {"profile": np.zeros((size, 6), np.int32), **codes, **flags}
 
     def fill(
         self, arrays: dict[str, np.ndarray], rows: np.ndarray, number: int, windows: Windows, epoch: int, seed: int

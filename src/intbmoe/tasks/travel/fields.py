@@ -17,8 +17,7 @@ MINUTE = HOUR // 60
 LATEST = 4_102_444_800_000
 TIME = Integer(0, LATEST, "Milliseconds since 1970, UTC.")
 SIZES = {"cell": "cells", "region": "regions", "weather": "weathers", "mode": "modes", "action": "actions"}
-LARGEST_TABLE = 2**17
-"""Values of a field up to which a table says each one's code at once; a search takes longer and less memory."""
+LARGEST_TABLE = 2**17  # values up to which a table says each one's code; a search takes longer and less memory
 ABOUT = {
     "place": "Where the user went: the id of a place.",
     "via": "A place on the way there.",
@@ -64,9 +63,8 @@ class Coded:
         found = self._find([self.field.read(where(number), value) for number, value in enumerate(values)])
         if -1 in found:
             number = found.index(-1)
-            raise RequestError(
-                where(number), values[number], "one that the catalogue knows, or null where it is not known"
-            )
+            allowed = "one that the catalogue knows, or null where it is not known"
+            raise RequestError(where(number), values[number], allowed)
         return found
 
     def _find(self, values: Sequence[int | None]) -> list[int]:
@@ -80,12 +78,8 @@ class Coded:
 
 @dataclass(frozen=True)
 class JourneyFields:
-    """What the fields of one catalogue may be."""
-
-    coded: Mapping[str, Coded]
-    """place, via (the same places), cell, region, weather, mode, action, profile_1 to profile_6."""
-    clock: int
-    """Milliseconds by which the users' clocks are ahead of UTC."""
+    coded: Mapping[str, Coded]  # place, via (the same places), cell, region, weather, mode, action, profile_1 to _6
+    clock: int  # milliseconds by which the users' clocks are ahead of UTC
 
     @staticmethod
     def read(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "JourneyFields":
@@ -103,12 +97,10 @@ class JourneyFields:
 
     @property
     def place(self) -> Coded:
-        """The places."""
         return self.coded["place"]
 
     @property
     def profile(self) -> tuple[str, ...]:
-        """The names of the profile's fields."""
         return tuple(f"profile_{number}" for number in range(1, PROFILE_TOKENS + 1))
 
     def field(self, name: str) -> Integer:
@@ -133,24 +125,17 @@ class JourneyFields:
         return times
 
     def read_codes(self, name: str, history: Sequence[Mapping[str, object]], now: int | None = None) -> list[int]:
-        """The codes of a field in all sessions, and in ``now``."""
-        values = [session.get(name) for session in history]
-        values.append(now)
-        return self.coded[name].read(
-            values, lambda number: f"history[{number}].{name}" if number < len(history) else f"now.{name}"
-        )
+        sessions = len(history)
+        values = [*(session.get(name) for session in history), now]
+        return self.coded[name].read(values, lambda at: f"history[{at}].{name}" if at < sessions else f"now.{name}")
 
     def read_profile(self, profile: Mapping[str, int | None]) -> np.ndarray:
         """(6,) codes."""
-
-        def where(name: str) -> Callable[[int], str]:
-            return lambda _: f"profile.{name}"
-
-        found = [self.coded[name].read([profile.get(name)], where(name)) for name in self.profile]
+        names = self.profile
+        found = [self.coded[name].read([profile.get(name)], lambda _, name=name: f"profile.{name}") for name in names]
         return np.array(found, np.int32).ravel()
 
     def example(self, top_n: int) -> dict[str, Any]:
-        """A request."""
         start = 1_704_096_000_000
         there = {name: int(self.coded[name].values[0]) for name in ("cell", "weather") if len(self.coded[name].values)}
         went = [int(place) for place in self.place.values[:2]]
@@ -172,7 +157,6 @@ def scenario_codes(time: np.ndarray, clock: int) -> np.ndarray:
 
 
 def check_sessions(history: Sequence[object], names: Collection[str]) -> None:
-    """Raise unless all are objects with fields of these names."""
     for number, session in enumerate(history):
         if not isinstance(session, dict | Mapping):  # the first is quick to tell
             raise RequestError(f"history[{number}]", session, f"an object with {', '.join(names)}")

@@ -14,15 +14,11 @@ import numpy as np
 from intbmoe.tasks.travel.candidates import Candidates, session_keys
 from intbmoe.tasks.travel.data import JourneyData, Sessions
 
-CHUNK = 4096
-"""Sessions looked at together."""
+CHUNK = 4096  # sessions looked at together
 
 
 def floor_scores(data: JourneyData) -> Iterator[dict[str, np.ndarray]]:
-    """Scores (N, 1 + negatives) of the test split's candidates by floor, the true one first; some sessions at a time.
-
-    float64 holds them exactly: of the counter, a visit weighs more than all popularity.
-    """
+    """By floor (N, 1 + negatives) exact scores, the true place's first; a visit weighs more than all popularity."""
     candidates = Candidates(data.places)
     popularity = _visits(data)
     weight = float(popularity.max() + 1)
@@ -37,7 +33,6 @@ def floor_scores(data: JourneyData) -> Iterator[dict[str, np.ndarray]]:
 
 
 def _visits(data: JourneyData) -> np.ndarray:
-    """(P,) visits of each place in the training sessions."""
     total = np.zeros(len(data.places.cell), np.int64)
     for shard in data.shards:
         place = np.asarray(shard.place)

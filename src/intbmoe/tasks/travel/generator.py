@@ -1,10 +1,8 @@
 """The embedded journeys: people of a small city with homes, work, habits and tastes, in IntTravel's schema.
 
-What is to be learned: a destination depends on the hour and the weekday (work in the morning, restaurants at noon), on
-where the user is and where she came from (bars after restaurants), on the weather (parks when it is dry), on her
-profile (students study, some people avoid what is popular) and on her own history (home, work, favourites, weekly
-habits). About half of the trips go where the user has been before, which is all that a counter of visits can know; the
-others follow from the rest.
+A destination depends on the hour and the weekday, on where the user is and came from (bars after restaurants), on the
+weather, on her profile (students study, some people avoid what is popular) and on her history (favourites, weekly
+habits). About half of the trips go where she has been before, which is all that a counter of visits can know.
 """
 
 from dataclasses import dataclass
@@ -35,20 +33,16 @@ from intbmoe.tasks.travel.splits import split_times
 
 MINUTE = 60_000
 DAY = 24 * 60 * MINUTE
-START = 1_704_067_200_000
-"""Monday, 1 January 2024, 00:00 UTC."""
-SLOTS = (8, 10, 13, 16, 19, 22)
-"""Hours of the day at which people set out, give or take half an hour."""
+START = 1_704_067_200_000  # Monday, 1 January 2024, 00:00 UTC
+SLOTS = (8, 10, 13, 16, 19, 22)  # hours of the day at which people set out, give or take half an hour
 MORNING, FORENOON, NOON, AFTERNOON, EVENING, NIGHT = range(6)
 WORKER, STUDENT, RETIRED = range(3)
-FAVOURITE_SHARE = (0.1, 0.25, 0.5)
-"""How often people go to their favourite of a category instead of anywhere: the adventurous, most, the settled."""
+FAVOURITE_SHARE = (0.1, 0.25, 0.5)  # how often the adventurous, most and the settled go to their favourite
 SUN, CLOUDS, RAIN, SNOW = range(4)
 WALK, BICYCLE, TRANSIT, CAR = range(4)
 SEARCH, ROUTE, NAVIGATE = range(3)
 HABITS = 2
-BLOCK = 4096
-"""People who are simulated together."""
+BLOCK = 4096  # people who are simulated together
 
 
 @dataclass(frozen=True)
@@ -60,23 +54,16 @@ class People:
     settled: np.ndarray
     has_car: np.ndarray
     home: np.ndarray
-    work: np.ndarray
-    """Office, school, or for the retired a park."""
-    favourite: np.ndarray
-    """(U, categories) places."""
-    habit: np.ndarray
-    """(U, 7 · slots): the category of a weekly habit, −1 for none."""
-    profile: np.ndarray
-    """(U, 6), 0 for what is not known."""
+    work: np.ndarray  # office, school, or for the retired a park
+    favourite: np.ndarray  # (U, categories) places
+    habit: np.ndarray  # (U, 7 · slots): the category of a weekly habit, −1 for none
+    profile: np.ndarray  # (U, 6), 0 for what is not known
 
 
 def make_journeys(
     seed: int = 0, users: int = 2000, weeks: int = 16, sessions: tuple[int, int] = (40, 80), side: int = 8
 ) -> JourneyData:
-    """Journeys of ``users`` people, with as many sessions each as ``sessions`` (least, most) says.
-
-    The city has ``side`` × ``side`` cells with about 40 places each. The same arguments give the same journeys.
-    """
+    """``sessions`` is (least, most) of a user; of ``side`` × ``side`` cells each has about 40 places."""
     require_positive_int("users", users)
     require_positive_int("weeks", weeks)
     require_positive_int("side", side)
@@ -91,17 +78,13 @@ def make_journeys(
         people = _make_people(random, city, min(BLOCK, users - first))
         taken = _choose_slots(random, people, slots, sessions)
         blocks.append((people.profile, *_travel(random, city, people, weather, taken)))
-    profile, counts, columns = (
-        np.concatenate([block[0] for block in blocks]),
-        np.concatenate([block[1] for block in blocks]),
-        {name: np.concatenate([block[2][name] for block in blocks]) for name in blocks[0][2]},
-    )
+    profile, counts = (np.concatenate([block[part] for block in blocks]) for part in (0, 1))
+    columns = {name: np.concatenate([block[2][name] for block in blocks]) for name in blocks[0][2]}
     ids = np.cumsum(np.random.default_rng([seed, 3]).integers(1, 50, size=len(city.cell)))
     return _encode(city, ids, profile, np.concatenate([[0], counts.cumsum()]), columns)
 
 
 def _make_weather(random: np.random.Generator, slots: int) -> np.ndarray:
-    """(slots,): it tends to stay as it is."""
     fresh = random.choice(4, size=slots, p=(0.45, 0.25, 0.22, 0.08))
     stays = random.random(slots) < 0.7
     stays[0] = False
@@ -180,21 +163,12 @@ def _sequels() -> np.ndarray:
     """(categories, categories): by how much having come from the first makes the second more likely."""
     factor = np.ones((CATEGORIES, CATEGORIES))
     np.fill_diagonal(factor, 0.05)
-    for before, after, times in (
-        (RESTAURANT, BAR, 5),
-        (RESTAURANT, CINEMA, 5),
-        (CINEMA, BAR, 6),
-        (GYM, CAFE, 8),
-        (SIGHT, CAFE, 5),
-        (SIGHT, RESTAURANT, 3),
-        (MALL, RESTAURANT, 4),
-        (SHOP, HOME, 8),
-        (BAR, HOME, 8),
-        (OFFICE, GYM, 3),
-        (SCHOOL, CAFE, 5),
-        (PARK, CAFE, 4),
-    ):
-        factor[before, after] = times
+    factor[RESTAURANT, [BAR, CINEMA]] = 5
+    factor[CINEMA, BAR] = 6
+    factor[[GYM, SIGHT, SCHOOL, PARK], CAFE] = 8, 5, 5, 4
+    factor[[SIGHT, MALL], RESTAURANT] = 3, 4
+    factor[[SHOP, BAR], HOME] = 8
+    factor[OFFICE, GYM] = 3
     return factor
 
 
@@ -215,7 +189,10 @@ def _travel(
     for step in range(most):
         slot = taken[:, step]
         day, part = np.divmod(slot, len(SLOTS))
-        at = _whereabouts(random, people, last, day == last_day, day % 7 >= 5, part)
+        # People are where the last trip of the day went, else at work or at home by the hour.
+        working = (day % 7 < 5) & (people.kind != RETIRED) & (part >= NOON) & (part <= EVENING)
+        guess = np.where(working & (random.random(number) < 0.85), people.work, people.home)
+        at = np.where(day == last_day, last, guess)
         category = _choose_category(random, city, people, at, slot, weather[slot])
         place = city.choose(category, city.cell[at], people.taste, random.random((number, 2)))
         own = random.random(number) < np.array(FAVOURITE_SHARE)[people.settled]
@@ -232,27 +209,12 @@ def _travel(
     return (taken >= 0).sum(1), columns
 
 
-def _whereabouts(
-    random: np.random.Generator,
-    people: People,
-    last: np.ndarray,
-    same_day: np.ndarray,
-    weekend: np.ndarray,
-    part: np.ndarray,
-) -> np.ndarray:
-    """The place each is at: where the last trip of the day went, else at work or at home by the hour."""
-    working = ~weekend & (people.kind != RETIRED) & (part >= NOON) & (part <= EVENING)
-    guess = np.where(working & (random.random(len(part)) < 0.85), people.work, people.home)
-    return np.where(same_day, last, guess)
-
-
 def _choose_category(
     random: np.random.Generator, city: City, people: People, at: np.ndarray, slot: np.ndarray, weather: np.ndarray
 ) -> np.ndarray:
     day, part = np.divmod(slot, len(SLOTS))
-    wish = (
-        WISHES[people.kind, (day % 7 >= 5).astype(int), part] ** 1.3 * SEQUELS[city.category[at]] * BY_WEATHER[weather]
-    )
+    weekend = (day % 7 >= 5).astype(int)
+    wish = WISHES[people.kind, weekend, part] ** 1.3 * SEQUELS[city.category[at]] * BY_WEATHER[weather]
     total = wish.cumsum(1)
     chosen = (total < random.random((len(at), 1)) * total[:, -1:]).sum(1)
     habit = people.habit[np.arange(len(at)), slot % people.habit.shape[1]]
@@ -318,10 +280,8 @@ def _encode(
         time=time,
         **{name: column.astype(np.int32) for name, column in columns.items()},
     )
-    profile_sizes = tuple(feature[2] for feature in features)
-    every = Sizes(
-        len(ids), cells, regions, categories, sizes["weathers"], sizes["modes"], sizes["actions"], profile_sizes
-    )
+    sizes["profile"] = tuple(feature[2] for feature in features)
+    every = Sizes(len(ids), cells, regions, categories, **sizes)
     return JourneyData(places, [shard], every, *split_times(lambda: [time]))
 
 

@@ -17,7 +17,6 @@ WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 
 
 def journey_views(categories: tuple[str, ...]) -> list[View]:
-    """Tokens by type, scenario tokens by the hour of day, intention tokens by the category of the place."""
     return [
         View("token type", TYPES, token_types),
         View("hour of day", tuple(f"{hour:02}" for hour in range(24)), lambda b: _session_codes(b, "scenario", HOUR)),
@@ -41,8 +40,6 @@ def _session_codes(batch: Batch, kind: str, column: int) -> Tensor:
 
 
 def show_journeys(split: JourneyExamples, categories: tuple[str, ...]) -> Shown:
-    """Profile tokens by number, scenarios by weekday and hour, intentions by the category of the place."""
-
     def describe(batch: Batch, row: int, index: int) -> Content:
         scenario, place = batch["scenario"][row].tolist(), batch["place"][row].tolist()
         tokens: list[Token | None] = []
@@ -51,12 +48,11 @@ def show_journeys(split: JourneyExamples, categories: tuple[str, ...]) -> Shown:
             if kind == NO_LABEL:
                 tokens.append(None)
                 continue
-            text = {
-                "profile": lambda position=position: str(position + 1),
-                "scenario": lambda session=session: _when(scenario[session]),
-                "intention": lambda session=session: _coded(place[session][CATEGORY], categories),
-                "feedback": lambda: "",
-            }[TYPES[kind]]()
+            text = str(position + 1) if TYPES[kind] == "profile" else ""
+            if TYPES[kind] == "scenario":
+                text = _when(scenario[session])
+            elif TYPES[kind] == "intention":
+                text = _coded(place[session][CATEGORY], categories)
             tokens.append(Token(TYPES[kind], text))
         return Content(f"user window {index}", tokens)
 

@@ -1,9 +1,7 @@
 """``recommend`` for journeys: where a user goes next, out of all places of the catalogue.
 
 A request has the sessions so far, from old to new, and ``now``: the time, and where the user is. The model reads the
-profile, the last sessions, and the scenario token of ``now``, which is the last; its output there is compared with the
-vectors of all places, computed once when the predictor is made.
-
+profile, the last sessions and the scenario token of ``now``; its output there is compared with those of all places.
 Fields are in the values of the original tables where the data has such (IntTravel), else in codes from 1.
 """
 
@@ -30,11 +28,9 @@ from intbmoe.tasks.travel.fields import JourneyFields, check_sessions, scenario_
 
 NOW = ("time", "cell", "region", "weather")
 SESSION = (*NOW, "place", "mode", "action", "via")
-COLUMNS = (*SCENARIO, "place", *FEEDBACK, "via")
-"""Of an encoded session: codes, but for places, which are rows of the catalogue from 1."""
+COLUMNS = (*SCENARIO, "place", *FEEDBACK, "via")  # of a session: codes; places as rows of the catalogue from 1
 PLACE_COLUMN = COLUMNS.index("place")
-ENCODED_TOGETHER = 2**17
-"""Places whose vectors are computed at a time."""
+ENCODED_TOGETHER = 2**17  # places whose vectors are computed at a time
 log = logging.getLogger(__name__)
 
 
@@ -87,10 +83,11 @@ class PlacePredictor(Predictor):
     def use(self, model: TravelModel) -> None:
         super().use(model)
         self.codes = self.codes.to(self.device)
-        self.places = VectorIndex(self._encode_places())
+        with torch.inference_mode():
+            parts = [wide(model.encode_places(part)) for part in self.codes[1:].split(ENCODED_TOGETHER)]
+            self.places = VectorIndex(torch.cat(parts))
         self._shortcut = model.backbone.ends_token_by_token()
-        self.captured: CapturedSearch | None = None
-        """What ``record_graphs`` recorded."""
+        self.captured: CapturedSearch | None = None  # what ``record_graphs`` recorded
 
     def encode(self, request: Request) -> Encoded:
         """Places are rows of the catalogue from 1, with 0 for none."""
@@ -116,16 +113,8 @@ class PlacePredictor(Predictor):
         return Encoded(token_count(len(payload["sessions"])), payload)
 
     @torch.inference_mode()
-    def _encode_places(self) -> Tensor:
-        """(P, d), wide."""
-        return torch.cat([wide(self.model.encode_places(part)) for part in self.codes[1:].split(ENCODED_TOGETHER)])
-
-    @torch.inference_mode()
     def record_graphs(self, requests: int) -> None:
-        """On a GPU: record graphs for batches of up to so many requests, which ``answer`` then replays.
-
-        What cannot be recorded is answered in the ordinary way, and the log says why.
-        """
+        """On a GPU, record what ``answer`` then replays for up to so many requests; the log says what cannot be."""
         if self.device.type != "cuda":
             return
         started = time.monotonic()
@@ -170,10 +159,7 @@ class PlacePredictor(Predictor):
         return self._outputs(*arrays, shortcut=self._shortcut and not explained)
 
     def queries(self, profile: Tensor, sessions: Tensor, lengths: Tensor) -> Tensor:
-        """(B, 6), (B, S, 10) codes, (B,) sessions of each → (B, d), what places are compared with.
-
-        A length of 0 is that of a row which is padding. Nothing here waits for the device.
-        """
+        """(B, 6), (B, S, 10) codes, (B,) sessions of each, 0 for padding → (B, d); nothing waits for the device."""
         filled = lengths > 0
         return self._queries(self._outputs(profile, sessions, lengths, shortcut=self._shortcut, filled=filled))
 

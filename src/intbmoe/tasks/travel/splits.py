@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 BINS = 1 << 20
-TRAIN_TENTHS, KNOWN_TENTHS = 8, 9
-"""Of all sessions, so many tenths are for training, and for training or validation."""
+TRAIN_TENTHS, KNOWN_TENTHS = 8, 9  # of all sessions, so many tenths are for training, and for training or validation
 
 
 def split_times(parts: Callable[[], Iterable[np.ndarray]]) -> tuple[int, int]:

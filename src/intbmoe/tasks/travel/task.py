@@ -14,7 +14,7 @@ is known; the vectors of the places are part of the graph.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require
 from intbmoe.models.travel import FEEDBACK, PLACE, PROFILE_TOKENS, SCENARIO, TravelConfig, TravelModel
 from intbmoe.precision import wide
 from intbmoe.registry import register_task
@@ -74,8 +73,6 @@ class TravelRecipe(Recipe):
 
 @register_task("travel")
 class TravelTask(Task):
-    """The destination of the next journey."""
-
     recipe_type: ClassVar[type[Recipe]] = TravelRecipe
     metric = "HR@5"
     higher_is_better = True
@@ -87,43 +84,32 @@ class TravelTask(Task):
 
     def __init__(self, recipe: TravelRecipe) -> None:
         super().__init__(recipe)
-        self._reader: JourneyReader | None = None
         self._splits: dict[str, JourneyExamples] = {}
 
     def make_model(self) -> nn.Module:
-        """The travel model with the recipe's method in every FFN and as its head, under the paper's budget."""
         config = self.recipe.model
         return TravelModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden))
 
     def read_split(self, name: str) -> Examples:
         """``train`` (sessions before all others), ``valid`` or ``test`` (the last ones), by time."""
         if name not in self._splits:  # finding the windows reads the times of all sessions
-            data = self.recipe.data
-            if self._reader is None:
-                self._reader = JourneyReader(open_data(data), self.recipe.model.sessions, data.utc_offset)
-            at_most = data.valid_windows if name == "valid" else None
+            at_most = self.recipe.data.valid_windows if name == "valid" else None
             self._splits[name] = JourneyExamples(self._reader, name, at_most)
         return self._splits[name]
 
+    @cached_property
+    def _reader(self) -> JourneyReader:
+        data = self.recipe.data
+        return JourneyReader(open_data(data), self.recipe.model.sessions, data.utc_offset)
+
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum of the cross-entropy of the true place among the candidates over the target sessions, their number."""
-        scores = model(batch)
-        return _cross_entropy(scores), batch["targets"].sum()
+        return _cross_entropy(model(batch)), batch["targets"].sum()
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sums over the target sessions: count, loss, hits at 1 and at 5, gain at 5."""
         scores = model(batch)
         return {"loss": _cross_entropy(scores), **ranking_sums(scores)}
 
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """HR@1, HR@5, NDCG@5 and, where there is one, the mean cross-entropy."""
-        count = sums["count"]
-        require(count > 0, "count", count, "positive: no target session was evaluated")
-        names = {"HR@1": "hits1", "HR@5": "hits5", "NDCG@5": "gain5", "loss": "loss"}
-        return {metric: float(sums[total]) / float(count) for metric, total in names.items() if total in sums}
-
     def floors(self) -> Mapping[str, Mapping[str, float]]:
-        """Popularity and the per-user visit counter on the test split, on the same candidates."""
         totals: dict[str, dict[str, float]] = {}
         for chunk in floor_scores(open_data(self.recipe.data)):
             for name, scores in chunk.items():
@@ -210,9 +196,7 @@ def open_data(data: TravelData) -> JourneyData:
             raise DataError(f"data.path={data.path!r}: journeys are generated and take no path")
         return make_journeys(users=data.users)
     if data.path is None:
-        raise DataError(
-            "data.path is not set: give --data.path FOLDER, made by intbmoe prepare inttravel (docs/data.md)"
-        )
+        raise DataError("data.path is not set: give --data.path FOLDER made by intbmoe prepare inttravel, docs/data.md")
     return open_journeys(data.path)
 
 
@@ -222,15 +206,11 @@ def _cross_entropy(scores: Tensor) -> Tensor:
 
 
 def ranking_sums(scores: Tensor) -> dict[str, Tensor]:
-    """(N, C) scores, the true place's first → sums over the N rows: count, hits at 1 and at 5, gain at 5.
-
-    The rank is one more than the places that do not score lower: ties count against, and so does what is no number.
-    """
+    """(N, C) scores, the true place's first → sums over the rows; ties, and what is no number, count against."""
     rank = 1 + (~(scores[:, 1:] < scores[:, :1])).sum(1)
-    gain = torch.where(rank <= TOP, 1 / torch.log2(1 + rank.double()), 0.0)
     return {
         "count": torch.tensor(len(scores), device=scores.device),
-        "hits1": (rank == 1).sum(),
-        "hits5": (rank <= TOP).sum(),
-        "gain5": gain.sum(),
+        "HR@1": (rank == 1).sum(),
+        "HR@5": (rank <= TOP).sum(),
+        "NDCG@5": torch.where(rank <= TOP, 1 / torch.log2(1 + rank.double()), 0.0).sum(),
     }

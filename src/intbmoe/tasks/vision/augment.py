@@ -16,8 +16,7 @@ from intbmoe.tasks.vision.timm_data import timm_data
 Key = tuple[int, int, int]
 
 
-DRAWS = 3
-"""Random numbers of an image for ``shift_and_flip``."""
+DRAWS = 3  # random numbers of an image for ``shift_and_flip``
 _STEP, _FIRST, _SECOND = (np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -76,11 +75,7 @@ class DeiT:
 
 
 def _posterize(image: Image.Image, bits: int, **unused: object) -> Image.Image:
-    """Keep the highest ``bits`` of each channel.
-
-    At full magnitude, which noise reaches for one image in 40, timm asks for 0 bits. Pillow used to answer with black,
-    as it should; newer ones raise.
-    """
+    """Keep the highest ``bits``. For one image in 40 timm asks for 0, for which newer Pillows raise: it means black."""
     if bits == 0:
         return Image.new(image.mode, image.size)
     return image if bits >= 8 else ImageOps.posterize(image, bits)
@@ -88,10 +83,7 @@ def _posterize(image: Image.Image, bits: int, **unused: object) -> Image.Image:
 
 @contextmanager
 def seeded(key: Key) -> Iterator[None]:
-    """Inside, the global generators of Python, numpy and torch (CPU) start from ``key``; after, they are as before.
-
-    timm's transforms draw from all three, and take no generator.
-    """
+    """Python's, numpy's and torch's (CPU) global generators start from ``key`` inside: timm draws from all three."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     for_python, for_numpy, for_torch = np.random.SeedSequence(key).generate_state(3).tolist()
     try:

@@ -1,5 +1,6 @@
 """Files and bytes to images, with errors that say which one."""
 
+import base64
 import io
 import warnings
 from pathlib import Path
@@ -9,12 +10,10 @@ from PIL import Image, UnidentifiedImageError
 
 from intbmoe.tasks.errors import DataError
 
-CROP_SHARE = 0.875
-"""Evaluation takes the middle 224 of 256 pixels, as DeiT and most others do."""
+CROP_SHARE = 0.875  # evaluation takes the middle 224 of 256 pixels, as DeiT and most others do
 
 
 def decode(content: bytes | Path, where: str) -> Image.Image:
-    """An image in memory, in RGB."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # damaged EXIF data, of which ImageNet has some: pixels are what matters
@@ -24,13 +23,17 @@ def decode(content: bytes | Path, where: str) -> Image.Image:
         raise DataError(f"{where} cannot be read as an image: {error}; expected a whole JPEG or PNG file") from error
 
 
-def middle_square(image: Image.Image, size: int) -> np.ndarray:
-    """(size, size, 3) uint8: resized so that the shorter side is size/0.875, then cut from the middle."""
-    shorter = int(size / CROP_SHARE)
-    width, height = image.size
-    scale = shorter / min(width, height)
-    resized = image.resize(
-        (max(shorter, round(width * scale)), max(shorter, round(height * scale))), Image.Resampling.BICUBIC
-    )
+def middle_square(image: Image.Image, size: int, share: float = CROP_SHARE) -> np.ndarray:
+    """(size, size, channels) uint8: resized so that the shorter side is size/share, then cut from the middle."""
+    shorter = int(size / share)
+    scale = shorter / min(image.size)
+    shape = tuple(max(shorter, round(side * scale)) for side in image.size)
+    resized = image.resize(shape, Image.Resampling.BICUBIC)
     left, top = (resized.width - size) // 2, (resized.height - size) // 2
     return np.asarray(resized.crop((left, top, left + size, top + size)))
+
+
+def png_base64(image: Image.Image) -> str:
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return base64.b64encode(content.getvalue()).decode()

@@ -11,13 +11,11 @@ from intbmoe.tasks.vision.source import ArrayImages, Normalisation, Source, chec
 
 TEST_FRACTION = 0.2
 SIDE = 8
-LEVELS = 16
-"""Pixels are stored as 0…16."""
+LEVELS = 16  # pixels are stored as 0…16
 NORMALISATION = Normalisation((0.305,), (0.376,))
 
 
 def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
-    """The three splits."""
     if path is not None:
         raise DataError(f"data.path={path!r}: digits come with scikit-learn and take no path")
     check_image_size(model.image_size, model.channels, (SIDE, 1), "digits")

@@ -14,8 +14,6 @@ from intbmoe.tasks.vision.source import Images, Normalisation
 
 
 class ImageExamples:
-    """One split, with what is done to its images one at a time."""
-
     def __init__(self, images: Images, normalisation: Normalisation, size: int, augmentation: Augmentation) -> None:
         self.images = images
         self.normalisation = normalisation

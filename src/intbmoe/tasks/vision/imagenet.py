@@ -24,7 +24,6 @@ SUFFIXES = (".jpeg", ".jpg", ".png")
 
 
 def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
-    """The three splits."""
     if model.channels != 3:
         raise DataError(f"imagenet images have 3 channels: set model.channels=3 (it is {model.channels})")
     root = require_path(path, "imagenet", WHAT)
@@ -42,12 +41,9 @@ def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
 
 
 class FolderImages:
-    """Image files, opened one by one."""
-
     def __init__(self, folder: Path, files: np.ndarray, labels: np.ndarray) -> None:
         self.folder = folder
-        self.files = files
-        """(N,) paths inside ``folder``, as bytes in one array: each worker would copy a million Python strings."""
+        self.files = files  # (N,) paths inside ``folder``, bytes in one array: workers would copy a million strings
         self.labels = labels
 
     def image(self, index: int) -> Image.Image:
@@ -62,7 +58,6 @@ class FolderImages:
 
 
 def _folders(root: Path) -> tuple[tuple[str, ...], Images, Images]:
-    """The wnids, the training and the validation images."""
     for split in ("train", "val"):
         if not (root / split).is_dir():
             raise DataError(f"{root / split} is missing: data.path must be {WHAT} (see docs/data.md)")

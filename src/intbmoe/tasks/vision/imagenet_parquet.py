@@ -14,18 +14,17 @@ import numpy as np
 from PIL import Image
 
 from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.parquet import find_parquet, open_parquet
 from intbmoe.tasks.vision.decode import decode, middle_square
 
 KEPT_GROUPS = 4
+COLUMNS = ("image", "label")
 
 
 class ParquetImages:
-    """The rows of some parquet files, one file after another."""
-
     def __init__(self, files: list[Path], rows: np.ndarray, labels: np.ndarray) -> None:
         self.files = files
-        self.rows = rows
-        """(N, 3) file, row group, row in the group."""
+        self.rows = rows  # (N, 3) file, row group, row in the group
         self.labels = labels
         self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._open: dict[int, Any] = {}
@@ -34,12 +33,10 @@ class ParquetImages:
     @classmethod
     def find(cls, root: Path, split: str) -> "ParquetImages":
         """The images of ``root/data/split-*.parquet``; only the labels are read yet."""
-        files = sorted(root.glob(f"data/{split}-*.parquet"))
-        if not files:
-            raise DataError(f"{root / 'data'} has no {split}-*.parquet: expected one or more (see docs/data.md)")
+        files = find_parquet(root, split)
         rows, labels = [], []
         for number, file in enumerate(files):
-            opened = _open_parquet(file)
+            opened = open_parquet(file, COLUMNS, "images")
             for group in range(opened.num_row_groups):
                 found = _read(opened, file, group, "label").to_numpy()
                 rows.append(np.stack(np.broadcast_arrays(number, group, np.arange(len(found))), axis=1))
@@ -52,13 +49,11 @@ class ParquetImages:
         return decode(self.content(index), self._where(index))
 
     def content(self, index: int) -> bytes:
-        """The image's file, undecoded."""
         file, group, row = self.rows[index].tolist()
         image = self._group(file, group)[row].as_py()
         if not (isinstance(image, dict) and isinstance(image.get("bytes"), bytes)):
-            raise DataError(
-                f"{self._where(index)}: the column 'image' has no bytes; expected a struct with the file in it"
-            )
+            where = self._where(index)
+            raise DataError(f"{where}: the column 'image' has no bytes; expected a struct with the file in it")
         return image["bytes"]
 
     def pixels(self, indices: Sequence[int], size: int) -> np.ndarray:
@@ -76,7 +71,7 @@ class ParquetImages:
             self._open, self._groups, self._process = {}, OrderedDict(), os.getpid()
         if (file, group) not in self._groups:
             if file not in self._open:
-                self._open[file] = _open_parquet(self.files[file])
+                self._open[file] = open_parquet(self.files[file], COLUMNS, "images")
             self._groups[file, group] = _read(self._open[file], self.files[file], group, "image")
             if len(self._groups) > KEPT_GROUPS:
                 self._groups.popitem(last=False)
@@ -85,23 +80,6 @@ class ParquetImages:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}, "_groups": OrderedDict()}
-
-
-def _open_parquet(file: Path) -> Any:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("parquet files need pyarrow: pip install 'intbmoe[images]'") from error
-    try:
-        opened = ParquetFile(file)
-    except (ArrowException, OSError) as error:
-        raise DataError(f"{file} cannot be read as parquet: {error}") from error
-    columns = opened.schema_arrow.names
-    for column in ("image", "label"):
-        if column not in columns:
-            raise DataError(f"{file} has no column {column!r}, only {', '.join(columns)}: expected 'image' and 'label'")
-    return opened
 
 
 def _read(opened: Any, file: Path, group: int, column: str) -> Any:

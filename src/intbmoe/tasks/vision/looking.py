@@ -1,28 +1,25 @@
 """Single images: one per class, each patch by its row and column."""
 
-import base64
-import io
-
 import numpy as np
+from PIL import Image
 
 from intbmoe.models.vit import ViTConfig
 from intbmoe.tasks.base import Batch
 from intbmoe.tasks.looking import Content, Shown, Token
+from intbmoe.tasks.vision.decode import png_base64
 from intbmoe.tasks.vision.examples import ImageExamples
 
 MOST_IMAGES = 6
 
 
 def show_images(split: ImageExamples, names: tuple[str, ...], model: ViTConfig) -> Shown:
-    """Patches by row and column, and the picture itself."""
     side = model.image_size // model.patch_size
-    tokens: list[Token | None] = [
-        Token("patch", f"row {row}, column {column}") for row in range(side) for column in range(side)
-    ]
+    tokens = [Token("patch", f"row {row}, column {column}") for row in range(side) for column in range(side)]
 
     def describe(batch: Batch, row: int, index: int) -> Content:
         pixels = split.images.pixels([index], model.image_size)[0]
-        return Content(names[int(batch["labels"][row])], tokens, _png(pixels))
+        picture = Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)
+        return Content(names[int(batch["labels"][row])], tokens, png_base64(picture))
 
     return Shown("image", one_per_class(split.images.labels), describe)
 
@@ -32,11 +29,3 @@ def one_per_class(labels: np.ndarray) -> list[int]:
     classes, first = np.unique(labels, return_index=True)
     number = min(MOST_IMAGES, len(classes))
     return [int(first[place * len(classes) // number]) for place in range(number)]
-
-
-def _png(pixels: np.ndarray) -> str:
-    from PIL import Image
-
-    content = io.BytesIO()
-    Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels).save(content, "PNG")
-    return base64.b64encode(content.getvalue()).decode()

@@ -32,7 +32,6 @@ def smooth(labels: Tensor, classes: int, smoothing: float) -> Tensor:
 
 
 def mix(images: Tensor, targets: Tensor, settings: Augmentation, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Mixup, CutMix or neither, as the settings' probabilities decide."""
     draws = _draws(generator)
     if draws.random() >= settings.mix_probability:
         return images, targets
@@ -52,13 +51,11 @@ def mixup(images: Tensor, targets: Tensor, share: float) -> tuple[Tensor, Tensor
 
 def cutmix(images: Tensor, targets: Tensor, box: Box) -> tuple[Tensor, Tensor]:
     """Each image with ``box`` from its mirror in the batch; targets by the box's area."""
+    rows, columns = slice(box.top, box.bottom), slice(box.left, box.right)
     area = (box.bottom - box.top) * (box.right - box.left)
-    share = 1 - area / (images.shape[-2] * images.shape[-1])
     mixed = images.clone()
-    mixed[..., box.top : box.bottom, box.left : box.right] = images.flip(0)[
-        ..., box.top : box.bottom, box.left : box.right
-    ]
-    return mixed, _blend(targets, share)
+    mixed[..., rows, columns] = images.flip(0)[..., rows, columns]
+    return mixed, _blend(targets, 1 - area / (images.shape[-2] * images.shape[-1]))
 
 
 def cut_box(height: int, width: int, share: float, row: int, column: int) -> Box:

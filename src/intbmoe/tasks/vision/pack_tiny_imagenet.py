@@ -77,7 +77,6 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description="Pack the official Tiny-ImageNet-200 folder into one tar at 32 px.")
     parser.add_argument("folder", type=Path, help="the unzipped tiny-imagenet-200")
     parser.add_argument("output", type=Path, help="the tar to write")

@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from intbmoe.models.vit import ViTConfig
 from intbmoe.precision import wide
@@ -18,31 +19,23 @@ from intbmoe.tasks.serving.fields import EXPLAIN, REQUIRED, Record, Text, top_n_
 from intbmoe.tasks.serving.predictor import Exported, Predictor, blocks_of, recording
 from intbmoe.tasks.serving.ranking import top_n
 from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request, RequestError, spread_evenly
-from intbmoe.tasks.vision.decode import middle_square
+from intbmoe.tasks.vision.decode import CROP_SHARE, middle_square, png_base64
 from intbmoe.tasks.vision.examples import ImageExamples
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 IMAGE_BYTES = 8 * 2**20
 IMAGE_PIXELS = 32 * 10**6
-LONGEST_SIDE = 16
-"""Times the shorter one: the whole image is scaled before its middle is cut out."""
+LONGEST_SIDE = 16  # times the shorter one: the whole image is scaled before its middle is cut out
 TOP_N = 5
 THUMBNAIL = 320
 
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """How an image becomes the model's input, and what its outputs are called."""
-
     config: ViTConfig
     mean: tuple[float, ...]
-    std: tuple[float, ...]
-    """Pixels in [0, 1] become (pixel − mean) / std, channel by channel."""
+    std: tuple[float, ...]  # pixels in [0, 1] become (pixel − mean) / std, channel by channel
     classes: tuple[str, ...]
-    cropped: bool = False
-    """Whether evaluation cuts off the edge (ImageNet) or takes images whole (those that are stored at their size)."""
+    cropped: bool = False  # whether evaluation cuts off the edge (ImageNet) or takes images whole
 
 
 class ClassifyPredictor(Predictor):
@@ -58,14 +51,11 @@ class ClassifyPredictor(Predictor):
         letters = -(-IMAGE_BYTES // 3) * 4
         self.limits = Limits(body_bytes=letters + 4096, top_n=most, image_bytes=IMAGE_BYTES, image_pixels=IMAGE_PIXELS)
         fields = {
-            "image": (
-                Text(letters, "A PNG or JPEG file in base64.", {"contentEncoding": "base64"}),
-                REQUIRED,
-            ),
+            "image": (Text(letters, "A PNG or JPEG file in base64.", {"contentEncoding": "base64"}), REQUIRED),
             "top_n": top_n_field(most, TOP_N),
             "explain": EXPLAIN,
         }
-        example = {"image": base64.b64encode(self._example_png()).decode(), "top_n": min(TOP_N, most)}
+        example = {"image": png_base64(self._disc()), "top_n": min(TOP_N, most)}
         self._record = Record(fields, "An image to classify.", [example])
         self.request_schema = self._record.schema()
 
@@ -82,19 +72,20 @@ class ClassifyPredictor(Predictor):
             content = base64.b64decode(found["image"], validate=True)
         except (binascii.Error, ValueError):
             raise RequestError("image", found["image"], "a PNG or JPEG file in base64") from None
-        pixels = self._pixels(self._open(content))
-        payload = {"pixels": pixels, "top_n": found["top_n"], "explain": found["explain"]}
+        size = self.images.config.image_size
+        share = CROP_SHARE if self.images.cropped else 1
+        pixels = middle_square(self._open(content), size, share).reshape(size, size, -1)
+        payload = {"pixels": np.ascontiguousarray(pixels), "top_n": found["top_n"], "explain": found["explain"]}
         return Encoded(1 + self.images.config.patches, payload)
 
-    def _open(self, content: bytes) -> "Image":
-        image_module = _pillow()
+    def _open(self, content: bytes) -> Image.Image:
         if len(content) > IMAGE_BYTES:
             raise RequestError("image", f"<{len(content)} bytes>", f"at most {IMAGE_BYTES} bytes, before base64")
         mode = "L" if self.images.config.channels == 1 else "RGB"
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # odd metadata is no reason to speak up: pixels are what matters
-                with image_module.open(io.BytesIO(content), formats=("PNG", "JPEG")) as image:
+                with Image.open(io.BytesIO(content), formats=("PNG", "JPEG")) as image:
                     _check_size(*image.size)
                     return image.convert(mode)
         except RequestError:
@@ -103,27 +94,10 @@ class ClassifyPredictor(Predictor):
             what = f"<{len(content)} bytes: {type(error).__name__}>"
             raise RequestError("image", what, "a whole PNG or JPEG file in base64") from error
 
-    def _pixels(self, image: "Image") -> np.ndarray:
-        """(size, size, channels), as in evaluation."""
-        size = self.images.config.image_size
-        if self.images.cropped:
-            pixels = middle_square(image, size)
-        else:
-            scale = size / min(image.size)
-            shape = tuple(max(size, round(side * scale)) for side in image.size)
-            scaled = image if shape == image.size else image.resize(shape, _pillow().Resampling.BICUBIC)
-            left, top = (scaled.width - size) // 2, (scaled.height - size) // 2
-            pixels = np.asarray(scaled.crop((left, top, left + size, top + size)))
-        return np.ascontiguousarray(pixels.reshape(size, size, -1))
-
-    def _example_png(self) -> bytes:
-        """A disc."""
+    def _disc(self) -> Image.Image:
         size = self.images.config.image_size
         row, column = np.mgrid[:size, :size] - (size - 1) / 2
-        disc = np.where(np.hypot(row, column) < size / 3, 255, 0).astype(np.uint8)
-        content = io.BytesIO()
-        _pillow().fromarray(disc).save(content, "PNG")
-        return content.getvalue()
+        return Image.fromarray(np.where(np.hypot(row, column) < size / 3, 255, 0).astype(np.uint8))
 
     @torch.inference_mode()
     def answer(self, batch: Sequence[Encoded]) -> list[Answer]:
@@ -150,14 +124,11 @@ class ClassifyPredictor(Predictor):
 
 
 def image_requests(split: ImageExamples, count: int) -> list[Request]:
-    """Some images of a split, evenly spread."""
     requests = []
     for index in spread_evenly(len(split), count):
         image = split.images.image(index)
         image.thumbnail((THUMBNAIL, THUMBNAIL))
-        content = io.BytesIO()
-        image.save(content, "PNG")
-        requests.append({"image": base64.b64encode(content.getvalue()).decode()})
+        requests.append({"image": png_base64(image)})
     return requests
 
 
@@ -167,11 +138,3 @@ def _check_size(width: int, height: int) -> None:
         raise RequestError("image", found, f"at most {IMAGE_PIXELS} pixels")
     if max(width, height) > LONGEST_SIDE * min(width, height):
         raise RequestError("image", found, f"at most {LONGEST_SIDE} times as long as wide")
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("reading images needs Pillow: pip install 'intbmoe[serve]'") from error
-    return Image

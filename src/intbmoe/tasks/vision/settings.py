@@ -5,9 +5,7 @@ from typing import Annotated, Literal
 
 from intbmoe.settings import Checked, MustBe, NonNegative, Positive, PositiveInt, Probability, Share
 
-Rising = Annotated[
-    tuple[Positive, Positive], MustBe("two positive numbers, rising", lambda bounds: bounds[0] <= bounds[1])
-]
+Rising = Annotated[tuple[Positive, Positive], MustBe("two positive numbers, rising", lambda pair: pair[0] <= pair[1])]
 RisingShares = Annotated[Rising, MustBe("two positive numbers, rising, at most 1", lambda bounds: bounds[1] <= 1)]
 
 
@@ -44,5 +42,4 @@ class Augmentation(Checked):
 
     @property
     def mixes(self) -> bool:
-        """Whether batches are mixed."""
         return self.mix_probability > 0 and (self.mixup > 0 or self.cutmix > 0)

@@ -24,39 +24,28 @@ IMAGENET_NORMALISATION = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.2
 
 
 class Images(Protocol):
-    """Labelled images in a fixed order."""
-
-    labels: np.ndarray
-    """(N,) int64."""
+    labels: np.ndarray  # (N,) int64
 
     def image(self, index: int) -> Image.Image:
         """One image as it is stored, whatever its size."""
-        ...
 
     def pixels(self, indices: Sequence[int], size: int) -> np.ndarray:
         """(B, size, size, channels) uint8: the middle square of each image at that size."""
-        ...
 
     def subset(self, indices: np.ndarray) -> "Images":
         """The images at ``indices``, in that order."""
-        ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """The three splits of a data set."""
-
     train: Images
     valid: Images
     test: Images
     normalisation: Normalisation
-    class_names: tuple[str, ...] | None = None
-    """What the classes are called, in the order of their labels; None where the source does not say."""
+    class_names: tuple[str, ...] | None = None  # by label; None where the source does not say
 
 
 class ArrayImages:
-    """Small images of one size, held in memory."""
-
     def __init__(self, array: np.ndarray, labels: np.ndarray) -> None:
         self.array = array
         self.labels = labels
@@ -93,7 +82,6 @@ def hold_out(labels: np.ndarray, fraction: float, where: str) -> tuple[np.ndarra
 
 
 def require_path(path: str | None, source: str, what: str) -> Path:
-    """The existing path of a source's data."""
     if path is None:
         raise DataError(f"{source} needs {what}: set data.path (--data.path …); docs/data.md says how to get the data")
     found = Path(path).expanduser()
@@ -103,7 +91,6 @@ def require_path(path: str | None, source: str, what: str) -> Path:
 
 
 def check_labels(labels: np.ndarray, classes: int, where: str) -> None:
-    """Raise unless every class 0…classes−1, and no other, has an image."""
     if len(labels) == 0:
         raise DataError(f"{where} holds no image: expected some of each of {classes} classes")
     present = np.unique(labels)
@@ -114,7 +101,6 @@ def check_labels(labels: np.ndarray, classes: int, where: str) -> None:
 
 
 def check_image_size(image_size: int, channels: int, expected: tuple[int, int], source: str) -> None:
-    """Raise unless the model takes the images of a source that has them at one size only."""
     if (image_size, channels) != expected:
         raise DataError(
             f"{source} images are {expected[0]} px with {expected[1]} channel(s): set model.image_size={expected[0]} "

@@ -9,6 +9,7 @@ channel by channel. Its graphs take images (B, channels, H, W) and give scores (
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -69,8 +70,6 @@ class VisionRecipe(Recipe):
 
 @register_task("vision")
 class VisionTask(Task):
-    """Image classification."""
-
     recipe_type: ClassVar[type[Recipe]] = VisionRecipe
     metric = "accuracy"
     higher_is_better = True
@@ -78,33 +77,26 @@ class VisionTask(Task):
     inputs = ("images",)
     predictor = ClassifyPredictor
 
-    def __init__(self, recipe: VisionRecipe) -> None:
-        super().__init__(recipe)
-        self._source: Source | None = None
-
     def make_model(self) -> nn.Module:
-        """The ViT with the recipe's method under the paper's budget; "dense" is the plain ViT."""
         config = self.recipe.model
         # The paper's dense row is the backbone itself: there is no mixture to keep the class token out of.
         return ViT(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, tokens=config.patches))
 
     def read_split(self, name: str) -> Examples:
-        source = self._read()
+        source = self._source
         augmentation = self.recipe.data.augmentation if name == "train" else Augmentation()
         return ImageExamples(getattr(source, name), source.normalisation, self.recipe.model.image_size, augmentation)
 
     def class_names(self) -> tuple[str, ...]:
         """What the source calls the classes; their numbers where it does not say."""
-        return self._read().class_names or tuple(str(label) for label in range(self.recipe.model.classes))
+        return self._source.class_names or tuple(str(label) for label in range(self.recipe.model.classes))
 
-    def _read(self) -> Source:
-        if self._source is None:
-            data = self.recipe.data
-            self._source = SOURCES[data.source](data.path, self.recipe.model, data.valid_fraction)
-        return self._source
+    @cached_property
+    def _source(self) -> Source:
+        data = self.recipe.data
+        return SOURCES[data.source](data.path, self.recipe.model, data.valid_fraction)
 
     def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:
-        """In training, mix the batch and smooth its labels; in evaluation (no generator) nothing."""
         augmentation, classes = self.recipe.data.augmentation, self.recipe.model.classes
         if generator is None or not (augmentation.mixes or augmentation.label_smoothing):
             return batch
@@ -115,32 +107,22 @@ class VisionTask(Task):
         return {**batch, "images": images, "targets": targets}
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum of the cross-entropy over the images, and their number."""
         scores = model(batch["images"]).float()
         target = batch.get("targets", batch["labels"])
         return F.cross_entropy(scores, target, reduction="sum"), _count(batch)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sums over the images: count, loss, top-1 hits, top-5 hits."""
         scores, labels = model(batch["images"]).float(), batch["labels"]
         best = scores.topk(min(TOP, scores.shape[1]), dim=1).indices
         hits = best == labels.unsqueeze(1)
         return {
             "count": _count(batch),
             "loss": F.cross_entropy(scores, labels, reduction="sum"),
-            "correct": hits[:, :1].sum(),
-            "correct5": hits.sum(),
+            "accuracy": hits[:, :1].sum(),
+            "accuracy5": hits.sum(),
         }
 
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Accuracy, accuracy among the first five, and mean cross-entropy."""
-        count = sums["count"]
-        require(count > 0, "count", count, "positive: no image was evaluated")
-        names = {"accuracy": "correct", "accuracy5": "correct5", "loss": "loss"}
-        return {metric: float(sums[total]) / float(count) for metric, total in names.items()}
-
     def example_inputs(self) -> tuple[Tensor]:
-        """One black image."""
         config = self.recipe.model
         return (torch.zeros(1, config.channels, config.image_size, config.image_size),)
 
@@ -152,7 +134,6 @@ class VisionTask(Task):
         return image_requests(self.split("valid"), count)
 
     def views(self) -> list[View]:
-        """Patches by the class of their image."""
         return [View("class", self.class_names(), lambda batch: batch["labels"].unsqueeze(1))]
 
     def shown(self, split: ImageExamples) -> Shown:

@@ -11,7 +11,6 @@ _schemas: list[torch.library.Library] = []  # a schema lives as long as the libr
 
 
 def timm_data() -> ModuleType:
-    """The module ``timm.data``."""
     try:
         import_torchvision()
         return importlib.import_module("timm.data")

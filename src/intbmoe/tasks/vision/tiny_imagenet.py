@@ -1,8 +1,8 @@
 """Tiny-ImageNet-200 at 32×32 pixels, from one tar of sheets: ``docs/data.md`` says how to make it.
 
-The tar holds ``train/LLL.jpg`` and ``val/LLL.jpg``, one sheet a class with its label as the number, each a grid of
-32 px tiles read row by row, and ``classes.json`` with the classes' names, which it may lack. ``val`` is the test set
-(the official test set has no labels); validation is held out of ``train``. All images stay in memory as bytes, 338 MB.
+It holds ``train/LLL.jpg`` and ``val/LLL.jpg``, one sheet per class (its label is the number), a grid of 32 px tiles
+read row by row, and may hold ``classes.json`` with the classes' names. ``val`` is the test set, because the official
+one has no labels; validation is held out of ``train``. All images stay in memory as bytes, 338 MB.
 """
 
 import json
@@ -33,7 +33,6 @@ _SHEET = re.compile(r"(?:\./)?(train|val)/(\d+)\.jpg")
 
 
 def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
-    """The three splits."""
     check_image_size(model.image_size, model.channels, (TILE, 3), "tiny-imagenet")
     file = require_path(path, "tiny-imagenet", WHAT)
     sheets, names = _read_tar(file)
@@ -60,12 +59,11 @@ def _read_tar(file: Path) -> tuple[dict[str, dict[int, np.ndarray]], bytes | Non
     except (tarfile.TarError, EOFError, OSError) as error:
         raise DataError(f"{file} cannot be read as a tar: {error}; expected {WHAT} (see docs/data.md)") from error
     with ThreadPoolExecutor() as threads:  # decoding, most of the time, leaves the interpreter to others
-        return {split: _decode(sheets[split], f"{file}: {split}/", threads) for split in sheets}, names
-
-
-def _decode(sheets: dict[int, bytes], where: str, threads: ThreadPoolExecutor) -> dict[int, np.ndarray]:
-    tiles = threads.map(lambda label: _tiles(sheets[label], f"{where}{label:03d}.jpg"), sheets)
-    return dict(zip(sheets, tiles, strict=True))
+        tiles = {}
+        for split, found in sheets.items():
+            where = [f"{file}: {split}/{label:03d}.jpg" for label in found]
+            tiles[split] = dict(zip(found, threads.map(_tiles, found.values(), where), strict=True))
+        return tiles, names
 
 
 def _class_names(content: bytes, classes: int, where: str) -> tuple[str, ...]:
@@ -73,9 +71,7 @@ def _class_names(content: bytes, classes: int, where: str) -> tuple[str, ...]:
     try:
         found = {entry["label"]: entry["name"].split(",")[0].strip() for entry in json.loads(content)}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{where} is not a list of objects with label and name ({error!r}); see docs/data.md"
-        ) from error
+        raise DataError(f"{where} is not a list of objects with label, name ({error!r}; see docs/data.md)") from error
     names = [found.get(label, str(label)) for label in range(classes)]
     return tuple(f"{name} ({label})" if names.count(name) > 1 else name for label, name in enumerate(names))
 

@@ -24,7 +24,6 @@ def unpack(root: Path, output: Path) -> None:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description="Unpack ImageNet's parquet files into an image folder.")
     parser.add_argument("root", type=Path, help="the folder with data/train-*.parquet")
     parser.add_argument("output", type=Path, help="the folder to write")

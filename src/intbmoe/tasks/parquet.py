@@ -1,0 +1,33 @@
+"""Parquet files, with errors that say which one and what to do."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from intbmoe.tasks.errors import DataError
+
+
+def open_parquet(file: Path, columns: Sequence[str], extra: str, **options: Any) -> Any:
+    """A ``ParquetFile`` that has these columns; ``extra`` of this package brings pyarrow, which takes ``options``."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"parquet files need pyarrow: pip install 'intbmoe[{extra}]'") from error
+    try:
+        opened = ParquetFile(file, **options)
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{file} cannot be read as parquet: {error}; get it again") from error
+    there = opened.schema_arrow.names
+    for column in columns:
+        if column not in there:
+            expected = " and ".join(map(repr, columns))
+            raise DataError(f"{file} has no column {column!r}, only {', '.join(there)}: expected {expected}")
+    return opened
+
+
+def find_parquet(folder: Path, split: str) -> list[Path]:
+    files = sorted((folder / "data").glob(f"{split}-*.parquet"))
+    if not files:
+        raise DataError(f"{folder / 'data'} has no {split}-*.parquet: expected one or more (see docs/data.md)")
+    return files
