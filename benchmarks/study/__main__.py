@@ -41,7 +41,6 @@ from intbmoe.train.run import git_state
 
 
 def main() -> int:
-    """The command line."""
     options = parse()
     if options.choose_rates:
         rates = choose_rates(read_summaries(options.output))
@@ -69,7 +68,6 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """Arguments."""
     parser = argparse.ArgumentParser(description="Run the study, as much of it as fits into the time.")
     add = parser.add_argument
     add("--only", nargs="+", choices=list(STUDIES), help="only these studies; without it the four of the report")
@@ -95,7 +93,6 @@ def parse() -> argparse.Namespace:
 
 
 def find_entries(options: argparse.Namespace) -> list[Entry]:
-    """The plan, read or made, and of it what was asked for."""
     if options.plan is None:
         return make_plan(options.only or REAL, options.set, options.stages or STAGES, read_summaries(options.output))
     entries = [change(entry, options.set) for entry in read_plan(options.plan)]
@@ -107,7 +104,6 @@ def find_entries(options: argparse.Namespace) -> list[Entry]:
 
 
 def show(entries: Sequence[Entry], finished: Set[str], clock: Clock, lanes: Sequence[StudyLane]) -> None:
-    """The plan, what is done, and what the rest should take."""
     left: Counter[str] = Counter()
     for entry in entries:
         lane = next(lane for lane in reversed(lanes) if lane.suits(entry))

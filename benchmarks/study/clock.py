@@ -34,12 +34,10 @@ class Clock:
         self.starts: dict[str, list[float]] = {"cuda": [], "cpu": []}
 
     def step_seconds(self, entry: Entry, device: str) -> float:
-        """Of one step, alone."""
         guess = GUESSED_MS[device].get(entry.study, UNKNOWN_MS) / 1000
         return self.alone.get((device, entry.study, entry.label), guess)
 
     def seconds(self, entry: Entry, device: str) -> float:
-        """Of the whole run, beside the others."""
         seen = self.seen[device][-RECENT:]
         crowding = median(seen) if seen else self.crowding[device]
         start = max(self.starts[device][-RECENT:], default=START_SECONDS[device])

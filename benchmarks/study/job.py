@@ -42,7 +42,6 @@ FORMAT = 1
 
 
 def main() -> None:
-    """The command line."""
     if sys.argv[1] == "--widen":
         widen(RunDirectory.existing(sys.argv[2]))
         return
@@ -78,7 +77,6 @@ def without_tensorboard() -> None:
 
 
 def summarise_run(recipe: Recipe, run: RunDirectory, job: dict[str, Any]) -> dict[str, Any]:
-    """All that is kept of a run."""
     entry, result = job["entry"], run.result
     on_gpu = torch.cuda.is_available()
     memory = torch.cuda.max_memory_allocated() if on_gpu else None

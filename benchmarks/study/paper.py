@@ -63,7 +63,6 @@ def gains(found: Mapping[str, Rows], bases: Mapping[str, str]) -> Table:
 
 
 def _cells(study: str, rows: Rows, label: str, bases: Sequence[str]) -> list[str]:
-    """Here against each base, and in the paper."""
     cells = []
     for base in bases:
         values = [{run["seed"]: run["test"][run["metric"]] for run in rows.get(name, ())} for name in (label, base)]

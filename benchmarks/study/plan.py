@@ -44,8 +44,6 @@ ONE_LAYER = "intbmoe-one_layer"
 
 @dataclass(frozen=True)
 class Study:
-    """One recipe with the settings that all methods share."""
-
     recipe: str
     settings: Mapping[str, Any]
     """Dotted settings on top of the recipe's."""
@@ -111,8 +109,6 @@ REAL = ("tiny-imagenet", "wikipedia", "foursquare", "foursquare-us")
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of the plan, as plain data."""
-
     study: str
     stage: str
     title: str
@@ -128,12 +124,10 @@ class Entry:
 
     @property
     def id(self) -> str:
-        """For a person."""
         return f"{self.recipe['name']}/{self.label}/{self.seed}"
 
     @property
     def file(self) -> str:
-        """The name of its summary."""
         return f"{self.id.replace('/', '--')}--{self.digest[:8]}.json"
 
 
@@ -221,7 +215,6 @@ def digests(recipe: Recipe) -> dict[str, str]:
 
 
 def _facts(study: str, recipe: Recipe) -> dict[str, Any]:
-    """What follows from the settings."""
     train = recipe.train
     return {
         "steps": train.steps or max(1, round(train.epochs * STUDIES[study].epoch_steps)),
@@ -330,7 +323,6 @@ def read_summaries(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_plan(entries: Sequence[Entry], path: Path) -> None:
-    """As JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([vars(entry) for entry in entries], indent=1, ensure_ascii=False), encoding="utf-8")
 

@@ -50,8 +50,6 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AnalyseOptions:
-    """On what a run is analysed."""
-
     split: str = "valid"
     examples: int = 1000
     """At most so many, evenly spread over the split."""
@@ -126,7 +124,6 @@ def redraw(folder: str | Path) -> list[Path]:
 
 
 def require_matplotlib() -> None:
-    """Raise, saying what to install, where the package is missing."""
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError("analyses are drawn with matplotlib: pip install 'intbmoe[plots]'")
 
@@ -229,7 +226,6 @@ def _cost(model: nn.Module, recipe: Recipe, ranks: Ranks) -> Any:
 
 
 def _draw(data: Path, pictures: Path) -> None:
-    """Everything in ``data`` that can be drawn."""
     from intbmoe.analysis.drawing import DRAWERS  # an optional dependency
     from intbmoe.report.canvas import save_pictures
 

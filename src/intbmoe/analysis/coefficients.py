@@ -29,12 +29,9 @@ class LayerCoefficients:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """All IntBMoE layers of a model."""
-
     layers: list[LayerCoefficients]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each coefficient, for CSV."""
         return [
             {"layer": found.layer, "path": found.path, "block": block, "base": base, "coefficient": value}
             | {"normalised": found.normalised[block][base]}

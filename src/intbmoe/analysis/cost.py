@@ -72,8 +72,6 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """One method's cost, as raw integers, beside the paper's figures."""
-
     method: str
     title: str
     params: int
@@ -95,7 +93,6 @@ class Row:
         return None if printed is None else f"{getattr(self, column) / unit:.3f}" == f"{printed:.3f}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "method": self.method,
             "params": self.params,
@@ -160,7 +157,6 @@ class SweepRow:
     paper: Mapping[str, float]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {**asdict(self), "paper": dict(self.paper)}
 
 
@@ -176,6 +172,5 @@ def sweep_experts(setting: Setting, experts: int, *, attention: bool = False, me
 
 
 def _forward_cost(model: nn.Module, inputs: tuple[Tensor, ...], attention: bool, memory: bool) -> tuple[int, int]:
-    """FLOPs and, if asked for, peak bytes of one forward."""
     flops = count_flops(model, *inputs).total(attention)
     return flops, peak_memory(model, *inputs) if memory else 0

@@ -27,8 +27,6 @@ class LayerChoices:
 
 @dataclass(frozen=True)
 class ShownExample:
-    """One example."""
-
     index: int
     """Its place in the split."""
     title: str
@@ -43,8 +41,6 @@ class ShownExample:
 
 @dataclass(frozen=True)
 class ExampleRouting:
-    """All examples shown."""
-
     unit: str
     """What tokens are sent to: "block" or "expert"."""
     split: str
@@ -55,7 +51,6 @@ class ExampleRouting:
     examples: list[ShownExample]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each choice of each token, for CSV."""
         return [
             {"example": shown.index, "token": place, "kind": shown.kinds[place], "text": shown.texts[place]}
             | {"layer": found.layer, "rank": rank, self.unit: choice, "weight": found.weights[place][rank]}

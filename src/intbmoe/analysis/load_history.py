@@ -43,14 +43,11 @@ class LayerHistory:
 
 @dataclass(frozen=True)
 class LoadHistory:
-    """All choosing layers of a run."""
-
     unit: str
     """What tokens are sent to: "block" or "expert"."""
     layers: list[LayerHistory]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each window, layer and expert or block that was there, for CSV."""
         return [
             {"step": step, "layer": found.layer, self.unit: index, "assignments": count, "tokens": tokens}
             for found in self.layers
@@ -61,7 +58,6 @@ class LoadHistory:
 
 
 def load_history(lines: Sequence[Mapping[str, Any]], unit: str) -> LoadHistory:
-    """Lines of ``loads.jsonl``, in the order of their steps, layer by layer."""
     names = list(dict.fromkeys(name for line in lines for name in line["layers"]))
     return LoadHistory(unit, [_layer_history(name, lines) for name in names])
 

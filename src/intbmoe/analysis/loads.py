@@ -26,8 +26,6 @@ PLACE = ("step", "epoch", "split")
 
 @dataclass(frozen=True)
 class Curve:
-    """One value over training."""
-
     split: str
     name: str
     steps: list[int]
@@ -36,8 +34,6 @@ class Curve:
 
 @dataclass(frozen=True)
 class TrainingCurves:
-    """Everything that ``metrics.jsonl`` tells."""
-
     metric: str
     higher_is_better: bool
     curves: list[Curve]
@@ -56,7 +52,6 @@ class TrainingCurves:
 
 
 def training_curves(lines: Sequence[dict[str, Any]], metric: str, higher_is_better: bool) -> TrainingCurves:
-    """Lines of metrics, in the order of their steps, as curves."""
     found: dict[tuple[str, str], Curve] = {}
     for line in lines:
         for name in (name for name in line if name not in PLACE):
@@ -69,8 +64,6 @@ def training_curves(lines: Sequence[dict[str, Any]], metric: str, higher_is_bett
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """One layer's load on the evaluated examples."""
-
     layer: str
     counts: list[int]
     """Assignments of each expert or block."""
@@ -94,8 +87,6 @@ class LayerLoad:
 
 @dataclass(frozen=True)
 class EvaluatedLoad:
-    """All choosing layers of a model."""
-
     unit: str
     """What tokens are sent to: "block" or "expert"."""
     split: str
@@ -103,7 +94,6 @@ class EvaluatedLoad:
     layers: list[LayerLoad]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each expert or block, for CSV."""
         return [
             {"layer": load.layer, self.unit: index, "assignments": load.counts[index], "tokens": load.tokens}
             for load in self.layers
@@ -112,7 +102,6 @@ class EvaluatedLoad:
 
 
 def choosing_layers(model: nn.Module) -> dict[str, MoELayer]:
-    """The MoE layers whose tokens choose, by name."""
     return {name: layer for name, layer in moe_layers(model) if layer.choices is not None}
 
 
@@ -129,7 +118,6 @@ def present_choices(layer: MoELayer, counts: Sequence[int]) -> list[int]:
 
 
 def evaluated_load(model: nn.Module, sample: Sample) -> EvaluatedLoad:
-    """Count the assignments of the sample's tokens in every choosing layer."""
     layers = choosing_layers(model)
     counted = {name: _Counted(layer.choices) for name, layer in layers.items()}
     for _, log in sample.routed(model):
@@ -149,7 +137,6 @@ class _Counted:
         self.dropped: int | None = None
 
     def add(self, record: RecordedRouting) -> None:
-        """A batch more."""
         statistics = record.load_statistics()
         self.counts += torch.tensor(statistics.counts)
         self.tokens += statistics.tokens

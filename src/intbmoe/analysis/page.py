@@ -40,7 +40,6 @@ COLUMN_TITLES = {
 
 
 def run_page(folder: Path) -> Page:
-    """The page of the analysis in ``folder``."""
     summary = read_json(folder / "data" / "analysis.json")
     parts = {part: read_json(folder / "data" / f"{part}.json") for part in summary["parts"]}
     captions = sorted((folder / "pictures").glob("*.json"))
@@ -64,7 +63,6 @@ def theme_of(name: str) -> str:
 
 
 def answer_run(summary: Mapping[str, Any], parts: Mapping[str, Any]) -> Answer:
-    """Five lines on a single run."""
     metric = summary["metric"]
     better = "higher" if summary["higher_is_better"] else "lower"
     others = [f"{name} {format_metric(name, value)}" for name, value in summary["test"].items() if name != metric]
@@ -157,7 +155,6 @@ def _number(text: str | None) -> Any:
 
 
 def _source(summary: Mapping[str, Any]) -> Section:
-    """What leads from the numbers back to the run."""
     trace = summary["run"]
     pairs = [
         ("Run", Cell(trace["name"], href="../")),

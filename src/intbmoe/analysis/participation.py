@@ -29,8 +29,6 @@ from intbmoe.precomposition import precompose
 
 @dataclass(frozen=True)
 class LayerParticipation:
-    """One MoE layer."""
-
     layer: str
     drops: list[float]
     """How much worse the metric is without each base; below 0 it is better."""
@@ -42,8 +40,6 @@ class LayerParticipation:
 
 @dataclass(frozen=True)
 class Participation:
-    """All MoE layers of a model."""
-
     metric: str
     higher_is_better: bool
     split: str
@@ -54,7 +50,6 @@ class Participation:
     layers: list[LayerParticipation]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each removal, for CSV."""
         return [
             {"layer": layer.layer, "base": base, "metric": self.metric, "drop": drop}
             for layer in self.layers

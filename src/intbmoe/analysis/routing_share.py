@@ -19,8 +19,6 @@ from intbmoe.tasks.looking import View
 
 @dataclass(frozen=True)
 class LayerShares:
-    """One layer."""
-
     layer: str
     choices: list[int]
     """Numbers of the blocks or experts: the columns."""
@@ -32,8 +30,6 @@ class LayerShares:
 
 @dataclass(frozen=True)
 class SharesOfView:
-    """All layers, tokens told apart in one way."""
-
     name: str
     labels: list[str]
     layers: list[LayerShares]
@@ -41,8 +37,6 @@ class SharesOfView:
 
 @dataclass(frozen=True)
 class RoutingShares:
-    """All views of a task."""
-
     unit: str
     """What tokens are sent to: "block" or "expert"."""
     split: str
@@ -50,7 +44,6 @@ class RoutingShares:
     views: list[SharesOfView]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each label with assignments and block or expert, for CSV."""
         return [
             {"view": view.name, "layer": found.layer, "label": label, self.unit: choice}
             | {"assignments": found.counts[row][column], "minus_uniform": found.minus_uniform[row][column]}

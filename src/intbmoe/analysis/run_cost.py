@@ -38,8 +38,6 @@ class CostRow:
 
 @dataclass(frozen=True)
 class RunCost:
-    """The sweep of one run."""
-
     experts: int
     """The run's own E."""
     device: str
@@ -49,7 +47,6 @@ class RunCost:
     """Numbers of bases left out, whose models have more than ``MOST_BYTES`` of parameters."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each E, for CSV."""
         return [asdict(row) for row in self.sweep]
 
 

@@ -186,7 +186,6 @@ SETTINGS = {setting.name: setting for setting in (IMAGENET, MINIPILE, INTTRAVEL)
 
 
 def find_setting(name: str) -> Setting:
-    """The setting of that name; a misspelt name is an error with a suggestion."""
     if name not in SETTINGS:
         raise KeyError(f"no setting is called {name!r}: {did_you_mean(name, SETTINGS)}")
     return SETTINGS[name]

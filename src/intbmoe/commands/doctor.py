@@ -32,8 +32,6 @@ of a few hundred of them."""
 
 
 class Finding(NamedTuple):
-    """One line of the report."""
-
     name: str
     value: str
     good: bool | None = None
@@ -41,7 +39,6 @@ class Finding(NamedTuple):
 
 
 def examine() -> list[Finding]:
-    """Everything, in the order to print it."""
     return [*_machine(), *_packages(), *(_check(case) for case in _cases())]
 
 
@@ -77,8 +74,6 @@ def _version(package: str) -> str:
 
 
 class _Case(NamedTuple):
-    """One way to run a layer."""
-
     device: torch.device
     dtype: torch.dtype
     backend: Backend | None = None

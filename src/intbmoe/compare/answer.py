@@ -16,8 +16,6 @@ MOST_NAMED, MOST_LISTED = 3, 13
 
 @dataclass(frozen=True)
 class Contender:
-    """One row of a comparison, as far as the answer needs it."""
-
     title: str
     values: tuple[float, ...]
     mean: float
@@ -33,8 +31,6 @@ class Contender:
 
 @dataclass(frozen=True)
 class Question:
-    """What the contenders were compared on."""
-
     recipe: str
     task: str
     metric: str
@@ -48,7 +44,6 @@ class Question:
 def answer_comparison(
     question: Question, contenders: Sequence[Contender], floors: Mapping[str, Mapping[str, float]] | None = None
 ) -> Answer:
-    """The answer that the intervals allow."""
     order = sorted(contenders, key=lambda one: -one.mean if question.higher_is_better else one.mean)
     best, others = order[0], order[1:]
     overlapping = [one for one in others if _overlap(best, one)]

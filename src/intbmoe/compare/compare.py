@@ -54,7 +54,6 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
 
 
 def _report(console: Console, comparison: Comparison) -> None:
-    """The table on the screen and in files, then the page."""
     plan, rows = comparison.plan, comparison.rows
     task = find_task(plan.recipe.task)
     title, stem = f"{plan.recipe.name}: {task.metric} on the test split", file_stem(comparison.methods)
@@ -127,7 +126,6 @@ def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> s
 
 
 def _with_root(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> list[str]:
-    """The recipe and its settings, as given."""
     root = [] if options.root == CompareOptions.root else ["--root", str(options.root)]
     return [*(settings or [plan.recipe.name]), *root]
 

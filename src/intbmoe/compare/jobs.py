@@ -38,16 +38,12 @@ BYTES_PER_PARAMETER = 20
 
 @dataclass(frozen=True)
 class Lane:
-    """Places for runs on one device."""
-
     device: str
     places: int
 
 
 @dataclass
 class Process:
-    """A run under way."""
-
     job: Any
     lane: Lane
     place: int
@@ -76,7 +72,6 @@ class Process:
         return {}
 
     def last_words(self, most: int = LOG_LINES) -> list[str]:
-        """The end of what it wrote."""
         lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()][-most:]
 
@@ -181,7 +176,6 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def cores() -> int:
-    """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -197,8 +191,6 @@ def threads(jobs: int) -> int:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that did not come to its end."""
-
     title: str
     log: Path
     tail: str

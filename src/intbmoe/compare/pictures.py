@@ -40,7 +40,6 @@ GRID_TITLES = {
 
 
 def draw_comparison(data: Data, curves: Sequence[Data]) -> list[Picture]:
-    """All pictures for which there is something to draw."""
     return [*_draw_cost(data), *_draw_curves(data, curves), *_draw_load(curves), *_draw_sensitivity(data)]
 
 
@@ -58,7 +57,6 @@ def _family(row: Data) -> str:
 
 
 def _add_legend(figure: Figure, rows: Sequence[Data]) -> None:
-    """Of the families that there are."""
     shown = {name: style for name, style in FAMILIES.items() if any(_family(row) == name for row in rows)}
     handles = [
         Line2D([], [], color=colour, marker=marker, linestyle="", markersize=8, label=name)
@@ -196,7 +194,6 @@ def _point(axes: Axes, row: Data, value: float, factor: float) -> None:
 
 
 def _undominated(data: Data, rows: Sequence[Data]) -> str:
-    """Which have the best mean at their FLOPs."""
     sign = 1 if data["higher_is_better"] else -1
     best: list[Data] = []
     for row in sorted(rows, key=lambda row: (row["flops"], -sign * row["mean"])):

@@ -30,8 +30,6 @@ class CompareOptions(Checked):
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the comparison."""
-
     variant: Variant
     recipe: Recipe
     run: RunDirectory
@@ -47,8 +45,6 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be compared."""
-
     recipe: Recipe
     folder: Path
     """Where logs and results go."""

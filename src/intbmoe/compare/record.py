@@ -20,8 +20,6 @@ MOST_POINTS = 400
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``intbmoe compare`` has in its hands at the end."""
-
     plan: Plan
     sound: Sequence[Job]
     rows: Sequence[Mapping[str, Any]]
@@ -34,7 +32,6 @@ class Comparison:
 
 
 def collect(comparison: Comparison) -> dict[str, dict[str, Any]]:
-    """Everything the report shows: file name → content."""
     return {"comparison": _describe(comparison), "curves": {"curves": _curves(comparison.sound)}}
 
 

@@ -34,8 +34,6 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """One variant over its seeds."""
-
     title: str
     label: str
     method: str

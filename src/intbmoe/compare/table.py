@@ -76,7 +76,6 @@ def _about(row: Row) -> str:
 
 
 def _scale(rows: Sequence[Row]) -> tuple[float, float]:
-    """The ends of the common axis."""
     low = min(min(row["mean"] - (row["interval_95"] or 0), *row["values"]) for row in rows)
     high = max(max(row["mean"] + (row["interval_95"] or 0), *row["values"]) for row in rows)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
@@ -111,7 +110,6 @@ def other_metric_cell(row: Row, name: str) -> Cell:
 
 
 def number_cell(value: float | None, digits: int, before: str = "") -> Cell:
-    """A number, or nothing."""
     return Cell(NOTHING) if value is None else Cell(before + format_number(value, digits), value)
 
 
@@ -123,7 +121,6 @@ def anchor(label: str) -> str:
 
 
 def floors_table(floors: Floors, title: str) -> Table:
-    """What needs no learning, one row each."""
     metrics = list(dict.fromkeys(metric for values in floors.values() for metric in values))
     rows = []
     for name, values in floors.items():
@@ -136,13 +133,11 @@ def floors_table(floors: Floors, title: str) -> Table:
 
 
 def best_row(rows: Sequence[Row], higher_is_better: bool) -> int:
-    """Where the best mean stands."""
     trained = [place for place, row in enumerate(rows) if row["mean"] is not None]
     return (max if higher_is_better else min)(trained, key=lambda place: rows[place]["mean"])
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What a reader of the table must know."""
     seeds = {len(row["seeds"]) for row in rows if row["values"]}
     told = []
     if min(seeds) > 1:

@@ -43,8 +43,6 @@ LAYERS = (1, 2, 3, 4)
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of a comparison."""
-
     title: str
     moe: MoESettings
 
@@ -56,8 +54,6 @@ class Variant:
 
 @dataclass(frozen=True)
 class VariantSet:
-    """A set that ``--methods`` takes by name."""
-
     summary: str
     make: Callable[[Recipe], list[Variant]]
 

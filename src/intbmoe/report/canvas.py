@@ -47,7 +47,6 @@ class Picture:
     figure: Figure
 
     def caption(self) -> dict[str, str]:
-        """The words, as data."""
         return {"title": self.title, "see": self.see, "how": self.how}
 
     def content(self, form: str) -> bytes:

@@ -35,8 +35,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with its caption."""
-
     kind: ClassVar[str] = "figure"
     title: str
     see: str
@@ -48,8 +46,6 @@ class Figure:
 
 @dataclass(frozen=True)
 class Facts:
-    """Short pairs of name and value."""
-
     kind: ClassVar[str] = "facts"
     pairs: Sequence[tuple[str, Cell]]
 
@@ -64,8 +60,6 @@ class Notice:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page."""
-
     id: str
     title: str
     lead: str
@@ -74,8 +68,6 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole report."""
-
     overline: str
     answer: Answer
     sections: Sequence[Section]
@@ -98,7 +90,6 @@ def write_page(folder: Path, page: Page) -> Path:
 
 
 def render(page: Page) -> str:
-    """The page as HTML."""
     try:
         from jinja2 import Environment, StrictUndefined
     except ModuleNotFoundError as error:

@@ -54,8 +54,6 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A heading; numbers stand on the right."""
-
     title: str
     numeric: bool = True
     hint: str | None = None
@@ -67,8 +65,6 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under headings."""
-
     kind: ClassVar[str] = "table"
     title: str
     columns: Sequence[Column]
@@ -107,7 +103,6 @@ class Table:
         return cls(title, columns, rows, records=records, **more)
 
     def select(self, *names: str) -> "Table":
-        """Those of its columns, in that order."""
         known = {column.name or column.title: place for place, column in enumerate(self.columns)}
         places = [known[name] for name in names]
         rows = [[row[place] for place in places] for row in self.rows]

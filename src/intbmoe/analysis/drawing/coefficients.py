@@ -8,7 +8,6 @@ from intbmoe.report.canvas import Data, Picture, colour_bar, heat_map, layer_tit
 
 
 def draw_coefficients(data: Data) -> list[Picture]:
-    """Blocks by bases, a column of panels for each layer, a row for each path."""
     layers = list(dict.fromkeys(found["layer"] for found in data["layers"]))
     paths = list(dict.fromkeys(found["path"] for found in data["layers"]))
     by_place = {(found["path"], found["layer"]): found for found in data["layers"]}

@@ -15,7 +15,6 @@ FORMS = {
 
 
 def draw_cost(data: Data) -> list[Picture]:
-    """Memory, FLOPs and, where a GPU was at hand, what it allocated, a line for each form."""
     rows = data["sweep"]
     unit, letter = flops_unit(row["flops"] for row in rows)
     wanted = {"memory": (MIB, "peak inference memory (MiB)"), "flops": (unit, f"FLOPs of one example ({letter})")}

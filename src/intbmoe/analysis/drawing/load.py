@@ -20,7 +20,6 @@ from intbmoe.report.canvas import (
 
 
 def draw_load(data: Data) -> list[Picture]:
-    """Assignments of each expert or block over their mean, a panel for each layer."""
     layers, unit = data["layers"], data["unit"]
     widest = max(len(layer["present"]) for layer in layers)
     figure, panels = make_panels(len(layers), bars_width(widest), 2.6, share_y=True)
@@ -52,7 +51,6 @@ def draw_load(data: Data) -> list[Picture]:
 
 
 def _left_out(layers: Sequence[Data]) -> str:
-    """Words on what a capacity left out, where there is one."""
     dropping = [layer for layer in layers if layer.get("dropped") is not None]
     words = ""
     if dropping:

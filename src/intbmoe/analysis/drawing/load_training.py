@@ -37,7 +37,6 @@ LINES = ("-", "--", "-.", ":")
 
 
 def draw_load_training(data: Data) -> list[Picture]:
-    """A heat map of each layer's experts over the steps, and lines of what follows from them."""
     return [_draw_experts(data), _draw_layers(data)]
 
 

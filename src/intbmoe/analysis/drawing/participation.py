@@ -26,7 +26,6 @@ FRACTIONS = ("accuracy", "HR@", "NDCG@")
 
 
 def draw_participation(data: Data) -> list[Picture]:
-    """A bar for each base, a panel for each layer, upwards where the model misses it."""
     layers, metric = data["layers"], data["metric"]
     factor, unit = (100, "percentage points") if metric.startswith(FRACTIONS) else (1, "nats")
     drops = [[factor * drop for drop in layer["drops"]] for layer in layers]

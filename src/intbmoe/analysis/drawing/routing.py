@@ -22,7 +22,6 @@ MOST_ROWS = 30
 
 
 def draw_routing(data: Data) -> list[Picture]:
-    """A heat map for each view, a panel for each layer."""
     return [_draw_view(view, data) for view in data["views"]]
 
 

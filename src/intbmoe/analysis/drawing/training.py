@@ -11,7 +11,6 @@ TITLES = {**LOAD_TITLES, "untaken": "share of tokens without expert"}
 
 
 def draw_training(data: Data) -> list[Picture]:
-    """The loss and the deciding metric, and where they were recorded the loads, over the steps."""
     curves = {(curve["split"], curve["name"]): curve for curve in data["curves"]}
     metric = data["metric"]
     names = ["loss"] if metric == "loss" else ["loss", metric]
