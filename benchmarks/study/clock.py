@@ -19,8 +19,7 @@ GUESSED_MS = {
     "cpu": {"foursquare": 350.0, "foursquare-us": 700.0, "digits": 15.0, "stdlib": 30.0},
 }
 UNKNOWN_MS = 1000.0
-GUESSED_CROWDING = 0.5
-"""How much longer a step on a GPU takes for each run beside it."""
+GUESSED_CROWDING = 0.5  # how much longer a step on a GPU takes for each run beside it
 RECENT = 12
 
 

@@ -33,8 +33,7 @@ from intbmoe.train.signals import belongs_to_another
 
 CURVE_POINTS = 100
 LOADS = ("utilisation", "worst_case", "entropy", "dropped")
-LAST_ROWS = 10
-"""Lines of metrics that the load statistics are averaged over."""
+LAST_ROWS = 10  # lines of metrics that the load statistics are averaged over
 HALF = "model.half.safetensors"
 KEPT = (".yaml", ".json", ".jsonl")
 PART_BYTES = 15 * 2**20

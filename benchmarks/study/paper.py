@@ -38,8 +38,7 @@ PAPER = {
     label: {study: None if value == "-" else float(value) for study, value in zip(COUNTERPARTS, values, strict=True)}
     for label, *values in map(str.split, FIGURES.strip().split("\n"))
 }
-ABLATION = "intbmoe-"
-"""How labels of ablations begin."""
+ABLATION = "intbmoe-"  # how labels of ablations begin
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 
 

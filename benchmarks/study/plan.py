@@ -45,17 +45,12 @@ ONE_LAYER = "intbmoe-one_layer"
 @dataclass(frozen=True)
 class Study:
     recipe: str
-    settings: Mapping[str, Any]
-    """Dotted settings on top of the recipe's."""
+    settings: Mapping[str, Any]  # dotted settings on top of the recipe's
     first: tuple[str, ...]
-    epoch_steps: int
-    """Optimizer steps of an epoch, for estimates of time."""
-    rates: tuple[float, ...]
-    """Learning rates for the stage ``tune``."""
-    tuning: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings of that stage."""
-    on_cpu: bool = False
-    """So small that a core is enough."""
+    epoch_steps: int  # optimizer steps of an epoch, for estimates of time
+    rates: tuple[float, ...]  # learning rates for the stage ``tune``
+    tuning: Mapping[str, Any] = field(default_factory=dict)  # further settings of that stage
+    on_cpu: bool = False  # so small that a core is enough
 
 
 GPU = {"train.checkpoint_every": 1_000_000, "train.keep_checkpoints": 1}
@@ -116,8 +111,7 @@ class Entry:
     seed: int
     steps: int
     digest: str
-    shared_digest: str
-    """Of the settings that all methods of the study have in common: rows of one table agree in it."""
+    shared_digest: str  # of the settings that all methods of the study have in common: rows of one table agree in it
     recipe: dict[str, Any]
     command: str
     on_cpu: bool

@@ -22,18 +22,15 @@ from intbmoe.compare.jobs import Lane, Process, Scheduler, cores, launch
 from intbmoe.recipes import recipe_from_dict, recipe_to_dict
 
 JOB = Path(__file__).parent / "job.py"
-STOP_SECONDS = 12
-"""Kept back at the end of a call, for runs that are asked to stop to save."""
+STOP_SECONDS = 12  # kept back at the end of a call, for runs that are asked to stop to save
 TAIL_LINES = 6
 MOST_THREADS = 4
 
 
 @dataclass(frozen=True)
 class StudyLane(Lane):
-    small_only: bool = False
-    """Whether only studies small enough for a core run here."""
-    leaves_small: bool = False
-    """Whether another lane takes those."""
+    small_only: bool = False  # whether only studies small enough for a core run here
+    leaves_small: bool = False  # whether another lane takes those
 
     def suits(self, entry: Entry) -> bool:
         return entry.on_cpu if self.small_only else not (entry.on_cpu and self.leaves_small)

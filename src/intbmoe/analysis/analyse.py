@@ -51,8 +51,7 @@ Tell = Callable[[str], None]
 @dataclass(frozen=True)
 class AnalyseOptions:
     split: str = "valid"
-    examples: int = 1000
-    """At most so many, evenly spread over the split."""
+    examples: int = 1000  # at most so many, evenly spread over the split
     draw: bool = True
     """Without it the numbers alone are left, which needs no matplotlib; ``redraw`` draws them, elsewhere too."""
 

@@ -19,12 +19,9 @@ class LayerCoefficients:
 
     layer: str
     path: str
-    coefficients: list[list[float]]
-    """(K, E), as they multiply the bases."""
-    normalised: list[list[float]]
-    """The same, each block's row of length 1; a row of zeros stays."""
-    mean_cosine: float | None
-    """Over all pairs of blocks; None with a single block."""
+    coefficients: list[list[float]]  # (K, E), as they multiply the bases
+    normalised: list[list[float]]  # the same, each block's row of length 1; a row of zeros stays
+    mean_cosine: float | None  # over all pairs of blocks; None with a single block
 
 
 @dataclass(frozen=True)

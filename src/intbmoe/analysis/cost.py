@@ -26,8 +26,7 @@ from intbmoe.precomposition import precompose
 from intbmoe.registry import find_method
 
 PRECOMPOSED = "intbmoe_precomposed"
-UNITS = {"params": 1e6, "activated": 1e6, "flops": 1e9}
-"""What one printed unit of each column is."""
+UNITS = {"params": 1e6, "activated": 1e6, "flops": 1e9}  # what one printed unit of each column is
 SWEEP = (1, 2, 4, 8, 16, 32, 64, 128)
 MIB = 2**20
 
@@ -47,14 +46,10 @@ class Setting:
 
     name: str
     title: str
-    build: Callable[[str, int], nn.Module]
-    """Method and the paper's E → the model."""
-    inputs: Callable[[], tuple[Tensor, ...]]
-    """What the model is run on: a batch of one."""
-    experts: int
-    """The paper's E."""
-    methods: tuple[str, ...]
-    """Registry names, and ``PRECOMPOSED``, in the order of the paper's table."""
+    build: Callable[[str, int], nn.Module]  # method and the paper's E → the model
+    inputs: Callable[[], tuple[Tensor, ...]]  # what the model is run on: a batch of one
+    experts: int  # the paper's E
+    methods: tuple[str, ...]  # registry names, and ``PRECOMPOSED``, in the order of the paper's table
     set_aside: Callable[[nn.Module], int] = lambda model: 0
     """Parameters that the backbone keeps for tokens which no mixture sees."""
     paper: Mapping[str, Figures] = field(default_factory=dict)
@@ -62,8 +57,7 @@ class Setting:
     """Experts a token has on average, for methods where that depends on a trained router: assumed."""
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """What a reader of a method's row must know: above all, why it differs from the paper's."""
-    remarks: tuple[str, ...] = ()
-    """What a reader of any row must know."""
+    remarks: tuple[str, ...] = ()  # what a reader of any row must know
     without_storage: bool = False
     """Build and run on tensors without numbers, for models too large to hold: same counts, no memory."""
     paper_sweep: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
@@ -79,8 +73,7 @@ class Row:
     flops: int
     flops_executed: int
     paper: Figures
-    assumed_active: float | None
-    """Experts a token was assumed to have on average; None where the method fixes it."""
+    assumed_active: float | None  # experts a token was assumed to have on average; None where the method fixes it
     notes: tuple[str, ...]
 
     @property

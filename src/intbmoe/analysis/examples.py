@@ -20,34 +20,27 @@ class LayerChoices:
     """Where one layer sent an example's tokens; an entry a token."""
 
     layer: str
-    ids: list[list[int]]
-    """Blocks or experts, the heaviest first; none for a token that was left out."""
+    ids: list[list[int]]  # blocks or experts, the heaviest first; none for a token that was left out
     weights: list[list[float]]
 
 
 @dataclass(frozen=True)
 class ShownExample:
-    index: int
-    """Its place in the split."""
+    index: int  # its place in the split
     title: str
-    kinds: list[str]
-    """patch, token, item; profile, scenario, intention or feedback."""
+    kinds: list[str]  # patch, token, item; profile, scenario, intention or feedback
     texts: list[str]
     """What each token says: a patch its row and column, a token its text, an intention the category, …"""
-    image: str | None
-    """Of images, a PNG of its pixels in base64."""
+    image: str | None  # of images, a PNG of its pixels in base64
     layers: list[LayerChoices]
 
 
 @dataclass(frozen=True)
 class ExampleRouting:
-    unit: str
-    """What tokens are sent to: "block" or "expert"."""
+    unit: str  # what tokens are sent to: "block" or "expert"
     split: str
-    form: str
-    """image, text, sessions or items: how they are drawn."""
-    choices: int
-    """How many blocks or experts there are, in the layer with most."""
+    form: str  # image, text, sessions or items: how they are drawn
+    choices: int  # how many blocks or experts there are, in the layer with most
     examples: list[ShownExample]
 
     def rows(self) -> list[dict[str, Any]]:

@@ -21,20 +21,15 @@ class LayerHistory:
     """One layer; every list has an entry for each of the steps."""
 
     layer: str
-    steps: list[int]
-    """The last steps of the windows."""
-    tokens: list[int]
-    """Valid tokens of each window."""
+    steps: list[int]  # the last steps of the windows
+    tokens: list[int]  # valid tokens of each window
     counts: list[list[int | None]]
     """Assignments of each expert or block; None where a growing pool did not have it open."""
     utilisation: list[float | None]
     worst_case: list[float | None]
-    entropy: list[float | None]
-    """Ratios as ``LoadStatistics`` has them; None in a window without assignments."""
-    dead: list[int]
-    """How many of those there were got no token."""
-    active: list[float]
-    """Assignments for each token."""
+    entropy: list[float | None]  # ratios as ``LoadStatistics`` has them; None in a window without assignments
+    dead: list[int]  # how many of those there were got no token
+    active: list[float]  # assignments for each token
     dropped: list[float]
     """Share of the wanted assignments that found their expert full; 0 for a method without capacity."""
     untaken: list[float] | None
@@ -43,8 +38,7 @@ class LayerHistory:
 
 @dataclass(frozen=True)
 class LoadHistory:
-    unit: str
-    """What tokens are sent to: "block" or "expert"."""
+    unit: str  # what tokens are sent to: "block" or "expert"
     layers: list[LayerHistory]
 
     def rows(self) -> list[dict[str, Any]]:

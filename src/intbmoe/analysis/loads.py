@@ -20,8 +20,7 @@ from intbmoe.routing import RecordedRouting
 from intbmoe.statistics import load_statistics_of
 from intbmoe.train.metrics import LOAD_RATIOS
 
-PLACE = ("step", "epoch", "split")
-"""What a line of metrics begins with; the rest are names with values."""
+PLACE = ("step", "epoch", "split")  # what a line of metrics begins with; the rest are names with values
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ class TrainingCurves:
     metric: str
     higher_is_better: bool
     curves: list[Curve]
-    lines: list[dict[str, Any]]
-    """The lines themselves, for CSV."""
+    lines: list[dict[str, Any]]  # the lines themselves, for CSV
 
     @property
     def has_load(self) -> bool:
@@ -65,30 +63,23 @@ def training_curves(lines: Sequence[dict[str, Any]], metric: str, higher_is_bett
 @dataclass(frozen=True)
 class LayerLoad:
     layer: str
-    counts: list[int]
-    """Assignments of each expert or block."""
-    present: list[int]
-    """Which of them there are: a growing pool has others in reserve."""
-    tokens: int
-    """Valid tokens; padding is not counted."""
-    active: float
-    """Experts or blocks that a token has, on average."""
+    counts: list[int]  # assignments of each expert or block
+    present: list[int]  # which of them there are: a growing pool has others in reserve
+    tokens: int  # valid tokens; padding is not counted
+    active: float  # experts or blocks that a token has, on average
     utilisation: float | None
     worst_case: float | None
     entropy: float | None
     dead: list[int]
     dropped: float | None
     """Share of the wanted assignments that found their expert full; None for a method that never drops any."""
-    untaken: float
-    """Share of the tokens that ended up without any expert or block."""
-    tokens_by_choices: list[int]
-    """How many tokens have 0, 1, 2, … experts or blocks."""
+    untaken: float  # share of the tokens that ended up without any expert or block
+    tokens_by_choices: list[int]  # how many tokens have 0, 1, 2, … experts or blocks
 
 
 @dataclass(frozen=True)
 class EvaluatedLoad:
-    unit: str
-    """What tokens are sent to: "block" or "expert"."""
+    unit: str  # what tokens are sent to: "block" or "expert"
     split: str
     examples: int
     layers: list[LayerLoad]

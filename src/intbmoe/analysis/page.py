@@ -17,8 +17,7 @@ from intbmoe.report.tables import Cell, Table
 from intbmoe.report.trace import trained_for
 from intbmoe.train.files import read_json
 
-MOST_ROWS = 300
-"""Of a data table on the page; longer ones stay in their CSV file."""
+MOST_ROWS = 300  # of a data table on the page; longer ones stay in their CSV file
 THEMES = {
     "participation": ("Participation", "What does the model lose without one expert base?"),
     "routing": ("Routing", "Which tokens go where?"),

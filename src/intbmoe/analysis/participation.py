@@ -30,8 +30,7 @@ from intbmoe.precomposition import precompose
 @dataclass(frozen=True)
 class LayerParticipation:
     layer: str
-    drops: list[float]
-    """How much worse the metric is without each base; below 0 it is better."""
+    drops: list[float]  # how much worse the metric is without each base; below 0 it is better
     mean: float
     smallest: float
     factor_alone: float
@@ -44,8 +43,7 @@ class Participation:
     higher_is_better: bool
     split: str
     examples: int
-    full: float
-    """The metric of the whole model on these examples."""
+    full: float  # the metric of the whole model on these examples
     coefficients: str
     layers: list[LayerParticipation]
 

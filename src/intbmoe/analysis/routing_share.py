@@ -20,12 +20,9 @@ from intbmoe.tasks.looking import View
 @dataclass(frozen=True)
 class LayerShares:
     layer: str
-    choices: list[int]
-    """Numbers of the blocks or experts: the columns."""
-    counts: list[list[int]]
-    """(labels, columns) assignments."""
-    minus_uniform: list[list[float] | None]
-    """Share minus uniform; None for a label without assignment."""
+    choices: list[int]  # numbers of the blocks or experts: the columns
+    counts: list[list[int]]  # (labels, columns) assignments
+    minus_uniform: list[list[float] | None]  # share minus uniform; None for a label without assignment
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,7 @@ class SharesOfView:
 
 @dataclass(frozen=True)
 class RoutingShares:
-    unit: str
-    """What tokens are sent to: "block" or "expert"."""
+    unit: str  # what tokens are sent to: "block" or "expert"
     split: str
     examples: int
     views: list[SharesOfView]

@@ -18,8 +18,7 @@ from intbmoe.precomposition import precompose
 from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import Recipe
 
-MOST_BYTES = 2**32
-"""Of a model's parameters: a sweep leaves out larger ones, which a machine at hand may not hold."""
+MOST_BYTES = 2**32  # of a model's parameters: a sweep leaves out larger ones, which a machine at hand may not hold
 
 
 @dataclass(frozen=True)
@@ -32,19 +31,15 @@ class CostRow:
     memory: int
     memory_precomposed: int
     allocated: int | None
-    allocated_precomposed: int | None
-    """Peak bytes that the GPU's allocator handed out; None without a GPU."""
+    allocated_precomposed: int | None  # peak bytes that the GPU's allocator handed out; None without a GPU
 
 
 @dataclass(frozen=True)
 class RunCost:
-    experts: int
-    """The run's own E."""
-    device: str
-    """Where the allocated bytes were measured: "cpu" for nowhere."""
+    experts: int  # the run's own E
+    device: str  # where the allocated bytes were measured: "cpu" for nowhere
     sweep: list[CostRow]
-    too_large: list[int]
-    """Numbers of bases left out, whose models have more than ``MOST_BYTES`` of parameters."""
+    too_large: list[int]  # numbers of bases left out, whose models have more than ``MOST_BYTES`` of parameters
 
     def rows(self) -> list[dict[str, Any]]:
         return [asdict(row) for row in self.sweep]

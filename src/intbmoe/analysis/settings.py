@@ -86,8 +86,7 @@ IMAGENET = Setting(
     },
 )
 
-_CAUSAL_METHODS = (*TABLE_2[1:], PRECOMPOSED)
-"""The mixtures of the paper's table on language and travel."""
+_CAUSAL_METHODS = (*TABLE_2[1:], PRECOMPOSED)  # the mixtures of the paper's table on language and travel
 
 
 def _causal_notes(start: int, chosen: int, cp: int, tr: int) -> dict[str, tuple[str, ...]]:

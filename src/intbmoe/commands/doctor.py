@@ -34,8 +34,7 @@ of a few hundred of them."""
 class Finding(NamedTuple):
     name: str
     value: str
-    good: bool | None = None
-    """None where there is nothing to judge."""
+    good: bool | None = None  # None where there is nothing to judge
 
 
 def examine() -> list[Finding]:

@@ -19,8 +19,7 @@ class Contender:
     title: str
     values: tuple[float, ...]
     mean: float
-    interval: float | None
-    """Half the width of the 95 % interval; None with one value."""
+    interval: float | None  # half the width of the 95 % interval; None with one value
     flops: float | None = None
     params: float | None = None
 
@@ -35,10 +34,8 @@ class Question:
     task: str
     metric: str
     higher_is_better: bool
-    training: str
-    """How long each was trained, in words."""
-    left_out: int = 0
-    """Runs that should be there and are not."""
+    training: str  # how long each was trained, in words
+    left_out: int = 0  # runs that should be there and are not
 
 
 def answer_comparison(

@@ -32,8 +32,7 @@ POLL_SECONDS = 0.3
 LOG_LINES = 12
 TAIL_BYTES = 8192
 PROCESS_BYTES = 2**30
-BYTES_PER_PARAMETER = 20
-"""Weights, gradient, Adam's two moments and a copy while they change, in float32."""
+BYTES_PER_PARAMETER = 20  # weights, gradient, Adam's two moments and a copy while they change, in float32
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,11 @@ class Lane:
 class Process:
     job: Any
     lane: Lane
-    place: int
-    """Which of the lane's."""
+    place: int  # which of the lane's
     popen: subprocess.Popen
     log: Path
-    log_start: int
-    """Where in the log this start begins: earlier ones stay above it."""
-    metrics: Path
-    """The run's lines of JSON, which grow."""
+    log_start: int  # where in the log this start begins: earlier ones stay above it
+    metrics: Path  # the run's lines of JSON, which grow
     started: float
 
     def last_row(self) -> dict[str, Any]:
@@ -99,8 +95,7 @@ def launch(
 class Scheduler:
     """Keeps the places of its lanes filled; what a run is and what is said about it, subclasses know."""
 
-    grace_seconds: float = 120
-    """How long a run that is asked to stop has to save."""
+    grace_seconds: float = 120  # how long a run that is asked to stop has to save
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self.lanes = lanes

@@ -15,8 +15,7 @@ from intbmoe.report.tables import Cell, Column, Table
 from intbmoe.report.trace import trained_for
 from intbmoe.train.files import read_json
 
-DIGEST = 12
-"""Digits of a SHA-256 that are shown; the data has all."""
+DIGEST = 12  # digits of a SHA-256 that are shown; the data has all
 Data = Mapping[str, Any]
 
 

@@ -14,20 +14,17 @@ from intbmoe.train.metrics import LOAD_RATIOS
 
 GRIDS = ("K", "k", "E", "L")
 ABLATIONS = "ablations"
-MOST_POINTS = 400
-"""Of one curve; a picture has no more pixels, and metrics.jsonl has all."""
+MOST_POINTS = 400  # of one curve; a picture has no more pixels, and metrics.jsonl has all
 
 
 @dataclass(frozen=True)
 class Comparison:
     plan: Plan
     sound: Sequence[Job]
-    rows: Sequence[Mapping[str, Any]]
-    """Of ``Summary.record``."""
+    rows: Sequence[Mapping[str, Any]]  # of ``Summary.record``
     floors: Mapping[str, Mapping[str, float]]
     left_out: Sequence[Mapping[str, str]]
-    methods: str
-    """As ``--methods`` named them."""
+    methods: str  # as ``--methods`` named them
     command: str
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from intbmoe.report.numbers import NOTHING, flops_unit, format_metric, format_number
 from intbmoe.report.tables import Cell, Column, Span, Table
 
-Row = Mapping[str, Any]
-"""One of ``Summary.record``, or of a page's data."""
+Row = Mapping[str, Any]  # one of ``Summary.record``, or of a page's data
 Floors = Mapping[str, Mapping[str, float]]
 BRIEF = ("title", "mean", "params", "activated", "flops", "seconds")
 SHARES = {

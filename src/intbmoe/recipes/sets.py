@@ -33,8 +33,7 @@ ABLATIONS = {
     "no_filter": "w/o filter",
     "softmax": "softmax coefficients",
 }
-PLACED = "dense-placed"
-"""The label of the backbone's FFN where a mixture would stand."""
+PLACED = "dense-placed"  # the label of the backbone's FFN where a mixture would stand
 BLOCKS = (1, 2, 4, 8, 16, 32)
 TOP_K = (1, 2, 4, 8)
 EXPERTS = (1, 2, 4, 8, 16, 32, 64)

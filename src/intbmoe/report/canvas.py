@@ -18,8 +18,7 @@ from intbmoe.files import to_json
 # Okabe and Ito's colours, told apart also by those who see fewer.
 BLUE, ORANGE, GREY, GRID = "#0072b2", "#d55e00", "#777777", "#dddddd"
 EIGHT = (BLUE, "#e69f00", "#009e73", "#cc79a7", "#56b4e9", ORANGE, "#f0e442", "#999999")
-SHADES = (0.0, -0.45, 0.5)
-"""Of the eight colours, where there are more blocks: as they are, darker, lighter."""
+SHADES = (0.0, -0.45, 0.5)  # of the eight colours, where there are more blocks: as they are, darker, lighter
 DIVERGING = "RdBu_r"
 FORMATS = ("png", "svg")
 LOAD_TITLES = {
@@ -37,13 +36,10 @@ Data = Mapping[str, Any]
 class Picture:
     """A figure and what is to be said under it."""
 
-    name: str
-    """Of its files, without ending."""
+    name: str  # of its files, without ending
     title: str
-    see: str
-    """What to see."""
-    how: str
-    """How it was computed."""
+    see: str  # what to see
+    how: str  # how it was computed
     figure: Figure
 
     def caption(self) -> dict[str, str]:

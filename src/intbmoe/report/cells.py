@@ -14,8 +14,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from intbmoe.report.canvas import layer_title, shade
 
-LEGEND_INCHES = 0.85
-"""Width of one entry."""
+LEGEND_INCHES = 0.85  # width of one entry
 Colours = Sequence[tuple[float, float, float]]
 
 

@@ -29,8 +29,7 @@ class Answer:
     verdict: Verdict
     headline: str
     lines: tuple[tuple[str, str], ...]
-    leaders: tuple[str, ...] = ()
-    """Titles of what won or is tied for it; nothing where there is no claim."""
+    leaders: tuple[str, ...] = ()  # titles of what won or is tied for it; nothing where there is no claim
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,7 @@ class Figure:
     see: str
     how: str
     image: Image
-    source: str
-    """The files it comes from, beside the page."""
+    source: str  # the files it comes from, beside the page
 
 
 @dataclass(frozen=True)

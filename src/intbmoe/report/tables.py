@@ -38,8 +38,7 @@ class Cell:
     """None for what has no place in an order: such rows stay at the end, whatever the order."""
     href: str | None = None
     span: Span | None = None
-    small: str | None = None
-    """A second line, in small print."""
+    small: str | None = None  # a second line, in small print
     code: bool = False
 
     @classmethod
@@ -57,10 +56,8 @@ class Column:
     title: str
     numeric: bool = True
     hint: str | None = None
-    sorted: str | None = None
-    """"ascending" or "descending", if the rows come in the order of this column."""
-    name: str = ""
-    """By which ``select`` knows it; the title where there is none."""
+    sorted: str | None = None  # "ascending" or "descending", if the rows come in the order of this column
+    name: str = ""  # by which ``select`` knows it; the title where there is none
 
 
 @dataclass(frozen=True)
@@ -70,14 +67,10 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[str] = ()
-    marked: frozenset[int] = frozenset()
-    """Rows that stand out."""
-    anchors: Sequence[str] = ()
-    """An id for each row, for links to it."""
-    folded: bool = False
-    """Shown on a page on request only."""
-    records: Sequence[Mapping[str, Any]] = ()
-    """The rows as plain data, for CSV and JSON."""
+    marked: frozenset[int] = frozenset()  # rows that stand out
+    anchors: Sequence[str] = ()  # an id for each row, for links to it
+    folded: bool = False  # shown on a page on request only
+    records: Sequence[Mapping[str, Any]] = ()  # the rows as plain data, for CSV and JSON
 
     @classmethod
     def of_texts(cls, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], **more: Any) -> "Table":

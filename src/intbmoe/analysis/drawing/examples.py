@@ -14,19 +14,13 @@ from matplotlib.image import imread
 from intbmoe.report.canvas import Data, Picture, block_colours
 from intbmoe.report.cells import Cell, add_inches, add_legend, draw_cells, legend_inches, title_of
 
-LINE = 64
-"""Characters of a line of text."""
-LETTER = 0.125
-"""Inches of a letter's cell."""
-LETTER_WIDTH = 0.602
-"""Of the font's size, in DejaVu Sans Mono."""
-MOST_LAYERS = 6
-"""Layers shown of texts and journeys; of more, so many are drawn, evenly spread."""
-NUMBERED = 4
-"""Patches a side up to which each has its blocks' numbers on it."""
+LINE = 64  # characters of a line of text
+LETTER = 0.125  # inches of a letter's cell
+LETTER_WIDTH = 0.602  # of the font's size, in DejaVu Sans Mono
+MOST_LAYERS = 6  # layers shown of texts and journeys; of more, so many are drawn, evenly spread
+NUMBERED = 4  # patches a side up to which each has its blocks' numbers on it
 TINT = 0.6
-PALE = 0.35
-"""How much white is mixed into a colour below black text."""
+PALE = 0.35  # how much white is mixed into a colour below black text
 ROWS = {"scenario": 0, "intention": 1, "feedback": 2}
 
 

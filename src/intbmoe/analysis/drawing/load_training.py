@@ -18,8 +18,7 @@ from intbmoe.report.canvas import (
     ylabel,
 )
 
-MOST_LAYERS = 8
-"""Lines in a panel; of more layers, so many are shown, evenly spread."""
+MOST_LAYERS = 8  # lines in a panel; of more layers, so many are shown, evenly spread
 PANELS: dict[str, str] = {
     "utilisation": "utilisation (1: all get tokens)",
     "worst_case": "largest load / mean load (1: even)",
@@ -29,8 +28,7 @@ PANELS: dict[str, str] = {
     "dropped": "share of assignments dropped",
     "untaken": "share of tokens without {unit}",
 }
-ONLY_IF_ANY = ("dropped", "untaken")
-"""Panels left out where nothing of the kind ever happened."""
+ONLY_IF_ANY = ("dropped", "untaken")  # panels left out where nothing of the kind ever happened
 FREE_AXES = ("utilisation", "worst_case", "entropy", *ONLY_IF_ANY)
 """Panels whose axis need not begin at 0; numbers of experts do."""
 LINES = ("-", "--", "-.", ":")

@@ -17,8 +17,7 @@ from intbmoe.report.canvas import (
     ylabel,
 )
 
-MOST_ROWS = 30
-"""Labels that one heat map shows; of more, those farthest from uniform. The data has all."""
+MOST_ROWS = 30  # labels that one heat map shows; of more, those farthest from uniform. The data has all
 
 
 def draw_routing(data: Data) -> list[Picture]:
