@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from intbmoe.analysis.drawing import draw_load_training
-from intbmoe.analysis.drawing.load_training import relative_loads
+from intbmoe.analysis.drawing.load import relative_loads
 from intbmoe.analysis.load_history import load_history
 
 LINES = [

@@ -106,7 +106,7 @@ def require_matplotlib() -> None:
 
 def draw_sweep(setting: Setting, rows: Sequence[SweepRow], path: Path) -> None:
     require_matplotlib()
-    from intbmoe.analysis.drawing.cost import draw_panels  # an optional dependency, and slow to import
+    from intbmoe.analysis.drawing.bases import draw_panels  # an optional dependency, and slow to import
 
     titles = {"memory": (MIB, "Peak inference memory (MiB)"), "flops": (1e9, "FLOPs of one sample (G)")}
     figure = draw_panels([row.as_dict() for row in rows], titles)

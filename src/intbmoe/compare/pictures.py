@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from intbmoe.registry import find_method
 from intbmoe.report.canvas import BLUE, GREY, GRID, LOAD_TITLES, Data, Picture, tidy
@@ -31,12 +30,7 @@ AROUND = (
     *((9, 20, "left"), (9, -20, "left"), (-9, 20, "right"), (-9, -20, "right")),
 )
 """Where a point's name may stand, the best place first: points to the right and up, and its side that is there."""
-GRID_TITLES = {
-    "K": "blocks K",
-    "k": "blocks a token k",
-    "E": "expert bases E",
-    "L": "layers in a block L",
-}
+GRID_TITLES = {"K": "blocks K", "k": "blocks a token k", "E": "expert bases E", "L": "layers in a block L"}
 
 
 def draw_comparison(data: Data, curves: Sequence[Data]) -> list[Picture]:
@@ -165,8 +159,7 @@ def _draw_cost(data: Data) -> list[Picture]:
             _point(axes, row, value, factor)
         axes.margins(0.16, 0.1)
         axes.set_xlabel(title, fontsize=10)
-        axes.grid(color=GRID, linewidth=0.6)
-        tidy(axes, 8.5)
+        tidy(axes, grid="both", size=8.5)
     panels[0].set_ylabel(f"{data['metric']}{unit}", fontsize=10)
     _add_legend(figure, rows)
     figure.get_layout_engine().execute(figure)  # labels need to know where points are
@@ -267,10 +260,8 @@ def _draw_over_training(curves: Sequence[Data], wanted: Sequence[tuple[str, str,
     if not wanted:
         return None
     every = list(dict.fromkeys(curve["label"] for curve in curves))
-    shown = [
-        curve for curve in curves if any((curve["split"], curve["name"]) == (split, name) for split, name, _ in wanted)
-    ]
-    titles = {curve["label"]: curve["title"] for curve in shown}
+    shown = {(split, name) for split, name, _ in wanted}
+    titles = {curve["label"]: curve["title"] for curve in curves if (curve["split"], curve["name"]) in shown}
     rows = -(-len(titles) // 5)
     figure = Figure(figsize=(11, 3.3 + 0.22 * rows), layout="constrained")
     panels = figure.subplots(1, len(wanted), squeeze=False)[0]
@@ -281,11 +272,8 @@ def _draw_over_training(curves: Sequence[Data], wanted: Sequence[tuple[str, str,
                 single = {"marker": "o", "markersize": 5} if len(curve["steps"]) == 1 else {}
                 axes.plot(curve["steps"], curve["values"], linewidth=1.5, alpha=0.9, **style, **single)
         axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xlabel("step", fontsize=9)
         axes.set_xlim(0, 1.03 * max(step for curve in curves for step in curve["steps"]))
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.grid(axis="y", color=GRID, linewidth=0.6)
-        tidy(axes, 8.5)
+        tidy(axes, xlabel="step", ticks=5, grid="y", size=8.5)
     handles = [Line2D([], [], linewidth=2, label=title, **_style(label, every)) for label, title in titles.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9, handlelength=2.6)
     return figure
@@ -328,9 +316,8 @@ def _draw_sensitivity(data: Data) -> list[Picture]:
                 axes.plot(place, row["mean"] * factor, color=OWN, marker="*", markersize=14, zorder=3)
         axes.set_xticks(list(places), [f"{value:g}" for value, _ in points])
         axes.set_xlabel(GRID_TITLES[name], fontsize=10)
-        axes.grid(axis="y", color=GRID, linewidth=0.6)
         axes.margins(0.1, 0.12)
-        tidy(axes, 8.5)
+        tidy(axes, grid="y", size=8.5)
     panels[0].set_ylabel(f"{data['metric']}{unit}", fontsize=10)
     see = " ".join(_told_grid(data, name, points) for name, points in grids.items())
     how = (

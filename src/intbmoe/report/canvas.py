@@ -1,7 +1,6 @@
 """What the pictures share: the picture itself, colours, panels, axes."""
 
 import io
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from intbmoe.files import to_json
 
@@ -71,13 +71,15 @@ def layer_title(name: str) -> str:
     return f"layer {numbers[-1]}" if numbers else parts[-1]
 
 
-def make_panels(number: int, width: float, height: float, share_y: bool = False) -> tuple[Figure, list[Axes]]:
-    """``number`` axes, at most about 14 inches beside each other."""
+def make_panels(number: int, width: float, height: float, ylabel: str = "") -> tuple[Figure, list[Axes]]:
+    """``number`` axes, at most about 14 inches beside each other; those with a common ``ylabel`` share their scale."""
     columns = max(1, min(number, int(14 // width)))
     rows = -(-number // columns)
     columns = -(-number // rows)  # five panels are three and two, not four and one
     figure = Figure(figsize=(max(4.5, columns * width + 1), rows * height + 0.2), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, sharey=share_y).flatten()
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=bool(ylabel)).flatten()
+    for axes in grid[::columns]:
+        axes.set_ylabel(ylabel, fontsize=9)
     for axes in grid[number:]:
         axes.set_visible(False)
     return figure, list(grid[:number])
@@ -106,11 +108,6 @@ def heat_map(axes: Axes, values: np.ndarray, limit: float, title: str) -> Any:
     return image
 
 
-def matrix(rows: Sequence[Sequence[float] | None], columns: int) -> np.ndarray:
-    """Rows as an array, NaN where there is none."""
-    return np.array([[math.nan] * columns if row is None else row for row in rows], dtype=float)
-
-
 def number_columns(axes: Axes, numbers: Sequence[int], unit: str) -> None:
     """The numbers of experts or blocks below, at most 16 of them."""
     step = -(-len(numbers) // 16)
@@ -126,15 +123,16 @@ def colour_bar(figure: Figure, image: Any, panels: Any, title: str) -> None:
     bar.outline.set_visible(False)
 
 
-def ylabel(panels: Sequence[Axes], text: str) -> None:
-    """On the leftmost of each row."""
-    for axes in panels:
-        if axes.get_subplotspec().is_first_col():
-            axes.set_ylabel(text, fontsize=9)
-
-
-def tidy(axes: Axes, size: float = 8) -> None:
-    """No box, small numbers, grid below the data."""
+def tidy(axes: Axes, title: str = "", xlabel: str = "", *, ticks: int = 0, grid: Any = None, size: float = 8) -> None:
+    """No box, small numbers, at most ``ticks`` whole ones below, and behind the data a ``grid``: of x, y or both."""
+    if title:
+        axes.set_title(title, loc="left", fontsize=9)
+    if xlabel:
+        axes.set_xlabel(xlabel, fontsize=9)
+    if ticks:
+        axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
+    if grid:
+        axes.grid(axis=grid, color=GRID, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=size)
     axes.set_axisbelow(True)
