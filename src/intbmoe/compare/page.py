@@ -5,14 +5,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from intbmoe.compare.answer import Contender, Question, answer_comparison
+from intbmoe.compare.answer import answer_comparison
 from intbmoe.compare.record import ABLATIONS, Comparison, collect
 from intbmoe.compare.table import SHARES, anchor, file_stem, floors_table, number_cell, other_metric_cell, results_table
 from intbmoe.files import replace_file, to_json
 from intbmoe.report.numbers import NOTHING, format_difference, format_metric
-from intbmoe.report.page import Answer, Figure, Notice, Page, Section, read_figure, write_page
+from intbmoe.report.page import Figure, Notice, Page, Section, read_figure, write_page
 from intbmoe.report.tables import Cell, Column, Table
-from intbmoe.report.trace import trained_for
 from intbmoe.train.files import read_json
 
 DIGEST = 12  # digits of a SHA-256 that are shown; the data has all
@@ -48,30 +47,11 @@ def redraw_comparison(folder: str | Path) -> Path:
 def comparison_page(data: Data, pictures: Path) -> Page:
     """The page; parts without runs or pictures are not on it."""
     figures = {path.stem: read_figure(path, "data/") for path in sorted(pictures.glob("*.json"))}
-    answer = _answer(data)
+    answer = answer_comparison(data)
     sections = [_results(data, answer.leaders), *(_part(name, figures) for name in LEADS)]
     sections += [_ablations(data), _floors(data), _left_out(data, figures), _runs(data)]
     overline = f"intbmoe compare · {data['recipe']} · --methods {data['methods']}"
     return Page(overline, answer, [section for section in sections if section is not None])
-
-
-def _answer(data: Data) -> Answer:
-    trained = _trained(data)
-    run = data["runs"][0]
-    training = trained_for({**run, "seconds": None})
-    question = Question(
-        recipe=data["recipe"],
-        task=data["task"],
-        metric=data["metric"],
-        higher_is_better=data["higher_is_better"],
-        training="not trained" if training == NOTHING else f"{training} each",
-        left_out=sum(bool(one["path"]) for one in data["left_out"]),
-    )
-    contenders = [
-        Contender(row["title"], tuple(row["values"]), row["mean"], row["interval_95"], row["flops"], row["params"])
-        for row in trained
-    ]
-    return answer_comparison(question, contenders, data["floors"])
 
 
 def _trained(data: Data) -> list[Data]:
@@ -148,11 +128,7 @@ def _ablations(data: Data) -> Section | None:
     columns = [Column("Variant", numeric=False), *(Column(name) for name in metrics)]
     tables = [Table("IntBMoE and its ablations, on the test split", [*columns, Column("Params (M)")], cells)]
     if differences:
-        better = (
-            "Below zero: the part that was left out helped"
-            if data["higher_is_better"]
-            else ("Above zero: the part that was left out helped")
-        )
+        better = f"{'Below' if data['higher_is_better'] else 'Above'} zero: the part that was left out helped"
         note = f"Mean of the ablation minus mean of the full model. {better}, as far as the intervals above allow."
         tables.append(Table("Distance from the full model", columns, differences, notes=[note]))
     return Section("ablations", "Ablations", "What does each part of IntBMoE do? One is left out at a time.", tables)
