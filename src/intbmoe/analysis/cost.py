@@ -79,24 +79,15 @@ class Row:
     @property
     def agrees(self) -> dict[str, bool | None]:
         """Whether each column rounds to the digits the paper prints; None where it prints nothing."""
-        return {column: self._agrees(column, unit) for column, unit in UNITS.items()}
-
-    def _agrees(self, column: str, unit: float) -> bool | None:
-        printed = getattr(self.paper, column)
-        return None if printed is None else f"{getattr(self, column) / unit:.3f}" == f"{printed:.3f}"
+        printed = asdict(self.paper)
+        ours = {column: f"{getattr(self, column) / unit:.3f}" for column, unit in UNITS.items()}
+        return {name: None if printed[name] is None else ours[name] == f"{printed[name]:.3f}" for name in ours}
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "method": self.method,
-            "params": self.params,
-            "activated": self.activated,
-            "flops": self.flops,
-            "flops_executed": self.flops_executed,
-            "paper": asdict(self.paper),
-            "agrees": self.agrees,
-            "assumed_active": self.assumed_active,
-            "notes": list(self.notes),
-        }
+        """For JSON, whose order of names is this one."""
+        counts = {name: getattr(self, name) for name in ("method", "params", "activated", "flops", "flops_executed")}
+        beside = {"assumed_active": self.assumed_active, "notes": list(self.notes)}
+        return {**counts, "paper": asdict(self.paper), "agrees": self.agrees, **beside}
 
 
 def measure(setting: Setting, method: str, *, attention: bool = False) -> Row:
@@ -148,9 +139,6 @@ class SweepRow:
     memory: int
     memory_precomposed: int
     paper: Mapping[str, float]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "paper": dict(self.paper)}
 
 
 def sweep_experts(setting: Setting, experts: int, *, attention: bool = False, memory: bool = True) -> SweepRow:

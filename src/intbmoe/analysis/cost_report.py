@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -96,7 +97,7 @@ def sweep_table(setting: Setting, rows: Sequence[SweepRow], *, attention: bool) 
         )
     notes += setting.remarks
     title = f"IntBMoE against the number of expert bases E: {setting.title}"
-    return Table.of_texts(title, header, body, notes=notes, records=[row.as_dict() for row in rows])
+    return Table.of_texts(title, header, body, notes=notes, records=[asdict(row) for row in rows])
 
 
 def require_matplotlib() -> None:
@@ -105,11 +106,10 @@ def require_matplotlib() -> None:
 
 
 def draw_sweep(setting: Setting, rows: Sequence[SweepRow], path: Path) -> None:
-    require_matplotlib()
     from intbmoe.analysis.drawing.bases import draw_panels  # an optional dependency, and slow to import
 
     titles = {"memory": (MIB, "Peak inference memory (MiB)"), "flops": (1e9, "FLOPs of one sample (G)")}
-    figure = draw_panels([row.as_dict() for row in rows], titles)
+    figure = draw_panels([asdict(row) for row in rows], titles)
     figure.suptitle(f"IntBMoE, {setting.title.split(',')[0]}, batch size 1", fontsize=11, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)

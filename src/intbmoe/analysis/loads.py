@@ -1,12 +1,13 @@
-"""Loads and losses: how training went, and how evenly the trained model uses its experts or blocks.
+"""Loads and losses: how training went, and how evenly the model uses its experts or blocks.
 
-Over training everything comes from ``metrics.jsonl``, whose loads are means over the layers that choose
-(``load_history.py`` has each layer by itself). Here loads of single experts, how many of them a token has, and what
-was left out are counted on examples of a split.
+Over training, from ``metrics.jsonl``, whose loads are means over the layers that choose, and from ``loads.jsonl``,
+which training writes for methods whose tokens choose: assignments of each expert or block of each layer between two
+lines of metrics, from which all ratios are computed again. Of the trained model, loads of single experts, how many of
+them a token has, and what was left out are counted on examples of a split.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,10 @@ from intbmoe.analysis.sample import Sample
 from intbmoe.layer import MoELayer, moe_layers
 from intbmoe.methods.intbmoe import BlockLayer
 from intbmoe.routing import RecordedRouting
-from intbmoe.statistics import load_statistics_of
-from intbmoe.train.metrics import LOAD_RATIOS
+from intbmoe.statistics import LoadStatistics, load_statistics_of
 
 PLACE = ("step", "epoch", "split")  # what a line of metrics begins with; the rest are names with values
+RATIOS = ("utilisation", "worst_case", "entropy")
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,6 @@ class TrainingCurves:
     curves: list[Curve]
     lines: list[dict[str, Any]]  # the lines themselves, for CSV
 
-    @property
-    def has_load(self) -> bool:
-        """Whether the method's load was recorded."""
-        return any(curve.name in LOAD_RATIOS for curve in self.curves)
-
     def rows(self) -> list[dict[str, Any]]:
         """One for each line of metrics, all with the same columns; None where a line has no such value."""
         columns = dict.fromkeys(name for line in self.lines for name in line)
@@ -58,6 +54,71 @@ def training_curves(lines: Sequence[dict[str, Any]], metric: str, higher_is_bett
             curve.steps.append(line["step"])
             curve.values.append(line[name])
     return TrainingCurves(metric, higher_is_better, list(found.values()), list(lines))
+
+
+@dataclass(frozen=True)
+class LayerHistory:
+    """One layer; every list has an entry for each of the steps."""
+
+    layer: str
+    steps: list[int]  # the last steps of the windows
+    tokens: list[int]  # valid tokens of each window
+    counts: list[list[int | None]]
+    """Assignments of each expert or block; None where a growing pool did not have it open."""
+    utilisation: list[float | None]
+    worst_case: list[float | None]
+    entropy: list[float | None]  # ratios as ``LoadStatistics`` has them; None in a window without assignments
+    dead: list[int]  # how many of those there were got no token
+    active: list[float]  # assignments for each token
+    dropped: list[float]
+    """Share of the wanted assignments that found their expert full; 0 for a method without capacity."""
+    untaken: list[float] | None
+    """Share of the tokens that no expert took; None for a method that does not count them in training."""
+
+
+@dataclass(frozen=True)
+class LoadHistory:
+    unit: str  # what tokens are sent to: "block" or "expert"
+    layers: list[LayerHistory]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {"step": step, "layer": found.layer, self.unit: index, "assignments": count, "tokens": tokens}
+            for found in self.layers
+            for step, tokens, counts in zip(found.steps, found.tokens, found.counts, strict=True)
+            for index, count in enumerate(counts)
+            if count is not None
+        ]
+
+
+def load_history(lines: Sequence[Mapping[str, Any]], unit: str) -> LoadHistory:
+    names = list(dict.fromkeys(name for line in lines for name in line["layers"]))
+    return LoadHistory(unit, [_layer_history(name, lines) for name in names])
+
+
+def _layer_history(name: str, lines: Sequence[Mapping[str, Any]]) -> LayerHistory:
+    found = [(line["step"], line["layers"][name]) for line in lines if name in line["layers"]]
+    windows = [window for _, window in found]
+    statistics = [_statistics(window) for window in windows]
+    ratios = {ratio: [_number(getattr(load, ratio)) for load in statistics] for ratio in RATIOS}
+    counted = any("untaken" in window for window in windows)
+    return LayerHistory(
+        layer=name,
+        steps=[step for step, _ in found],
+        tokens=[window["tokens"] for window in windows],
+        counts=[window["counts"] for window in windows],
+        dead=[len(load.dead) for load in statistics],
+        active=[sum(load.counts) / max(1, load.tokens) for load in statistics],
+        dropped=[window.get("dropped", 0.0) for window in windows],
+        untaken=[window.get("untaken", 0.0) for window in windows] if counted else None,
+        **ratios,
+    )
+
+
+def _statistics(window: Mapping[str, Any]) -> LoadStatistics:
+    opened = torch.tensor([count is not None for count in window["counts"]])
+    counts = torch.tensor([count or 0 for count in window["counts"]], dtype=torch.int64)
+    return load_statistics_of(counts, window["tokens"], opened=opened)
 
 
 @dataclass(frozen=True)
@@ -147,7 +208,6 @@ class _Counted:
 def _layer_load(name: str, layer: MoELayer, counted: _Counted) -> LayerLoad:
     tokens, by_choices = counted.tokens, counted.tokens_by_choices()
     statistics = load_statistics_of(counted.counts, tokens, counted.dropped or 0, layer.open_choices)
-    ratios = {ratio: getattr(statistics, ratio) for ratio in ("utilisation", "worst_case", "entropy")}
     return LayerLoad(
         layer=name,
         counts=list(statistics.counts),
@@ -158,5 +218,9 @@ def _layer_load(name: str, layer: MoELayer, counted: _Counted) -> LayerLoad:
         dropped=None if counted.dropped is None else statistics.dropped,
         untaken=by_choices[0] / max(1, tokens),
         tokens_by_choices=by_choices,
-        **{ratio: None if math.isnan(value) else value for ratio, value in ratios.items()},
+        **{ratio: _number(getattr(statistics, ratio)) for ratio in RATIOS},
     )
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
