@@ -16,12 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from intbmoe.analysis.coefficients import collect_coefficients
-from intbmoe.analysis.examples import example_routing
+from intbmoe.analysis.bases import collect_coefficients, measure_participation
 from intbmoe.analysis.loads import choosing_layers, evaluated_load, load_history, training_curves, unit_of
 from intbmoe.analysis.page import run_page
-from intbmoe.analysis.participation import measure_participation
-from intbmoe.analysis.routing_share import routing_shares
+from intbmoe.analysis.routing import example_routing, routing_shares
 from intbmoe.analysis.run_cost import measure_run_cost
 from intbmoe.analysis.sample import Sample
 from intbmoe.files import replacing_folder, to_json
