@@ -29,14 +29,11 @@ class Comparison:
 
 
 def collect(comparison: Comparison) -> dict[str, dict[str, Any]]:
-    return {"comparison": _describe(comparison), "curves": {"curves": _curves(comparison.sound)}}
-
-
-def _describe(comparison: Comparison) -> dict[str, Any]:
+    """What is written: file name → content."""
     plan = comparison.plan
     task = find_task(plan.recipe.task)
     refused = [{"title": title, "path": "", "reason": reason} for title, reason in plan.refused.items()]
-    return {
+    described = {
         "recipe": plan.recipe.name,
         "task": plan.recipe.task,
         "metric": task.metric,
@@ -49,17 +46,13 @@ def _describe(comparison: Comparison) -> dict[str, Any]:
         "runs": [_run(job, plan) for job in comparison.sound],
         "left_out": [*comparison.left_out, *refused],
     }
+    return {"comparison": described, "curves": {"curves": _curves(comparison.sound)}}
 
 
 def _run(job: Job, plan: Plan) -> dict[str, Any]:
     link = os.path.relpath(job.run.path, plan.folder / "a page's folder").replace(os.sep, "/")
-    return {
-        "title": job.variant.title,
-        "label": job.variant.label,
-        "path": str(job.run.path),
-        "link": f"{link}/",
-        **trace_run(job.run),
-    }
+    about = {"title": job.variant.title, "label": job.variant.label}
+    return {**about, "path": str(job.run.path), "link": f"{link}/", **trace_run(job.run)}
 
 
 def _sets(recipe: Recipe, methods: str) -> dict[str, list[dict[str, Any]]]:
