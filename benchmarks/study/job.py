@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from intbmoe.compare.page import thin
 from intbmoe.compare.plan import Job
-from intbmoe.compare.record import thin
 from intbmoe.compare.summary import summarise
 from intbmoe.files import digest, replace_file, to_json
 from intbmoe.recipes import recipe_from_dict

@@ -13,7 +13,7 @@ from intbmoe.report.page import Answer, Verdict
 from intbmoe.report.trace import trained_for
 
 MOST_NAMED, MOST_LISTED = 3, 13
-Data = Mapping[str, Any]  # what ``record.collect`` calls a comparison, or a row of it
+Data = Mapping[str, Any]  # what ``page.collect`` calls a comparison, or a row of it
 
 
 def answer_comparison(data: Data) -> Answer:

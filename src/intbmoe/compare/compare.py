@@ -11,9 +11,8 @@ from dataclasses import replace
 from rich.console import Console
 
 from intbmoe.compare.jobs import Failure, choose_jobs, run_jobs
-from intbmoe.compare.page import write_comparison_page
+from intbmoe.compare.page import Comparison, write_comparison_page
 from intbmoe.compare.plan import CompareOptions, Job, Plan, make_plan, sort_out
-from intbmoe.compare.record import Comparison
 from intbmoe.compare.summary import summarise
 from intbmoe.compare.table import brief_table, file_stem, floors_table, write_files
 from intbmoe.recipes.sets import PLACED
