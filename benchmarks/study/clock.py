@@ -24,8 +24,6 @@ RECENT = 12
 
 
 class Clock:
-    """Estimates, which get better as runs are seen."""
-
     def __init__(self, output: Path, jobs: int) -> None:
         self.alone = read_timings(output)
         self.crowding = {"cuda": 1 + GUESSED_CROWDING * (jobs - 1), "cpu": 1.0}

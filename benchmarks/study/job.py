@@ -131,7 +131,6 @@ def _load(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _curve(rows: list[dict[str, Any]], split: str, name: str = "loss") -> list[list[float]]:
-    """[step, value], evenly thinned; the last stays."""
     return thin([[row["step"], row[name]] for row in rows if row["split"] == split and name in row], CURVE_POINTS)
 
 

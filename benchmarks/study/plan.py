@@ -162,7 +162,6 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
 
 
 def _narrow(recipe: Recipe) -> list[Variant]:
-    """Dense networks with the compute of IntBMoE's one-layer form."""
     one_layer = next(variant for variant in find_variants(recipe, "ablations") if variant.label == ONE_LAYER)
     found = dense_of_compute(recipe, one_layer.moe)
     return [Variant(title, replace(moe, label=f"{moe.name}-narrow")) for title, moe in found]
@@ -263,7 +262,6 @@ def _essential(value: Any, where: str) -> Any:
 
 
 def _command(recipe: str, variant: Variant, seed: int, settings: Mapping[str, Any]) -> str:
-    """What repeats the run by hand, on one GPU."""
     words = ["intbmoe train", recipe, "--data.path DATA", f"--moe.name {variant.moe.name}"]
     if variant.moe.label:
         words.append(f"--moe.label {variant.moe.label}")
@@ -297,7 +295,6 @@ def free_settings(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
-    """The recipe with dotted settings changed, checked as a recipe file is."""
     data = recipe_to_dict(recipe)
     for key, value in settings.items():
         *rooms, last = key.split(".")

@@ -160,7 +160,6 @@ def _standing(group: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
 
 
 def _place(summary: Mapping[str, Any]) -> tuple[bool, int, str]:
-    """The paper's order; variants after their methods' table."""
     return summary["label"] not in ORDER, ORDER.get(summary["method"], len(ORDER)), summary["label"]
 
 
@@ -211,7 +210,6 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _about(runs: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> str:
-    """What a reader of the numbers must know, as far as the summaries say it."""
     first = runs[0]
     machines = sorted({run["environment"]["device"] for run in runs})
     torches = sorted({run["environment"]["packages"]["torch"] for run in runs})

@@ -101,7 +101,6 @@ def _tell_damaged(console: Console, plan: Plan, left_out: Sequence[Mapping[str, 
 
 
 def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> str:
-    """Commands that lead on from here; with the same settings they find the finished runs again."""
     program = shlex.quote("intbmoe" if shutil.which("intbmoe") else os.path.relpath(sys.argv[0]))
     recipe = shlex.join(_with_root(plan, options, settings))
     last = plan.jobs[-1]

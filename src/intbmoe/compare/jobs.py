@@ -53,7 +53,6 @@ class Process:
     started: float
 
     def last_row(self) -> dict[str, Any]:
-        """The last whole line of its metrics; empty if there is none."""
         try:
             with open(self.metrics, "rb") as file:
                 file.seek(max(0, self.metrics.stat().st_size - TAIL_BYTES))
@@ -102,7 +101,6 @@ class Scheduler:
         self.running: list[Process] = []
 
     def takes(self, job: Any, lane: Lane) -> bool:
-        """Whether the job may start on the lane now."""
         return True
 
     def start(self, job: Any, lane: Lane, place: int) -> Process:
@@ -202,7 +200,6 @@ def choose_jobs(plan: Plan, runs: int, wanted: int | None) -> int:
 
 
 def run_jobs(plan: Plan, waiting: Sequence[Job], jobs: int, console: Console) -> list[Failure]:
-    """Train all ``waiting`` runs, ``jobs`` at a time; returns those that failed."""
     with _Comparison(plan, len(waiting), jobs, console) as comparison:
         comparison.run(list(waiting))
     return comparison.failures

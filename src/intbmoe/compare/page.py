@@ -81,7 +81,6 @@ def _sets(recipe: Recipe, methods: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def _curves(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Losses, the deciding metric and the loads of every run, thinned out."""
     found = []
     for job in jobs:
         metric = find_task(job.recipe.task).metric

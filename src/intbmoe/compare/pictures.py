@@ -254,7 +254,6 @@ def _draw_load(curves: Sequence[Data]) -> list[Picture]:
 
 
 def _draw_over_training(curves: Sequence[Data], wanted: Sequence[tuple[str, str, str]]) -> Figure | None:
-    """A panel for each wanted curve of which there is any, with one legend."""
     kinds = {(curve["split"], curve["name"]) for curve in curves}
     wanted = [(split, name, title) for split, name, title in wanted if (split, name) in kinds]
     if not wanted:
@@ -280,7 +279,6 @@ def _draw_over_training(curves: Sequence[Data], wanted: Sequence[tuple[str, str,
 
 
 def _style(label: str, labels: Sequence[str]) -> dict[str, Any]:
-    """The same in every picture; plain IntBMoE has its own."""
     if label == "intbmoe":
         return {"color": OWN, "linestyle": "-", "zorder": 3}
     place = [other for other in labels if other != "intbmoe"].index(label)

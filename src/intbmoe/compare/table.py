@@ -100,7 +100,6 @@ def _share_cell(row: Row, name: str) -> Cell:
 
 
 def other_metric_cell(row: Row, name: str) -> Cell:
-    """The mean of a metric, its interval below."""
     found = row["metrics"].get(name)
     if not found:
         return Cell(NOTHING)
@@ -144,7 +143,6 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def file_stem(methods: str) -> str:
-    """The name of the result files for a choice of ``--methods``."""
     names = [STEMS.get(name.strip(), name.strip()) for name in methods.split(",") if name.strip()]
     return "+".join(dict.fromkeys(names))[:LONGEST_STEM]
 
@@ -152,7 +150,6 @@ def file_stem(methods: str) -> str:
 def write_files(
     folder: Path, stem: str, rows: Sequence[Row], title: str, higher_is_better: bool, floors: Floors | None = None
 ) -> list[Path]:
-    """CSV, JSON, Markdown and, with matplotlib, the picture; returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     table = brief_table(rows, title, higher_is_better)
     below = [floors_table(floors, "")] if floors else []

@@ -48,7 +48,6 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """The folder of its runs."""
         return self.moe.label or self.moe.name
 
 
@@ -118,7 +117,6 @@ def _blocks(config: IntBMoEConfig) -> list[Change]:
 
 
 def _top_k(config: IntBMoEConfig) -> list[Change]:
-    """No more than there are blocks."""
     return [(f"top_k{k}", f"k = {k}", replace(config, top_k=k)) for k in TOP_K if k <= config.blocks]
 
 

@@ -56,7 +56,6 @@ class Picture:
 
 
 def save_pictures(pictures: Iterable[Picture], folder: Path) -> None:
-    """Each as PNG and SVG, with its caption as JSON."""
     folder.mkdir(exist_ok=True)
     for picture in pictures:
         for form in FORMATS:
@@ -109,14 +108,12 @@ def heat_map(axes: Axes, values: np.ndarray, limit: float, title: str) -> Any:
 
 
 def number_columns(axes: Axes, numbers: Sequence[int], unit: str) -> None:
-    """The numbers of experts or blocks below, at most 16 of them."""
     step = -(-len(numbers) // 16)
     axes.set_xticks(range(0, len(numbers), step), [str(number) for number in numbers[::step]], fontsize=8)
     axes.set_xlabel(unit, fontsize=9)
 
 
 def colour_bar(figure: Figure, image: Any, panels: Any, title: str) -> None:
-    """Which colour is how much, beside the panels."""
     bar = figure.colorbar(image, ax=panels, shrink=0.9, aspect=25)
     bar.set_label(title, fontsize=8)
     bar.ax.tick_params(labelsize=8)

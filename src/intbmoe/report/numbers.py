@@ -26,5 +26,4 @@ def axis_scale(metric: str) -> tuple[float, str]:
 
 
 def flops_unit(flops: Iterable[float]) -> tuple[float, str]:
-    """G or M, whichever suits the largest."""
     return (1e9, "G") if max(flops) >= 1e9 else (1e6, "M")

@@ -50,8 +50,6 @@ class Facts:
 
 @dataclass(frozen=True)
 class Notice:
-    """A sentence or several, as a list with names."""
-
     kind: ClassVar[str] = "notice"
     items: Sequence[tuple[str, str]]
 

@@ -31,8 +31,6 @@ class Span:
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in a table, and what it is sorted by."""
-
     text: str
     value: float | str | None = None
     """None for what has no place in an order: such rows stay at the end, whatever the order."""
