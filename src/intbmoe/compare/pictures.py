@@ -222,9 +222,6 @@ def _draw_curves(data: Data, curves: Sequence[Data]) -> list[Picture]:
     wanted = [("train", "loss", "training loss"), ("valid", "loss", "validation loss")]
     if metric != "loss":
         wanted.append(("valid", metric, f"validation {metric}"))
-    found = _draw_over_training(curves, wanted)
-    if found is None:
-        return []
     see = (
         "One line for each run; seeds of a method have its colour and dashes, so that their distance shows what chance "
         "does. Where validation turns up while training falls, a model learns by heart."
@@ -233,15 +230,12 @@ def _draw_curves(data: Data, curves: Sequence[Data]) -> list[Picture]:
         "From each run's metrics.jsonl, at most 400 points of a curve. Training values are means since the line "
         "before, without auxiliary losses; validation is of the whole split."
     )
-    return [Picture("curves", "Loss of all runs over training", see, how, found)]
+    return _draw_over_training(curves, wanted, "curves", "Loss of all runs over training", see, how)
 
 
 def _draw_load(curves: Sequence[Data]) -> list[Picture]:
     dropping = any(c["name"] == "dropped" and any(c["values"]) for c in curves)
     wanted = [("train", name, title) for name, title in LOAD_TITLES.items() if name != "dropped" or dropping]
-    found = _draw_over_training(curves, wanted)
-    if found is None:
-        return []
     see = (
         "How evenly each method spread its tokens while it was trained. Lines at 1 are even; a low utilisation means "
         "experts without tokens, and a high largest load means that one of them does the work of many."
@@ -250,14 +244,15 @@ def _draw_load(curves: Sequence[Data]) -> list[Picture]:
         "From each run's metrics.jsonl: loads since the line before, means over the layers that choose. Methods whose "
         "tokens do not choose have no load and no line."
     )
-    return [Picture("load", "Load over training", see, how, found)]
+    return _draw_over_training(curves, wanted, "load", "Load over training", see, how)
 
 
-def _draw_over_training(curves: Sequence[Data], wanted: Sequence[tuple[str, str, str]]) -> Figure | None:
+def _draw_over_training(curves: Sequence[Data], wanted: Sequence[tuple[str, str, str]], *caption: str) -> list[Picture]:
+    """A panel for each of the curves (split, name, title) that there are; nothing where there is none."""
     kinds = {(curve["split"], curve["name"]) for curve in curves}
     wanted = [(split, name, title) for split, name, title in wanted if (split, name) in kinds]
     if not wanted:
-        return None
+        return []
     every = list(dict.fromkeys(curve["label"] for curve in curves))
     shown = {(split, name) for split, name, _ in wanted}
     titles = {curve["label"]: curve["title"] for curve in curves if (curve["split"], curve["name"]) in shown}
@@ -275,7 +270,7 @@ def _draw_over_training(curves: Sequence[Data], wanted: Sequence[tuple[str, str,
         tidy(axes, xlabel="step", ticks=5, grid="y", size=8.5)
     handles = [Line2D([], [], linewidth=2, label=title, **_style(label, every)) for label, title in titles.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9, handlelength=2.6)
-    return figure
+    return [Picture(*caption, figure)]
 
 
 def _style(label: str, labels: Sequence[str]) -> dict[str, Any]:
