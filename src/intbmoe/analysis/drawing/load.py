@@ -20,8 +20,7 @@ PANELS = {
     "untaken": "share of tokens without {unit}",
 }
 ONLY_IF_ANY = ("dropped", "untaken")  # panels left out where nothing of the kind ever happened
-FREE_AXES = ("utilisation", "worst_case", "entropy", *ONLY_IF_ANY)
-"""Panels whose axis need not begin at 0; numbers of experts do."""
+FREE_AXES = ("utilisation", "worst_case", "entropy", *ONLY_IF_ANY)  # need not begin at 0; numbers of experts do
 LINES = ("-", "--", "-.", ":")
 TITLES = {**canvas.LOAD_TITLES, "untaken": "share of tokens without expert"}
 
@@ -102,14 +101,8 @@ def _draw_experts(data: Data) -> Picture:
     limit = min(max(2.0, most), 4.0)
     for axes, layer, values in zip(panels, layers, maps, strict=True):
         axes.set_facecolor("#cccccc")
-        image = axes.pcolormesh(
-            _edges(layer["steps"]),
-            np.arange(len(values) + 1) - 0.5,
-            np.ma.masked_invalid(values),
-            cmap="cividis",
-            vmin=0,
-            vmax=limit,
-        )
+        across, down = _edges(layer["steps"]), np.arange(len(values) + 1) - 0.5
+        image = axes.pcolormesh(across, down, np.ma.masked_invalid(values), cmap="cividis", vmin=0, vmax=limit)
         axes.set_ylim(tallest - 0.5, -0.5)
         axes.set_title(layer_title(layer["layer"]), loc="left", fontsize=9)
         axes.set_xlabel("step", fontsize=9)
@@ -156,12 +149,8 @@ def _draw_layers(data: Data) -> Picture:
         for place, layer in enumerate(shown):
             if layer[name] is not None:
                 values = [np.nan if value is None else value for value in layer[name]]
-                look = {
-                    "color": colours[place],
-                    "linestyle": LINES[place % 4],
-                    "marker": "o" if len(values) == 1 else None,
-                }
-                axes.plot(layer["steps"], values, label=layer_title(layer["layer"]), **look)
+                look = {"color": colours[place], "linestyle": LINES[place % 4], "label": layer_title(layer["layer"])}
+                axes.plot(layer["steps"], values, marker="o" if len(values) == 1 else None, **look)
         tidy(axes, PANELS[name].format(unit=unit), "step", ticks=5, grid="y")
         if name not in FREE_AXES:
             axes.set_ylim(bottom=0, top=None if axes.get_ylim()[1] > 0.1 else 1)
