@@ -108,9 +108,9 @@ def signed_log_axis(values: Sequence[float]) -> Callable[[Axes], None]:
     low, high = (math.floor(math.log10(size)) for size in (min(sizes), max(sizes)))
     steps = (1, 2, 5) if high - low < 2 else (1,)
     marks = [step * 10.0**power for power in range(low, high + 1) for step in steps]
-    marks = [canvas.mark for canvas.mark in marks if min(sizes) / 2 <= canvas.mark <= 1.5 * max(sizes)]
+    marks = [mark for mark in marks if min(sizes) / 2 <= mark <= 1.5 * max(sizes)]
     ends = [1.5 * sign * max([sign * value for value in values if sign * value > 0], default=0) for sign in (-1, 1)]
-    ticks = [tick for tick in (*(-canvas.mark for canvas.mark in marks), 0, *marks) if ends[0] <= tick <= ends[1]]
+    ticks = [tick for tick in (*(-mark for mark in marks), 0, *marks) if ends[0] <= tick <= ends[1]]
 
     def apply(axes: Axes) -> None:
         axes.set_yscale("symlog", linthresh=min(sizes), linscale=0.5)
