@@ -18,42 +18,26 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 
 import torch
+from benchmarks.study import plan
 from benchmarks.study.clock import Clock
-from benchmarks.study.plan import (
-    REAL,
-    RESULTS,
-    SOURCE,
-    STAGES,
-    STUDIES,
-    TUNING,
-    Entry,
-    change,
-    choose_rates,
-    free_settings,
-    make_plan,
-    read_plan,
-    read_summaries,
-    write_plan,
-)
 from benchmarks.study.scheduler import STOP_SECONDS, StudyLane, StudyScheduler, sharing_by_mps
 
 from intbmoe.train.run import git_state
 
 
 def main() -> int:
-    """The command line."""
     options = parse()
     if options.choose_rates:
-        rates = choose_rates(read_summaries(options.output))
+        rates = plan.choose_rates(plan.read_summaries(options.output))
         print(" ".join(f"--set {study}:train.lr={rate:g}" for study, rate in sorted(rates.items())))
         return 0
     entries = find_entries(options)
     if options.write_plan:
-        write_plan(entries, options.write_plan)
+        plan.write_plan(entries, options.write_plan)
         print(f"{len(entries)} runs: {options.write_plan}")
         return 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    finished = {summary["digest"] for summary in read_summaries(options.output)}
+    finished = {summary["digest"] for summary in plan.read_summaries(options.output)}
     clock = Clock(options.output, options.jobs)
     lanes = [StudyLane(device, options.jobs)]
     if options.cpu_jobs and device == "cuda":
@@ -69,11 +53,10 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """Arguments."""
     parser = argparse.ArgumentParser(description="Run the study, as much of it as fits into the time.")
     add = parser.add_argument
-    add("--only", nargs="+", choices=list(STUDIES), help="only these studies; without it the four of the report")
-    add("--stages", nargs="+", choices=[*STAGES, TUNING], help="only these stages")
+    add("--only", nargs="+", choices=list(plan.STUDIES), help="only these studies; without it the four of the report")
+    add("--stages", nargs="+", choices=[*plan.STAGES, plan.TUNING], help="only these stages")
     add("--set", action="append", default=[], help="key=value or study:key=value, for all methods alike")
     add("--plan", type=Path, help="a plan written before")
     add("--write-plan", type=Path, help="write the plan and stop")
@@ -84,7 +67,7 @@ def parse() -> argparse.Namespace:
     add("--seconds", type=float, default=540.0, help="when all must be over")
     add("--jobs", type=int, default=4, help="runs side by side on the GPU, or on the CPU where there is none")
     add("--cpu-jobs", type=int, default=0, help="beside them, small studies on cores of their own")
-    add("--output", type=Path, default=RESULTS, help="where summaries are kept")
+    add("--output", type=Path, default=plan.RESULTS, help="where summaries are kept")
     add("--pack", type=Path, help="folder for what travels back: study.tar, failures.txt, weights")
     add("--root", type=Path, default=Path("runs/study"), help="where runs are trained")
     add("--weights", nargs="+", default=[], help="ids (study/label/seed) that are packed whole, in half precision")
@@ -94,11 +77,12 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def find_entries(options: argparse.Namespace) -> list[Entry]:
-    """The plan, read or made, and of it what was asked for."""
+def find_entries(options: argparse.Namespace) -> list[plan.Entry]:
     if options.plan is None:
-        return make_plan(options.only or REAL, options.set, options.stages or STAGES, read_summaries(options.output))
-    entries = [change(entry, options.set) for entry in read_plan(options.plan)]
+        return plan.make_plan(
+            options.only or plan.REAL, options.set, options.stages or plan.STAGES, plan.read_summaries(options.output)
+        )
+    entries = [plan.change(entry, options.set) for entry in plan.read_plan(options.plan)]
     return [
         entry
         for entry in entries
@@ -106,8 +90,7 @@ def find_entries(options: argparse.Namespace) -> list[Entry]:
     ]
 
 
-def show(entries: Sequence[Entry], finished: Set[str], clock: Clock, lanes: Sequence[StudyLane]) -> None:
-    """The plan, what is done, and what the rest should take."""
+def show(entries: Sequence[plan.Entry], finished: Set[str], clock: Clock, lanes: Sequence[StudyLane]) -> None:
     left: Counter[str] = Counter()
     for entry in entries:
         lane = next(lane for lane in reversed(lanes) if lane.suits(entry))
@@ -121,14 +104,14 @@ def show(entries: Sequence[Entry], finished: Set[str], clock: Clock, lanes: Sequ
         print(f"left on {device}: about {seconds / 60:.0f} minutes")
 
 
-def run_all(waiting: list[Entry], lanes: Sequence[StudyLane], clock: Clock, options: argparse.Namespace) -> int:
+def run_all(waiting: list[plan.Entry], lanes: Sequence[StudyLane], clock: Clock, options: argparse.Namespace) -> int:
     """Until the plan or the time is over; the exit status is 1 if a run failed."""
     settings = {
         **{name: getattr(options, name) for name in ("root", "output", "pack", "weights")},
-        "run_with": free_settings(options.run_with),
+        "run_with": plan.free_settings(options.run_with),
         "data": dict(text.split("=", 1) for text in options.data),
         "side_by_side": sum(lane.places for lane in lanes),
-        "commit": {"commit": options.commit} if options.commit else git_state(SOURCE),
+        "commit": {"commit": options.commit} if options.commit else git_state(plan.SOURCE),
     }
     study = StudyScheduler(lanes, clock, settings, options.unfinished)
     study.say(f"{len(waiting)} runs wait; " + ", ".join(f"{lane.places} at a time on {lane.device}" for lane in lanes))

@@ -19,14 +19,11 @@ GUESSED_MS = {
     "cpu": {"foursquare": 350.0, "foursquare-us": 700.0, "digits": 15.0, "stdlib": 30.0},
 }
 UNKNOWN_MS = 1000.0
-GUESSED_CROWDING = 0.5
-"""How much longer a step on a GPU takes for each run beside it."""
+GUESSED_CROWDING = 0.5  # how much longer a step on a GPU takes for each run beside it
 RECENT = 12
 
 
 class Clock:
-    """Estimates, which get better as runs are seen."""
-
     def __init__(self, output: Path, jobs: int) -> None:
         self.alone = read_timings(output)
         self.crowding = {"cuda": 1 + GUESSED_CROWDING * (jobs - 1), "cpu": 1.0}
@@ -34,12 +31,10 @@ class Clock:
         self.starts: dict[str, list[float]] = {"cuda": [], "cpu": []}
 
     def step_seconds(self, entry: Entry, device: str) -> float:
-        """Of one step, alone."""
         guess = GUESSED_MS[device].get(entry.study, UNKNOWN_MS) / 1000
         return self.alone.get((device, entry.study, entry.label), guess)
 
     def seconds(self, entry: Entry, device: str) -> float:
-        """Of the whole run, beside the others."""
         seen = self.seen[device][-RECENT:]
         crowding = median(seen) if seen else self.crowding[device]
         start = max(self.starts[device][-RECENT:], default=START_SECONDS[device])

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from intbmoe.compare.page import thin
 from intbmoe.compare.plan import Job
-from intbmoe.compare.record import thin
 from intbmoe.compare.summary import summarise
 from intbmoe.files import digest, replace_file, to_json
 from intbmoe.recipes import recipe_from_dict
@@ -33,8 +33,7 @@ from intbmoe.train.signals import belongs_to_another
 
 CURVE_POINTS = 100
 LOADS = ("utilisation", "worst_case", "entropy", "dropped")
-LAST_ROWS = 10
-"""Lines of metrics that the load statistics are averaged over."""
+LAST_ROWS = 10  # lines of metrics that the load statistics are averaged over
 HALF = "model.half.safetensors"
 KEPT = (".yaml", ".json", ".jsonl")
 PART_BYTES = 15 * 2**20
@@ -42,7 +41,6 @@ FORMAT = 1
 
 
 def main() -> None:
-    """The command line."""
     if sys.argv[1] == "--widen":
         widen(RunDirectory.existing(sys.argv[2]))
         return
@@ -78,7 +76,6 @@ def without_tensorboard() -> None:
 
 
 def summarise_run(recipe: Recipe, run: RunDirectory, job: dict[str, Any]) -> dict[str, Any]:
-    """All that is kept of a run."""
     entry, result = job["entry"], run.result
     on_gpu = torch.cuda.is_available()
     memory = torch.cuda.max_memory_allocated() if on_gpu else None
@@ -134,7 +131,6 @@ def _load(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _curve(rows: list[dict[str, Any]], split: str, name: str = "loss") -> list[list[float]]:
-    """[step, value], evenly thinned; the last stays."""
     return thin([[row["step"], row[name]] for row in rows if row["split"] == split and name in row], CURVE_POINTS)
 
 

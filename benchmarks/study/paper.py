@@ -38,8 +38,7 @@ PAPER = {
     label: {study: None if value == "-" else float(value) for study, value in zip(COUNTERPARTS, values, strict=True)}
     for label, *values in map(str.split, FIGURES.strip().split("\n"))
 }
-ABLATION = "intbmoe-"
-"""How labels of ablations begin."""
+ABLATION = "intbmoe-"  # how labels of ablations begin
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
@@ -63,7 +62,6 @@ def gains(found: Mapping[str, Rows], bases: Mapping[str, str]) -> Table:
 
 
 def _cells(study: str, rows: Rows, label: str, bases: Sequence[str]) -> list[str]:
-    """Here against each base, and in the paper."""
     cells = []
     for base in bases:
         values = [{run["seed"]: run["test"][run["metric"]] for run in rows.get(name, ())} for name in (label, base)]

@@ -47,8 +47,6 @@ STYLES = {
 
 
 class Point(NamedTuple):
-    """One method over its seeds."""
-
     title: str
     family: str
     flops: float
@@ -69,7 +67,6 @@ class Panel(NamedTuple):
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description="Draw the study's picture from its summaries.")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--output", type=Path, default=OUTPUT)

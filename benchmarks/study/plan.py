@@ -44,20 +44,13 @@ ONE_LAYER = "intbmoe-one_layer"
 
 @dataclass(frozen=True)
 class Study:
-    """One recipe with the settings that all methods share."""
-
     recipe: str
-    settings: Mapping[str, Any]
-    """Dotted settings on top of the recipe's."""
+    settings: Mapping[str, Any]  # dotted settings on top of the recipe's
     first: tuple[str, ...]
-    epoch_steps: int
-    """Optimizer steps of an epoch, for estimates of time."""
-    rates: tuple[float, ...]
-    """Learning rates for the stage ``tune``."""
-    tuning: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings of that stage."""
-    on_cpu: bool = False
-    """So small that a core is enough."""
+    epoch_steps: int  # optimizer steps of an epoch, for estimates of time
+    rates: tuple[float, ...]  # learning rates for the stage ``tune``
+    tuning: Mapping[str, Any] = field(default_factory=dict)  # further settings of that stage
+    on_cpu: bool = False  # so small that a core is enough
 
 
 GPU = {"train.checkpoint_every": 1_000_000, "train.keep_checkpoints": 1}
@@ -111,8 +104,6 @@ REAL = ("tiny-imagenet", "wikipedia", "foursquare", "foursquare-us")
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of the plan, as plain data."""
-
     study: str
     stage: str
     title: str
@@ -120,20 +111,17 @@ class Entry:
     seed: int
     steps: int
     digest: str
-    shared_digest: str
-    """Of the settings that all methods of the study have in common: rows of one table agree in it."""
+    shared_digest: str  # of the settings that all methods of the study have in common: rows of one table agree in it
     recipe: dict[str, Any]
     command: str
     on_cpu: bool
 
     @property
     def id(self) -> str:
-        """For a person."""
         return f"{self.recipe['name']}/{self.label}/{self.seed}"
 
     @property
     def file(self) -> str:
-        """The name of its summary."""
         return f"{self.id.replace('/', '--')}--{self.digest[:8]}.json"
 
 
@@ -174,7 +162,6 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
 
 
 def _narrow(recipe: Recipe) -> list[Variant]:
-    """Dense networks with the compute of IntBMoE's one-layer form."""
     one_layer = next(variant for variant in find_variants(recipe, "ablations") if variant.label == ONE_LAYER)
     found = dense_of_compute(recipe, one_layer.moe)
     return [Variant(title, replace(moe, label=f"{moe.name}-narrow")) for title, moe in found]
@@ -221,7 +208,6 @@ def digests(recipe: Recipe) -> dict[str, str]:
 
 
 def _facts(study: str, recipe: Recipe) -> dict[str, Any]:
-    """What follows from the settings."""
     train = recipe.train
     return {
         "steps": train.steps or max(1, round(train.epochs * STUDIES[study].epoch_steps)),
@@ -276,7 +262,6 @@ def _essential(value: Any, where: str) -> Any:
 
 
 def _command(recipe: str, variant: Variant, seed: int, settings: Mapping[str, Any]) -> str:
-    """What repeats the run by hand, on one GPU."""
     words = ["intbmoe train", recipe, "--data.path DATA", f"--moe.name {variant.moe.name}"]
     if variant.moe.label:
         words.append(f"--moe.label {variant.moe.label}")
@@ -310,7 +295,6 @@ def free_settings(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
-    """The recipe with dotted settings changed, checked as a recipe file is."""
     data = recipe_to_dict(recipe)
     for key, value in settings.items():
         *rooms, last = key.split(".")
@@ -330,7 +314,6 @@ def read_summaries(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_plan(entries: Sequence[Entry], path: Path) -> None:
-    """As JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([vars(entry) for entry in entries], indent=1, ensure_ascii=False), encoding="utf-8")
 

@@ -22,23 +22,17 @@ from intbmoe.compare.jobs import Lane, Process, Scheduler, cores, launch
 from intbmoe.recipes import recipe_from_dict, recipe_to_dict
 
 JOB = Path(__file__).parent / "job.py"
-STOP_SECONDS = 12
-"""Kept back at the end of a call, for runs that are asked to stop to save."""
+STOP_SECONDS = 12  # kept back at the end of a call, for runs that are asked to stop to save
 TAIL_LINES = 6
 MOST_THREADS = 4
 
 
 @dataclass(frozen=True)
 class StudyLane(Lane):
-    """Places on a device, for all runs or for some."""
-
-    small_only: bool = False
-    """Whether only studies small enough for a core run here."""
-    leaves_small: bool = False
-    """Whether another lane takes those."""
+    small_only: bool = False  # whether only studies small enough for a core run here
+    leaves_small: bool = False  # whether another lane takes those
 
     def suits(self, entry: Entry) -> bool:
-        """Whether the run belongs here."""
         return entry.on_cpu if self.small_only else not (entry.on_cpu and self.leaves_small)
 
 
@@ -60,7 +54,6 @@ class StudyScheduler(Scheduler):
         """Of each run, when its first and its last line of metrics were seen, and their steps."""
 
     def say(self, text: str) -> None:
-        """A line with the time."""
         print(f"{time.monotonic() - self.began:6.0f} s  {text}", flush=True)
 
     def run(self, waiting: list[Entry], deadline: float = float("inf")) -> None:
@@ -142,11 +135,9 @@ class StudyScheduler(Scheduler):
         return self.settings["output"] / entry.file
 
     def finished(self, process: Process) -> bool:
-        """Whether it ended with a summary."""
         return process.popen.returncode == 0 and self.summary(process.job).is_file()
 
     def told(self, process: Process) -> str:
-        """The end, for a person."""
         if not self.finished(process):
             tail = "\n          ".join(process.last_words(TAIL_LINES))
             return f"FAILED    {process.job.id} (status {process.popen.returncode}):\n          {tail}"

@@ -48,7 +48,6 @@ Rows = dict[str, list[dict[str, Any]]]
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description="Make the study's tables from its summaries.")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--document", type=Path, default=DOCUMENT)
@@ -73,7 +72,6 @@ def main() -> int:
 
 
 def fill(document: Path, parts: Mapping[str, str]) -> None:
-    """Put the parts where the document has their markers."""
     text = document.read_text(encoding="utf-8")
     for name, part in parts.items():
         text = put(text, name, part, document)
@@ -89,13 +87,11 @@ def put(text: str, name: str, part: str, where: Path) -> str:
 
 
 def read_timing(results: Path, study: str) -> dict[str, Any]:
-    """What ``timing.py`` measured; empty if it has not."""
     path = results / TIMING.format(study)
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": {}}
 
 
 def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> str:
-    """All tables of one study."""
     rows, left_out = find_rows(study, summaries)
     if not rows:
         return "No run yet."
@@ -164,7 +160,6 @@ def _standing(group: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
 
 
 def _place(summary: Mapping[str, Any]) -> tuple[bool, int, str]:
-    """The paper's order; variants after their methods' table."""
     return summary["label"] not in ORDER, ORDER.get(summary["method"], len(ORDER)), summary["label"]
 
 
@@ -215,7 +210,6 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _about(runs: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> str:
-    """What a reader of the numbers must know, as far as the summaries say it."""
     first = runs[0]
     machines = sorted({run["environment"]["device"] for run in runs})
     torches = sorted({run["environment"]["packages"]["torch"] for run in runs})
@@ -257,7 +251,6 @@ def _command(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def tuning_text(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """What the learning rates were chosen by."""
     runs, lines = [summary for summary in summaries if summary["stage"] == TUNING], []
     for run in sorted(runs, key=lambda run: (run["study"], run["recipe"]["train"]["lr"], run["label"])):
         value = format_metric(run["metric"], run["valid"][run["metric"]], None)

@@ -36,7 +36,6 @@ STEPS = 20
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description="Measure training steps alone on the device.")
     add = parser.add_argument
     add("--plan", type=Path, required=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from layer_task import OneLayer
 
-from intbmoe.analysis.coefficients import collect_coefficients, mean_cosine
+from intbmoe.analysis.bases import collect_coefficients, mean_cosine
 from small_intbmoe import make
 
 

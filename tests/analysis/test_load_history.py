@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from intbmoe.analysis.drawing import draw_load_training
-from intbmoe.analysis.drawing.load_training import relative_loads
-from intbmoe.analysis.load_history import load_history
+from intbmoe.analysis.drawing.load import relative_loads
+from intbmoe.analysis.loads import load_history
 
 LINES = [
     {"step": 20, "layers": {"blocks.0.moe": {"tokens": 10, "counts": [10, 0, None], "untaken": 0.0}}},

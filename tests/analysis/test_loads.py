@@ -21,10 +21,8 @@ def test_lines_become_curves():
         ("valid", "loss"): ([4], [2.5]),
         ("valid", "accuracy"): ([4], [0.25]),
     }
-    assert found.has_load
     assert list(found.rows()[2]) == ["step", "epoch", "split", "loss", "utilisation", "accuracy"]
     assert found.rows()[2]["utilisation"] is None
-    assert not training_curves(lines[2:], "accuracy", True).has_load
 
 
 def test_load_of_a_forced_router_by_hand():

@@ -5,7 +5,7 @@ import torch
 from layer_task import LayerTask, OneLayer, sample_of
 
 from intbmoe import IntBMoE
-from intbmoe.analysis.participation import measure_participation, without_base
+from intbmoe.analysis.bases import measure_participation, without_base
 from small_intbmoe import SWITCHES, make, tokens
 
 SEVERAL = {name: options for name, options in SWITCHES.items() if name != "one_expert"}

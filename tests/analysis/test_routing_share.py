@@ -2,7 +2,7 @@ import pytest
 import torch
 from layer_task import LayerTask, OneLayer, force, sample_of
 
-from intbmoe.analysis.routing_share import count_pairs, routing_shares
+from intbmoe.analysis.routing import count_pairs, routing_shares
 from intbmoe.recipes import load_recipe
 from intbmoe.tasks import make_task
 from intbmoe.tasks.language.looking import TOKEN_KINDS, byte_texts, kind_of, tokenizer_texts

@@ -10,7 +10,7 @@ from matplotlib.collections import PatchCollection
 
 from intbmoe.analysis.drawing import draw_examples
 from intbmoe.analysis.drawing.examples import LINE, PALE, lay_out, visible, visit_places
-from intbmoe.analysis.examples import example_routing
+from intbmoe.analysis.routing import example_routing
 from intbmoe.analysis.sample import Sample
 from intbmoe.layer import moe_layers
 from intbmoe.recipes import load_recipe

@@ -2,17 +2,22 @@
 
 import pytest
 
-from intbmoe.compare.answer import Contender, Question, answer_comparison, name_list
+from intbmoe.compare.answer import answer_comparison, name_list
 from intbmoe.compare.summary import confidence_interval
 
 
 def question(metric="accuracy", higher=True, left_out=0):
-    return Question("digits", "vision", metric, higher, "2 epochs, 40 steps each", left_out)
+    about = {"recipe": "digits", "task": "vision", "metric": metric, "higher_is_better": higher}
+    return {**about, "runs": [{"epochs": 2.0, "steps": 40}], "left_out": left_out * [{"path": "runs/digits/c/0"}]}
 
 
 def contender(title, *values, flops=None, params=None):
-    mean = sum(values) / len(values)
-    return Contender(title, values, mean, confidence_interval(values), flops, params)
+    found = {"title": title, "values": list(values), "mean": sum(values) / len(values)}
+    return {**found, "interval_95": confidence_interval(values), "flops": flops, "params": params}
+
+
+def answer(asked, rows, floors=None):
+    return answer_comparison({**asked, "rows": rows, "floors": floors or {}})
 
 
 def texts(answer):
@@ -22,7 +27,7 @@ def texts(answer):
 
 def test_a_win():
     # Means 0.90 and 0.80. Two values d apart have t(1) · d / 2 = 12.706 · d / 2 as half width: 0.0127 and 0.0254.
-    found = answer_comparison(
+    found = answer(
         question(),
         [contender("A", 0.798, 0.802, flops=2e6, params=100), contender("B", 0.899, 0.901, flops=5e6, params=50)],
     )
@@ -40,9 +45,7 @@ def test_a_win():
 
 def test_a_tie_is_a_tie_however_far_apart_the_means():
     # Half widths 12.706 · 0.02 / 2 = 0.127 each, and the means are 0.1 apart. C, at 0.2, is clearly behind.
-    found = answer_comparison(
-        question(), [contender("A", 0.69, 0.71), contender("B", 0.79, 0.81), contender("C", 0.2, 0.2)]
-    )
+    found = answer(question(), [contender("A", 0.69, 0.71), contender("B", 0.79, 0.81), contender("C", 0.2, 0.2)])
     *_, won, how_much, how_sure = texts(found)
     assert found.verdict == "tie"
     assert found.headline == "A tie on digits: B and A"
@@ -53,20 +56,20 @@ def test_a_tie_is_a_tie_however_far_apart_the_means():
 
 
 def test_intervals_that_touch_overlap():
-    touching = [Contender("A", (1.0, 1.0), 1.0, 0.25), Contender("B", (1.5, 1.5), 1.5, 0.25)]
-    assert answer_comparison(question("HR@5"), touching).verdict == "tie"
-    apart = [touching[0], Contender("B", (1.5, 1.5), 1.5, 0.2499)]
-    assert answer_comparison(question("HR@5"), apart).verdict == "win"
+    touching = [{**contender("A", 1.0, 1.0), "interval_95": 0.25}, {**contender("B", 1.5, 1.5), "interval_95": 0.25}]
+    assert answer(question("HR@5"), touching).verdict == "tie"
+    apart = [touching[0], {**touching[1], "interval_95": 0.2499}]
+    assert answer(question("HR@5"), apart).verdict == "win"
 
 
 def test_equal_means_tie_also_without_any_spread():
-    found = answer_comparison(question(), [contender("A", 0.5, 0.5), contender("B", 0.5, 0.5)])
+    found = answer(question(), [contender("A", 0.5, 0.5), contender("B", 0.5, 0.5)])
     assert found.verdict == "tie"
     assert texts(found)[3] == "Not at all: the mean of B is the same."
 
 
 def test_one_seed_is_no_claim_however_large_the_difference():
-    found = answer_comparison(question(), [contender("A", 0.1), contender("B", 0.9)])
+    found = answer(question(), [contender("A", 0.1), contender("B", 0.9)])
     _, _, won, how_much, how_sure = texts(found)
     assert found.verdict == "no claim"
     assert found.leaders == ()
@@ -77,14 +80,14 @@ def test_one_seed_is_no_claim_however_large_the_difference():
 
 
 def test_one_contender_with_one_seed_leaves_it_open():
-    found = answer_comparison(question(), [contender("A", 0.1), contender("B", 0.9, 0.9), contender("C", 0.2, 0.2)])
+    found = answer(question(), [contender("A", 0.1), contender("B", 0.9, 0.9), contender("C", 0.2, 0.2)])
     assert found.verdict == "no claim"
     assert texts(found)[4].startswith("No claim: one seed only of A.")
     assert texts(found)[0].endswith("; 1 to 2 seeds, 5 runs.")
 
 
 def test_lower_is_better():
-    found = answer_comparison(question("loss", higher=False), [contender("A", 2.0, 2.0), contender("B", 1.5, 1.5)])
+    found = answer(question("loss", higher=False), [contender("A", 2.0, 2.0), contender("B", 1.5, 1.5)])
     _, on_what, won, how_much, _ = texts(found)
     assert (found.verdict, found.headline) == ("win", "B wins on digits")
     assert on_what.endswith("loss on the test split, lower is better.")
@@ -93,7 +96,7 @@ def test_lower_is_better():
 
 
 def test_a_contender_alone_is_no_comparison():
-    found = answer_comparison(question(), [contender("A", 0.5, 0.6)])
+    found = answer(question(), [contender("A", 0.5, 0.6)])
     assert found.verdict == "one run"
     assert texts(found)[4] == "No claim: a comparison needs two."
 
@@ -101,13 +104,13 @@ def test_a_contender_alone_is_no_comparison():
 @pytest.mark.parametrize(("higher", "floor", "said"), [(True, 0.6, True), (True, 0.4, False), (False, 0.4, True)])
 def test_a_floor_that_is_not_beaten_is_said(higher, floor, said):
     rows = [contender("A", 0.5, 0.5), contender("B", 0.5, 0.5)]
-    found = answer_comparison(question("HR@5", higher), rows, {"popularity": {"HR@5": floor}, "other": {"loss": 9.0}})
+    found = answer(question("HR@5", higher), rows, {"popularity": {"HR@5": floor}, "other": {"loss": 9.0}})
     text = f"It does not beat what needs no learning: popularity ({floor:.4f})."
     assert texts(found)[2].endswith(text) == said
 
 
 def test_runs_left_out_are_counted_in_the_first_line():
-    found = answer_comparison(question(left_out=1), [contender("A", 0.5), contender("B", 0.5)])
+    found = answer(question(left_out=1), [contender("A", 0.5), contender("B", 0.5)])
     assert texts(found)[0] == "A and B; 1 seed each, 2 runs. 1 run left out, named below."
 
 

@@ -1,7 +1,7 @@
 """Comparisons of small real runs, and comparisons made up by hand."""
 
+from intbmoe.compare.page import Comparison
 from intbmoe.compare.plan import CompareOptions, make_plan, sort_out
-from intbmoe.compare.record import Comparison
 from intbmoe.compare.summary import confidence_interval, summarise
 
 HOSTILE = "<script>alert(1)</script>\"'&"

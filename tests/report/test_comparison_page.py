@@ -10,10 +10,9 @@ import torch
 from made_up_comparison import HOSTILE, compare_runs, made_up, made_up_curves, made_up_row, plan_of
 
 from intbmoe.compare.compare import compare
-from intbmoe.compare.page import comparison_page, redraw_comparison, write_comparison_page
+from intbmoe.compare.page import collect, comparison_page, redraw_comparison, thin, write_comparison_page
 from intbmoe.compare.pictures import draw_comparison
 from intbmoe.compare.plan import CompareOptions, sort_out
-from intbmoe.compare.record import collect, thin
 from intbmoe.compare.summary import shares_of
 from intbmoe.compare.table import file_stem
 from intbmoe.files import digest

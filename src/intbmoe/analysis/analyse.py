@@ -1,14 +1,10 @@
 """``intbmoe analyse RUN``: look inside a trained model, and leave data and pictures in RUN/analysis.
 
 data/analysis.json      what was analysed, on what, and which parts were left out, with the reason
-data/PART.json, .csv    raw numbers of training, load_training, load, routing, examples, coefficients, participation,
-                        cost
+data/PART.json, .csv    raw numbers of each of ``PARTS``
 pictures/*.png, *.svg   drawn from the JSON files alone; ``redraw`` does it again
 pictures/*.json         captions: title, what to see, how it was computed
 report.html             one page with all of it (``page.py``)
-
-Methods get the parts that apply: participation, coefficients and cost need expert bases, loads and routing need tokens
-that choose.
 """
 
 import shlex
@@ -20,13 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from intbmoe.analysis.coefficients import collect_coefficients
-from intbmoe.analysis.examples import example_routing
-from intbmoe.analysis.load_history import load_history
-from intbmoe.analysis.loads import choosing_layers, evaluated_load, training_curves, unit_of
+from intbmoe.analysis.bases import collect_coefficients, measure_participation
+from intbmoe.analysis.loads import choosing_layers, evaluated_load, load_history, training_curves, unit_of
 from intbmoe.analysis.page import run_page
-from intbmoe.analysis.participation import measure_participation
-from intbmoe.analysis.routing_share import routing_shares
+from intbmoe.analysis.routing import example_routing, routing_shares
 from intbmoe.analysis.run_cost import measure_run_cost
 from intbmoe.analysis.sample import Sample
 from intbmoe.files import replacing_folder, to_json
@@ -45,16 +38,20 @@ from intbmoe.train.files import full_disk_is_explained, read_json
 from intbmoe.train.run import RunDirectory
 
 FOLDER = "analysis"
+PARTS = ("training", "load_training", "load", "routing", "examples", "coefficients", "participation", "cost")
+OF_CHOICES = ("load_training", "load", "routing", "examples")  # need tokens that choose
+OF_BASES = {
+    "coefficients": "only IntBMoE composes blocks from expert bases",
+    "participation": "only IntBMoE composes blocks from expert bases",
+    "cost": "only IntBMoE can be composed beforehand; intbmoe compare counts what every method costs",
+}
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class AnalyseOptions:
-    """On what a run is analysed."""
-
     split: str = "valid"
-    examples: int = 1000
-    """At most so many, evenly spread over the split."""
+    examples: int = 1000  # at most so many, evenly spread over the split
     draw: bool = True
     """Without it the numbers alone are left, which needs no matplotlib; ``redraw`` draws them, elsewhere too."""
 
@@ -76,21 +73,11 @@ def analyse(
     model = model.to(ranks.device)
     size = min(recipe.train.device_batch or recipe.train.batch, BATCH)
     sample = Sample(task, options.split, options.examples, ranks, size)
-    parts: dict[str, Callable[[], Any]] = {
-        "training": lambda: _training(run, task),
-        "load_training": lambda: _load_training(run, model),
-        "load": lambda: _load(model, sample),
-        "routing": lambda: _routing(model, sample),
-        "examples": lambda: _examples(model, sample),
-        "coefficients": lambda: _coefficients(model),
-        "participation": lambda: _participation(model, sample, tell),
-        "cost": lambda: _cost(model, recipe, ranks),
-    }
     found, left_out = {}, {}
-    for name, compute in parts.items():
+    for name in PARTS:
         tell(name)
         try:
-            found[name] = compute()
+            found[name] = _compute(name, run, recipe, model, sample, tell)
         except LeftOut as reason:
             left_out[name] = str(reason)
     summary = {**_describe(run, recipe, sample), "parts": list(found), "left_out": left_out}
@@ -126,7 +113,6 @@ def redraw(folder: str | Path) -> list[Path]:
 
 
 def require_matplotlib() -> None:
-    """Raise, saying what to install, where the package is missing."""
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError("analyses are drawn with matplotlib: pip install 'intbmoe[plots]'")
 
@@ -160,76 +146,46 @@ def _describe(run: RunDirectory, recipe: Recipe, sample: Sample) -> dict[str, An
     }
 
 
-def _training(run: RunDirectory, task: Task) -> Any:
-    lines = run.metrics()
-    if not lines:
-        raise LeftOut("metrics.jsonl is missing or empty")
-    return training_curves(lines, task.metric, task.higher_is_better)
-
-
-def _require_choices(model: nn.Module) -> None:
-    if not choosing_layers(model):
-        none = "the model has no MoE layer" if not list(moe_layers(model)) else "its tokens do not choose experts"
+def _compute(name: str, run: RunDirectory, recipe: Recipe, model: nn.Module, sample: Sample, tell: Tell) -> Any:
+    """One part, as a dataclass that can be written as JSON and, by its ``rows``, as CSV."""
+    layers, task = [layer for _, layer in moe_layers(model)], sample.task
+    if name in OF_CHOICES and not choosing_layers(model):
+        none = "its tokens do not choose experts" if layers else "the model has no MoE layer"
         raise LeftOut(f"{none}, so there is nothing to count")
-
-
-def _require_bases(model: nn.Module) -> None:
-    if not any(isinstance(layer, IntBMoE) for _, layer in moe_layers(model)):
-        raise LeftOut("only IntBMoE composes blocks from expert bases")
-
-
-def _load_training(run: RunDirectory, model: nn.Module) -> Any:
-    _require_choices(model)
-    lines = run.loads()
-    if not lines:
+    bases = [layer.config.experts for layer in layers if isinstance(layer, IntBMoE)]
+    if name in OF_BASES and not bases:
+        raise LeftOut(OF_BASES[name])
+    if name == "training":
+        if lines := run.metrics():
+            return training_curves(lines, task.metric, task.higher_is_better)
+        raise LeftOut("metrics.jsonl is missing or empty")
+    if name == "load_training":
+        if lines := run.loads():
+            return load_history(lines, unit_of(model))
         raise LeftOut("loads.jsonl is missing or empty: runs trained by older versions kept means over the layers only")
-    return load_history(lines, unit_of(model))
-
-
-def _load(model: nn.Module, sample: Sample) -> Any:
-    _require_choices(model)
-    return evaluated_load(model, sample)
-
-
-def _routing(model: nn.Module, sample: Sample) -> Any:
-    _require_choices(model)
-    views = sample.task.views()
-    if not views:
-        raise LeftOut(f"the task {sample.task.name!r} defines no views, which tell its tokens apart")
-    return routing_shares(model, sample, views)
-
-
-def _examples(model: nn.Module, sample: Sample) -> Any:
-    _require_choices(model)
-    shown = sample.task.shown(sample.source)
-    if shown is None:
-        raise LeftOut(f"the task {sample.task.name!r} does not say how to show an example")
-    return example_routing(model, sample, shown)
-
-
-def _coefficients(model: nn.Module) -> Any:
-    _require_bases(model)
-    return collect_coefficients(model)
-
-
-def _participation(model: nn.Module, sample: Sample, tell: Tell) -> Any:
-    _require_bases(model)
-    if any(isinstance(layer, IntBMoE) and layer.config.experts == 1 for _, layer in moe_layers(model)):
+    if name == "load":
+        return evaluated_load(model, sample)
+    if name == "routing":
+        if views := task.views():
+            return routing_shares(model, sample, views)
+        raise LeftOut(f"the task {task.name!r} defines no views, which tell its tokens apart")
+    if name == "examples":
+        if shown := task.shown(sample.source):
+            return example_routing(model, sample, shown)
+        raise LeftOut(f"the task {task.name!r} does not say how to show an example")
+    if name == "coefficients":
+        return collect_coefficients(model)
+    if name == "participation":
+        if min(bases) > 1:
+            return measure_participation(model, sample, tell)
         raise LeftOut("a layer has a single expert base, without which nothing is left")
-    return measure_participation(model, sample, tell)
-
-
-def _cost(model: nn.Module, recipe: Recipe, ranks: Ranks) -> Any:
-    if not any(isinstance(layer, IntBMoE) for _, layer in moe_layers(model)):
-        raise LeftOut("only IntBMoE can be composed beforehand; intbmoe compare counts what every method costs")
-    found = measure_run_cost(recipe, ranks.device)
+    found = measure_run_cost(recipe, sample.ranks.device)
     if not found.sweep:
         raise LeftOut("the model has too many parameters to be built anew here, with a single base even")
     return found
 
 
 def _draw(data: Path, pictures: Path) -> None:
-    """Everything in ``data`` that can be drawn."""
     from intbmoe.analysis.drawing import DRAWERS  # an optional dependency
     from intbmoe.report.canvas import save_pictures
 

@@ -26,8 +26,7 @@ from intbmoe.precomposition import precompose
 from intbmoe.registry import find_method
 
 PRECOMPOSED = "intbmoe_precomposed"
-UNITS = {"params": 1e6, "activated": 1e6, "flops": 1e9}
-"""What one printed unit of each column is."""
+UNITS = {"params": 1e6, "activated": 1e6, "flops": 1e9}  # what one printed unit of each column is
 SWEEP = (1, 2, 4, 8, 16, 32, 64, 128)
 MIB = 2**20
 
@@ -47,14 +46,10 @@ class Setting:
 
     name: str
     title: str
-    build: Callable[[str, int], nn.Module]
-    """Method and the paper's E → the model."""
-    inputs: Callable[[], tuple[Tensor, ...]]
-    """What the model is run on: a batch of one."""
-    experts: int
-    """The paper's E."""
-    methods: tuple[str, ...]
-    """Registry names, and ``PRECOMPOSED``, in the order of the paper's table."""
+    build: Callable[[str, int], nn.Module]  # method and the paper's E → the model
+    inputs: Callable[[], tuple[Tensor, ...]]  # what the model is run on: a batch of one
+    experts: int  # the paper's E
+    methods: tuple[str, ...]  # registry names, and ``PRECOMPOSED``, in the order of the paper's table
     set_aside: Callable[[nn.Module], int] = lambda model: 0
     """Parameters that the backbone keeps for tokens which no mixture sees."""
     paper: Mapping[str, Figures] = field(default_factory=dict)
@@ -62,8 +57,7 @@ class Setting:
     """Experts a token has on average, for methods where that depends on a trained router: assumed."""
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """What a reader of a method's row must know: above all, why it differs from the paper's."""
-    remarks: tuple[str, ...] = ()
-    """What a reader of any row must know."""
+    remarks: tuple[str, ...] = ()  # what a reader of any row must know
     without_storage: bool = False
     """Build and run on tensors without numbers, for models too large to hold: same counts, no memory."""
     paper_sweep: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
@@ -72,8 +66,6 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """One method's cost, as raw integers, beside the paper's figures."""
-
     method: str
     title: str
     params: int
@@ -81,32 +73,21 @@ class Row:
     flops: int
     flops_executed: int
     paper: Figures
-    assumed_active: float | None
-    """Experts a token was assumed to have on average; None where the method fixes it."""
+    assumed_active: float | None  # experts a token was assumed to have on average; None where the method fixes it
     notes: tuple[str, ...]
 
     @property
     def agrees(self) -> dict[str, bool | None]:
         """Whether each column rounds to the digits the paper prints; None where it prints nothing."""
-        return {column: self._agrees(column, unit) for column, unit in UNITS.items()}
-
-    def _agrees(self, column: str, unit: float) -> bool | None:
-        printed = getattr(self.paper, column)
-        return None if printed is None else f"{getattr(self, column) / unit:.3f}" == f"{printed:.3f}"
+        printed = asdict(self.paper)
+        ours = {column: f"{getattr(self, column) / unit:.3f}" for column, unit in UNITS.items()}
+        return {name: None if printed[name] is None else ours[name] == f"{printed[name]:.3f}" for name in ours}
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "method": self.method,
-            "params": self.params,
-            "activated": self.activated,
-            "flops": self.flops,
-            "flops_executed": self.flops_executed,
-            "paper": asdict(self.paper),
-            "agrees": self.agrees,
-            "assumed_active": self.assumed_active,
-            "notes": list(self.notes),
-        }
+        """For JSON, whose order of names is this one."""
+        counts = {name: getattr(self, name) for name in ("method", "params", "activated", "flops", "flops_executed")}
+        beside = {"assumed_active": self.assumed_active, "notes": list(self.notes)}
+        return {**counts, "paper": asdict(self.paper), "agrees": self.agrees, **beside}
 
 
 def measure(setting: Setting, method: str, *, attention: bool = False) -> Row:
@@ -159,10 +140,6 @@ class SweepRow:
     memory_precomposed: int
     paper: Mapping[str, float]
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "paper": dict(self.paper)}
-
 
 def sweep_experts(setting: Setting, experts: int, *, attention: bool = False, memory: bool = True) -> SweepRow:
     """The cost of IntBMoE with ``experts`` bases a pool. Measuring memory is left out on request, and then 0."""
@@ -176,6 +153,5 @@ def sweep_experts(setting: Setting, experts: int, *, attention: bool = False, me
 
 
 def _forward_cost(model: nn.Module, inputs: tuple[Tensor, ...], attention: bool, memory: bool) -> tuple[int, int]:
-    """FLOPs and, if asked for, peak bytes of one forward."""
     flops = count_flops(model, *inputs).total(attention)
     return flops, peak_memory(model, *inputs) if memory else 0

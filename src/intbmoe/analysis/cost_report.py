@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -17,7 +18,6 @@ Form = Literal["text", "markdown", "json"]
 
 
 def print_cost(setting_name: str, *, form: Form = "text", attention: bool = False) -> None:
-    """Measure and print every row of a setting's table."""
     setting = find_setting(setting_name)
     rows = []
     with Console(stderr=True).status("") as status:
@@ -28,7 +28,6 @@ def print_cost(setting_name: str, *, form: Form = "text", attention: bool = Fals
 
 
 def cost_table(setting: Setting, rows: Sequence[Row], *, attention: bool) -> Table:
-    """The table of a setting, with the paper's figures beside ours."""
     notes = list(dict.fromkeys(note for row in rows for note in row.notes))  # every note once, in the order of the rows
     body = [_cells(row, [str(1 + notes.index(note)) for note in row.notes]) for row in rows]
     below = [
@@ -59,7 +58,6 @@ def _cells(row: Row, notes: list[str]) -> tuple[str, ...]:
 
 
 def print_sweep(setting_name: str, picture: Path, *, form: Form = "text", attention: bool = False) -> None:
-    """Measure IntBMoE for E = 1 … 128, print the table and draw ``picture``."""
     setting = find_setting(setting_name)
     require_matplotlib()  # before the measuring, which takes its time
     rows = []
@@ -73,7 +71,6 @@ def print_sweep(setting_name: str, picture: Path, *, form: Form = "text", attent
 
 
 def sweep_table(setting: Setting, rows: Sequence[SweepRow], *, attention: bool) -> Table:
-    """The table of the sweep, with the paper's figures where it prints any."""
     units = {"flops": 1e9, "flops_precomposed": 1e9, "memory": MIB, "memory_precomposed": MIB}
     body = []
     for row in rows:
@@ -100,22 +97,19 @@ def sweep_table(setting: Setting, rows: Sequence[SweepRow], *, attention: bool) 
         )
     notes += setting.remarks
     title = f"IntBMoE against the number of expert bases E: {setting.title}"
-    return Table.of_texts(title, header, body, notes=notes, records=[row.as_dict() for row in rows])
+    return Table.of_texts(title, header, body, notes=notes, records=[asdict(row) for row in rows])
 
 
 def require_matplotlib() -> None:
-    """Stop with what to install when there is nothing to draw with."""
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError("drawing needs matplotlib: pip install 'intbmoe[plots]'", name="matplotlib")
 
 
 def draw_sweep(setting: Setting, rows: Sequence[SweepRow], path: Path) -> None:
-    """Peak memory and FLOPs against E, composed in each forward and precomposed, the paper's points as rings."""
-    require_matplotlib()
-    from intbmoe.analysis.drawing.cost import draw_panels  # an optional dependency, and slow to import
+    from intbmoe.analysis.drawing.bases import draw_panels  # an optional dependency, and slow to import
 
     titles = {"memory": (MIB, "Peak inference memory (MiB)"), "flops": (1e9, "FLOPs of one sample (G)")}
-    figure = draw_panels([row.as_dict() for row in rows], titles)
+    figure = draw_panels([asdict(row) for row in rows], titles)
     figure.suptitle(f"IntBMoE, {setting.title.split(',')[0]}, batch size 1", fontsize=11, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)

@@ -1,12 +1,13 @@
-"""Loads and losses: how training went, and how evenly the trained model uses its experts or blocks.
+"""Loads and losses: how training went, and how evenly the model uses its experts or blocks.
 
-Over training everything comes from ``metrics.jsonl``, whose loads are means over the layers that choose
-(``load_history.py`` has each layer by itself). Here loads of single experts, how many of them a token has, and what
-was left out are counted on examples of a split.
+Over training, from ``metrics.jsonl``, whose loads are means over the layers that choose, and from ``loads.jsonl``,
+which training writes for methods whose tokens choose: assignments of each expert or block of each layer between two
+lines of metrics, from which all ratios are computed again. Of the trained model, loads of single experts, how many of
+them a token has, and what was left out are counted on examples of a split.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +18,14 @@ from intbmoe.analysis.sample import Sample
 from intbmoe.layer import MoELayer, moe_layers
 from intbmoe.methods.intbmoe import BlockLayer
 from intbmoe.routing import RecordedRouting
-from intbmoe.statistics import load_statistics_of
-from intbmoe.train.metrics import LOAD_RATIOS
+from intbmoe.statistics import LoadStatistics, load_statistics_of
 
-PLACE = ("step", "epoch", "split")
-"""What a line of metrics begins with; the rest are names with values."""
+PLACE = ("step", "epoch", "split")  # what a line of metrics begins with; the rest are names with values
+RATIOS = ("utilisation", "worst_case", "entropy")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One value over training."""
-
     split: str
     name: str
     steps: list[int]
@@ -36,18 +34,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class TrainingCurves:
-    """Everything that ``metrics.jsonl`` tells."""
-
     metric: str
     higher_is_better: bool
     curves: list[Curve]
-    lines: list[dict[str, Any]]
-    """The lines themselves, for CSV."""
-
-    @property
-    def has_load(self) -> bool:
-        """Whether the method's load was recorded."""
-        return any(curve.name in LOAD_RATIOS for curve in self.curves)
+    lines: list[dict[str, Any]]  # the lines themselves, for CSV
 
     def rows(self) -> list[dict[str, Any]]:
         """One for each line of metrics, all with the same columns; None where a line has no such value."""
@@ -56,7 +46,6 @@ class TrainingCurves:
 
 
 def training_curves(lines: Sequence[dict[str, Any]], metric: str, higher_is_better: bool) -> TrainingCurves:
-    """Lines of metrics, in the order of their steps, as curves."""
     found: dict[tuple[str, str], Curve] = {}
     for line in lines:
         for name in (name for name in line if name not in PLACE):
@@ -68,42 +57,95 @@ def training_curves(lines: Sequence[dict[str, Any]], metric: str, higher_is_bett
 
 
 @dataclass(frozen=True)
-class LayerLoad:
-    """One layer's load on the evaluated examples."""
+class LayerHistory:
+    """One layer; every list has an entry for each of the steps."""
 
     layer: str
-    counts: list[int]
-    """Assignments of each expert or block."""
-    present: list[int]
-    """Which of them there are: a growing pool has others in reserve."""
-    tokens: int
-    """Valid tokens; padding is not counted."""
-    active: float
-    """Experts or blocks that a token has, on average."""
+    steps: list[int]  # the last steps of the windows
+    tokens: list[int]  # valid tokens of each window
+    counts: list[list[int | None]]
+    """Assignments of each expert or block; None where a growing pool did not have it open."""
+    utilisation: list[float | None]
+    worst_case: list[float | None]
+    entropy: list[float | None]  # ratios as ``LoadStatistics`` has them; None in a window without assignments
+    dead: list[int]  # how many of those there were got no token
+    active: list[float]  # assignments for each token
+    dropped: list[float]
+    """Share of the wanted assignments that found their expert full; 0 for a method without capacity."""
+    untaken: list[float] | None
+    """Share of the tokens that no expert took; None for a method that does not count them in training."""
+
+
+@dataclass(frozen=True)
+class LoadHistory:
+    unit: str  # what tokens are sent to: "block" or "expert"
+    layers: list[LayerHistory]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {"step": step, "layer": found.layer, self.unit: index, "assignments": count, "tokens": tokens}
+            for found in self.layers
+            for step, tokens, counts in zip(found.steps, found.tokens, found.counts, strict=True)
+            for index, count in enumerate(counts)
+            if count is not None
+        ]
+
+
+def load_history(lines: Sequence[Mapping[str, Any]], unit: str) -> LoadHistory:
+    names = list(dict.fromkeys(name for line in lines for name in line["layers"]))
+    return LoadHistory(unit, [_layer_history(name, lines) for name in names])
+
+
+def _layer_history(name: str, lines: Sequence[Mapping[str, Any]]) -> LayerHistory:
+    found = [(line["step"], line["layers"][name]) for line in lines if name in line["layers"]]
+    windows = [window for _, window in found]
+    statistics = [_statistics(window) for window in windows]
+    ratios = {ratio: [_number(getattr(load, ratio)) for load in statistics] for ratio in RATIOS}
+    counted = any("untaken" in window for window in windows)
+    return LayerHistory(
+        layer=name,
+        steps=[step for step, _ in found],
+        tokens=[window["tokens"] for window in windows],
+        counts=[window["counts"] for window in windows],
+        dead=[len(load.dead) for load in statistics],
+        active=[sum(load.counts) / max(1, load.tokens) for load in statistics],
+        dropped=[window.get("dropped", 0.0) for window in windows],
+        untaken=[window.get("untaken", 0.0) for window in windows] if counted else None,
+        **ratios,
+    )
+
+
+def _statistics(window: Mapping[str, Any]) -> LoadStatistics:
+    opened = torch.tensor([count is not None for count in window["counts"]])
+    counts = torch.tensor([count or 0 for count in window["counts"]], dtype=torch.int64)
+    return load_statistics_of(counts, window["tokens"], opened=opened)
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    layer: str
+    counts: list[int]  # assignments of each expert or block
+    present: list[int]  # which of them there are: a growing pool has others in reserve
+    tokens: int  # valid tokens; padding is not counted
+    active: float  # experts or blocks that a token has, on average
     utilisation: float | None
     worst_case: float | None
     entropy: float | None
     dead: list[int]
     dropped: float | None
     """Share of the wanted assignments that found their expert full; None for a method that never drops any."""
-    untaken: float
-    """Share of the tokens that ended up without any expert or block."""
-    tokens_by_choices: list[int]
-    """How many tokens have 0, 1, 2, … experts or blocks."""
+    untaken: float  # share of the tokens that ended up without any expert or block
+    tokens_by_choices: list[int]  # how many tokens have 0, 1, 2, … experts or blocks
 
 
 @dataclass(frozen=True)
 class EvaluatedLoad:
-    """All choosing layers of a model."""
-
-    unit: str
-    """What tokens are sent to: "block" or "expert"."""
+    unit: str  # what tokens are sent to: "block" or "expert"
     split: str
     examples: int
     layers: list[LayerLoad]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each expert or block, for CSV."""
         return [
             {"layer": load.layer, self.unit: index, "assignments": load.counts[index], "tokens": load.tokens}
             for load in self.layers
@@ -112,7 +154,6 @@ class EvaluatedLoad:
 
 
 def choosing_layers(model: nn.Module) -> dict[str, MoELayer]:
-    """The MoE layers whose tokens choose, by name."""
     return {name: layer for name, layer in moe_layers(model) if layer.choices is not None}
 
 
@@ -129,7 +170,6 @@ def present_choices(layer: MoELayer, counts: Sequence[int]) -> list[int]:
 
 
 def evaluated_load(model: nn.Module, sample: Sample) -> EvaluatedLoad:
-    """Count the assignments of the sample's tokens in every choosing layer."""
     layers = choosing_layers(model)
     counted = {name: _Counted(layer.choices) for name, layer in layers.items()}
     for _, log in sample.routed(model):
@@ -149,7 +189,6 @@ class _Counted:
         self.dropped: int | None = None
 
     def add(self, record: RecordedRouting) -> None:
-        """A batch more."""
         statistics = record.load_statistics()
         self.counts += torch.tensor(statistics.counts)
         self.tokens += statistics.tokens
@@ -169,7 +208,6 @@ class _Counted:
 def _layer_load(name: str, layer: MoELayer, counted: _Counted) -> LayerLoad:
     tokens, by_choices = counted.tokens, counted.tokens_by_choices()
     statistics = load_statistics_of(counted.counts, tokens, counted.dropped or 0, layer.open_choices)
-    ratios = {ratio: getattr(statistics, ratio) for ratio in ("utilisation", "worst_case", "entropy")}
     return LayerLoad(
         layer=name,
         counts=list(statistics.counts),
@@ -180,5 +218,9 @@ def _layer_load(name: str, layer: MoELayer, counted: _Counted) -> LayerLoad:
         dropped=None if counted.dropped is None else statistics.dropped,
         untaken=by_choices[0] / max(1, tokens),
         tokens_by_choices=by_choices,
-        **{ratio: None if math.isnan(value) else value for ratio, value in ratios.items()},
+        **{ratio: _number(getattr(statistics, ratio)) for ratio in RATIOS},
     )
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value

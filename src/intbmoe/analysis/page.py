@@ -17,8 +17,7 @@ from intbmoe.report.tables import Cell, Table
 from intbmoe.report.trace import trained_for
 from intbmoe.train.files import read_json
 
-MOST_ROWS = 300
-"""Of a data table on the page; longer ones stay in their CSV file."""
+MOST_ROWS = 300  # of a data table on the page; longer ones stay in their CSV file
 THEMES = {
     "participation": ("Participation", "What does the model lose without one expert base?"),
     "routing": ("Routing", "Which tokens go where?"),
@@ -40,7 +39,6 @@ COLUMN_TITLES = {
 
 
 def run_page(folder: Path) -> Page:
-    """The page of the analysis in ``folder``."""
     summary = read_json(folder / "data" / "analysis.json")
     parts = {part: read_json(folder / "data" / f"{part}.json") for part in summary["parts"]}
     captions = sorted((folder / "pictures").glob("*.json"))
@@ -64,7 +62,6 @@ def theme_of(name: str) -> str:
 
 
 def answer_run(summary: Mapping[str, Any], parts: Mapping[str, Any]) -> Answer:
-    """Five lines on a single run."""
     metric = summary["metric"]
     better = "higher" if summary["higher_is_better"] else "lower"
     others = [f"{name} {format_metric(name, value)}" for name, value in summary["test"].items() if name != metric]
@@ -157,7 +154,6 @@ def _number(text: str | None) -> Any:
 
 
 def _source(summary: Mapping[str, Any]) -> Section:
-    """What leads from the numbers back to the run."""
     trace = summary["run"]
     pairs = [
         ("Run", Cell(trace["name"], href="../")),

@@ -6,20 +6,18 @@ allocator handed out is measured besides, kernels' scratch space included.
 """
 
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from intbmoe.analysis.cost import SWEEP, Setting, sweep_experts
 from intbmoe.precomposition import precompose
 from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import Recipe
 
-MOST_BYTES = 2**32
-"""Of a model's parameters: a sweep leaves out larger ones, which a machine at hand may not hold."""
+MOST_BYTES = 2**32  # of a model's parameters: a sweep leaves out larger ones, which a machine at hand may not hold
 
 
 @dataclass(frozen=True)
@@ -32,24 +30,17 @@ class CostRow:
     memory: int
     memory_precomposed: int
     allocated: int | None
-    allocated_precomposed: int | None
-    """Peak bytes that the GPU's allocator handed out; None without a GPU."""
+    allocated_precomposed: int | None  # peak bytes that the GPU's allocator handed out; None without a GPU
 
 
 @dataclass(frozen=True)
 class RunCost:
-    """The sweep of one run."""
-
-    experts: int
-    """The run's own E."""
-    device: str
-    """Where the allocated bytes were measured: "cpu" for nowhere."""
+    experts: int  # the run's own E
+    device: str  # where the allocated bytes were measured: "cpu" for nowhere
     sweep: list[CostRow]
-    too_large: list[int]
-    """Numbers of bases left out, whose models have more than ``MOST_BYTES`` of parameters."""
+    too_large: list[int]  # numbers of bases left out, whose models have more than ``MOST_BYTES`` of parameters
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each E, for CSV."""
         return [asdict(row) for row in self.sweep]
 
 
@@ -69,7 +60,7 @@ def measure_run_cost(recipe: Recipe, device: torch.device | str = "cpu") -> RunC
     device = torch.device(device)
     rows = []
     for count in (count for count in experts if count not in too_large):
-        counted = sweep_experts(setting, count).as_dict()
+        counted = asdict(sweep_experts(setting, count))
         del counted["paper"]
         allocated = _allocated(recipe, count, device) if device.type == "cuda" else (None, None)
         rows.append(CostRow(**counted, allocated=allocated[0], allocated_precomposed=allocated[1]))
@@ -96,7 +87,7 @@ def _parameter_bytes(recipe: Recipe, experts: int) -> int:
 
 def _allocated(recipe: Recipe, experts: int, device: torch.device) -> tuple[int, int]:
     """Peak bytes on the GPU beyond what was there before: as trained, and precomposed."""
-    inputs = tree_map(partial(_move, device=device), make_task(recipe).example_inputs())
+    inputs = tree_map_only(torch.Tensor, lambda value: value.to(device), make_task(recipe).example_inputs())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = _build(recipe, experts).eval()
@@ -111,7 +102,3 @@ def _allocated(recipe: Recipe, experts: int, device: torch.device) -> tuple[int,
         model.cpu()
         del placed
     return found[0], found[1]
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -22,10 +22,8 @@ class Sample:
         self.split = split
         self.ranks = ranks
         self.batch_size = batch_size
-        self.source = task.split(split)
-        """All examples of the split."""
-        self.total = len(self.source)
-        """Examples of the whole split."""
+        self.source = task.split(split)  # all examples of the split
+        self.total = len(self.source)  # examples of the whole split
         if self.total == 0:
             raise TrainingError(f"the {split} split is empty")
         self.examples = min(examples, self.total)

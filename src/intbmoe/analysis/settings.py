@@ -86,8 +86,7 @@ IMAGENET = Setting(
     },
 )
 
-_CAUSAL_METHODS = (*TABLE_2[1:], PRECOMPOSED)
-"""The mixtures of the paper's table on language and travel."""
+_CAUSAL_METHODS = (*TABLE_2[1:], PRECOMPOSED)  # the mixtures of the paper's table on language and travel
 
 
 def _causal_notes(start: int, chosen: int, cp: int, tr: int) -> dict[str, tuple[str, ...]]:
@@ -186,7 +185,6 @@ SETTINGS = {setting.name: setting for setting in (IMAGENET, MINIPILE, INTTRAVEL)
 
 
 def find_setting(name: str) -> Setting:
-    """The setting of that name; a misspelt name is an error with a suggestion."""
     if name not in SETTINGS:
         raise KeyError(f"no setting is called {name!r}: {did_you_mean(name, SETTINGS)}")
     return SETTINGS[name]

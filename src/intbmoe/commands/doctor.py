@@ -32,16 +32,12 @@ of a few hundred of them."""
 
 
 class Finding(NamedTuple):
-    """One line of the report."""
-
     name: str
     value: str
-    good: bool | None = None
-    """None where there is nothing to judge."""
+    good: bool | None = None  # None where there is nothing to judge
 
 
 def examine() -> list[Finding]:
-    """Everything, in the order to print it."""
     return [*_machine(), *_packages(), *(_check(case) for case in _cases())]
 
 
@@ -77,8 +73,6 @@ def _version(package: str) -> str:
 
 
 class _Case(NamedTuple):
-    """One way to run a layer."""
-
     device: torch.device
     dtype: torch.dtype
     backend: Backend | None = None
@@ -96,7 +90,6 @@ def _cases() -> list[_Case]:
 
 
 def _check(case: _Case) -> Finding:
-    """Run a small layer and compare; any exception is a finding too."""
     like = torch.empty(0, dtype=case.dtype, device=case.device)
     with torch.set_grad_enabled(case.gradients):
         chosen = case.backend or choose_backend(like, has_native=True)

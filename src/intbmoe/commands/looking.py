@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from intbmoe.commands.terminal import explained, say, show
-from intbmoe.registry import Method, find_method, list_methods
+from intbmoe.registry import find_method, list_methods
 
 
 def analyse(
@@ -74,7 +74,11 @@ def methods(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False) -> Non
     Args:
         as_json: Print a JSON list instead of a table.
     """
-    rows = [_traits(find_method(name)) for name in list_methods()]
+    rows = []
+    for method in map(find_method, list_methods()):
+        about = {"name": method.name, "title": method.title, "participation": method.participation}
+        reason = method.noncausal_reason()
+        rows.append({**about, "causal": reason is None, "noncausal_reason": reason, "paper": method.paper})
     if as_json:
         say(json.dumps(rows, indent=2, ensure_ascii=False))
         return
@@ -83,18 +87,6 @@ def methods(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False) -> Non
         causal = "yes" if row["causal"] else f"no: {row['noncausal_reason']}"
         table.add_row(row["name"], row["title"], row["participation"], causal, row["paper"])
     show(table)
-
-
-def _traits(method: Method) -> dict[str, object]:
-    reason = method.noncausal_reason()
-    return {
-        "name": method.name,
-        "title": method.title,
-        "participation": method.participation,
-        "causal": reason is None,
-        "noncausal_reason": reason,
-        "paper": method.paper,
-    }
 
 
 def cost(

@@ -23,8 +23,7 @@ from intbmoe.tasks.recipe import MoESettings, Recipe
 
 Options = TypeVar("Options")
 HELP = ("-h", "--help")
-SHOWN = "digits"
-"""Whose settings the help shows when no recipe is named."""
+SHOWN = "digits"  # whose settings the help shows when no recipe is named
 PARSERS = ConstructorRegistry()
 
 

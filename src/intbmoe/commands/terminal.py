@@ -9,7 +9,6 @@ from rich.table import Table
 
 
 def show(table: Table) -> None:
-    """Print a table."""
     first = table.columns[0]
     first.no_wrap = all(" " not in str(cell) for cell in first.cells)  # names, to be typed: all else is shortened first
     # Away from a terminal there is no width to fit into, and a cell broken over lines cannot be searched.
@@ -17,7 +16,6 @@ def show(table: Table) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()  # a server's line is waited for
 

@@ -140,7 +140,6 @@ def prepare(
 
 
 def _without(args: Sequence[str], *options: str) -> list[str]:
-    """``args`` less these options and their values."""
     kept, values = [], iter(args)
     for argument in values:
         if argument in options:

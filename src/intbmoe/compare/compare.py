@@ -11,9 +11,8 @@ from dataclasses import replace
 from rich.console import Console
 
 from intbmoe.compare.jobs import Failure, choose_jobs, run_jobs
-from intbmoe.compare.page import write_comparison_page
+from intbmoe.compare.page import Comparison, write_comparison_page
 from intbmoe.compare.plan import CompareOptions, Job, Plan, make_plan, sort_out
-from intbmoe.compare.record import Comparison
 from intbmoe.compare.summary import summarise
 from intbmoe.compare.table import brief_table, file_stem, floors_table, write_files
 from intbmoe.recipes.sets import PLACED
@@ -54,7 +53,6 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
 
 
 def _report(console: Console, comparison: Comparison) -> None:
-    """The table on the screen and in files, then the page."""
     plan, rows = comparison.plan, comparison.rows
     task = find_task(plan.recipe.task)
     title, stem = f"{plan.recipe.name}: {task.metric} on the test split", file_stem(comparison.methods)
@@ -103,7 +101,6 @@ def _tell_damaged(console: Console, plan: Plan, left_out: Sequence[Mapping[str, 
 
 
 def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> str:
-    """Commands that lead on from here; with the same settings they find the finished runs again."""
     program = shlex.quote("intbmoe" if shutil.which("intbmoe") else os.path.relpath(sys.argv[0]))
     recipe = shlex.join(_with_root(plan, options, settings))
     last = plan.jobs[-1]
@@ -127,7 +124,6 @@ def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> s
 
 
 def _with_root(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> list[str]:
-    """The recipe and its settings, as given."""
     root = [] if options.root == CompareOptions.root else ["--root", str(options.root)]
     return [*(settings or [plan.recipe.name]), *root]
 

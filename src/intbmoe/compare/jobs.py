@@ -32,36 +32,27 @@ POLL_SECONDS = 0.3
 LOG_LINES = 12
 TAIL_BYTES = 8192
 PROCESS_BYTES = 2**30
-BYTES_PER_PARAMETER = 20
-"""Weights, gradient, Adam's two moments and a copy while they change, in float32."""
+BYTES_PER_PARAMETER = 20  # weights, gradient, Adam's two moments and a copy while they change, in float32
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Places for runs on one device."""
-
     device: str
     places: int
 
 
 @dataclass
 class Process:
-    """A run under way."""
-
     job: Any
     lane: Lane
-    place: int
-    """Which of the lane's."""
+    place: int  # which of the lane's
     popen: subprocess.Popen
     log: Path
-    log_start: int
-    """Where in the log this start begins: earlier ones stay above it."""
-    metrics: Path
-    """The run's lines of JSON, which grow."""
+    log_start: int  # where in the log this start begins: earlier ones stay above it
+    metrics: Path  # the run's lines of JSON, which grow
     started: float
 
     def last_row(self) -> dict[str, Any]:
-        """The last whole line of its metrics; empty if there is none."""
         try:
             with open(self.metrics, "rb") as file:
                 file.seek(max(0, self.metrics.stat().st_size - TAIL_BYTES))
@@ -76,7 +67,6 @@ class Process:
         return {}
 
     def last_words(self, most: int = LOG_LINES) -> list[str]:
-        """The end of what it wrote."""
         lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()][-most:]
 
@@ -104,15 +94,13 @@ def launch(
 class Scheduler:
     """Keeps the places of its lanes filled; what a run is and what is said about it, subclasses know."""
 
-    grace_seconds: float = 120
-    """How long a run that is asked to stop has to save."""
+    grace_seconds: float = 120  # how long a run that is asked to stop has to save
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self.lanes = lanes
         self.running: list[Process] = []
 
     def takes(self, job: Any, lane: Lane) -> bool:
-        """Whether the job may start on the lane now."""
         return True
 
     def start(self, job: Any, lane: Lane, place: int) -> Process:
@@ -181,7 +169,6 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def cores() -> int:
-    """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -197,8 +184,6 @@ def threads(jobs: int) -> int:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that did not come to its end."""
-
     title: str
     log: Path
     tail: str
@@ -215,7 +200,6 @@ def choose_jobs(plan: Plan, runs: int, wanted: int | None) -> int:
 
 
 def run_jobs(plan: Plan, waiting: Sequence[Job], jobs: int, console: Console) -> list[Failure]:
-    """Train all ``waiting`` runs, ``jobs`` at a time; returns those that failed."""
     with _Comparison(plan, len(waiting), jobs, console) as comparison:
         comparison.run(list(waiting))
     return comparison.failures

@@ -1,23 +1,107 @@
-"""The page of a comparison: runs/<recipe>/compare/<methods>/report.html, with its data and pictures beside it."""
+"""The page of a comparison: runs/<recipe>/compare/<methods>/report.html, with its data and pictures beside it.
 
+``collect`` makes the data of the finished runs; pictures and page are made from that data alone.
+"""
+
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from intbmoe.compare.answer import Contender, Question, answer_comparison
-from intbmoe.compare.record import ABLATIONS, Comparison, collect
+from intbmoe.compare.answer import answer_comparison
+from intbmoe.compare.plan import Job, Plan
 from intbmoe.compare.table import SHARES, anchor, file_stem, floors_table, number_cell, other_metric_cell, results_table
 from intbmoe.files import replace_file, to_json
+from intbmoe.recipes.sets import SETS
 from intbmoe.report.numbers import NOTHING, format_difference, format_metric
-from intbmoe.report.page import Answer, Figure, Notice, Page, Section, read_figure, write_page
+from intbmoe.report.page import Figure, Notice, Page, Section, read_figure, write_page
 from intbmoe.report.tables import Cell, Column, Table
-from intbmoe.report.trace import trained_for
+from intbmoe.report.trace import trace_run
+from intbmoe.tasks import find_task
+from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.files import read_json
+from intbmoe.train.metrics import LOAD_RATIOS
 
-DIGEST = 12
-"""Digits of a SHA-256 that are shown; the data has all."""
+GRIDS = ("K", "k", "E", "L")
+ABLATIONS = "ablations"
+MOST_POINTS = 400  # of one curve; a picture has no more pixels, and metrics.jsonl has all
+DIGEST = 12  # digits of a SHA-256 that are shown; the data has all
 Data = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    plan: Plan
+    sound: Sequence[Job]
+    rows: Sequence[Mapping[str, Any]]  # of ``Summary.record``
+    floors: Mapping[str, Mapping[str, float]]
+    left_out: Sequence[Mapping[str, str]]
+    methods: str  # as ``--methods`` named them
+    command: str
+
+
+def collect(comparison: Comparison) -> dict[str, dict[str, Any]]:
+    """What is written: file name → content."""
+    plan = comparison.plan
+    task = find_task(plan.recipe.task)
+    refused = [{"title": title, "path": "", "reason": reason} for title, reason in plan.refused.items()]
+    described = {
+        "recipe": plan.recipe.name,
+        "task": plan.recipe.task,
+        "metric": task.metric,
+        "higher_is_better": task.higher_is_better,
+        "methods": comparison.methods,
+        "command": comparison.command,
+        "rows": [{key: row[key] for key in row if key != "results"} for row in comparison.rows],
+        "sets": _sets(plan.recipe, comparison.methods),
+        "floors": {name: dict(values) for name, values in comparison.floors.items()},
+        "runs": [_traced(job, plan) for job in comparison.sound],
+        "left_out": [*comparison.left_out, *refused],
+    }
+    return {"comparison": described, "curves": {"curves": _curves(comparison.sound)}}
+
+
+def _traced(job: Job, plan: Plan) -> dict[str, Any]:
+    link = os.path.relpath(job.run.path, plan.folder / "a page's folder").replace(os.sep, "/")
+    about = {"title": job.variant.title, "label": job.variant.label}
+    return {**about, "path": str(job.run.path), "link": f"{link}/", **trace_run(job.run)}
+
+
+def _sets(recipe: Recipe, methods: str) -> dict[str, list[dict[str, Any]]]:
+    """The sensitivity grids and ablations that were asked for by name: in order, value or title and label."""
+    asked = [name.strip() for name in methods.split(",")]
+    found = {}
+    for name in (*GRIDS, ABLATIONS):
+        if name in asked:
+            variants = SETS[name].make(recipe)
+            found[name] = [{"title": v.title, "value": v.title.rpartition("= ")[2], "label": v.label} for v in variants]
+    return found
+
+
+def _curves(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    found = []
+    for job in jobs:
+        metric = find_task(job.recipe.task).metric
+        wanted = {("train", "loss"), ("valid", "loss"), ("valid", metric), *(("train", name) for name in LOAD_RATIOS)}
+        points: dict[tuple[str, str], list[tuple[int, float]]] = {}
+        for line in job.run.metrics():
+            for name, value in line.items():
+                if (line["split"], name) in wanted:
+                    points.setdefault((line["split"], name), []).append((line["step"], value))
+        for (split, name), curve in points.items():
+            steps, values = zip(*thin(curve, MOST_POINTS), strict=True)
+            about = {"title": job.variant.title, "label": job.variant.label, "seed": job.seed}
+            found.append({**about, "split": split, "name": name, "steps": list(steps), "values": list(values)})
+    return found
+
+
+def thin(points: Sequence[Any], most: int) -> list[Any]:
+    """At most ``most`` of the points, evenly spread, the first and the last among them."""
+    if len(points) <= most:
+        return list(points)
+    return [points[round(place * (len(points) - 1) / (most - 1))] for place in range(most)]
 
 
 def write_comparison_page(comparison: Comparison) -> Path:
@@ -49,30 +133,11 @@ def redraw_comparison(folder: str | Path) -> Path:
 def comparison_page(data: Data, pictures: Path) -> Page:
     """The page; parts without runs or pictures are not on it."""
     figures = {path.stem: read_figure(path, "data/") for path in sorted(pictures.glob("*.json"))}
-    answer = _answer(data)
+    answer = answer_comparison(data)
     sections = [_results(data, answer.leaders), *(_part(name, figures) for name in LEADS)]
     sections += [_ablations(data), _floors(data), _left_out(data, figures), _runs(data)]
     overline = f"intbmoe compare · {data['recipe']} · --methods {data['methods']}"
     return Page(overline, answer, [section for section in sections if section is not None])
-
-
-def _answer(data: Data) -> Answer:
-    trained = _trained(data)
-    run = data["runs"][0]
-    training = trained_for({**run, "seconds": None})
-    question = Question(
-        recipe=data["recipe"],
-        task=data["task"],
-        metric=data["metric"],
-        higher_is_better=data["higher_is_better"],
-        training="not trained" if training == NOTHING else f"{training} each",
-        left_out=sum(bool(one["path"]) for one in data["left_out"]),
-    )
-    contenders = [
-        Contender(row["title"], tuple(row["values"]), row["mean"], row["interval_95"], row["flops"], row["params"])
-        for row in trained
-    ]
-    return answer_comparison(question, contenders, data["floors"])
 
 
 def _trained(data: Data) -> list[Data]:
@@ -149,11 +214,7 @@ def _ablations(data: Data) -> Section | None:
     columns = [Column("Variant", numeric=False), *(Column(name) for name in metrics)]
     tables = [Table("IntBMoE and its ablations, on the test split", [*columns, Column("Params (M)")], cells)]
     if differences:
-        better = (
-            "Below zero: the part that was left out helped"
-            if data["higher_is_better"]
-            else ("Above zero: the part that was left out helped")
-        )
+        better = f"{'Below' if data['higher_is_better'] else 'Above'} zero: the part that was left out helped"
         note = f"Mean of the ablation minus mean of the full model. {better}, as far as the intervals above allow."
         tables.append(Table("Distance from the full model", columns, differences, notes=[note]))
     return Section("ablations", "Ablations", "What does each part of IntBMoE do? One is left out at a time.", tables)

@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from intbmoe.registry import find_method
 from intbmoe.report.canvas import BLUE, GREY, GRID, LOAD_TITLES, Data, Picture, tidy
@@ -31,16 +30,10 @@ AROUND = (
     *((9, 20, "left"), (9, -20, "left"), (-9, 20, "right"), (-9, -20, "right")),
 )
 """Where a point's name may stand, the best place first: points to the right and up, and its side that is there."""
-GRID_TITLES = {
-    "K": "blocks K",
-    "k": "blocks a token k",
-    "E": "expert bases E",
-    "L": "layers in a block L",
-}
+GRID_TITLES = {"K": "blocks K", "k": "blocks a token k", "E": "expert bases E", "L": "layers in a block L"}
 
 
 def draw_comparison(data: Data, curves: Sequence[Data]) -> list[Picture]:
-    """All pictures for which there is something to draw."""
     return [*_draw_cost(data), *_draw_curves(data, curves), *_draw_load(curves), *_draw_sensitivity(data)]
 
 
@@ -58,7 +51,6 @@ def _family(row: Data) -> str:
 
 
 def _add_legend(figure: Figure, rows: Sequence[Data]) -> None:
-    """Of the families that there are."""
     shown = {name: style for name, style in FAMILIES.items() if any(_family(row) == name for row in rows)}
     handles = [
         Line2D([], [], color=colour, marker=marker, linestyle="", markersize=8, label=name)
@@ -167,8 +159,7 @@ def _draw_cost(data: Data) -> list[Picture]:
             _point(axes, row, value, factor)
         axes.margins(0.16, 0.1)
         axes.set_xlabel(title, fontsize=10)
-        axes.grid(color=GRID, linewidth=0.6)
-        tidy(axes, 8.5)
+        tidy(axes, grid="both", size=8.5)
     panels[0].set_ylabel(f"{data['metric']}{unit}", fontsize=10)
     _add_legend(figure, rows)
     figure.get_layout_engine().execute(figure)  # labels need to know where points are
@@ -196,7 +187,6 @@ def _point(axes: Axes, row: Data, value: float, factor: float) -> None:
 
 
 def _undominated(data: Data, rows: Sequence[Data]) -> str:
-    """Which have the best mean at their FLOPs."""
     sign = 1 if data["higher_is_better"] else -1
     best: list[Data] = []
     for row in sorted(rows, key=lambda row: (row["flops"], -sign * row["mean"])):
@@ -232,9 +222,6 @@ def _draw_curves(data: Data, curves: Sequence[Data]) -> list[Picture]:
     wanted = [("train", "loss", "training loss"), ("valid", "loss", "validation loss")]
     if metric != "loss":
         wanted.append(("valid", metric, f"validation {metric}"))
-    found = _draw_over_training(curves, wanted)
-    if found is None:
-        return []
     see = (
         "One line for each run; seeds of a method have its colour and dashes, so that their distance shows what chance "
         "does. Where validation turns up while training falls, a model learns by heart."
@@ -243,15 +230,12 @@ def _draw_curves(data: Data, curves: Sequence[Data]) -> list[Picture]:
         "From each run's metrics.jsonl, at most 400 points of a curve. Training values are means since the line "
         "before, without auxiliary losses; validation is of the whole split."
     )
-    return [Picture("curves", "Loss of all runs over training", see, how, found)]
+    return _draw_over_training(curves, wanted, "curves", "Loss of all runs over training", see, how)
 
 
 def _draw_load(curves: Sequence[Data]) -> list[Picture]:
     dropping = any(c["name"] == "dropped" and any(c["values"]) for c in curves)
     wanted = [("train", name, title) for name, title in LOAD_TITLES.items() if name != "dropped" or dropping]
-    found = _draw_over_training(curves, wanted)
-    if found is None:
-        return []
     see = (
         "How evenly each method spread its tokens while it was trained. Lines at 1 are even; a low utilisation means "
         "experts without tokens, and a high largest load means that one of them does the work of many."
@@ -260,20 +244,18 @@ def _draw_load(curves: Sequence[Data]) -> list[Picture]:
         "From each run's metrics.jsonl: loads since the line before, means over the layers that choose. Methods whose "
         "tokens do not choose have no load and no line."
     )
-    return [Picture("load", "Load over training", see, how, found)]
+    return _draw_over_training(curves, wanted, "load", "Load over training", see, how)
 
 
-def _draw_over_training(curves: Sequence[Data], wanted: Sequence[tuple[str, str, str]]) -> Figure | None:
-    """A panel for each wanted curve of which there is any, with one legend."""
+def _draw_over_training(curves: Sequence[Data], wanted: Sequence[tuple[str, str, str]], *caption: str) -> list[Picture]:
+    """A panel for each of the curves (split, name, title) that there are; nothing where there is none."""
     kinds = {(curve["split"], curve["name"]) for curve in curves}
     wanted = [(split, name, title) for split, name, title in wanted if (split, name) in kinds]
     if not wanted:
-        return None
+        return []
     every = list(dict.fromkeys(curve["label"] for curve in curves))
-    shown = [
-        curve for curve in curves if any((curve["split"], curve["name"]) == (split, name) for split, name, _ in wanted)
-    ]
-    titles = {curve["label"]: curve["title"] for curve in shown}
+    shown = {(split, name) for split, name, _ in wanted}
+    titles = {curve["label"]: curve["title"] for curve in curves if (curve["split"], curve["name"]) in shown}
     rows = -(-len(titles) // 5)
     figure = Figure(figsize=(11, 3.3 + 0.22 * rows), layout="constrained")
     panels = figure.subplots(1, len(wanted), squeeze=False)[0]
@@ -284,18 +266,14 @@ def _draw_over_training(curves: Sequence[Data], wanted: Sequence[tuple[str, str,
                 single = {"marker": "o", "markersize": 5} if len(curve["steps"]) == 1 else {}
                 axes.plot(curve["steps"], curve["values"], linewidth=1.5, alpha=0.9, **style, **single)
         axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xlabel("step", fontsize=9)
         axes.set_xlim(0, 1.03 * max(step for curve in curves for step in curve["steps"]))
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.grid(axis="y", color=GRID, linewidth=0.6)
-        tidy(axes, 8.5)
+        tidy(axes, xlabel="step", ticks=5, grid="y", size=8.5)
     handles = [Line2D([], [], linewidth=2, label=title, **_style(label, every)) for label, title in titles.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9, handlelength=2.6)
-    return figure
+    return [Picture(*caption, figure)]
 
 
 def _style(label: str, labels: Sequence[str]) -> dict[str, Any]:
-    """The same in every picture; plain IntBMoE has its own."""
     if label == "intbmoe":
         return {"color": OWN, "linestyle": "-", "zorder": 3}
     place = [other for other in labels if other != "intbmoe"].index(label)
@@ -331,9 +309,8 @@ def _draw_sensitivity(data: Data) -> list[Picture]:
                 axes.plot(place, row["mean"] * factor, color=OWN, marker="*", markersize=14, zorder=3)
         axes.set_xticks(list(places), [f"{value:g}" for value, _ in points])
         axes.set_xlabel(GRID_TITLES[name], fontsize=10)
-        axes.grid(axis="y", color=GRID, linewidth=0.6)
         axes.margins(0.1, 0.12)
-        tidy(axes, 8.5)
+        tidy(axes, grid="y", size=8.5)
     panels[0].set_ylabel(f"{data['metric']}{unit}", fontsize=10)
     see = " ".join(_told_grid(data, name, points) for name, points in grids.items())
     how = (

@@ -30,8 +30,6 @@ class CompareOptions(Checked):
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the comparison."""
-
     variant: Variant
     recipe: Recipe
     run: RunDirectory
@@ -47,16 +45,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be compared."""
-
     recipe: Recipe
-    folder: Path
-    """Where logs and results go."""
+    folder: Path  # where logs and results go
     jobs: list[Job]
-    refused: dict[str, str]
-    """Titles of variants that the task does not take, and why."""
-    largest: int
-    """Parameters of the largest model."""
+    refused: dict[str, str]  # titles of variants that the task does not take, and why
+    largest: int  # parameters of the largest model
 
 
 def make_plan(recipe: Recipe, options: CompareOptions) -> Plan:

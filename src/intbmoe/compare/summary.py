@@ -34,8 +34,6 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """One variant over its seeds."""
-
     title: str
     label: str
     method: str
@@ -45,8 +43,7 @@ class Summary:
     """The deciding metric on the test split, one value per seed; empty for a precomposed form, which is not trained."""
     results: tuple[dict[str, Any], ...]
     counts: Counts
-    active: float | None
-    """Experts a token had on average, where the trained router decides."""
+    active: float | None  # experts a token had on average, where the trained router decides
     shares: Shares
 
     def record(self) -> dict[str, Any]:

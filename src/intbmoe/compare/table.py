@@ -1,16 +1,16 @@
 """The table of a comparison: in brief on the screen and in Markdown, whole on the page, with all digits in files."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from intbmoe.report.numbers import NOTHING, flops_unit, format_metric, format_number
+from intbmoe.report.numbers import NOTHING, flops_unit, format_metric
 from intbmoe.report.tables import Cell, Column, Span, Table
 
-Row = Mapping[str, Any]
-"""One of ``Summary.record``, or of a page's data."""
+Row = Mapping[str, Any]  # one of ``Summary.record``, or of a page's data
 Floors = Mapping[str, Mapping[str, float]]
 BRIEF = ("title", "mean", "params", "activated", "flops", "seconds")
 SHARES = {
@@ -25,6 +25,7 @@ IN_CSV = (
 STEMS = {"K": "blocks", "k": "top_k", "E": "experts", "L": "layers"}
 """Names of files for sets whose own would differ in case alone."""
 LONGEST_STEM = 60
+WITHOUT_ATTENTION = "without attention's score and value products"
 
 
 def results_table(rows: Sequence[Row], title: str, order: str | None = None, **more: Any) -> Table:
@@ -39,11 +40,7 @@ def results_table(rows: Sequence[Row], title: str, order: str | None = None, **m
         *(Column(name.capitalize(), hint=hint, name=name) for name, hint in SHARES.items()),
         Column("Params (M)", name="params"),
         Column("Activated (M)", hint="parameters that one token uses", name="activated"),
-        Column(
-            f"FLOPs ({letter})",
-            hint="of one example by itself, without attention's score and value products",
-            name="flops",
-        ),
+        Column(f"FLOPs ({letter})", hint=f"of one example by itself, {WITHOUT_ATTENTION}", name="flops"),
         Column("Seconds", hint="measured time of one training run", name="seconds"),
         *(Column(name) for name in others),
     ]
@@ -67,8 +64,10 @@ def results_table(rows: Sequence[Row], title: str, order: str | None = None, **m
 def brief_table(rows: Sequence[Row], title: str, higher_is_better: bool) -> Table:
     """What the screen and Markdown have room for, the best mean in bold; its records are the whole results."""
     records = [{key: row[key] for key in row if key != "metrics"} for row in rows]
-    best = frozenset([best_row(rows, higher_is_better)])
-    return results_table(rows, title, notes=notes(rows), marked=best, records=records).select(*BRIEF)
+    trained = [place for place, row in enumerate(rows) if row["mean"] is not None]
+    best = (max if higher_is_better else min)(trained, key=lambda place: rows[place]["mean"])
+    marked = frozenset([best])
+    return results_table(rows, title, notes=notes(rows), marked=marked, records=records).select(*BRIEF)
 
 
 def _about(row: Row) -> str:
@@ -76,7 +75,6 @@ def _about(row: Row) -> str:
 
 
 def _scale(rows: Sequence[Row]) -> tuple[float, float]:
-    """The ends of the common axis."""
     low = min(min(row["mean"] - (row["interval_95"] or 0), *row["values"]) for row in rows)
     high = max(max(row["mean"] + (row["interval_95"] or 0), *row["values"]) for row in rows)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
@@ -102,7 +100,6 @@ def _share_cell(row: Row, name: str) -> Cell:
 
 
 def other_metric_cell(row: Row, name: str) -> Cell:
-    """The mean of a metric, its interval below."""
     found = row["metrics"].get(name)
     if not found:
         return Cell(NOTHING)
@@ -111,38 +108,25 @@ def other_metric_cell(row: Row, name: str) -> Cell:
 
 
 def number_cell(value: float | None, digits: int, before: str = "") -> Cell:
-    """A number, or nothing."""
-    return Cell(NOTHING) if value is None else Cell(before + format_number(value, digits), value)
+    return Cell(NOTHING) if value is None else Cell(f"{before}{value:,.{digits}f}", value)
 
 
 def anchor(label: str) -> str:
     """Fit for an id and a link to it; different labels give different anchors."""
-    return "".join(
-        char if char.isascii() and (char.isalnum() or char in "-_") else f".{ord(char):x}." for char in label
-    )
+    return re.sub(r"[^A-Za-z0-9_-]", lambda found: f".{ord(found[0]):x}.", label)
 
 
 def floors_table(floors: Floors, title: str) -> Table:
-    """What needs no learning, one row each."""
     metrics = list(dict.fromkeys(metric for values in floors.values() for metric in values))
-    rows = []
-    for name, values in floors.items():
-        cells = (
-            Cell(format_metric(metric, values[metric]), values[metric]) if metric in values else Cell(NOTHING)
-            for metric in metrics
-        )
-        rows.append([Cell(name, name), *cells])
+    rows = [[Cell(name, name), *(_floor_cell(values, metric) for metric in metrics)] for name, values in floors.items()]
     return Table(title, [Column("Floor", numeric=False), *map(Column, metrics)], rows)
 
 
-def best_row(rows: Sequence[Row], higher_is_better: bool) -> int:
-    """Where the best mean stands."""
-    trained = [place for place, row in enumerate(rows) if row["mean"] is not None]
-    return (max if higher_is_better else min)(trained, key=lambda place: rows[place]["mean"])
+def _floor_cell(values: Mapping[str, float], metric: str) -> Cell:
+    return Cell(format_metric(metric, values[metric]), values[metric]) if metric in values else Cell(NOTHING)
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What a reader of the table must know."""
     seeds = {len(row["seeds"]) for row in rows if row["values"]}
     told = []
     if min(seeds) > 1:
@@ -151,7 +135,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         told.append("±: 95 % interval of the mean over the seeds, by Student's t; rows without it have one seed.")
     else:
         told.append("One seed, so no interval: differences of this size may be chance (--seeds 3 gives intervals).")
-    told.append("FLOPs: one example, without attention's score and value products. Seconds: training, one run.")
+    told.append(f"FLOPs: one example, {WITHOUT_ATTENTION}. Seconds: training, one run.")
     active = [f"{row['title']} {row['active_experts']:.2f}" for row in rows if row["active_experts"] is not None]
     if active:
         told.append(f"~: at the experts a test token had on average, which the router decides: {', '.join(active)}.")
@@ -159,7 +143,6 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def file_stem(methods: str) -> str:
-    """The name of the result files for a choice of ``--methods``."""
     names = [STEMS.get(name.strip(), name.strip()) for name in methods.split(",") if name.strip()]
     return "+".join(dict.fromkeys(names))[:LONGEST_STEM]
 
@@ -167,7 +150,6 @@ def file_stem(methods: str) -> str:
 def write_files(
     folder: Path, stem: str, rows: Sequence[Row], title: str, higher_is_better: bool, floors: Floors | None = None
 ) -> list[Path]:
-    """CSV, JSON, Markdown and, with matplotlib, the picture; returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     table = brief_table(rows, title, higher_is_better)
     below = [floors_table(floors, "")] if floors else []

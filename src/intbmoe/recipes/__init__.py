@@ -93,7 +93,6 @@ def option_types(method: str) -> dict[str, Any]:
 
 
 def require_options(method: str, names: Iterable[str]) -> None:
-    """Raise unless the method has options of these names."""
     known = option_types(method)
     for name in names:
         if name not in known:

@@ -14,7 +14,7 @@ where L = 2 is d → 4d → d), and a single layer, which has no inner width, ge
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import partial
 
 from intbmoe.budget import TABLE_1, TABLE_2
 from intbmoe.checks import did_you_mean
@@ -33,31 +33,26 @@ ABLATIONS = {
     "no_filter": "w/o filter",
     "softmax": "softmax coefficients",
 }
-PLACED = "dense-placed"
-"""The label of the backbone's FFN where a mixture would stand."""
+PLACED = "dense-placed"  # the label of the backbone's FFN where a mixture would stand
 BLOCKS = (1, 2, 4, 8, 16, 32)
 TOP_K = (1, 2, 4, 8)
 EXPERTS = (1, 2, 4, 8, 16, 32, 64)
 LAYERS = (1, 2, 3, 4)
+Change = tuple[str, str, IntBMoEConfig]  # label, title, and the Config in place of the recipe's
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of a comparison."""
-
     title: str
     moe: MoESettings
 
     @property
     def label(self) -> str:
-        """The folder of its runs."""
         return self.moe.label or self.moe.name
 
 
 @dataclass(frozen=True)
 class VariantSet:
-    """A set that ``--methods`` takes by name."""
-
     summary: str
     make: Callable[[Recipe], list[Variant]]
 
@@ -91,28 +86,51 @@ def _methods(recipe: Recipe) -> list[Variant]:
     return [_method(recipe, name) for name in (TABLE_2 if find_task(recipe.task).causal else TABLE_1)]
 
 
-def _ablations(recipe: Recipe) -> list[Variant]:
+def _vary(changes: Callable[[IntBMoEConfig], list[Change]], recipe: Recipe) -> list[Variant]:
+    """IntBMoE with its Config changed; without a difference it is the plain run."""
     full = _method(recipe, "intbmoe")
-    config = _resolved(recipe, full)
+    model = make_task(replace(recipe, moe=full.moe)).make_model()
+    config = next(layer.config for _, layer in moe_layers(model))  # after the budget
+    variants = []
+    for label, title, changed in changes(config):
+        values = {f.name: getattr(changed, f.name) for f in fields(IntBMoEConfig)}
+        difference = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if value != getattr(config, name)
+        }
+        moe = full.moe
+        if difference:
+            moe = replace(moe, options={**moe.options, **difference}, label=f"intbmoe-{label}")
+        named = title and (difference or "=" in title)
+        variants.append(Variant(f"{full.title}, {title}" if named else full.title, moe))
+    return variants
+
+
+def _ablations(config: IntBMoEConfig) -> list[Change]:
     ablations = config.ablations()
-    return [full, *(_changed(full, config, ablations[name], name, title) for name, title in ABLATIONS.items())]
+    return [("", "", config), *((name, title, ablations[name]) for name, title in ABLATIONS.items())]
 
 
-def _blocks(recipe: Recipe) -> list[Variant]:
-    full = _method(recipe, "intbmoe")
-    config = _resolved(recipe, full)
-    return [
-        _changed(full, config, replace(config, blocks=k, top_k=min(config.top_k, k)), f"blocks{k}", f"K = {k}")
-        for k in BLOCKS
-    ]
+def _blocks(config: IntBMoEConfig) -> list[Change]:
+    return [(f"blocks{k}", f"K = {k}", replace(config, blocks=k, top_k=min(config.top_k, k))) for k in BLOCKS]
 
 
-def _top_k(recipe: Recipe) -> list[Variant]:
-    """No more than there are blocks."""
-    full = _method(recipe, "intbmoe")
-    config = _resolved(recipe, full)
-    possible = [k for k in TOP_K if k <= config.blocks]
-    return [_changed(full, config, replace(config, top_k=k), f"top_k{k}", f"k = {k}") for k in possible]
+def _top_k(config: IntBMoEConfig) -> list[Change]:
+    return [(f"top_k{k}", f"k = {k}", replace(config, top_k=k)) for k in TOP_K if k <= config.blocks]
+
+
+def _layers(config: IntBMoEConfig) -> list[Change]:
+    found = []
+    for count in LAYERS:
+        if count == len(config.hidden) + 1:
+            changed = config
+        elif count == 1:
+            changed = config.ablations()["one_layer"]
+        else:
+            changed = replace(config, hidden=_equal_widths(config, count - 1))
+        found.append((f"layers{count}", f"L = {count}", changed))
+    return found
 
 
 def _experts(recipe: Recipe) -> list[Variant]:
@@ -125,21 +143,6 @@ def _experts(recipe: Recipe) -> list[Variant]:
         else Variant(f"IntBMoE, E = {e}", full.moe)
         for e in EXPERTS
     ]
-
-
-def _layers(recipe: Recipe) -> list[Variant]:
-    full = _method(recipe, "intbmoe")
-    config = _resolved(recipe, full)
-    variants = []
-    for count in LAYERS:
-        if count == len(config.hidden) + 1:
-            changed = config
-        elif count == 1:
-            changed = config.ablations()["one_layer"]
-        else:
-            changed = replace(config, hidden=_equal_widths(config, count - 1))
-        variants.append(_changed(full, config, changed, f"layers{count}", f"L = {count}"))
-    return variants
 
 
 def _compute(recipe: Recipe) -> list[Variant]:
@@ -164,32 +167,13 @@ def _equal_widths(config: IntBMoEConfig, count: int) -> tuple[int, ...]:
     return (max(1, round(width)),) * count
 
 
-def _resolved(recipe: Recipe, variant: Variant) -> IntBMoEConfig:
-    """What IntBMoE is in the recipe's model, after the budget: read off a layer of it."""
-    model = make_task(replace(recipe, moe=variant.moe)).make_model()
-    return next(layer.config for _, layer in moe_layers(model))
-
-
-def _changed(full: Variant, config: IntBMoEConfig, changed: IntBMoEConfig, label: str, title: str) -> Variant:
-    """The variant whose options turn ``config`` into ``changed``; without a difference it is the plain run."""
-    difference: dict[str, Any] = {}
-    for f in fields(IntBMoEConfig):
-        value = getattr(changed, f.name)
-        if value != getattr(config, f.name):
-            difference[f.name] = list(value) if isinstance(value, tuple) else value
-    if not difference:
-        return Variant(f"{full.title}, {title}" if "=" in title else full.title, full.moe)
-    options = {**full.moe.options, **difference}
-    return Variant(f"{full.title}, {title}", replace(full.moe, options=options, label=f"intbmoe-{label}"))
-
-
 SETS: dict[str, VariantSet] = {
     "all": VariantSet("the methods of the paper's table for the task", _methods),
-    "ablations": VariantSet("IntBMoE and its six ablations", _ablations),
+    "ablations": VariantSet("IntBMoE and its six ablations", partial(_vary, _ablations)),
     "compute": VariantSet("IntBMoE, and dense and sparse models with as many FLOPs in a training step", _compute),
     "place": VariantSet("dense, and its FFN with all that a mixture gets in its place but experts", _place),
-    "K": VariantSet(f"IntBMoE with K = {', '.join(map(str, BLOCKS))} blocks", _blocks),
-    "k": VariantSet(f"IntBMoE with k = {', '.join(map(str, TOP_K))} blocks a token", _top_k),
+    "K": VariantSet(f"IntBMoE with K = {', '.join(map(str, BLOCKS))} blocks", partial(_vary, _blocks)),
+    "k": VariantSet(f"IntBMoE with k = {', '.join(map(str, TOP_K))} blocks a token", partial(_vary, _top_k)),
     "E": VariantSet(f"IntBMoE with E = {', '.join(map(str, EXPERTS))} experts", _experts),
-    "L": VariantSet(f"IntBMoE with L = {', '.join(map(str, LAYERS))} layers in a block", _layers),
+    "L": VariantSet(f"IntBMoE with L = {', '.join(map(str, LAYERS))} layers in a block", partial(_vary, _layers)),
 }

@@ -1,9 +1,2 @@
-"""What reports are made of, whoever writes them: ``compare``, ``cost``, ``analyse``, the study.
-
-numbers.py   how numbers are written
-tables.py    one table, rendered for the terminal, as Markdown, CSV and JSON, and on a page
-page.py      what a page consists of, and how it becomes one HTML file (page.html, page.css, page.js)
-canvas.py    one style for all pictures; cells.py colours single examples by block
-images.py    pictures as parts of a page, readable in light and dark
-trace.py     where numbers come from, and which runs are too damaged to be in a report
-"""
+"""What reports are made of, whoever writes them (``compare``, ``cost``, ``analyse``, the study): numbers, one table and
+its renderers, one page, one style for all pictures, and where numbers come from."""

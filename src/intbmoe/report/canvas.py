@@ -1,7 +1,6 @@
 """What the pictures share: the picture itself, colours, panels, axes."""
 
 import io
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from intbmoe.files import to_json
 
 # Okabe and Ito's colours, told apart also by those who see fewer.
 BLUE, ORANGE, GREY, GRID = "#0072b2", "#d55e00", "#777777", "#dddddd"
 EIGHT = (BLUE, "#e69f00", "#009e73", "#cc79a7", "#56b4e9", ORANGE, "#f0e442", "#999999")
-SHADES = (0.0, -0.45, 0.5)
-"""Of the eight colours, where there are more blocks: as they are, darker, lighter."""
+SHADES = (0.0, -0.45, 0.5)  # of the eight colours, where there are more blocks: as they are, darker, lighter
 DIVERGING = "RdBu_r"
 FORMATS = ("png", "svg")
 LOAD_TITLES = {
@@ -37,17 +36,13 @@ Data = Mapping[str, Any]
 class Picture:
     """A figure and what is to be said under it."""
 
-    name: str
-    """Of its files, without ending."""
+    name: str  # of its files, without ending
     title: str
-    see: str
-    """What to see."""
-    how: str
-    """How it was computed."""
+    see: str  # what to see
+    how: str  # how it was computed
     figure: Figure
 
     def caption(self) -> dict[str, str]:
-        """The words, as data."""
         return {"title": self.title, "see": self.see, "how": self.how}
 
     def content(self, form: str) -> bytes:
@@ -61,7 +56,6 @@ class Picture:
 
 
 def save_pictures(pictures: Iterable[Picture], folder: Path) -> None:
-    """Each as PNG and SVG, with its caption as JSON."""
     folder.mkdir(exist_ok=True)
     for picture in pictures:
         for form in FORMATS:
@@ -76,13 +70,15 @@ def layer_title(name: str) -> str:
     return f"layer {numbers[-1]}" if numbers else parts[-1]
 
 
-def make_panels(number: int, width: float, height: float, share_y: bool = False) -> tuple[Figure, list[Axes]]:
-    """``number`` axes, at most about 14 inches beside each other."""
+def make_panels(number: int, width: float, height: float, ylabel: str = "") -> tuple[Figure, list[Axes]]:
+    """``number`` axes, at most about 14 inches beside each other; those with a common ``ylabel`` share their scale."""
     columns = max(1, min(number, int(14 // width)))
     rows = -(-number // columns)
     columns = -(-number // rows)  # five panels are three and two, not four and one
     figure = Figure(figsize=(max(4.5, columns * width + 1), rows * height + 0.2), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, sharey=share_y).flatten()
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=bool(ylabel)).flatten()
+    for axes in grid[::columns]:
+        axes.set_ylabel(ylabel, fontsize=9)
     for axes in grid[number:]:
         axes.set_visible(False)
     return figure, list(grid[:number])
@@ -111,35 +107,29 @@ def heat_map(axes: Axes, values: np.ndarray, limit: float, title: str) -> Any:
     return image
 
 
-def matrix(rows: Sequence[Sequence[float] | None], columns: int) -> np.ndarray:
-    """Rows as an array, NaN where there is none."""
-    return np.array([[math.nan] * columns if row is None else row for row in rows], dtype=float)
-
-
 def number_columns(axes: Axes, numbers: Sequence[int], unit: str) -> None:
-    """The numbers of experts or blocks below, at most 16 of them."""
     step = -(-len(numbers) // 16)
     axes.set_xticks(range(0, len(numbers), step), [str(number) for number in numbers[::step]], fontsize=8)
     axes.set_xlabel(unit, fontsize=9)
 
 
 def colour_bar(figure: Figure, image: Any, panels: Any, title: str) -> None:
-    """Which colour is how much, beside the panels."""
     bar = figure.colorbar(image, ax=panels, shrink=0.9, aspect=25)
     bar.set_label(title, fontsize=8)
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)
 
 
-def ylabel(panels: Sequence[Axes], text: str) -> None:
-    """On the leftmost of each row."""
-    for axes in panels:
-        if axes.get_subplotspec().is_first_col():
-            axes.set_ylabel(text, fontsize=9)
-
-
-def tidy(axes: Axes, size: float = 8) -> None:
-    """No box, small numbers, grid below the data."""
+def tidy(axes: Axes, title: str = "", xlabel: str = "", *, ticks: int = 0, grid: Any = None, size: float = 8) -> None:
+    """No box, small numbers, at most ``ticks`` whole ones below, and behind the data a ``grid``: of x, y or both."""
+    if title:
+        axes.set_title(title, loc="left", fontsize=9)
+    if xlabel:
+        axes.set_xlabel(xlabel, fontsize=9)
+    if ticks:
+        axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
+    if grid:
+        axes.grid(axis=grid, color=GRID, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=size)
     axes.set_axisbelow(True)

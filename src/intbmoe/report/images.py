@@ -11,8 +11,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-LARGEST_SVG = 300_000
-"""Bytes; a picture of many small parts is smaller as PNG."""
+LARGEST_SVG = 300_000  # bytes; a picture of many small parts is smaller as PNG
 PNG_DPI, CSS_DPI, POINTS = 150, 96, 72
 DARK = {
     "#000000": "#e4e5e1",  # ink
@@ -34,8 +33,7 @@ DARK = {
 """Colour on white → on black."""
 WHITE = "#ffffff"
 HEAT_MAP = r'<g id="quadmesh_\d+">.*?</g>'
-PAGE_DARK = "#1b1e24"
-"""The plate's colour on a dark screen; page.css says the same."""
+PAGE_DARK = "#1b1e24"  # the plate's colour on a dark screen; page.css says the same
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,7 @@ class Image:
     uri: str
     width: int
     height: int
-    adapts: bool
-    """Whether it has colours of its own for dark screens."""
+    adapts: bool  # whether it has colours of its own for dark screens
 
 
 def read_image(folder: Path, name: str) -> Image | None:

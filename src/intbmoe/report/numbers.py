@@ -5,16 +5,10 @@ from collections.abc import Iterable
 NOTHING = "–"
 
 
-def metric_scale(metric: str) -> tuple[float, int, str]:
-    """What a metric is multiplied by, its digits and its unit: accuracies in per cent, all else as it is."""
-    if metric.startswith("accuracy"):
-        return 100, 2, " %"
-    return 1, 2 if metric == "perplexity" else 4, ""
-
-
 def format_metric(metric: str, value: float, interval: float | None = None) -> str:
-    """The value with its unit, and ± where there is an interval."""
-    factor, digits, unit = metric_scale(metric)
+    """The value, accuracies in per cent and all else as it is, and ± where there is an interval."""
+    percent = metric.startswith("accuracy")
+    factor, digits, unit = (100, 2, " %") if percent else (1, 2 if metric == "perplexity" else 4, "")
     reach = "" if interval is None else f" ± {interval * factor:.{digits}f}"
     return f"{value * factor:.{digits}f}{reach}{unit}"
 
@@ -26,16 +20,10 @@ def format_difference(metric: str, difference: float, points: str, sign: str = "
     return f"{difference:{sign}.4f}".replace("-", "−")
 
 
-def format_number(value: float | None, digits: int) -> str:
-    """With commas between thousands."""
-    return NOTHING if value is None else f"{value:,.{digits}f}"
-
-
 def axis_scale(metric: str) -> tuple[float, str]:
     """What a metric is multiplied by on an axis, and what is added to the axis's title."""
     return (100, " (%)") if metric.startswith("accuracy") else (1, "")
 
 
 def flops_unit(flops: Iterable[float]) -> tuple[float, str]:
-    """G or M, whichever suits the largest."""
     return (1e9, "G") if max(flops) >= 1e9 else (1e6, "M")

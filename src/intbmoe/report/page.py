@@ -29,43 +29,33 @@ class Answer:
     verdict: Verdict
     headline: str
     lines: tuple[tuple[str, str], ...]
-    leaders: tuple[str, ...] = ()
-    """Titles of what won or is tied for it; nothing where there is no claim."""
+    leaders: tuple[str, ...] = ()  # titles of what won or is tied for it; nothing where there is no claim
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with its caption."""
-
     kind: ClassVar[str] = "figure"
     title: str
     see: str
     how: str
     image: Image
-    source: str
-    """The files it comes from, beside the page."""
+    source: str  # the files it comes from, beside the page
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Short pairs of name and value."""
-
     kind: ClassVar[str] = "facts"
     pairs: Sequence[tuple[str, Cell]]
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A sentence or several, as a list with names."""
-
     kind: ClassVar[str] = "notice"
     items: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page."""
-
     id: str
     title: str
     lead: str
@@ -74,8 +64,6 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole report."""
-
     overline: str
     answer: Answer
     sections: Sequence[Section]
@@ -98,7 +86,6 @@ def write_page(folder: Path, page: Page) -> Path:
 
 
 def render(page: Page) -> str:
-    """The page as HTML."""
     try:
         from jinja2 import Environment, StrictUndefined
     except ModuleNotFoundError as error:

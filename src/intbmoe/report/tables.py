@@ -31,15 +31,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in a table, and what it is sorted by."""
-
     text: str
     value: float | str | None = None
     """None for what has no place in an order: such rows stay at the end, whatever the order."""
     href: str | None = None
     span: Span | None = None
-    small: str | None = None
-    """A second line, in small print."""
+    small: str | None = None  # a second line, in small print
     code: bool = False
 
     @classmethod
@@ -54,34 +51,24 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A heading; numbers stand on the right."""
-
     title: str
     numeric: bool = True
     hint: str | None = None
-    sorted: str | None = None
-    """"ascending" or "descending", if the rows come in the order of this column."""
-    name: str = ""
-    """By which ``select`` knows it; the title where there is none."""
+    sorted: str | None = None  # "ascending" or "descending", if the rows come in the order of this column
+    name: str = ""  # by which ``select`` knows it; the title where there is none
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under headings."""
-
     kind: ClassVar[str] = "table"
     title: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[str] = ()
-    marked: frozenset[int] = frozenset()
-    """Rows that stand out."""
-    anchors: Sequence[str] = ()
-    """An id for each row, for links to it."""
-    folded: bool = False
-    """Shown on a page on request only."""
-    records: Sequence[Mapping[str, Any]] = ()
-    """The rows as plain data, for CSV and JSON."""
+    marked: frozenset[int] = frozenset()  # rows that stand out
+    anchors: Sequence[str] = ()  # an id for each row, for links to it
+    folded: bool = False  # shown on a page on request only
+    records: Sequence[Mapping[str, Any]] = ()  # the rows as plain data, for CSV and JSON
 
     @classmethod
     def of_texts(cls, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], **more: Any) -> "Table":
@@ -107,7 +94,6 @@ class Table:
         return cls(title, columns, rows, records=records, **more)
 
     def select(self, *names: str) -> "Table":
-        """Those of its columns, in that order."""
         known = {column.name or column.title: place for place, column in enumerate(self.columns)}
         places = [known[name] for name in names]
         rows = [[row[place] for place in places] for row in self.rows]

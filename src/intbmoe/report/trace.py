@@ -51,7 +51,6 @@ def _inside(found: Any, name: str) -> Any:
 
 
 def _command(words: Any) -> str | None:
-    """As one would type it."""
     if not isinstance(words, list) or not words:
         return None
     program = "intbmoe" if Path(str(words[0])).name in ("cli.py", "intbmoe") else str(words[0])
@@ -85,12 +84,6 @@ def _finite(value: Any) -> bool:
 
 
 def trained_for(trace: Mapping[str, Any]) -> str:
-    """How long a run took, in words."""
-    words = []
-    if trace["epochs"] is not None:
-        words.append(f"{trace['epochs']:g} epochs")
-    if trace["steps"] is not None:
-        words.append(f"{trace['steps']:,} steps")
-    if trace["seconds"] is not None:
-        words.append(f"{trace['seconds']:,.1f} s")
+    forms = {"epochs": "{:g} epochs", "steps": "{:,} steps", "seconds": "{:,.1f} s"}
+    words = [form.format(trace[name]) for name, form in forms.items() if trace[name] is not None]
     return ", ".join(words) or NOTHING

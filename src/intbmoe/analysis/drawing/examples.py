@@ -1,33 +1,37 @@
-"""Single examples: which block each patch, token or visit went to, on the picture or the text itself."""
+"""Single examples: which block each patch, token or visit went to, on the picture or the text itself.
+
+Each is a cell with the colour of the block with the largest weight and, where there is a second one, a strip of its
+colour at the lower edge. A cell that no block computes is hatched.
+"""
 
 import base64
 import io
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.image import imread
+from matplotlib.patches import Patch, Rectangle
 
-from intbmoe.report.canvas import Data, Picture, block_colours
-from intbmoe.report.cells import Cell, add_inches, add_legend, draw_cells, legend_inches, title_of
+from intbmoe.report.canvas import Data, Picture, block_colours, layer_title, shade
 
-LINE = 64
-"""Characters of a line of text."""
-LETTER = 0.125
-"""Inches of a letter's cell."""
-LETTER_WIDTH = 0.602
-"""Of the font's size, in DejaVu Sans Mono."""
-MOST_LAYERS = 6
-"""Layers shown of texts and journeys; of more, so many are drawn, evenly spread."""
-NUMBERED = 4
-"""Patches a side up to which each has its blocks' numbers on it."""
+LINE = 64  # characters of a line of text
+LETTER = 0.125  # inches of a letter's cell
+LETTER_WIDTH = 0.602  # of the font's size, in DejaVu Sans Mono
+MOST_LAYERS = 6  # layers shown of texts and journeys; of more, so many are drawn, evenly spread
+NUMBERED = 4  # patches a side up to which each has its blocks' numbers on it
 TINT = 0.6
-PALE = 0.35
-"""How much white is mixed into a colour below black text."""
+PALE = 0.35  # how much white is mixed into a colour below black text
+LEGEND_INCHES = 0.85  # width of one entry
 ROWS = {"scenario": 0, "intention": 1, "feedback": 2}
+_MIDDLE = {"ha": "center", "va": "center", "parse_math": False}
+Colours = Sequence[tuple[float, float, float]]
 
 
 def draw_examples(data: Data) -> list[Picture]:
@@ -42,7 +46,7 @@ def draw_examples(data: Data) -> list[Picture]:
 def _picture(data: Data, name: str, examples: Sequence[Data], figure: Figure) -> Picture:
     unit, noun = data["unit"], {"image": "patch", "text": "token"}.get(data["form"], "visit's token")
     used = [
-        f"{title_of(layer['layer']).lower()}: {_mean_used(examples, place):.3g}"
+        f"{layer_title(layer['layer']).lower()}: {_mean_used(examples, place):.3g}"
         for place, layer in enumerate(examples[0]["layers"])
     ]
     lost = sum(not ids for shown in examples for layer in shown["layers"] for ids in layer["ids"])
@@ -77,6 +81,69 @@ def _shown_layers(layers: Sequence[Data]) -> list[Data]:
     return [layers[place] for place in dict.fromkeys(places.tolist())]
 
 
+# Cells.
+
+
+class Cell(NamedTuple):
+    """A rectangle whose y grows downwards, and the blocks it stands for, the heaviest first."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    ids: Sequence[int]
+
+
+def draw_cells(
+    axes: Axes, cells: Sequence[Cell], colours: Colours, pale: float = 0.0, alpha: float = 1.0, strip: float = 0.22
+) -> None:
+    """Fill the cells; ``pale`` mixes the large areas with white, so that text on them can be read.
+
+    ``strip`` is the height of the second choice's strip, of the cell's.
+    """
+    chosen = [cell for cell in cells if cell.ids]
+    whole = [Rectangle((cell.x, cell.y), cell.width, cell.height) for cell in chosen]
+    _fill(axes, whole, [shade(colours[cell.ids[0]], pale) for cell in chosen], alpha)
+    twice = [cell for cell in chosen if len(cell.ids) > 1]
+    strips = [Rectangle((c.x, c.y + (1 - strip) * c.height), c.width, strip * c.height) for c in twice]
+    _fill(axes, strips, [colours[cell.ids[1]] for cell in twice], 1.0)
+    hatched = {"facecolor": "white", "edgecolor": "#555555", "hatch": "xxx", "linewidth": 0, "alpha": 0.8}
+    for cell in cells:
+        if not cell.ids:
+            axes.add_patch(Rectangle((cell.x, cell.y), cell.width, cell.height, **hatched))
+
+
+def _fill(axes: Axes, rectangles: list[Rectangle], colours: list, alpha: float) -> None:
+    if rectangles:
+        look = {"facecolors": colours, "edgecolors": "white", "linewidths": 0.4, "alpha": alpha}
+        axes.add_collection(PatchCollection(rectangles, **look))
+
+
+def add_inches(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
+    """Bare axes at a place in inches from the upper left corner."""
+    wide, high = figure.get_size_inches()
+    axes = figure.add_axes((left / wide, 1 - (top + height) / high, width / wide, height / high))
+    axes.set_axis_off()
+    return axes
+
+
+def add_legend(figure: Figure, used: Sequence[int], colours: Colours, unit: str) -> None:
+    """Which colour is which block, along the lower edge."""
+    handles = [Patch(facecolor=colours[number], label=f"{unit} {number}") for number in used]
+    columns = _legend_columns(len(handles), figure.get_size_inches()[0])
+    look = {"frameon": False, "fontsize": 7, "handlelength": 1.2, "columnspacing": 1.2, "borderaxespad": 0.2}
+    figure.legend(handles=handles, loc="lower center", ncols=columns, **look)
+
+
+def legend_inches(used: Sequence[int], width: float) -> float:
+    """The height that ``add_legend`` takes of a figure so wide."""
+    return 0.12 + 0.16 * -(-len(used) // _legend_columns(len(used), width))
+
+
+def _legend_columns(entries: int, width: float) -> int:
+    return max(1, min(entries, int(width // LEGEND_INCHES)))
+
+
 # Images.
 
 
@@ -101,13 +168,10 @@ def _draw_images(data: Data) -> Figure:
             axes.set_xlim(0, size)
             axes.set_ylim(size, 0)
             if column == 0:
-                title = title_of(name) if row else "Image"
+                title = layer_title(name).capitalize() if row else "Image"
                 axes.text(-0.1, 0.5, title, transform=axes.transAxes, fontsize=9, rotation=90, **_MIDDLE)
     add_legend(figure, used, colours, data["unit"])
     return figure
-
-
-_MIDDLE = {"ha": "center", "va": "center", "parse_math": False}
 
 
 def _grey(png: str) -> np.ndarray:
@@ -144,7 +208,7 @@ def _draw_text(shown: Data, data: Data) -> Figure:
         axes = add_inches(figure, 0.15, number * panel + 0.25, LINE * LETTER, lines * line)
         axes.set_xlim(0, LINE)
         axes.set_ylim(lines, 0)
-        axes.set_title(title_of(layer["layer"]), loc="left", fontsize=9, pad=3)
+        axes.set_title(layer_title(layer["layer"]).capitalize(), loc="left", fontsize=9, pad=3)
         pieces = [(piece, ids) for of, ids in zip(places, layer["ids"], strict=True) for piece in of]
         draw_cells(axes, [Cell(x, y, len(text), 1, ids) for (x, y, text), ids in pieces], colours, pale=PALE)
         for (x, y, text), _ in pieces:
@@ -204,7 +268,7 @@ def _draw_visits(shown: Data, data: Data) -> Figure:
         axes.set_axis_on()
         axes.set_xlim(0, columns)
         axes.set_ylim(len(rows), 0)
-        axes.set_title(title_of(layer["layer"]), loc="left", fontsize=9, pad=3)
+        axes.set_title(layer_title(layer["layer"]).capitalize(), loc="left", fontsize=9, pad=3)
         cells = [Cell(x, y, 1, 1, ids) for (x, y), ids in zip(where, layer["ids"], strict=True)]
         draw_cells(axes, cells, colours, pale=PALE)
         for one in cells:

@@ -1,40 +1,43 @@
-"""Load of each expert or block on evaluated examples, and how many of them a token has."""
+"""Loads of experts or blocks on evaluated examples and over training, and the losses and metrics beside them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from intbmoe.report.canvas import (
-    BLUE,
-    ORANGE,
-    Data,
-    Picture,
-    bars_width,
-    layer_title,
-    make_panels,
-    mark,
-    number_columns,
-    tidy,
-    ylabel,
-)
+from intbmoe.report import canvas
+from intbmoe.report.canvas import BLUE, ORANGE, Data, Picture, layer_title, make_panels, tidy
+
+MOST_LAYERS = 8  # lines in a panel; of more layers, so many are shown, evenly spread
+PANELS = {
+    "utilisation": "utilisation (1: all get tokens)",
+    "worst_case": "largest load / mean load (1: even)",
+    "entropy": "entropy of the load (1: even)",
+    "dead": "{unit}s without a token",
+    "active": "{unit}s of a token",
+    "dropped": "share of assignments dropped",
+    "untaken": "share of tokens without {unit}",
+}
+ONLY_IF_ANY = ("dropped", "untaken")  # panels left out where nothing of the kind ever happened
+FREE_AXES = ("utilisation", "worst_case", "entropy", *ONLY_IF_ANY)  # need not begin at 0; numbers of experts do
+LINES = ("-", "--", "-.", ":")
+TITLES = {**canvas.LOAD_TITLES, "untaken": "share of tokens without expert"}
 
 
 def draw_load(data: Data) -> list[Picture]:
-    """Assignments of each expert or block over their mean, a panel for each layer."""
     layers, unit = data["layers"], data["unit"]
     widest = max(len(layer["present"]) for layer in layers)
-    figure, panels = make_panels(len(layers), bars_width(widest), 2.6, share_y=True)
+    figure, panels = make_panels(len(layers), canvas.bars_width(widest), 2.6, "load / mean load")
     for axes, layer in zip(panels, layers, strict=True):
         counts = [layer["counts"][index] for index in layer["present"]]
         mean = sum(counts) / len(counts) or 1
         axes.bar(range(len(counts)), [count / mean for count in counts], color=BLUE, width=0.75)
-        mark(axes, [place for place, count in enumerate(counts) if count == 0], "x", ORANGE)
+        canvas.mark(axes, [place for place, count in enumerate(counts) if count == 0], "x", ORANGE)
         axes.axhline(1, color="black", linewidth=1, linestyle="--")
         active = f"{layer['active']:.3g} a token, {len(layer['dead'])} dead"
-        axes.set_title(f"{layer_title(layer['layer'])}\n{active}", loc="left", fontsize=9)
-        number_columns(axes, layer["present"], unit)
-        tidy(axes)
-    ylabel(panels, "load / mean load")
+        canvas.number_columns(axes, layer["present"], unit)
+        tidy(axes, f"{layer_title(layer['layer'])}\n{active}")
     dead = sum(len(layer["dead"]) for layer in layers)
     worst = max(layers, key=lambda layer: layer["worst_case"] or 0)
     see = (
@@ -52,7 +55,6 @@ def draw_load(data: Data) -> list[Picture]:
 
 
 def _left_out(layers: Sequence[Data]) -> str:
-    """Words on what a capacity left out, where there is one."""
     dropping = [layer for layer in layers if layer.get("dropped") is not None]
     words = ""
     if dropping:
@@ -68,16 +70,12 @@ def _draw_choices(data: Data) -> Picture:
     """How many experts or blocks a token has, where that is not the same for all."""
     layers, unit = data["layers"], data["unit"]
     widest = max(len(layer["tokens_by_choices"]) for layer in layers)
-    figure, panels = make_panels(len(layers), bars_width(widest), 2.6, share_y=True)
+    figure, panels = make_panels(len(layers), canvas.bars_width(widest), 2.6, "share of the tokens (%)")
     for axes, layer in zip(panels, layers, strict=True):
         shares = [100 * count / max(1, layer["tokens"]) for count in layer["tokens_by_choices"]]
         axes.bar(range(len(shares)), shares, color=[ORANGE, *[BLUE] * (len(shares) - 1)], width=0.75)
         axes.axvline(layer["active"], color="black", linewidth=1, linestyle="--")
-        axes.set_title(f"{layer_title(layer['layer'])}\nmean {layer['active']:.3g}", loc="left", fontsize=9)
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        axes.set_xlabel(f"{unit}s of a token", fontsize=9)
-        tidy(axes)
-    ylabel(panels, "share of the tokens (%)")
+        tidy(axes, f"{layer_title(layer['layer'])}\nmean {layer['active']:.3g}", f"{unit}s of a token", ticks=8)
     means = ", ".join(f"{layer['active']:.3g}" for layer in layers)
     see = (
         f"How the number of {unit}s varies from token to token (dashed: the mean; by layer, first to last: {means}). "
@@ -88,3 +86,128 @@ def _draw_choices(data: Data) -> Picture:
         "padding never counts."
     )
     return Picture("load-choices", f"How many {unit}s a token has", see, how, figure)
+
+
+def draw_load_training(data: Data) -> list[Picture]:
+    return [_draw_experts(data), _draw_layers(data)]
+
+
+def _draw_experts(data: Data) -> Picture:
+    layers, unit = data["layers"], data["unit"]
+    maps = [relative_loads(layer["counts"]) for layer in layers]
+    tallest = max(len(values) for values in maps)
+    figure, panels = make_panels(len(layers), 3.4, 1.3 + 0.16 * tallest, unit)
+    most = max(float(np.nanmax(values, initial=0)) for values in maps)
+    limit = min(max(2.0, most), 4.0)
+    for axes, layer, values in zip(panels, layers, maps, strict=True):
+        axes.set_facecolor("#cccccc")
+        across, down = _edges(layer["steps"]), np.arange(len(values) + 1) - 0.5
+        image = axes.pcolormesh(across, down, np.ma.masked_invalid(values), cmap="cividis", vmin=0, vmax=limit)
+        axes.set_ylim(tallest - 0.5, -0.5)
+        axes.set_title(layer_title(layer["layer"]), loc="left", fontsize=9)
+        axes.set_xlabel("step", fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0, labelsize=8)
+    cut = f"\n(brightest: {limit:g} or more)" if most > limit else ""
+    canvas.colour_bar(figure, image, panels, f"load / mean load{cut}")
+    ends = ", ".join(f"{layer['worst_case'][-1] or 0:.2f}" for layer in layers)
+    see = (
+        f"One row is one {unit}: the brighter, the more tokens it got; an even load is one colour all over. A row that "
+        f"turns dark is a {unit} that the router left. Largest load over the mean at the "
+        f"end, by layer, first to last: {ends}."
+    )
+    if any(count is None for layer in layers for window in layer["counts"] for count in window):
+        see += (
+            f" Grey: not open at that time; a {unit} opened at the very end of a window stands there without a token."
+        )
+    how = f"From loads.jsonl: assignments of each {unit} since the line before, over their mean."
+    return Picture("load-experts", f"Load of each {unit} over training", see, how, figure)
+
+
+def relative_loads(counts: Sequence[Sequence[int | None]]) -> np.ndarray:
+    """(experts, windows): each count over the mean of its window; NaN where an expert is not there."""
+    values = np.array([[np.nan if count is None else count for count in window] for window in counts], dtype=float)
+    mean = np.nanmean(values, axis=1, keepdims=True)
+    return (values / np.where(mean > 0, mean, 1)).T
+
+
+def _edges(steps: Sequence[int]) -> list[int]:
+    """A window begins where the one before ends."""
+    return [2 * steps[0] - steps[1] if len(steps) > 1 else 0, *steps]
+
+
+def _draw_layers(data: Data) -> Picture:
+    layers, unit = data["layers"], data["unit"]
+    chosen = np.unique(np.linspace(0, len(layers) - 1, min(MOST_LAYERS, len(layers))).round().astype(int))
+    shown = [layers[place] for place in chosen]
+    names = [name for name in PANELS if name not in ONLY_IF_ANY or any(any(layer[name] or []) for layer in layers)]
+    figure, panels = make_panels(len(names), 3.4, 2.6)
+    colours = canvas.block_colours(len(shown))
+    for axes, name in zip(panels, names, strict=True):
+        for place, layer in enumerate(shown):
+            if layer[name] is not None:
+                values = [np.nan if value is None else value for value in layer[name]]
+                look = {"color": colours[place], "linestyle": LINES[place % 4], "label": layer_title(layer["layer"])}
+                axes.plot(layer["steps"], values, marker="o" if len(values) == 1 else None, **look)
+        tidy(axes, PANELS[name].format(unit=unit), "step", ticks=5, grid="y")
+        if name not in FREE_AXES:
+            axes.set_ylim(bottom=0, top=None if axes.get_ylim()[1] > 0.1 else 1)
+        if name == "dead":
+            axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    panels[0].legend(fontsize=7, frameon=False)
+    last = max(layers, key=lambda layer: layer["dead"][-1])
+    dead = f"most in {layer_title(last['layer'])}, {last['dead'][-1]}" if last["dead"][-1] else "none"
+    dropped = max(max(layer["dropped"]) for layer in layers)
+    untaken = [max(layer["untaken"]) for layer in layers if layer["untaken"]]
+    see = f"Every layer by itself. {unit.capitalize()}s without a token at the end: {dead}. "
+    see += f"Most assignments dropped in a window: {100 * dropped:.3g} %." if dropped else "No assignment was dropped."
+    if untaken:
+        see += f" Most tokens without {unit} in a window: {100 * max(untaken):.3g} %."
+    if len(shown) < len(layers):
+        see += f" Shown are {len(shown)} of {len(layers)} layers, evenly spread; the data has all."
+    how = (
+        "From the counts in loads.jsonl, each since the line before. Utilisation is the share of those open that got "
+        "tokens, entropy that of the loads over its maximum; dropped are assignments that found their expert full."
+    )
+    return Picture("load-layers", "How evenly each layer spread its tokens", see, how, figure)
+
+
+def draw_training(data: Data) -> list[Picture]:
+    curves = {(curve["split"], curve["name"]): curve for curve in data["curves"]}
+    metric = data["metric"]
+    names = ["loss"] if metric == "loss" else ["loss", metric]
+    figure = _draw_curves(names, curves)
+    figure.axes[0].legend(fontsize=8, frameon=False)
+    best = "highest" if data["higher_is_better"] else "lowest"
+    valid = curves.get(("valid", metric))
+    see = "Training and validation loss should fall together; where validation turns up, the model learns by heart."
+    if valid:
+        extreme = (max if data["higher_is_better"] else min)(valid["values"])
+        step = valid["steps"][valid["values"].index(extreme)]
+        see += f" The {best} {metric} on validation is {extreme:.4f}, at step {step}."
+    how = "From metrics.jsonl. Training values are means since the line before, evaluations are of whole splits."
+    found = [Picture("training", "Loss and metric over training", see, how, figure)]
+    loads = [name for name in TITLES if ("train", name) in curves]
+    if loads:
+        shown = [name for name in loads if name != "dropped" or any(curves["train", name]["values"])]
+        ends = ", ".join(f"{name.replace('_', ' ')} {curves['train', name]['values'][-1]:.3g}" for name in loads)
+        see = f"How evenly tokens were spread while training; flat lines near 1 are even. At the end: {ends}."
+        how = "From metrics.jsonl: the loads since the line before, as means over the layers that choose."
+        found.append(Picture("load-training", "Load over training", see, how, _draw_curves(shown, curves)))
+    return found
+
+
+def _draw_curves(names: Sequence[str], curves: Mapping[tuple[str, str], Data]) -> Figure:
+    figure, panels = make_panels(len(names), 3.4, 2.6)
+    styles = {"train": (BLUE, "-", None, 4), "valid": (ORANGE, "--", "o", 4), "test": ("black", "", "*", 9)}
+    for axes, wanted in zip(panels, names, strict=True):
+        for split, (colour, line, marker, size) in styles.items():
+            curve = curves.get((split, wanted))
+            if curve:
+                look = {"color": colour, "linestyle": line, "markersize": size, "label": split}
+                look["marker"] = marker or ("o" if len(curve["steps"]) == 1 else None)
+                axes.plot(curve["steps"], curve["values"], **look)
+        tidy(axes, TITLES.get(wanted, wanted), "step", ticks=5, grid="y")
+    return figure

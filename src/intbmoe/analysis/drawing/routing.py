@@ -5,39 +5,29 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from intbmoe.report.canvas import (
-    Data,
-    Picture,
-    colour_bar,
-    heat_map,
-    layer_title,
-    make_panels,
-    matrix,
-    number_columns,
-    ylabel,
-)
+from intbmoe.report.canvas import Data, Picture, colour_bar, heat_map, layer_title, make_panels, number_columns
 
-MOST_ROWS = 30
-"""Labels that one heat map shows; of more, those farthest from uniform. The data has all."""
+MOST_ROWS = 30  # labels that one heat map shows; of more, those farthest from uniform. The data has all
 
 
 def draw_routing(data: Data) -> list[Picture]:
-    """A heat map for each view, a panel for each layer."""
     return [_draw_view(view, data) for view in data["views"]]
 
 
 def _draw_view(view: Data, data: Data) -> Picture:
     layers, unit = view["layers"], data["unit"]
     shown = _farthest(view)
-    maps = [matrix([layer["minus_uniform"][row] for row in shown], len(layer["choices"])) for layer in layers]
+    maps = []
+    for layer in layers:
+        nothing = [math.nan] * len(layer["choices"])
+        maps.append(np.array([layer["minus_uniform"][row] or nothing for row in shown], dtype=float))
     widest = max(len(layer["choices"]) for layer in layers)
-    figure, panels = make_panels(len(layers), 0.9 + 0.2 * widest, 1.3 + 0.17 * len(shown), share_y=True)
+    figure, panels = make_panels(len(layers), 0.9 + 0.2 * widest, 1.3 + 0.17 * len(shown), view["name"])
     limit = max((float(np.nanmax(np.abs(values))) for values in maps if not np.isnan(values).all()), default=0) or 1.0
     for axes, layer, values in zip(panels, layers, maps, strict=True):
         image = heat_map(axes, 100 * values, 100 * limit, layer_title(layer["layer"]))
         number_columns(axes, layer["choices"], unit)
         axes.set_yticks(range(len(shown)), [view["labels"][row] for row in shown], fontsize=8)
-    ylabel(panels, view["name"])
     colour_bar(figure, image, panels, "share minus uniform\n(percentage points)")
     row, column, layer, most = _strongest(view, layers)
     some = "" if len(shown) == len(view["labels"]) else f" Shown are {len(shown)} of {len(view['labels'])} rows, those "

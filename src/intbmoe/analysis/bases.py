@@ -1,4 +1,4 @@
-"""Participation: what a trained model loses without one of its expert bases.
+"""Expert bases: how much of each goes into each block, and what a trained model loses without one of them.
 
 A base is taken out of all block compositions of one MoE layer at a time, without retraining, and the task's deciding
 metric is taken again:
@@ -10,13 +10,13 @@ Both are what a layer with the E−1 other bases would compute. The change of th
 base with zero coefficients shows alone; ``factor_alone`` says how large it is, so that it is not taken for a base's.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from intbmoe.analysis.sample import Sample
@@ -26,14 +26,63 @@ from intbmoe.methods.intbmoe import ComposedMoE, Hypernetwork, IntBMoE
 from intbmoe.ops.compose import Coefficients
 from intbmoe.precomposition import precompose
 
+PATHS = ("value", "gate")
+
+
+@dataclass(frozen=True)
+class LayerCoefficients:
+    """One path of one layer: K blocks of E bases."""
+
+    layer: str
+    path: str
+    coefficients: list[list[float]]  # (K, E), as they multiply the bases
+    normalised: list[list[float]]  # the same, each block's row of length 1; a row of zeros stays
+    mean_cosine: float | None  # over all pairs of blocks; None with a single block
+
+
+@dataclass(frozen=True)
+class ModelCoefficients:
+    layers: list[LayerCoefficients]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {"layer": found.layer, "path": found.path, "block": block, "base": base, "coefficient": value}
+            | {"normalised": found.normalised[block][base]}
+            for found in self.layers
+            for block, row in enumerate(found.coefficients)
+            for base, value in enumerate(row)
+        ]
+
+
+def collect_coefficients(model: nn.Module) -> ModelCoefficients:
+    """Of every IntBMoE layer: value path and, where there is one, gate path."""
+    found = []
+    for name, layer in moe_layers(model):
+        if not isinstance(layer, IntBMoE):
+            continue
+        with torch.no_grad():
+            paths = layer.coefficients()
+        for path, coefficients in zip(PATHS, paths, strict=False):  # without a gate there is one path
+            wide = coefficients.double()
+            normalised = F.normalize(wide, dim=1)
+            found.append(LayerCoefficients(name, path, wide.tolist(), normalised.tolist(), mean_cosine(wide)))
+    return ModelCoefficients(found)
+
+
+def mean_cosine(rows: Tensor) -> float | None:
+    """(K, E) → the mean cosine over all pairs of different rows; None for a single row. Zero rows are like no other."""
+    blocks = len(rows)
+    if blocks < 2:
+        return None
+    unit = F.normalize(rows.double(), dim=1)
+    first, second = torch.triu_indices(blocks, blocks, offset=1)
+    return float((unit[first] * unit[second]).sum(1).mean())
+
 
 @dataclass(frozen=True)
 class LayerParticipation:
-    """One MoE layer."""
-
     layer: str
-    drops: list[float]
-    """How much worse the metric is without each base; below 0 it is better."""
+    drops: list[float]  # how much worse the metric is without each base; below 0 it is better
     mean: float
     smallest: float
     factor_alone: float
@@ -42,19 +91,15 @@ class LayerParticipation:
 
 @dataclass(frozen=True)
 class Participation:
-    """All MoE layers of a model."""
-
     metric: str
     higher_is_better: bool
     split: str
     examples: int
-    full: float
-    """The metric of the whole model on these examples."""
+    full: float  # the metric of the whole model on these examples
     coefficients: str
     layers: list[LayerParticipation]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each removal, for CSV."""
         return [
             {"layer": layer.layer, "base": base, "metric": self.metric, "drop": drop}
             for layer in self.layers
@@ -71,8 +116,8 @@ class _ChangedCoefficients(nn.Module):
         self.base = base
 
     def forward(self, codebook: Tensor) -> Coefficients:
-        recipe = self.hypernetwork(codebook)
-        value, gate = self._without_base(recipe.value), recipe.gate
+        whole = self.hypernetwork(codebook)
+        value, gate = self._without_base(whole.value), whole.gate
         gate = None if gate is None else self._without_base(gate)
         if self.hypernetwork.config.coefficients == "softmax":
             return Coefficients(_share_out(value), None if gate is None else _share_out(gate), 1.0)
@@ -95,16 +140,10 @@ def without_base(layer: IntBMoE, base: int | None) -> ComposedMoE:
     experts = layer.config.experts
     require(experts > 1, "experts", experts, "at least 2: without its only base a layer has none")
     require(base is None or 0 <= base < experts, "base", base, f"None or one of 0…{experts - 1}")
-    with _swapped(layer, _ChangedCoefficients(layer.hypernetwork, base)):
-        return layer.precompose()
-
-
-@contextmanager
-def _swapped(layer: IntBMoE, hypernetwork: nn.Module) -> Iterator[None]:
     own = layer.hypernetwork
-    layer.hypernetwork = hypernetwork
+    layer.hypernetwork = _ChangedCoefficients(own, base)
     try:
-        yield
+        return layer.precompose()
     finally:
         layer.hypernetwork = own
 

@@ -1,0 +1,171 @@
+"""Where which tokens go: shares of token–block assignments, minus uniform, for each kind of token.
+
+Every choice of a top-k selection is one assignment. The share of a block among the assignments of a kind of token,
+minus one over the number of blocks, is 0 where the router does not care. It is at most 1/k − 1/K: k choices of a
+token are k different blocks. How tokens are told apart is the task's to say (``Task.views``).
+
+Single examples, which the task chooses and names the tokens of (``Task.shown``), are followed layer by layer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.analysis.loads import choosing_layers, present_choices, unit_of
+from intbmoe.analysis.sample import Sample
+from intbmoe.routing import RecordedRouting
+from intbmoe.tasks.looking import Content, Shown, View
+
+
+@dataclass(frozen=True)
+class LayerShares:
+    layer: str
+    choices: list[int]  # numbers of the blocks or experts: the columns
+    counts: list[list[int]]  # (labels, columns) assignments
+    minus_uniform: list[list[float] | None]  # share minus uniform; None for a label without assignment
+
+
+@dataclass(frozen=True)
+class SharesOfView:
+    name: str
+    labels: list[str]
+    layers: list[LayerShares]
+
+
+@dataclass(frozen=True)
+class RoutingShares:
+    unit: str  # what tokens are sent to: "block" or "expert"
+    split: str
+    examples: int
+    views: list[SharesOfView]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {"view": view.name, "layer": found.layer, "label": label, self.unit: choice}
+            | {"assignments": found.counts[row][column], "minus_uniform": found.minus_uniform[row][column]}
+            for view in self.views
+            for found in view.layers
+            for row, label in enumerate(view.labels)
+            if found.minus_uniform[row] is not None
+            for column, choice in enumerate(found.choices)
+        ]
+
+
+def routing_shares(model: nn.Module, sample: Sample, views: Sequence[View]) -> RoutingShares:
+    """Count where the sample's tokens go, in one pass for all views."""
+    layers = choosing_layers(model)
+    counts = {
+        (view.name, name): torch.zeros(len(view.labels), layer.choices, dtype=torch.int64)
+        for view in views
+        for name, layer in layers.items()
+    }
+    for batch, log in sample.routed(model):
+        for view in views:
+            labels = view.find(batch)
+            for name, layer in layers.items():
+                spread = labels.expand(log[name].shape).reshape(-1)
+                counted = count_pairs(spread, log[name].ids, (len(view.labels), layer.choices))
+                counts[view.name, name] += counted.cpu()
+    found = [
+        SharesOfView(
+            view.name,
+            list(view.labels),
+            [_shares(name, layer, counts[view.name, name]) for name, layer in layers.items()],
+        )
+        for view in views
+    ]
+    return RoutingShares(unit_of(model), sample.split, sample.examples, found)
+
+
+def count_pairs(labels: Tensor, ids: Tensor, shape: tuple[int, int]) -> Tensor:
+    """(N,) labels and (N, k) choices → how often each label (row) chose each block (column); −1 is not counted."""
+    labels = labels.unsqueeze(1).expand_as(ids)
+    counted = (labels >= 0) & (ids >= 0)
+    pairs = labels[counted] * shape[1] + ids[counted]
+    return torch.bincount(pairs, minlength=shape[0] * shape[1]).view(shape)
+
+
+def _shares(name: str, layer: Any, counts: Tensor) -> LayerShares:
+    present = present_choices(layer, counts.sum(0).tolist())
+    kept = counts[:, present]
+    totals = kept.sum(1)
+    shares = kept.double() / totals.clamp(min=1).unsqueeze(1) - 1 / len(present)
+    rows = [row if total else None for row, total in zip(shares.tolist(), totals.tolist(), strict=True)]
+    return LayerShares(name, present, kept.tolist(), rows)
+
+
+@dataclass(frozen=True)
+class LayerChoices:
+    """Where one layer sent an example's tokens; an entry a token."""
+
+    layer: str
+    ids: list[list[int]]  # blocks or experts, the heaviest first; none for a token that was left out
+    weights: list[list[float]]
+
+
+@dataclass(frozen=True)
+class ShownExample:
+    index: int  # its place in the split
+    title: str
+    kinds: list[str]  # patch, token, item; profile, scenario, intention or feedback
+    texts: list[str]
+    """What each token says: a patch its row and column, a token its text, an intention the category, …"""
+    image: str | None  # of images, a PNG of its pixels in base64
+    layers: list[LayerChoices]
+
+
+@dataclass(frozen=True)
+class ExampleRouting:
+    unit: str  # what tokens are sent to: "block" or "expert"
+    split: str
+    form: str  # image, text, sessions or items: how they are drawn
+    choices: int  # how many blocks or experts there are, in the layer with most
+    examples: list[ShownExample]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {"example": shown.index, "token": place, "kind": shown.kinds[place], "text": shown.texts[place]}
+            | {"layer": found.layer, "rank": rank, self.unit: choice, "weight": found.weights[place][rank]}
+            for shown in self.examples
+            for found in shown.layers
+            for place, ids in enumerate(found.ids)
+            for rank, choice in enumerate(ids)
+        ]
+
+
+def example_routing(model: nn.Module, sample: Sample, shown: Shown) -> ExampleRouting:
+    """Run the model on some examples of the sample's split and note where their tokens go."""
+    layers = choosing_layers(model)
+    batch, log = sample.routed_examples(model, shown.indices)
+    found = [
+        _show(index, shown.describe(batch, row, index), {name: _of_example(log[name], row) for name in layers})
+        for row, index in enumerate(shown.indices)
+    ]
+    most = max(layer.choices for layer in layers.values())
+    return ExampleRouting(unit_of(model), sample.split, shown.form, most, found)
+
+
+def _of_example(record: RecordedRouting, row: int) -> tuple[Tensor, Tensor]:
+    """(T, k) ids and weights of one example of the batch."""
+    tokens = record.shape[-1]
+    part = slice(row * tokens, (row + 1) * tokens)
+    return record.ids[part].cpu(), record.weights[part].double().cpu()
+
+
+def _show(index: int, content: Content, choices: Mapping[str, tuple[Tensor, Tensor]]) -> ShownExample:
+    places = [place for place, token in enumerate(content.tokens) if token is not None]
+    layers = []
+    for name, (ids, weights) in choices.items():
+        pairs = [_heaviest_first(ids[place].tolist(), weights[place].tolist()) for place in places]
+        layers.append(LayerChoices(name, [[i for i, _ in of] for of in pairs], [[w for _, w in of] for of in pairs]))
+    tokens = [content.tokens[place] for place in places]
+    kinds, texts = [token.kind for token in tokens], [token.text for token in tokens]
+    return ShownExample(index, content.title, kinds, texts, content.image, layers)
+
+
+def _heaviest_first(ids: Sequence[int], weights: Sequence[float]) -> list[tuple[int, float]]:
+    chosen = [(choice, weight) for choice, weight in zip(ids, weights, strict=True) if choice >= 0]
+    return sorted(chosen, key=lambda pair: (-pair[1], pair[0]))
