@@ -20,8 +20,9 @@ from intbmoe.layer import LayerConfig
 from intbmoe.ops.backend import Backend, choose_backend
 from intbmoe.ops.grouped_mm import grouped_mm
 from intbmoe.ops.merged_mm import merged_mm
+from intbmoe.ops.permute import Permutation
 from intbmoe.ops.swiglu import swiglu
-from intbmoe.parts.dispatch import Dispatch, combine, dispatch, spread, to_rows
+from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
 from intbmoe.precision import linear
 from intbmoe.settings import PositiveInt
 
@@ -57,9 +58,9 @@ class StackedLinear(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def rows(self, z: Tensor, plan: Dispatch) -> Tensor:
+    def rows(self, z: Tensor, plan: Permutation) -> Tensor:
         """(M, i) rows sorted by expert → (M, o)."""
-        out = grouped_mm(z, self.weight.to(z.dtype), plan.offsets, plan.backend, complete=plan.complete)
+        out = grouped_mm(z, self.weight.to(z.dtype), plan.ends, plan.backend, complete=plan.complete)
         return out if self.bias is None else out + spread(self.bias.to(z.dtype), plan)
 
     def batch(self, z: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ class StackedExperts(nn.Module):
         """The expert's equation, with ``apply(linear, z)`` for each of its linear maps."""
         raise TypeError(f"{type(self).__name__} does not define network()")
 
-    def rows(self, z: Tensor, plan: Dispatch) -> Tensor:
+    def rows(self, z: Tensor, plan: Permutation) -> Tensor:
         """(M, d) rows sorted by expert → (M, d)."""
         return self.network(z, lambda layer, z: layer.rows(z, plan))
 

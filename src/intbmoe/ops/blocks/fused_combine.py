@@ -47,10 +47,7 @@ def gated_combine(
 
     Choices of no group, whose rows come after the last group, add nothing.
     """
-    token, choice, inverse, group, ends, _ = plan
-    return torch.ops.intbmoe.gated_combine(
-        rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, dtype
-    )[0]
+    return torch.ops.intbmoe.gated_combine(rows, bias, gain, scale, weights, shared, *plan[:5], dtype)[0]
 
 
 @triton.jit

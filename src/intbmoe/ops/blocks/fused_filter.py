@@ -29,8 +29,7 @@ torch.library.define(
 
 def filter_rows(x: Tensor, token_term: Tensor | None, block_term: Tensor | None, plan: Permutation) -> Tensor:
     """(N, d) tokens → (M, d) rows sorted by group, filtered where there are terms; uninitialised after the last."""
-    token, _, inverse, group, ends, _ = plan
-    return torch.ops.intbmoe.filter_rows(x, token_term, block_term, token, inverse, group, ends)
+    return torch.ops.intbmoe.filter_rows(x, token_term, block_term, plan.token, plan.inverse, plan.group, plan.ends)
 
 
 @triton.jit

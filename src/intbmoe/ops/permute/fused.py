@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intbmoe.ops.permute import Permutation
 from intbmoe.ops.triton_support import on_device, power_of_2
 
 ENTRIES = 8192
@@ -18,9 +17,9 @@ ENTRIES = 8192
 torch.library.define("intbmoe::permute", "(Tensor ids, int groups) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 
 
-def permute(ids: Tensor, groups: int) -> Permutation:
+def permute(ids: Tensor, groups: int) -> tuple[Tensor, ...]:
     """As ``naive.permute``."""
-    return Permutation(*torch.ops.intbmoe.permute(ids, groups))
+    return torch.ops.intbmoe.permute(ids, groups)
 
 
 @triton.jit
@@ -90,13 +89,7 @@ def _run(ids, groups):
 @torch.library.register_fake("intbmoe::permute")
 def _allocate(ids, groups):
     rows = ids.new_empty(ids.numel(), dtype=torch.int64)
+    inverse = ids.new_empty(ids.shape, dtype=torch.int64)
     ends = ids.new_empty(groups, dtype=torch.int32)
     counts = ids.new_empty(groups, dtype=torch.int64)
-    return (
-        rows,
-        torch.empty_like(rows),
-        ids.new_empty(ids.shape, dtype=torch.int64),
-        torch.empty_like(rows),
-        ends,
-        counts,
-    )
+    return rows, torch.empty_like(rows), inverse, torch.empty_like(rows), ends, counts
