@@ -255,6 +255,8 @@ def _tensors(given: Any) -> list[Tensor]:
         return [given]
     if isinstance(given, nn.Module):
         return list(given.parameters())
+    if isinstance(given, str | bool):  # beside a plan's tensors
+        return []
     if isinstance(given, dict):
         given = given.values()
     return [tensor for part in given for tensor in _tensors(part)]

@@ -25,10 +25,10 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from intbmoe.layer import Quantities, Result, Routing
-from intbmoe.parts.experts import ExpertsConfig, SwiGLU
+from intbmoe.parts.experts import ExpertsConfig, RoutedLayer, SwiGLU
 from intbmoe.parts.losses import global_sum
 from intbmoe.parts.router import mask_choices, top_k
 from intbmoe.parts.state import WideBuffers
@@ -66,7 +66,7 @@ class DeepSeekConfig(ExpertsConfig):
 
 
 @register("deepseek", title="DeepSeek-V3", paper="DeepSeek-AI, 2024", participation="sparse")
-class DeepSeek(WideBuffers):
+class DeepSeek(WideBuffers, RoutedLayer):
     """Top-k token choice balanced by a bias on the choice, with a shared expert."""
 
     Config = DeepSeekConfig
@@ -74,14 +74,8 @@ class DeepSeek(WideBuffers):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         c = self.config
-        self.router = nn.Linear(c.dim, c.experts, bias=False)
-        self.experts = c.make_experts()
         self.shared = SwiGLU(c.dim, c.shared_width) if c.shared_experts else None
         self.register_buffer("bias", torch.zeros(c.experts, dtype=torch.float32))
-
-    @property
-    def choices(self) -> int:
-        return self.config.experts
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config

@@ -23,11 +23,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from intbmoe.layer import MoELayer, Quantities, Result, Routing
+from intbmoe.layer import Quantities, Result, Routing
 from intbmoe.parts.dispatch import capacity_of, exact_ratio, seat, sum_seats, to_seats
-from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.experts import ExpertsConfig, RoutedLayer
 from intbmoe.parts.router import pack_choices
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
@@ -49,20 +49,14 @@ class ExpertChoiceConfig(ExpertsConfig):
 
 
 @register("expert_choice", title="Expert Choice", paper="Zhou et al., 2022", participation="sparse")
-class ExpertChoice(MoELayer):
+class ExpertChoice(RoutedLayer):
     """Experts choose tokens."""
 
     Config = ExpertChoiceConfig
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
-        self.experts = self.config.make_experts()
         self._factor = exact_ratio(self.config.capacity_factor)
-
-    @property
-    def choices(self) -> int:
-        return self.config.experts
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from intbmoe.layer import MoELayer, Quantities, Result
 from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.state import check_batch
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
 from intbmoe.settings import PositiveInt
@@ -58,14 +59,10 @@ class LoryConfig(ExpertsConfig):
 class LoryState:
     """Where a layer stands in a sequence: the open segment so far, and the weights it runs with."""
 
-    position: int
-    """Tokens of the open segment already seen, masked ones included: the same for all sequences."""
-    total: Tensor
-    """(B, d), the sum of its valid tokens."""
-    count: Tensor
-    """(B,), how many they are."""
-    weights: Tensor
-    """(B, E), the expert weights in force."""
+    position: int  # tokens of the open segment already seen, masked ones included: the same for all sequences
+    total: Tensor  # (B, d), the sum of its valid tokens
+    count: Tensor  # (B,), how many they are
+    weights: Tensor  # (B, E), the expert weights in force
 
 
 @register("lory", title="Lory", paper="Zhong et al., 2024", participation="dense")
@@ -91,7 +88,7 @@ class Lory(MoELayer):
         count = F.pad(valid, (start, missing)).view(batch, segments, size).sum(2)
         total = wide(padded).sum(2)  # padding is zero
         if state is not None:
-            _check_batch(state, batch)
+            check_batch(len(state.count), batch)
             total = torch.cat([total[:, :1] + state.total.unsqueeze(1), total[:, 1:]], 1)
             count = torch.cat([count[:, :1] + state.count.unsqueeze(1), count[:, 1:]], 1)
         in_force = self._weights(total / count.unsqueeze(-1).clamp(min=1), None if state is None else state.weights)
@@ -142,9 +139,3 @@ def _skip_empty(in_force: Tensor, filled: Tensor) -> Tensor:
     source = F.pad(own, (1, 0)).cummax(1).values
     chosen = source.unsqueeze(-1) == torch.arange(rows, device=filled.device)
     return (chosen.unsqueeze(-1) * in_force.unsqueeze(1)).sum(2)
-
-
-def _check_batch(state: LoryState, batch: int) -> None:
-    held = state.count.shape[0]
-    if held != batch:
-        raise ValueError(f"state was made for {held} sequences, but x holds {batch}: use new_state({batch})")

@@ -33,6 +33,7 @@ from intbmoe.checks import require
 from intbmoe.layer import MoELayer, Quantities, Result
 from intbmoe.ops.running_sum import running_sum
 from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.state import check_batch
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
 from intbmoe.settings import PositiveInt
@@ -66,10 +67,8 @@ class SoftConfig(ExpertsConfig):
 class SoftState:
     """What a causal layer remembers of earlier tokens: the two running sums of every expert's slot."""
 
-    numerator: Tensor
-    """(E, B, d), Σ_j exp(L_{j,e}) x_j."""
-    denominator: Tensor
-    """(E, B), Σ_j exp(L_{j,e})."""
+    numerator: Tensor  # (E, B, d), Σ_j exp(L_{j,e}) x_j
+    denominator: Tensor  # (E, B), Σ_j exp(L_{j,e})
 
 
 @register("soft_causal", title="Soft MoE (causal)", paper="Puigcerver et al., 2024", participation="dense", causal=True)
@@ -117,7 +116,7 @@ class Soft(MoELayer):
         numerator = weights.unsqueeze(-1) * x
         denominator = weights
         if state is not None:
-            _check_batch(state, x.shape[0])
+            check_batch(state.denominator.shape[1], x.shape[0])
             numerator = torch.cat([state.numerator.unsqueeze(2), numerator], 2)
             denominator = torch.cat([state.denominator.unsqueeze(2), denominator], 2)
         numerator, denominator = running_sum(numerator, 2), running_sum(denominator, 2)
@@ -144,9 +143,3 @@ class Soft(MoELayer):
 
 def _unit(v: Tensor) -> Tensor:
     return v * (v.square().sum(-1, keepdim=True) + EPS).rsqrt()
-
-
-def _check_batch(state: SoftState, batch: int) -> None:
-    held = state.denominator.shape[1]
-    if held != batch:
-        raise ValueError(f"state was made for {held} sequences, but x holds {batch}: use new_state({batch})")

@@ -19,10 +19,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from intbmoe.layer import MoELayer, Quantities, Result, Routing
-from intbmoe.parts.capacity import CapacityConfig
+from intbmoe.layer import Quantities, Result, Routing
+from intbmoe.parts.capacity import CapacityConfig, CapacityLayer
 from intbmoe.parts.dispatch import limit_capacity
 from intbmoe.parts.losses import balance_loss, count_valid, masked_sum
 from intbmoe.parts.router import count_choices, mask_choices, top_k
@@ -45,20 +45,10 @@ class SwitchConfig(CapacityConfig):
 
 
 @register("switch", title="Switch Transformer", paper="Fedus et al., 2022", participation="sparse")
-class Switch(MoELayer):
+class Switch(CapacityLayer):
     """Top-1 token choice with a load-balancing loss."""
 
     Config = SwitchConfig
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
-        self.experts = self.config.make_experts()
-        self._ratios = self.config.capacity_ratios()
-
-    @property
-    def choices(self) -> int:
-        return self.config.experts
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config
@@ -88,10 +78,9 @@ class Switch(MoELayer):
         if ratio is None:
             return None
         numerator, denominator = ratio
-        if mask is None:
-            return max(MIN_CAPACITY, x.shape[1] * numerator // (self.config.experts * denominator))
-        places = mask.sum(1, keepdim=True) * numerator // (self.config.experts * denominator)
-        return places.clamp(min=MIN_CAPACITY)
+        valid = x.shape[1] if mask is None else mask.sum(1, keepdim=True)
+        places = valid * numerator // (self.config.experts * denominator)
+        return max(MIN_CAPACITY, places) if mask is None else places.clamp(min=MIN_CAPACITY)
 
     def quantities(self) -> Quantities:
         return Quantities(participation=1, execution=1, materialization=0)

@@ -27,11 +27,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from intbmoe.checks import require
-from intbmoe.layer import MoELayer, Quantities, Result, Routing
-from intbmoe.parts.capacity import CapacityConfig
+from intbmoe.layer import Quantities, Result, Routing
+from intbmoe.parts.capacity import CapacityConfig, CapacityLayer
 from intbmoe.parts.dispatch import capacity_of, limit_capacity
 from intbmoe.parts.losses import global_sum, masked_sum, squared_variation
 from intbmoe.parts.router import count_choices, mask_choices, top_k
@@ -65,20 +65,10 @@ class VMoEConfig(CapacityConfig):
 
 
 @register("vmoe", title="V-MoE", paper="Riquelme et al., 2021", participation="sparse")
-class VMoE(MoELayer):
+class VMoE(CapacityLayer):
     """Top-k token choice with noisy gates and two balancing losses."""
 
     Config = VMoEConfig
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
-        self.experts = self.config.make_experts()
-        self._ratios = self.config.capacity_ratios()
-
-    @property
-    def choices(self) -> int:
-        return self.config.experts
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config

@@ -23,13 +23,8 @@ def _method_of(layer: MoELayer) -> str:
 
     Several names may share a class: the layer's is the one with most presets, all of which its Config has.
     """
-    methods = [find_method(name) for name in list_methods()]
-    fits = [
-        method
-        for method in methods
-        if method.layer is type(layer)
-        and all(getattr(layer.config, option) == value for option, value in method.presets.items())
-    ]
+    methods = [method for method in map(find_method, list_methods()) if method.layer is type(layer)]
+    fits = [m for m in methods if all(getattr(layer.config, key) == value for key, value in m.presets.items())]
     if not fits:
         return type(layer).__name__
     method = max(fits, key=lambda method: len(method.presets))

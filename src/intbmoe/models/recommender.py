@@ -13,10 +13,9 @@ The FFNs *and* the head are what ``make_ffn`` makes, GELU FFNs when it is left o
 The paper says that the head is a mixture too, but not what the dense model has there: here an FFN like the others, so
 that models differ only in their FFNs. A linear map would have 64,896 parameters fewer.
 
-Structure as in the released code: linear maps with biases, LayerNorm, 2L − 1 entries of β a head of which a causal
-model reads the L of t ≥ s, starting as N(0, 0.02²). Two differences: it holds an output LayerNorm for each layer, of
-which only the last one's result is used, and there is only that one here; and it stores sequences from new to old,
-here they run from old to new.
+As in the released code: linear maps with biases, LayerNorm, 2L − 1 entries of β per head, of which a causal model reads
+the L of t ≥ s, starting as N(0, 0.02²). Two differences: of its output LayerNorms, one per layer, only the last is used
+and kept here; and sequences run from old to new, there from new to old.
 """
 
 from collections.abc import Callable
@@ -94,7 +93,6 @@ class Block(nn.Module):
         self.ffn = ffn
 
     def forward(self, x: Tensor, mask: Tensor | None, visible: Tensor) -> Tensor:
-        """(B, T, d) → (B, T, d)."""
         x = x + self.attn(self.norm1(x), visible)
         return x + apply_ffn(self.ffn, self.norm2(x), mask)
 

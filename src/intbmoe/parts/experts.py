@@ -10,13 +10,13 @@ A stacked network is written once, over an open linear map that ``rows``, ``batc
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.layer import LayerConfig
+from intbmoe.layer import LayerConfig, MoELayer
 from intbmoe.ops.backend import Backend, choose_backend
 from intbmoe.ops.grouped_mm import grouped_mm
 from intbmoe.ops.merged_mm import merged_mm
@@ -52,7 +52,7 @@ class StackedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew. The bound is a slice's: a fan computed from the stack would be wrong."""
+        # The bound is a slice's: a fan computed from the stack would be wrong.
         bound = 1 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -89,15 +89,12 @@ class StackedExperts(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define network()")
 
     def rows(self, z: Tensor, plan: Permutation) -> Tensor:
-        """(M, d) rows sorted by expert → (M, d)."""
         return self.network(z, lambda layer, z: layer.rows(z, plan))
 
     def batch(self, z: Tensor) -> Tensor:
-        """(E, S, d) → (E, S, d)."""
         return self.network(z, lambda layer, z: layer.batch(z))
 
     def merged(self, z: Tensor, a: Tensor) -> Tensor:
-        """(G, S, d) through G merged experts with coefficients (G, E)."""
         return self.network(z, lambda layer, z: layer.merged(z, a))
 
     def route(self, x: Tensor, ids: Tensor, weights: Tensor, complete: bool = False) -> tuple[Tensor, Tensor]:
@@ -109,7 +106,6 @@ class StackedExperts(nn.Module):
         return combine(self.rows(to_rows(x, plan), plan), weights, plan), plan.counts
 
     def expert_parameters(self) -> int:
-        """Parameters of one expert."""
         return sum(parameter.numel() // parameter.shape[0] for parameter in self.parameters())  # indexing would gather
 
 
@@ -149,6 +145,18 @@ class ExpertsConfig(LayerConfig):
     """The expert network: GELU FFN with biases, or SwiGLU without."""
 
     def make_experts(self) -> StackedExperts:
-        """The E experts so configured."""
         network = FFNExperts if self.expert == "gelu" else SwiGLUExperts
         return network(self.experts, self.dim, self.hidden)
+
+
+class RoutedLayer(MoELayer):
+    """A linear router without a bias that chooses among E stacked experts."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
+        self.experts = self.config.make_experts()
+
+    @property
+    def choices(self) -> int:
+        return self.config.experts

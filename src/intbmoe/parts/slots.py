@@ -27,7 +27,6 @@ class PoolConfig(ExpertsConfig):
 
     @property
     def start(self) -> int:
-        """Slots open at the start."""
         return max(1, self.experts // 2) if self.initial_experts is None else self.initial_experts
 
 

@@ -21,7 +21,6 @@ from intbmoe.ops.blocks.naive import RMS_EPS
 from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sum_partials
 from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device, power_of_2
 
-STATISTICS = 3
 # Measured on an H200 at the paper's three widths (benchmarks/gpu.py).
 FORWARD = {
     1024: Tiling(elements=512, per_lane=24, tiles=16, stages=3, pieces=(1, 3)),
@@ -298,7 +297,6 @@ def _gated_rows_backward(
 
 
 def _sizes(tilings: dict[int | None, Tiling], width: int, count: int) -> dict[str, int]:
-    """Launch arguments for ``count`` rows of that width."""
     tiling = next(tiling for widest, tiling in tilings.items() if widest is None or width <= widest)
     return {**tiling.chunk(width, count), "PIECES": tiling.cut(width)}
 
@@ -323,7 +321,7 @@ def _run(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
 @torch.library.register_fake("intbmoe::gated_rows")
 def _allocate(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
     out = empty_rows(rows, rows.shape[0], norm_gain.shape[0])
-    return out, rows.new_empty(rows.shape[0], STATISTICS, dtype=torch.float32)
+    return out, rows.new_empty(rows.shape[0], 3, dtype=torch.float32)
 
 
 @torch.library.impl("intbmoe::gated_rows_backward", "default")

@@ -7,8 +7,7 @@ from intbmoe.ops.choose import naive, native
 
 __all__ = ["choose", "naive", "native"]
 
-MOST_IN_ONE_KERNEL = 8
-"""Choices that Triton's kernel takes one after another; for more a sort is better."""
+MOST_IN_ONE_KERNEL = 8  # choices that Triton's kernel takes one after another; for more a sort is better
 
 
 def choose(scores: Tensor, k: int, backend: Backend) -> tuple[Tensor, Tensor]:

@@ -107,13 +107,9 @@ def _(grad, scores, ids):
     return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
 
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(inputs[0], output[0])
-
-
-def _differentiate(ctx, _, grad):
-    return torch.ops.intbmoe.choose_backward(grad, *ctx.saved_tensors), None
-
-
-torch.library.register_autograd("intbmoe::choose", _differentiate, setup_context=_save)
+torch.library.register_autograd(
+    "intbmoe::choose",
+    lambda ctx, _, grad: (torch.ops.intbmoe.choose_backward(grad, *ctx.saved_tensors), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output[0]),
+)
 differentiable_once("intbmoe::choose_backward")

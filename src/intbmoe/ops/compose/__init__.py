@@ -15,12 +15,9 @@ __all__ = ["Coefficients", "compose", "naive"]
 class Coefficients(NamedTuple):
     """How much of each base goes into each block."""
 
-    value: Tensor
-    """(K, E), the value path's coefficients."""
-    gate: Tensor | None
-    """(K, E), the gate path's; None without a gate."""
-    factor: float
-    """What both are multiplied by."""
+    value: Tensor  # (K, E), the value path's coefficients
+    gate: Tensor | None  # (K, E), the gate path's; None without a gate
+    factor: float  # what both are multiplied by
 
     @property
     def paths(self) -> list[Tensor]:

@@ -1,8 +1,6 @@
 """The grouped product and its weight gradient in Triton.
 
-No launch waits for the device or depends on where the rows fall, sums are taken in a fixed order, accumulation is in
-float32.
-
+No launch waits for the device or depends on where the rows fall; sums are taken in a fixed order, in float32.
 Tiles come from ``mm_tile`` and ``outer_tile``, fixed tables keyed on shapes, so a run takes the same path every time;
 ``run_mm`` and ``run_outer`` take another tile where one is given, for benchmarks and tests.
 """
@@ -18,12 +16,11 @@ from intbmoe.ops.backend import DTYPES, triton_runs
 from intbmoe.ops.grouped_mm import operations
 from intbmoe.ops.triton_support import ALIGNMENT, empty_matrices, empty_rows, in_rows, on_device, power_of_2
 
-PROCESSORS = 132
-"""Programs that run at once, for which the tables are made. A constant: sums must not depend on the device."""
+PROCESSORS = 132  # on which programs run at once. A constant: sums must not depend on the device
 
+# Inputs from which a wider tile pays: if programs go from tile to tile, and if each has one. Measured on an H200
+# (benchmarks/gpu_grouped_mm.py), as are all other entries.
 MEDIUM, LONG = 192, 768
-"""Inputs from which a wider tile pays: if programs go from tile to tile, and if each has one. Measured on an H200
-(benchmarks/gpu_grouped_mm.py), as are all other entries."""
 
 
 class Tile(NamedTuple):
@@ -33,17 +30,13 @@ class Tile(NamedTuple):
     n: int
     k: int
     warps: int
-    stages: int
-    """Tiles of factors in flight."""
-    swizzle: int = 8
-    """Tiles of m before the next of n."""
-    descriptors: bool = False
-    """Read through tensor descriptors what they can read: whatever is aligned to 16 bytes."""
+    stages: int  # tiles of factors in flight
+    swizzle: int = 8  # tiles of m before the next of n
+    descriptors: bool = False  # read through tensor descriptors what they can read: whatever is aligned to 16 bytes
+    # Programs per processor that go from tile to tile, where both factors are read through descriptors and every row
+    # has a group; elsewhere, and if 0: one program per tile.
     persistent: int = 0
-    """So many programs a processor, each going from tile to tile, where both factors are read through descriptors and
-    every row has a group; 0, and elsewhere: a program a tile."""
-    split: bool = False
-    """Multiply float32 factors by three TF32 products, which are as exact, where TF32 itself is not allowed."""
+    split: bool = False  # multiply float32 factors by three TF32 products, as exact, where TF32 itself is not allowed
 
 
 def mm_tile(rows: int, groups: int, inputs: int, outputs: int, dtype: torch.dtype, through: bool = False) -> Tile:
@@ -97,7 +90,6 @@ def _rounds(rows: int, outputs: int) -> float:
 
 
 def _covered(width: int, block: int) -> int:
-    """Columns that blocks of that size compute for ``width`` of them."""
     return math.ceil(width / block) * block
 
 
@@ -116,7 +108,6 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool = Fals
 
 
 def grouped_outer(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    """(M, i) and (M, o) rows sorted by group → (G, i, o), the sum of x ⊗ grad over each group's rows."""
     return torch.ops.intbmoe.fused_outer(x, grad, offsets)
 
 
@@ -221,16 +212,13 @@ def _described(x: Tensor, block: tuple[int, ...]) -> object:
 
 
 def _launch(tile: Tile) -> dict[str, Any]:
-    """Launch arguments of all three kernels."""
     blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "SWIZZLE": tile.swizzle}
     return {**blocks, "PRECISION": _precision(tile), "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def _precision(tile: Tile) -> str:
-    """How float32 factors are multiplied: as exactly as by torch's own products.
-
-    Not asked of ``allow_tf32``, which raises once anyone has set ``fp32_precision``; this one knows of both.
-    """
+    # Float32 factors are multiplied as exactly as by torch's own products. ``allow_tf32`` would raise once anyone has
+    # set ``fp32_precision``; this one knows of both.
     if torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return "tf32x3" if tile.split else "ieee"
