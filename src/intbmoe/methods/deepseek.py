@@ -10,13 +10,11 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
     b_e ← b_e + γ · sign(mean(c) − c_e)  after each optimizer step,  c_e the assignments of the whole global batch
 
 Choices: f_e counts the choice without b, as the report writes it, so that the loss keeps acting on the scores
-when b has already evened out the load; its gradient flows through P alone. ρ = 1: the report's 2.5 belongs to 8 of 256
-experts. Several shared experts are one SwiGLU of their joint width, which is the same function. Quotients of sigmoids
-are computed as softmaxes of log-sigmoids: equal, and never 0/0. Nothing is dropped.
-
-The authors published no training code: loss and bias rule follow the report, and γ stays constant (they end with γ = 0:
-``bias_speed=0`` freezes b). Their node-limited routing serves expert parallelism only and is left out. Their
-inference file computes the sigmoid in the input's type; ours is in float32 or wider, and b never gets narrower.
+when b has evened out the load; its gradient flows through P alone. ρ = 1: the report's 2.5 belongs to 8 of 256
+experts. Several shared experts are one SwiGLU of their joint width, the same function. Quotients of sigmoids are
+computed as softmaxes of log-sigmoids: equal, and never 0/0. Nothing is dropped. There is no public training code: loss
+and bias rule follow the report, with a constant γ (they end with 0: ``bias_speed=0``). Node-limited routing, which
+serves expert parallelism only, is left out. The sigmoid and b are in float32 or wider.
 """
 
 from collections.abc import Sequence
@@ -61,7 +59,6 @@ class DeepSeekConfig(ExpertsConfig):
 
     @property
     def shared_width(self) -> int:
-        """The joint inner width of the shared experts."""
         return self.shared_experts * (self.shared_hidden or self.hidden)
 
 

@@ -8,12 +8,10 @@ Zhou, Lei, Liu, Du, Huang, Zhao, Dai, Chen, Le and Laudon, "Mixture-of-Experts w
     y_t = Σ_{e : t ∈ I_e} P_{t,e} f_e(x_t)                 not renormalised; 0 for a token that no expert took
 
 There is no auxiliary loss: the balance holds by construction. The sum ``untaken`` counts the valid tokens that no
-expert took.
-
-Choices: the group from which experts choose is one sequence, so that a result does not depend on its batch (the authors
-choose from the device's batch). C is rounded up, never to a multiple, and computed from the valid tokens: a padded
-sequence gives what it gives alone. Equal scores go to the earlier token. No noise on the logits, as in the paper.
-Left out: the paper's cap on the experts of a token (a linear program, off by default there).
+expert took. Choices: experts choose from one sequence, so that a result does not depend on its batch (the authors:
+from the device's batch). C is rounded up, never to a multiple, and computed from the valid tokens. Equal scores go to
+the earlier token. No noise on the logits, as in the paper. Left out: the paper's cap on the experts of a token (a
+linear program, off by default there).
 
 An expert sees all tokens of a sequence before it chooses, so a later token can displace an earlier one: not for causal
 models, unless cf ≥ E, when every expert takes every token.

@@ -7,17 +7,15 @@ Pre-training", COLM 2024.
     y_t = f(x_t; Σ_e a_{n,e} θ_e) for t in segment n,  a_n = e_{n−1} for n > 1, all three SwiGLU matrices merged
 
 The first segment has none before it. The paper gives it a_1 = stop_gradient(e_1): its tokens then see the mean of
-their own segment, later tokens among them, though no gradient teaches the router to use that. Here the default is
-strictly causal: a_1 is uniform, 1/E each, so the first segment runs the mean expert. The paper's form is
-``first_segment="stop_gradient"``.
+their own segment, later tokens among them (``first_segment="stop_gradient"``). Here the default is strictly causal:
+a_1 is uniform, 1/E each, so the first segment runs the mean expert.
 
-Choices: T need not be a multiple of S; the last segment is padded. Means are over valid tokens. A segment without a
-valid token says nothing: it hands on the weights it was given itself. Segments are counted by position, padding
-included, and routing is by segment in evaluation and decoding too (the paper also keeps the prompt's one decision for
-a whole generation, and finds little difference). Decoding keeps the running mean of the open segment and the weights
-in force. The router has no bias. Similarity batching of documents and dense warm-up are training recipes and not part
-of the layer; there is no public code to differ from. Of the merged weight sets, one a segment, some exist at a time
-(the backward pass merges them again), or none where segments are short for the device (``ops/merged_mm``).
+Choices: T need not be a multiple of S; the last segment is padded. Means are over valid tokens; a segment without any
+hands on the weights it was given itself. Segments are counted by position, padding included, and routing is by segment
+in evaluation and decoding too (the paper also keeps the prompt's one decision for a whole generation, and finds little
+difference). The router has no bias. Similarity batching of documents and dense warm-up are not part of the layer; there
+is no public code to differ from. Of the merged weight sets, one per segment, only some exist at a time (the backward
+pass merges them again), or none where segments are short for the device (``ops/merged_mm``).
 """
 
 from dataclasses import KW_ONLY, dataclass

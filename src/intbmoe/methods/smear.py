@@ -11,11 +11,10 @@ In training each entry of a is set to zero with probability ``expert_dropout``, 
 and a becomes (a + 1e-10) / Σ(a + 1e-10).
 
 Choices: the router is a plain linear map without a bias, as IntBMoE's parameter counts have it; the authors' also
-normalises the pooled vector and each expert's router vector. W_r starts as N(0, 0.01²), their law. Expert dropout is
-the authors' 0.1; IntBMoE does not say. Padding is left out of the mean; the authors include it. A sequence without a
-valid token has uniform a. Weight sets are built some at a time, and again in the backward pass. The token level never
-builds one: Σ_e a_e (x W_e) is one product of all a_e x with the stacked weights, at the cost of E experts; on a GPU
-the example level runs so too where sequences are short (``ops/merged_mm``).
+normalises the pooled vector and each expert's router vector. W_r starts as N(0, 0.01²) and expert dropout is 0.1, as
+theirs. Padding is left out of the mean; the authors include it. A sequence without a valid token has uniform a. Weight
+sets are built some at a time, and again in the backward pass. The token level never builds one, at the cost of E
+experts; on a GPU the example level runs so too where sequences are short (``ops/merged_mm``).
 """
 
 from dataclasses import KW_ONLY, dataclass

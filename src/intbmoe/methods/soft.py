@@ -16,11 +16,10 @@ from the current and earlier tokens and that an expert has one slot. Our reading
 so that every token runs all E experts. Both sums are running sums, kept in the decoding state: tokens may arrive one
 by one. With one slot an expert, the last position's slots are those of ``soft``.
 
-Choices: φ starts as N(0, 1/d) (only its direction counts), slot by slot. Masked tokens enter no slot; a sequence of
-masked tokens alone gives zero. Logits, softmaxes, running sums and the combination are in the wide type, the
-dispatch product in the compute type; the authors run dispatch and combination in bfloat16. They can also derive the
-number of slots from the number of tokens, and add noise to the logits, which is off by default; here ``slots`` is given
-and there is no noise. The running sums of exp(L) hold in float32 up to |scale| of about 70, far from where it starts.
+Choices: φ starts as N(0, 1/d) (only its direction counts). Masked tokens enter no slot; a sequence of masked tokens
+alone gives zero. All but the dispatch product is in the wide type (the authors run dispatch and combination in
+bfloat16). The number of slots is given, and there is no noise on the logits (theirs is off by default). The running
+sums of exp(L) hold in float32 up to |scale| of about 70, far from where it starts.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -39,8 +38,7 @@ from intbmoe.registry import register
 from intbmoe.settings import PositiveInt
 
 EPS = 1e-6
-MAX_EXPONENT = 60.0
-"""exp(60)·T·|x| stays far below float32's largest number; larger logits are shifted down to it."""
+MAX_EXPONENT = 60.0  # exp(60)·T·|x| stays far below float32's largest number; larger logits are shifted down to it
 
 
 @dataclass(frozen=True)

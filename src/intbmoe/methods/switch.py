@@ -7,12 +7,11 @@ Sparsity", JMLR 2022.
     y_t = p_{t,i} f_i(x_t),  i = argmax_e p_{t,e}
     loss = α·E·Σ_e f_e P_e,  f_e the share of tokens whose argmax is e, P_e the mean of p_{t,e}; gradient through P
 
-Choices: the jitter ε multiplies the router's input only, as in the authors' code, and is on in training (``jitter=0``
-turns it off). Dropless by default; ``capacity_factor`` (authors: 1.25, in evaluation 2.0) gives the authors' capacity
-⌊cf·T/E⌋, at least 4, with the sequence as the group, tokens placed in order and the others given zero. The authors'
-group is a slice of the device's batch; a sequence keeps a result independent of its batch. The loss has one statistic
-over all valid tokens of all ranks, where the authors average the losses of the groups. No z-loss, as in the paper; the
-router has no bias.
+Choices: the jitter ε multiplies the router's input only, as in the authors' code. Dropless by default;
+``capacity_factor`` (authors: 1.25, in evaluation 2.0) gives the authors' capacity ⌊cf·T/E⌋, at least 4, tokens placed
+in order and the others given zero. The group is the sequence, so that a result does not depend on its batch (theirs: a
+slice of the device's batch). The loss has one statistic over all valid tokens of all ranks, where the authors average
+the losses of the groups. No z-loss, as in the paper; the router has no bias.
 """
 
 from dataclasses import KW_ONLY, dataclass

@@ -16,11 +16,9 @@ Mixture of Experts", NeurIPS 2021.
 Choices: dropless by default. ``capacity_factor`` gives an expert C = ⌈cf·k·n/E⌉ places, rounded up to a multiple of 4
 as in their code, for a sequence of n valid tokens: first choices of all tokens before second ones, within a rank in
 token order or, with ``priority_routing`` (Batch Priority Routing), by descending largest gate. A choice that finds its
-expert full gives 0; the token's other choice keeps its weight. Experts start independently, as in all methods here.
-
-Differences from the authors' code: their group is 8 images, ours is the sequence, so that a result does not depend on
-its batch; their losses are averages over groups, ours take one global sum over all valid tokens; all their experts
-start from one set of weights. A bias-free router, GELU experts with biases, as theirs.
+expert full gives 0; the token's other choice keeps its weight. The authors' group is 8 images, ours is the sequence, so
+that a result does not depend on its batch; their losses are averages over groups, ours take one global sum over all
+valid tokens; all their experts start from one set of weights, ours independently.
 """
 
 from dataclasses import KW_ONLY, dataclass
