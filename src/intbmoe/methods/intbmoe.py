@@ -15,8 +15,8 @@ Full-Participation Mixture-of-Experts", 2026. In our letters (``docs/method.md``
 read is ``ops/blocks/naive.py``, a loop over blocks: ``layer.backend = "naive"`` runs it, and every other backend is
 tested against it.
 
-The released module differs in one point: it holds a LayerNorm after the last internal layer that nothing uses. Ours
-has none; ``load_reference_state_dict`` and ``to_reference_state_dict`` translate.
+The released module also holds a LayerNorm after the last internal layer that nothing uses;
+``load_reference_state_dict`` and ``to_reference_state_dict`` translate.
 """
 
 import copy

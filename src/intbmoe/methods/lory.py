@@ -65,7 +65,7 @@ class LoryState:
 
 @register("lory", title="Lory", paper="Zhong et al., 2024", participation="dense")
 class Lory(MoELayer):
-    """One merged expert a segment."""
+    """One merged expert per segment."""
 
     Config = LoryConfig
 

@@ -54,7 +54,7 @@ class SmearConfig(ExpertsConfig):
 )
 @register("smear", title="SMEAR", paper="Muqeeth et al., 2024", participation="dense")
 class Smear(MoELayer):
-    """One merged expert a sequence, or a token."""
+    """One merged expert per sequence, or per token."""
 
     Config = SmearConfig
 

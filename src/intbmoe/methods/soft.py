@@ -14,7 +14,7 @@ from the current and earlier tokens and that an expert has one slot. Our reading
     x̃_{t,e} = Σ_{j≤t} exp(L_{j,e}) x_j / Σ_{j≤t} exp(L_{j,e}),   y_t = Σ_e C_{t,e} f_e(x̃_{t,e})
 
 so that every token runs all E experts. Both sums are running sums, kept in the decoding state: tokens may arrive one
-by one. With one slot an expert, the last position's slots are those of ``soft``.
+by one. With one slot per expert, the last position's slots are those of ``soft``.
 
 Choices: φ starts as N(0, 1/d) (only its direction counts). Masked tokens enter no slot; a sequence of masked tokens
 alone gives zero. All but the dispatch product is in the wide type (the authors run dispatch and combination in
@@ -49,7 +49,7 @@ class SoftConfig(ExpertsConfig):
     slots: PositiveInt = 1
     """p, slots of one expert."""
     causal: bool = False
-    """Build each position's slots from it and earlier tokens alone; needs one slot an expert."""
+    """Build each position's slots from it and earlier tokens alone; needs one slot per expert."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

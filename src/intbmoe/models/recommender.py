@@ -3,7 +3,7 @@
 Letters: ``B`` sequences, ``T`` tokens, ``d`` width, ``L`` the longest sequence.
 
     layer    x ← x + Attention(LN(x)),   x ← x + FFN(LN(x))
-    attention of token t over s ≤ t:  softmax_s(q_t·k_s / √w + β_{t−s}) v_s       β: one number a head and distance
+    attention of token t over s ≤ t:  softmax_s(q_t·k_s / √w + β_{t−s}) v_s       β: one per head and distance
     output   head(LN(x))
 
 The FFNs *and* the head are what ``make_ffn`` makes, GELU FFNs when it is left out:
@@ -98,7 +98,7 @@ class Block(nn.Module):
 
 
 class Recommender(nn.Module):
-    """Embedded tokens to one prediction a token. ``make_ffn`` makes each FFN and the head; without it all are dense.
+    """Embedded tokens to one prediction per token. ``make_ffn`` makes each FFN and the head; without it all are dense.
 
     A layer that looks at later tokens is refused, with the reason.
     """

@@ -1,6 +1,6 @@
 """The only place that sorts tokens: from "token n goes to expert e" to rows grouped by expert, and back.
 
-Letters: ``N`` tokens, ``k`` choices a token, ``M = N·k`` rows, ``G`` groups (experts or blocks).
+Letters: ``N`` tokens, ``k`` choices per token, ``M = N·k`` rows, ``G`` groups (experts or blocks).
 
 Shapes depend on N and k alone, never on where the tokens go, so nothing waits for a device. A choice of −1
 (a masked token, a dropped assignment) becomes a row after the last group, which no expert computes; where asking how

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Blocks:
-    """The tensors of K blocks of L internal layers; tuples hold one entry an internal layer."""
+    """The tensors of K blocks of L internal layers; tuples hold one entry per internal layer."""
 
     weights: tuple[
         Any, ...

@@ -4,7 +4,7 @@ From rows [v | g] of the grouped GEMM, sorted by group, to the next product's in
 
     v ← v + b_v,  g ← g + b_g,  n = g / rms(g),  u = n ⊙ gain,  z̃ = v ⊙ (1 + λ SiLU(u)),  z = LN(z̃)
 
-Forward keeps [v | g], which the GEMM has written anyway, and three numbers a row: 1/rms, and LN's mean and 1/deviation.
+Forward keeps [v | g], which the GEMM has written anyway, and per row 1/rms, and LN's mean and 1/deviation.
 Backward reads the rows once more, recomputes the rest, and sums the gradients of biases, gains and λ in a fixed order.
 Arithmetic is in float32. Without a gate (no ``gain``) rows are v alone and z = LN(v + b_v).
 
@@ -54,10 +54,7 @@ def gated_rows(
     ends: Tensor,
     norm_eps: float,
 ) -> Tensor:
-    """(M, P·o) rows sorted by group, (G, P·o) biases, (o,) gains, (1,) λ → (M, o) in the type of ``rows``.
-
-    Rows after the last group are left uninitialised.
-    """
+    """(M, P·o) rows sorted by group, (G, P·o) biases, (o,) gains, (1,) λ → (M, o), not set after the last group."""
     return torch.ops.intbmoe.gated_rows(rows, bias, gain, scale, *norm, ends, norm_eps)[0]
 
 
@@ -310,10 +307,9 @@ def _run(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
     if count:
         with on_device(rows):
             _gated_rows_forward[(programs(count, groups, sizes["ROWS"]),)](
-                rows, bias, gain, scale, norm_gain, norm_shift, ends, out, statistics,
-                norm_eps, ROW_STRIDE=rows.stride(0), OUT_STRIDE=out.stride(0), WIDTH=width,
-                GATE=gain is not None, RMS_EPS=RMS_EPS, GROUPS=groups, PADDED=power_of_2(groups),
-                **sizes,
+                rows, bias, gain, scale, norm_gain, norm_shift, ends, out, statistics, norm_eps,
+                ROW_STRIDE=rows.stride(0), OUT_STRIDE=out.stride(0), WIDTH=width,
+                GATE=gain is not None, RMS_EPS=RMS_EPS, GROUPS=groups, PADDED=power_of_2(groups), **sizes,
             )  # fmt: skip
     return out, statistics
 

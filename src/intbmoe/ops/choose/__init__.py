@@ -5,8 +5,6 @@ from torch import Tensor
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.choose import naive, native
 
-__all__ = ["choose", "naive", "native"]
-
 MOST_IN_ONE_KERNEL = 8  # choices that Triton's kernel takes one after another; for more a sort is better
 
 

@@ -3,7 +3,6 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from intbmoe.ops.triton_support import differentiable_once, on_device, power_of_2
 
@@ -11,11 +10,7 @@ ELEMENTS = 1024
 
 torch.library.define("intbmoe::choose", "(Tensor scores, int k) -> (Tensor, Tensor)")
 torch.library.define("intbmoe::choose_backward", "(Tensor grad, Tensor scores, Tensor ids) -> Tensor")
-
-
-def choose(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As ``naive.choose``."""
-    return torch.ops.intbmoe.choose(scores, k)
+choose = torch.ops.intbmoe.choose  # as ``naive.choose``
 
 
 @triton.jit

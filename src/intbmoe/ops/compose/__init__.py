@@ -9,8 +9,6 @@ from intbmoe.ops.backend import Backend
 from intbmoe.ops.compose import naive
 from intbmoe.precision import cast, wide
 
-__all__ = ["Coefficients", "compose", "naive"]
-
 
 class Coefficients(NamedTuple):
     """How much of each base goes into each block."""

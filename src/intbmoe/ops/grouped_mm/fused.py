@@ -52,7 +52,7 @@ def mm_tile(rows: int, groups: int, inputs: int, outputs: int, dtype: torch.dtyp
         tile = Tile(128, 256, 64, 8, 3, descriptors=True, persistent=1)
     elif inputs >= LONG and _wide(outputs):
         tile = Tile(128, 256, 64, 8, 4, descriptors=True)
-    else:  # with few steps, two programs a processor hide each other's start and end
+    else:  # with few steps, two programs per processor hide each other's start and end
         tile = Tile(128, 128, 64, 4, 3, descriptors=True)
     return tile._replace(n=_fit(tile.n, outputs), k=_fit(tile.k, inputs))
 
@@ -81,16 +81,12 @@ def outer_parts(rows: int, groups: int, inputs: int, outputs: int, tile: Tile) -
 
 def _wide(outputs: int) -> bool:
     """Whether tiles of 256 columns compute few more than tiles of 128 do."""
-    return _covered(outputs, 256) <= 1.1 * _covered(outputs, 128)
+    return math.ceil(outputs / 256) * 256 <= 1.1 * (math.ceil(outputs / 128) * 128)
 
 
 def _rounds(rows: int, outputs: int) -> float:
     """Tiles of 128 × 256 that each processor gets."""
     return rows / 128 * math.ceil(outputs / 256) / PROCESSORS
-
-
-def _covered(width: int, block: int) -> int:
-    return math.ceil(width / block) * block
 
 
 def _fit(block: int, width: int) -> int:
@@ -99,11 +95,7 @@ def _fit(block: int, width: int) -> int:
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool = False) -> Tensor:
-    """As ``naive.grouped_mm``; ``complete`` says that no row follows the last group.
-
-    ``weight`` may be row- or column-major; its transposed view costs nothing. Rows of the result start at multiples of
-    16 bytes, as those of torch's grouped GEMM do.
-    """
+    """As ``naive.grouped_mm``, of a row- or column-major ``weight``; ``complete``: no row follows the last group."""
     return torch.ops.intbmoe.fused_mm(x, weight, offsets, complete)
 
 
@@ -133,7 +125,7 @@ def run_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool, tile: Til
     x_factor = _described(x, (tile.m, tile.k)) if x_described else x
     weight_block = (1, tile.n, tile.k) if transposed else (1, tile.k, tile.n)
     weight_factor = _described(matrices, weight_block) if weight_described else weight
-    unit = _unit(inputs, outputs, x.stride(0), *matrices.stride()[:2], out.stride(0))
+    unit = math.gcd(16, inputs, outputs, x.stride(0), *matrices.stride()[:2], out.stride(0))
     sizes = {"UNIT": unit, "GROUPS": power_of_2(groups), "W_TRANSPOSED": transposed, **_launch(tile)}
     with on_device(x):
         if tile.persistent and tile.descriptors and through:
@@ -174,7 +166,7 @@ def run_outer(x: Tensor, grad: Tensor, offsets: Tensor, tile: Tile | None = None
             _described(x, (tile.k, tile.m)) if x_described else x,
             _described(grad, (tile.k, tile.n)) if grad_described else grad,
             target, offsets, inputs, outputs, x.stride(0), grad.stride(0), out.stride(1),
-            UNIT=_unit(inputs, outputs, x.stride(0), grad.stride(0), out.stride(1)),
+            UNIT=math.gcd(16, inputs, outputs, x.stride(0), grad.stride(0), out.stride(1)),
             X_TMA=x_described, GRAD_TMA=grad_described, EVEN_I=inputs % tile.m == 0, EVEN_O=outputs % tile.n == 0,
             SPLITS=splits, **_launch(tile),
         )  # fmt: skip
@@ -193,11 +185,6 @@ def _check(x: Tensor, other: Tensor, name: str, offsets: Tensor) -> None:
     require(triton_runs(x.device, x.dtype), "x.device", str(x.device), where)
 
 
-def _unit(*sizes: int) -> int:
-    """The largest power of two up to 16 that divides all ``sizes``."""
-    return math.gcd(16, *sizes)
-
-
 def _describable(x: Tensor) -> bool:
     """Whether a tensor descriptor can read ``x``: entries in a row, every row aligned to 16 bytes."""
     aligned = all(stride > 0 and stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:-1])
@@ -212,16 +199,12 @@ def _described(x: Tensor, block: tuple[int, ...]) -> object:
 
 
 def _launch(tile: Tile) -> dict[str, Any]:
-    blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "SWIZZLE": tile.swizzle}
-    return {**blocks, "PRECISION": _precision(tile), "num_warps": tile.warps, "num_stages": tile.stages}
-
-
-def _precision(tile: Tile) -> str:
     # Float32 factors are multiplied as exactly as by torch's own products. ``allow_tf32`` would raise once anyone has
     # set ``fp32_precision``; this one knows of both.
-    if torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return "tf32"
-    return "tf32x3" if tile.split else "ieee"
+    coarse = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    precision = "tf32" if coarse else "tf32x3" if tile.split else "ieee"
+    blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "SWIZZLE": tile.swizzle}
+    return {**blocks, "PRECISION": precision, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 operations.define("fused_mm", "fused_outer", run_mm, run_outer)

@@ -14,8 +14,6 @@ from torch import Tensor
 from intbmoe.ops.eager import exporting, transformed
 from intbmoe.ops.merged_mm import chunked, naive, spread
 
-__all__ = ["chunked", "merged_mm", "naive", "spread"]
-
 # Numbers that the means, or the spread inputs, of a chunk may hold (in float32 half a GiB); on a CPU what stays in its
 # cache, which would be too little work for a GPU, and a compiler writes every chunk down.
 MAX_NUMBERS, MAX_NUMBERS_IN_CACHE = 2**27, 2**22

@@ -6,16 +6,10 @@ import torch
 from torch import Tensor
 
 from intbmoe.ops.backend import Backend
-from intbmoe.ops.permute import naive
-
-__all__ = ["Permutation", "naive", "permute", "sort"]
 
 
 class Permutation(NamedTuple):
-    """M = N·k assignments in the order of their groups, equal ones in their own; those of no group come last.
-
-    Indices are int64, but for ``ends``.
-    """
+    """M = N·k assignments in the order of their groups, equal ones in their own; those of no group come last."""
 
     token: Tensor  # (M,) the token of each row
     choice: Tensor  # (M,) the assignment of each row: its index in the flattened (N, k) choices

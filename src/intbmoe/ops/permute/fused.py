@@ -7,7 +7,6 @@ before its own, which gives the row of its first assignment of each group, and r
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from intbmoe.ops.triton_support import on_device, power_of_2
 
@@ -15,11 +14,7 @@ ENTRIES = 8192
 """Entries of a tile's membership matrix: assignments times groups."""
 
 torch.library.define("intbmoe::permute", "(Tensor ids, int groups) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
-
-
-def permute(ids: Tensor, groups: int) -> tuple[Tensor, ...]:
-    """As ``naive.permute``."""
-    return torch.ops.intbmoe.permute(ids, groups)
+permute = torch.ops.intbmoe.permute  # as ``naive.permute``
 
 
 @triton.jit
