@@ -18,7 +18,7 @@ serves expert parallelism only, is left out. The sigmoid and b are in float32 or
 """
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -35,11 +35,10 @@ from intbmoe.registry import register
 from intbmoe.settings import AtMost, MustBe, NonNegative, NonNegativeInt, PositiveInt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeepSeekConfig(ExpertsConfig):
     """Top-k of the routed experts, and shared ones."""
 
-    _: KW_ONLY
     experts: PositiveInt = 16
     """E, routed experts; shared ones come on top."""
     expert: Annotated[Literal["swiglu"], MustBe("'swiglu' in this method")] = "swiglu"

@@ -31,7 +31,7 @@ in evaluation); before training half the pool, as for isotropic inputs.
 """
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -47,11 +47,10 @@ from intbmoe.registry import register
 from intbmoe.settings import Positive, PositiveInt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DynMoEConfig(PoolConfig):
     """Top-any routing over a pool of at most ``experts``."""
 
-    _: KW_ONLY
     temperature: Positive = 1.0
     """τ, multiplies the cosine and the threshold."""
     update_every: PositiveInt = 300

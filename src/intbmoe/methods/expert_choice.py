@@ -17,7 +17,7 @@ An expert sees all tokens of a sequence before it chooses, so a later token can 
 models, unless cf ≥ E, when every expert takes every token.
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,11 +32,10 @@ from intbmoe.registry import register
 from intbmoe.settings import Positive
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExpertChoiceConfig(ExpertsConfig):
     """Top-C tokens for each expert."""
 
-    _: KW_ONLY
     capacity_factor: Positive = 2.0
     """cf, the mean number of experts of a token (but for rounding C up)."""
 

@@ -18,7 +18,7 @@ is no public code to differ from. Of the merged weight sets, one per segment, on
 pass merges them again), or none where segments are short for the device (``ops/merged_mm``).
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -33,11 +33,10 @@ from intbmoe.registry import register
 from intbmoe.settings import PositiveInt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoryConfig(ExpertsConfig):
     """Merging by segments."""
 
-    _: KW_ONLY
     expert: Literal["gelu", "swiglu"] = "swiglu"
     segment: PositiveInt = 16
     """S, tokens in a segment (the Lory paper: 256)."""

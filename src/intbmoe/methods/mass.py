@@ -40,7 +40,7 @@ single rows. ``active_parameters`` counts the mean number of experts of the last
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Annotated, Any, Self
 
@@ -59,11 +59,10 @@ from intbmoe.settings import MustBe, NonNegativeInt, Positive, PositiveInt
 ROUNDING = torch.finfo(torch.float32).eps  # a spread of norms below this share of the norm is no drift
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MASSConfig(PoolConfig):
     """Top-p routing over a pool that grows to at most ``experts``."""
 
-    _: KW_ONLY
     top_p: Annotated[float, MustBe("a number in (0, 1]", lambda value: 0 < value <= 1)] = 0.5
     """p, the routing mass a token's experts hold together."""
     renormalize: bool = True

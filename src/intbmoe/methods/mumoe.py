@@ -64,20 +64,18 @@ class MuMoEConfig(LayerConfig):
         return self.rank or math.ceil(self.RANK_SHARE * self.dim)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CPConfig(MuMoEConfig):
     """CP decomposition."""
 
-    _: KW_ONLY
     share_expert_factor: bool = True
     """One expert factor A for both layers; False gives each its own, as in the authors' code."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TRConfig(MuMoEConfig):
     """Tensor ring."""
 
-    _: KW_ONLY
     ring_ranks: tuple[PositiveInt, PositiveInt] = (4, 4)
     """R_1, R_2: how far the layer can tell experts apart."""
 

@@ -19,7 +19,7 @@ are gathered but, where the grouped product runs as one kernel, not multiplied.
 """
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 import torch
@@ -38,11 +38,10 @@ from intbmoe.settings import AtMost, MustBe, Positive, PositiveInt
 FLOAT32 = torch.finfo(torch.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReMoEConfig(ExpertsConfig):
     """ReLU routing with a sparsity target."""
 
-    _: KW_ONLY
     top_k: Annotated[PositiveInt, AtMost("experts")] = 1
     """k, the mean number of active experts that λ is steered to."""
     sparsity_strength: Annotated[

@@ -17,7 +17,7 @@ sets are built some at a time, and again in the backward pass. The token level n
 experts; on a GPU the example level runs so too where sequences are short (``ops/merged_mm``).
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -33,11 +33,10 @@ ROUTER_STD = 0.01
 RENORMALISE_EPS = 1e-10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SmearConfig(ExpertsConfig):
     """Merging by a weighted mean of parameters."""
 
-    _: KW_ONLY
     level: Literal["example", "token"] = "example"
     """Whether a sequence or each token has its own merged expert."""
     expert_dropout: Share = 0.1

@@ -22,7 +22,7 @@ bfloat16). The number of slots is given, and there is no noise on the logits (th
 sums of exp(L) hold in float32 up to |scale| of about 70, far from where it starts.
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,11 +41,10 @@ EPS = 1e-6
 MAX_EXPONENT = 60.0  # exp(60)·T·|x| stays far below float32's largest number; larger logits are shifted down to it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SoftConfig(ExpertsConfig):
     """Slots of weighted means."""
 
-    _: KW_ONLY
     slots: PositiveInt = 1
     """p, slots of one expert."""
     causal: bool = False

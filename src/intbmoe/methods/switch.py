@@ -14,7 +14,7 @@ slice of the device's batch). The loss has one statistic over all valid tokens o
 the losses of the groups. No z-loss, as in the paper; the router has no bias.
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,11 +32,10 @@ from intbmoe.settings import Share
 MIN_CAPACITY = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SwitchConfig(CapacityConfig):
     """Top-1 routing."""
 
-    _: KW_ONLY
     balance: float = 0.01
     """α, the coefficient of the load-balancing loss."""
     jitter: Share = 0.01

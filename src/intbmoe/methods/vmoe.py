@@ -21,7 +21,7 @@ that a result does not depend on its batch; their losses are averages over group
 valid tokens; all their experts start from one set of weights, ours independently.
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -38,11 +38,10 @@ from intbmoe.registry import register
 from intbmoe.settings import AtMost, NonNegative, PositiveInt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VMoEConfig(CapacityConfig):
     """Noisy top-k routing."""
 
-    _: KW_ONLY
     top_k: Annotated[PositiveInt, AtMost("experts")] = 2
     """k, experts of a token."""
     noise: NonNegative = 1.0

@@ -3,7 +3,7 @@
 The group is the sequence, so that a result does not depend on the batch around it, and padding needs no place.
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from intbmoe.parts.dispatch import exact_ratio
@@ -11,11 +11,10 @@ from intbmoe.parts.experts import ExpertsConfig, RoutedLayer
 from intbmoe.settings import Positive
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CapacityConfig(ExpertsConfig):
     """Fields of a token-choice method that can drop."""
 
-    _: KW_ONLY
     capacity_factor: Positive | None = None
     """Places an expert has for a sequence, relative to its fair share, in training; None drops nothing."""
     eval_capacity_factor: Positive | None = None

@@ -9,7 +9,7 @@ A stacked network is written once, over an open linear map that ``rows``, ``batc
 
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -134,11 +134,10 @@ class SwiGLUExperts(StackedExperts):
         return apply(self.down, F.silu(apply(self.gate, z)) * apply(self.up, z))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(LayerConfig):
     """Fields of every method with stacked experts. ``experts`` is literal: that many are made."""
 
-    _: KW_ONLY
     experts: PositiveInt = 8
     """E, how many experts."""
     expert: Literal["gelu", "swiglu"] = "gelu"
