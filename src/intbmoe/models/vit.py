@@ -148,9 +148,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, 1 + T, d) → (B, 1 + T, d)."""
         x = x + self.drop_path(self.attn(self.norm1(x)))
-        z = self.norm2(x)
-        z = self.mlp(z) if self.moe is None else torch.cat([self.mlp(z[:, :1]), self.moe(z[:, 1:])], dim=1)
-        return x + self.drop_path(z)
+        return x + self.drop_path(self.feed_forward(self.norm2(x)))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        if self.moe is None:
+            return self.mlp(x)
+        return torch.cat([self.mlp(x[:, :1]), self.moe(x[:, 1:])], dim=1)
 
 
 class ViT(nn.Module):
