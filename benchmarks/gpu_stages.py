@@ -20,7 +20,7 @@ from intbmoe.ops.blocks.naive import LAYER_NORM_EPS
 from intbmoe.ops.choose import choose
 from intbmoe.ops.compose import Coefficients, compose
 from intbmoe.ops.grouped_mm import grouped_mm
-from intbmoe.ops.permute import permute, sort
+from intbmoe.ops.permute import permute
 from intbmoe.ops.triton_support import empty_rows
 from intbmoe.parts.experts import SwiGLU
 from intbmoe.parts.router import MLPRouter
@@ -88,7 +88,7 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
         return normal(*size, dtype=torch.float32, scale=scale)
 
     def plan() -> Any:
-        return sort(routing_of(n, blocks, c.top_k), blocks, complete=True)
+        return permute(routing_of(n, blocks, c.top_k), blocks, "tiled", complete=True)
 
     def module(make: Callable[..., nn.Module], *sizes: Any) -> nn.Module:
         with device:
@@ -255,6 +255,8 @@ def _tensors(given: Any) -> list[Tensor]:
         return [given]
     if isinstance(given, nn.Module):
         return list(given.parameters())
+    if isinstance(given, str | bool):  # beside a plan's tensors
+        return []
     if isinstance(given, dict):
         given = given.values()
     return [tensor for part in given for tensor in _tensors(part)]

@@ -27,7 +27,7 @@ from intbmoe.ops.compose import fused as compose_fused
 from intbmoe.ops.compose import naive as compose_naive
 from intbmoe.ops.permute import fused as permute_fused
 from intbmoe.ops.permute import naive as permute_naive
-from intbmoe.ops.permute import sort
+from intbmoe.ops.permute import permute, sort
 from intbmoe.ops.scores import naive as scores_naive
 from intbmoe.ops.scores import router_scores
 from intbmoe.ops.swiglu import naive as swiglu_naive
@@ -154,11 +154,11 @@ def filter_exactly(x, token_term, block_term, token, group):
 @pytest.mark.parametrize("filtered", [True, False], ids=["filter", "gather"])
 def test_filtered_rows(device, routing, tokens, width, filtered):
     ids = choices(routing, tokens, 2)
-    plan = sort(ids, GROUPS)
+    plan = permute(ids, GROUPS, "tiled")
     count = int(plan.ends[-1])
     terms = (torch.randn(tokens, width), torch.randn(GROUPS, width)) if filtered else (None, None)
     quick, exact = pairs(device, torch.randn(tokens, width), *terms)
-    rows = filter_rows(*quick, permute_fused.permute(ids.to(device), GROUPS))
+    rows = filter_rows(*quick, permute(ids.to(device), GROUPS, "fused"))
     token, group = plan.token[:count], plan.group[:count]
     expected = filter_exactly(*exact, token, group) if filtered else exact[0][token]
     near(rows[:count], expected)
@@ -186,7 +186,7 @@ def exact_gate(rows, bias, gain, scale, group):
 @widths
 @gates
 def test_gated_rows(device, routing, tokens, width, gate):
-    plan = sort(choices(routing, tokens, 2), GROUPS)
+    plan = permute(choices(routing, tokens, 2), GROUPS, "tiled")
     count = int(plan.ends[-1])
     norm = torch.rand(width), torch.randn(width)
     quick, exact = pairs(device, *block_tensors(2 * tokens, width, gate, device), *norm)
@@ -247,12 +247,12 @@ def test_tokens_of_a_router_that_only_casts(device):
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "alone"])
 def test_gated_combine(device, routing, tokens, width, gate, shared):
     ids = choices(routing, tokens, 2)
-    plan = sort(ids, GROUPS)
+    plan = permute(ids, GROUPS, "tiled")
     count = int(plan.ends[-1])
     beside = torch.randn(tokens, width) if shared else None
     tensors = (*block_tensors(2 * tokens, width, gate, device), torch.rand(tokens, 2), beside)
     quick, exact = pairs(device, *tensors)
-    y = gated_combine(*quick, permute_fused.permute(ids.to(device), GROUPS), torch.float32)
+    y = gated_combine(*quick, permute(ids.to(device), GROUPS, "fused"), torch.float32)
     z = exact_gate(*exact[:4], plan.group[:count])
     expected = combine_naive.combine(z, exact[4], plan.inverse) if tokens < 100 else _gather_sum(z, exact[4], plan)
     expected = expected + exact[5] if shared else expected
@@ -274,7 +274,7 @@ def _gather_sum(rows, weights, plan):
 @routed_tokens
 @widths
 def test_combine(device, routing, tokens, width):
-    plan = sort(choices(routing, tokens, 2), GROUPS)
+    plan = permute(choices(routing, tokens, 2), GROUPS, "tiled")
     quick, exact = pairs(device, torch.randn(2 * tokens, width), torch.rand(tokens, 2))
     rest = (tensor.to(device) for tensor in (plan.token, plan.choice, plan.inverse))
     y = combine_fused.combine(*quick, *rest)
@@ -292,7 +292,7 @@ def test_combine(device, routing, tokens, width):
 @routed_tokens
 @pytest.mark.parametrize("trimmed", [False, True], ids=["all", "trimmed"])
 def test_sum_rows(device, routing, tokens, trimmed):
-    plan = sort(choices(routing, tokens, 2), GROUPS)
+    plan = permute(choices(routing, tokens, 2), GROUPS, "tiled")
     count = int(plan.ends[-1]) if trimmed else 2 * tokens  # rows of no group may be there or not
     (rows,), exact = pairs(device, torch.randn(count, 37))
     token, inverse = plan.token[:count].to(device), plan.inverse.clamp(max=count).to(device)
@@ -356,7 +356,7 @@ def test_a_nan_spoils_its_own_token_alone(device, choices_):
 
 @on_device
 def test_an_id_out_of_range_takes_no_other_ones_row(device):
-    plan = permute_fused.permute(torch.tensor([[0], [8], [2], [3]], device=device), 6)
+    plan = permute(torch.tensor([[0], [8], [2], [3]], device=device), 6, "fused")
     assert sorted(plan.inverse.flatten().tolist()) == [0, 1, 2, 3]
     assert plan.counts.tolist() == [1, 0, 1, 1, 0, 0]
 

@@ -30,7 +30,7 @@ def test_rows_are_sorted_by_group_and_stable(size):
     place = {choice: row for row, choice in enumerate(order)}
     assert plan.inverse.flatten().tolist() == [place.get(i, len(order)) for i in range(tokens * k)]
     assert plan.counts.tolist() == [int((keys == g).sum()) for g in range(groups)]
-    assert torch.equal(plan.offsets, plan.counts.cumsum(0).to(torch.int32))
+    assert torch.equal(plan.ends, plan.counts.cumsum(0).to(torch.int32))
 
 
 @settings(max_examples=30, deadline=None)

@@ -10,25 +10,23 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
     b_e ← b_e + γ · sign(mean(c) − c_e)  after each optimizer step,  c_e the assignments of the whole global batch
 
 Choices: f_e counts the choice without b, as the report writes it, so that the loss keeps acting on the scores
-when b has already evened out the load; its gradient flows through P alone. ρ = 1: the report's 2.5 belongs to 8 of 256
-experts. Several shared experts are one SwiGLU of their joint width, which is the same function. Quotients of sigmoids
-are computed as softmaxes of log-sigmoids: equal, and never 0/0. Nothing is dropped.
-
-The authors published no training code: loss and bias rule follow the report, and γ stays constant (they end with γ = 0:
-``bias_speed=0`` freezes b). Their node-limited routing serves expert parallelism only and is left out. Their
-inference file computes the sigmoid in the input's type; ours is in float32 or wider, and b never gets narrower.
+when b has evened out the load; its gradient flows through P alone. ρ = 1: the report's 2.5 belongs to 8 of 256
+experts. Several shared experts are one SwiGLU of their joint width, the same function. Quotients of sigmoids are
+computed as softmaxes of log-sigmoids: equal, and never 0/0. Nothing is dropped. There is no public training code: loss
+and bias rule follow the report, with a constant γ (they end with 0: ``bias_speed=0``). Node-limited routing, which
+serves expert parallelism only, is left out. The sigmoid and b are in float32 or wider.
 """
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from intbmoe.layer import Quantities, Result, Routing
-from intbmoe.parts.experts import ExpertsConfig, SwiGLU
+from intbmoe.parts.experts import ExpertsConfig, RoutedLayer, SwiGLU
 from intbmoe.parts.losses import global_sum
 from intbmoe.parts.router import mask_choices, top_k
 from intbmoe.parts.state import WideBuffers
@@ -37,11 +35,10 @@ from intbmoe.registry import register
 from intbmoe.settings import AtMost, MustBe, NonNegative, NonNegativeInt, PositiveInt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeepSeekConfig(ExpertsConfig):
     """Top-k of the routed experts, and shared ones."""
 
-    _: KW_ONLY
     experts: PositiveInt = 16
     """E, routed experts; shared ones come on top."""
     expert: Annotated[Literal["swiglu"], MustBe("'swiglu' in this method")] = "swiglu"
@@ -61,12 +58,11 @@ class DeepSeekConfig(ExpertsConfig):
 
     @property
     def shared_width(self) -> int:
-        """The joint inner width of the shared experts."""
         return self.shared_experts * (self.shared_hidden or self.hidden)
 
 
 @register("deepseek", title="DeepSeek-V3", paper="DeepSeek-AI, 2024", participation="sparse")
-class DeepSeek(WideBuffers):
+class DeepSeek(WideBuffers, RoutedLayer):
     """Top-k token choice balanced by a bias on the choice, with a shared expert."""
 
     Config = DeepSeekConfig
@@ -74,14 +70,8 @@ class DeepSeek(WideBuffers):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         c = self.config
-        self.router = nn.Linear(c.dim, c.experts, bias=False)
-        self.experts = c.make_experts()
         self.shared = SwiGLU(c.dim, c.shared_width) if c.shared_experts else None
         self.register_buffer("bias", torch.zeros(c.experts, dtype=torch.float32))
-
-    @property
-    def choices(self) -> int:
-        return self.config.experts
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config

@@ -4,7 +4,7 @@ dense     y = W_2 GELU(W_1 x + b_1) + b_2         Vaswani et al., 2017; Hendryck
 swiglu    y = W_2 (SiLU(W_1 x) ⊙ W_3 x)           Shazeer, "GLU Variants Improve Transformer", 2020
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -16,11 +16,10 @@ from intbmoe.registry import register
 from intbmoe.settings import MustBe
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DenseConfig(ExpertsConfig):
     """One expert, always on."""
 
-    _: KW_ONLY
     experts: Annotated[Literal[1], MustBe("1 in a dense layer")] = 1
     """Always 1."""
 

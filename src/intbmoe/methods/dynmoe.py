@@ -19,21 +19,19 @@ Every ``update_every`` optimizer steps, from what these steps recorded, R_E (act
 the inputs of tokens that no expert took): close every expert with R_E = 0, then, if R_S ≠ 0 and a slot is
 free, open the first free one with w = R_S/‖R_S‖, G = 0 and the weights it happens to hold.
 
-Choices and differences. The authors record during every third span of 300 forwards, or update at every step, or once an
-epoch; here each span of ``update_every`` *optimizer* steps is recorded whole and used. Records are global and count
-once a step whatever the accumulation. τ is fixed (the authors' Tutel gate learns it, from 10). Their Tutel gate divides
-by Σ g with its gradient, their DeepSpeed one by the count, as here. If no expert was activated in a whole span, closing
-them all would leave none: the pool is kept, and one may still be opened. Opening and closing reset the slot's optimizer
-moments; weight decay and the length penalty still reach a closed slot. Experts start independently (DeepSpeed: as
-copies). In evaluation g has its true derivative, zero: the straight-through one is for training. The number of experts
-a token takes is not bounded, so a forward makes room for N·E rows; the grouped kernel computes the chosen ones only.
-Parameters sharded by FSDP2 are refused: slots are single rows of them. ``active_parameters`` counts the mean number of
-experts of the last training step, a token without any as one (evaluation gives it one); before training half the pool,
-as for isotropic inputs.
+Choices and differences. The authors record every third span of 300 forwards, or update at every step, or once an epoch;
+here each span of ``update_every`` *optimizer* steps is recorded, globally and whatever the accumulation, and used. τ is
+fixed (the authors' Tutel gate learns it, from 10). Their Tutel gate divides by Σ g with its gradient, their DeepSpeed
+one by the count, as here. If a whole span activated no expert, the pool is kept, and one may still be opened. Opening
+and closing reset the slot's optimizer moments; weight decay and the length penalty still reach a closed slot. Experts
+start independently (DeepSpeed: as copies). In evaluation g has its true derivative, zero. A forward makes room for N·E
+rows, of which the grouped kernel computes the chosen ones. Parameters sharded by FSDP2 are refused: slots are single
+rows. ``active_parameters`` counts the mean number of experts of the last training step, a token without any as one (as
+in evaluation); before training half the pool, as for isotropic inputs.
 """
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -49,11 +47,10 @@ from intbmoe.registry import register
 from intbmoe.settings import Positive, PositiveInt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DynMoEConfig(PoolConfig):
     """Top-any routing over a pool of at most ``experts``."""
 
-    _: KW_ONLY
     temperature: Positive = 1.0
     """τ, multiplies the cosine and the threshold."""
     update_every: PositiveInt = 300

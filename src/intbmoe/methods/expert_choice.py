@@ -8,37 +8,34 @@ Zhou, Lei, Liu, Du, Huang, Zhao, Dai, Chen, Le and Laudon, "Mixture-of-Experts w
     y_t = Σ_{e : t ∈ I_e} P_{t,e} f_e(x_t)                 not renormalised; 0 for a token that no expert took
 
 There is no auxiliary loss: the balance holds by construction. The sum ``untaken`` counts the valid tokens that no
-expert took.
-
-Choices: the group from which experts choose is one sequence, so that a result does not depend on its batch (the authors
-choose from the device's batch). C is rounded up, never to a multiple, and computed from the valid tokens: a padded
-sequence gives what it gives alone. Equal scores go to the earlier token. No noise on the logits, as in the paper.
-Left out: the paper's cap on the experts of a token (a linear program, off by default there).
+expert took. Choices: experts choose from one sequence, so that a result does not depend on its batch (the authors:
+from the device's batch). C is rounded up, never to a multiple, and computed from the valid tokens. Equal scores go to
+the earlier token. No noise on the logits, as in the paper. Left out: the paper's cap on the experts of a token (a
+linear program, off by default there).
 
 An expert sees all tokens of a sequence before it chooses, so a later token can displace an earlier one: not for causal
 models, unless cf ≥ E, when every expert takes every token.
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from intbmoe.layer import MoELayer, Quantities, Result, Routing
+from intbmoe.layer import Quantities, Result, Routing
 from intbmoe.parts.dispatch import capacity_of, exact_ratio, seat, sum_seats, to_seats
-from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.experts import ExpertsConfig, RoutedLayer
 from intbmoe.parts.router import pack_choices
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
 from intbmoe.settings import Positive
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExpertChoiceConfig(ExpertsConfig):
     """Top-C tokens for each expert."""
 
-    _: KW_ONLY
     capacity_factor: Positive = 2.0
     """cf, the mean number of experts of a token (but for rounding C up)."""
 
@@ -49,20 +46,14 @@ class ExpertChoiceConfig(ExpertsConfig):
 
 
 @register("expert_choice", title="Expert Choice", paper="Zhou et al., 2022", participation="sparse")
-class ExpertChoice(MoELayer):
+class ExpertChoice(RoutedLayer):
     """Experts choose tokens."""
 
     Config = ExpertChoiceConfig
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
-        self.experts = self.config.make_experts()
         self._factor = exact_ratio(self.config.capacity_factor)
-
-    @property
-    def choices(self) -> int:
-        return self.config.experts
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config

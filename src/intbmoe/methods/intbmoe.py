@@ -15,14 +15,15 @@ Full-Participation Mixture-of-Experts", 2026. In our letters (``docs/method.md``
 read is ``ops/blocks/naive.py``, a loop over blocks: ``layer.backend = "naive"`` runs it, and every other backend is
 tested against it.
 
-The released module differs in one point: it holds a LayerNorm after the last internal layer that nothing uses. Ours
-has none; ``load_reference_state_dict`` and ``to_reference_state_dict`` translate.
+The released module also holds a LayerNorm after the last internal layer that nothing uses;
+``load_reference_state_dict`` and ``to_reference_state_dict`` translate.
 """
 
 import copy
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
@@ -92,11 +93,10 @@ class IntBMoEConfig(LayerConfig):
     @property
     def expert_weights(self) -> int:
         """Weights, biases not counted, of one expert: the same-index bases of all internal layers."""
-        return sum(a * b for a, b in zip(self.widths, self.widths[1:], strict=False))
+        return sum(a * b for a, b in pairwise(self.widths))
 
     @property
     def shared_width(self) -> int:
-        """The inner width of the shared SwiGLU, ``shared_hidden`` resolved."""
         return self.shared_hidden or max(1, round(self.expert_weights / (3 * self.dim)))
 
     def ablations(self) -> dict[str, "IntBMoEConfig"]:
@@ -164,8 +164,7 @@ class BlockLayer(MoELayer):
 
     @backend.setter
     def backend(self, backend: Backend | None) -> None:
-        allowed = f"None or one of {', '.join(BACKENDS)}"
-        require(backend is None or backend in BACKENDS, "backend", backend, allowed)
+        require(backend in (None, *BACKENDS), "backend", backend, f"None or one of {', '.join(BACKENDS)}")
         self._backend = backend
 
     @property
@@ -188,6 +187,9 @@ class BlockLayer(MoELayer):
         blocks = self.blocks(dtype, backend)
         y, load = run_blocks(tokens, ids, weights, shared, blocks, backend, complete=mask is None, dtype=x.dtype)
         return Result(y.view(x.shape), Routing(ids, weights), sums={"load": load})
+
+    def quantities(self) -> Quantities:
+        return Quantities(self.config.experts, self.config.top_k, self.config.blocks)
 
     def _row_parameters(self) -> dict[str, Any]:
         """The part of ``Blocks`` that all blocks share, in the wide type."""
@@ -215,8 +217,7 @@ class IntBMoE(BlockLayer):
         c = self.config
         self.codebook = nn.Parameter(torch.randn(c.blocks, c.code_dim))
         self.hypernetwork = Hypernetwork(c)
-        pairs = zip(c.widths, c.widths[1:], strict=False)
-        self.pools = nn.ModuleList(StackedLinear(c.experts, a, b, bias=True) for a, b in pairs)
+        self.pools = nn.ModuleList(StackedLinear(c.experts, a, b, bias=True) for a, b in pairwise(c.widths))
         self.filter = nn.Linear(c.dim + c.code_dim, c.dim) if c.filter else None
         self.recompute = False
         """Whether the backends fused and grouped compose again in backward, instead of keeping what they composed."""
@@ -238,14 +239,14 @@ class IntBMoE(BlockLayer):
             token_filter, code_filter = self.filter.weight.split([self.config.dim, self.config.code_dim], dim=1)
             block_filter = linear(wide(self.codebook), code_filter, self.filter.bias).to(dtype)
         return Blocks(
-            weights=tuple(self._weight(coefficients, pool.weight, dtype, backend) for pool in self.pools),
+            weights=tuple(self._compose(coefficients, pool.weight, dtype, backend) for pool in self.pools),
             biases=tuple(self._compose_bias(coefficients, pool.bias, backend) for pool in self.pools),
             token_filter=token_filter,
             block_filter=block_filter,
             **self._row_parameters(),
         )
 
-    def _weight(self, alpha: Coefficients, pool: Tensor, dtype: torch.dtype, backend: Backend) -> Tensor | Pooled:
+    def _compose(self, alpha: Coefficients, pool: Tensor, dtype: torch.dtype, backend: Backend) -> Tensor | Pooled:
         if self.recompute and torch.is_grad_enabled() and backend in ("fused", "grouped"):
             return Pooled(alpha, pool)
         return compose(alpha, pool, dtype, backend)
@@ -253,9 +254,6 @@ class IntBMoE(BlockLayer):
     def _compose_bias(self, alpha: Coefficients, pool: Tensor, backend: Backend) -> Tensor:
         """(E, o) → (K, P·o), in the wide type."""
         return compose(alpha, pool.unsqueeze(1), wide(pool).dtype, backend).squeeze(1).contiguous()
-
-    def quantities(self) -> Quantities:
-        return Quantities(self.config.experts, self.config.top_k, self.config.blocks)
 
     def precompose(self, dtype: torch.dtype | None = None) -> "ComposedMoE":
         """A frozen layer with the same outputs, without pools and hypernetwork: its cost does not depend on E.
@@ -327,7 +325,7 @@ class ComposedMoE(BlockLayer):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         c, paths = self.config, 2 if self.config.gate else 1
-        pairs = list(zip(c.widths, c.widths[1:], strict=False))
+        pairs = list(pairwise(c.widths))
         self.block_weights = nn.ParameterList(torch.zeros(c.blocks, a, paths * b) for a, b in pairs)
         self.block_biases = nn.ParameterList(torch.zeros(c.blocks, paths * b) for _, b in pairs)
         self.token_filter = nn.Parameter(torch.zeros(c.dim, c.dim)) if c.filter else None
@@ -345,8 +343,10 @@ class ComposedMoE(BlockLayer):
         for name in ("router", "norms", "gate_norms", "scale"):
             setattr(composed, name, copy.deepcopy(getattr(layer, name)))
         composed.shared = copy.deepcopy(layer.shared).to(dtype) if layer.shared is not None else None
-        for name in ("weights", "biases"):
-            setattr(composed, f"block_{name}", nn.ParameterList(getattr(blocks, name)))
+        composed.block_weights, composed.block_biases = (
+            nn.ParameterList(blocks.weights),
+            nn.ParameterList(blocks.biases),
+        )
         if blocks.token_filter is not None:
             composed.token_filter = nn.Parameter(blocks.token_filter.detach().to(dtype, copy=True))
             composed.block_filter = nn.Parameter(blocks.block_filter.detach())
@@ -364,9 +364,6 @@ class ComposedMoE(BlockLayer):
             block_filter=None if self.block_filter is None else cast(self.block_filter, dtype),
             **self._row_parameters(),
         )
-
-    def quantities(self) -> Quantities:
-        return Quantities(self.config.experts, self.config.top_k, self.config.blocks)
 
     def active_parameters(self) -> int:
         """All but the blocks that one token does not visit."""

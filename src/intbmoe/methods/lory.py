@@ -7,20 +7,18 @@ Pre-training", COLM 2024.
     y_t = f(x_t; Σ_e a_{n,e} θ_e) for t in segment n,  a_n = e_{n−1} for n > 1, all three SwiGLU matrices merged
 
 The first segment has none before it. The paper gives it a_1 = stop_gradient(e_1): its tokens then see the mean of
-their own segment, later tokens among them, though no gradient teaches the router to use that. Here the default is
-strictly causal: a_1 is uniform, 1/E each, so the first segment runs the mean expert. The paper's form is
-``first_segment="stop_gradient"``.
+their own segment, later tokens among them (``first_segment="stop_gradient"``). Here the default is strictly causal:
+a_1 is uniform, 1/E each, so the first segment runs the mean expert.
 
-Choices: T need not be a multiple of S; the last segment is padded. Means are over valid tokens. A segment without a
-valid token says nothing: it hands on the weights it was given itself. Segments are counted by position, padding
-included, and routing is by segment in evaluation and decoding too (the paper also keeps the prompt's one decision for
-a whole generation, and finds little difference). Decoding keeps the running mean of the open segment and the weights
-in force. The router has no bias. Similarity batching of documents and dense warm-up are training recipes and not part
-of the layer; there is no public code to differ from. Of the merged weight sets, one a segment, some exist at a time
-(the backward pass merges them again), or none where segments are short for the device (``ops/merged_mm``).
+Choices: T need not be a multiple of S; the last segment is padded. Means are over valid tokens; a segment without any
+hands on the weights it was given itself. Segments are counted by position, padding included, and routing is by segment
+in evaluation and decoding too (the paper also keeps the prompt's one decision for a whole generation, and finds little
+difference). The router has no bias. Similarity batching of documents and dense warm-up are not part of the layer; there
+is no public code to differ from. Of the merged weight sets, one per segment, only some exist at a time (the backward
+pass merges them again), or none where segments are short for the device (``ops/merged_mm``).
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -29,16 +27,16 @@ from torch import Tensor, nn
 
 from intbmoe.layer import MoELayer, Quantities, Result
 from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.state import check_batch
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
 from intbmoe.settings import PositiveInt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoryConfig(ExpertsConfig):
     """Merging by segments."""
 
-    _: KW_ONLY
     expert: Literal["gelu", "swiglu"] = "swiglu"
     segment: PositiveInt = 16
     """S, tokens in a segment (the Lory paper: 256)."""
@@ -58,19 +56,15 @@ class LoryConfig(ExpertsConfig):
 class LoryState:
     """Where a layer stands in a sequence: the open segment so far, and the weights it runs with."""
 
-    position: int
-    """Tokens of the open segment already seen, masked ones included: the same for all sequences."""
-    total: Tensor
-    """(B, d), the sum of its valid tokens."""
-    count: Tensor
-    """(B,), how many they are."""
-    weights: Tensor
-    """(B, E), the expert weights in force."""
+    position: int  # tokens of the open segment already seen, masked ones included: the same for all sequences
+    total: Tensor  # (B, d), the sum of its valid tokens
+    count: Tensor  # (B,), how many they are
+    weights: Tensor  # (B, E), the expert weights in force
 
 
 @register("lory", title="Lory", paper="Zhong et al., 2024", participation="dense")
 class Lory(MoELayer):
-    """One merged expert a segment."""
+    """One merged expert per segment."""
 
     Config = LoryConfig
 
@@ -91,7 +85,7 @@ class Lory(MoELayer):
         count = F.pad(valid, (start, missing)).view(batch, segments, size).sum(2)
         total = wide(padded).sum(2)  # padding is zero
         if state is not None:
-            _check_batch(state, batch)
+            check_batch(len(state.count), batch)
             total = torch.cat([total[:, :1] + state.total.unsqueeze(1), total[:, 1:]], 1)
             count = torch.cat([count[:, :1] + state.count.unsqueeze(1), count[:, 1:]], 1)
         in_force = self._weights(total / count.unsqueeze(-1).clamp(min=1), None if state is None else state.weights)
@@ -142,9 +136,3 @@ def _skip_empty(in_force: Tensor, filled: Tensor) -> Tensor:
     source = F.pad(own, (1, 0)).cummax(1).values
     chosen = source.unsqueeze(-1) == torch.arange(rows, device=filled.device)
     return (chosen.unsqueeze(-1) * in_force.unsqueeze(1)).sum(2)
-
-
-def _check_batch(state: LoryState, batch: int) -> None:
-    held = state.count.shape[0]
-    if held != batch:
-        raise ValueError(f"state was made for {held} sequences, but x holds {batch}: use new_state({batch})")

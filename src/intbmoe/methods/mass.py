@@ -25,23 +25,22 @@ Choices and differences. The paper weighs by r, the authors' dispatcher renormal
 experts: here always, or never with ``renormalize=False``. The paper divides the redundancy loss by the number of pairs,
 their code and ours do not. A sample is one optimizer step's gradient in ``.grad`` (theirs: one backward's, before data
 parallelism reduces it): call ``before_step`` before any clipping and after a GradScaler's ``unscale_``. Norms that are
-not finite are passed over. Norms equal up to rounding give z = 0 (theirs divide by 0), and an expert without any
+not finite are passed over; norms equal up to rounding give z = 0 (theirs divide by 0), and an expert without any
 gradient does not drift. The usefulness check compares two evaluations under the same random numbers (theirs: one,
 against the loss of training), from the first added expert on (``check_after``); it needs ``before_step(…,
 reevaluate=f)``, f() being the loss of the batch, without ``aux_loss``; without f no expert is ever closed. An expert
 closed when patience has run out is closed for good, also in the count (theirs: masked only). The redundancy loss is
-part of the gradients that are edited (theirs is added after). In their code the copy in effect gets the
-projected gradient too, because the original is kept as a view that the edit overwrites; here it gets the whole, as
-described. The phase is 10 % of training in the authors' scripts: a
-recipe sets it in steps. No balance loss, as in their language script; dropless. All decisions use rank 0's norms. The
-number of experts a token takes varies, so a forward makes room for N·E rows; the grouped kernel computes the chosen
-ones only. Parameters sharded by FSDP2 are refused: slots are single rows of them. ``active_parameters`` counts the mean
-number of experts of the last training step; before training ⌈p·open⌉, as for a uniform router.
+part of the edited gradients (theirs is added after). In their code the copy in effect gets the projected gradient too,
+because the edit overwrites a view of the original. The phase is 10 % of training in their scripts: a recipe sets it in
+steps. No balance loss, as in their language script; dropless. All decisions use rank 0's norms. A forward makes room
+for N·E rows, of which the grouped kernel computes the chosen ones. Parameters sharded by FSDP2 are refused: slots are
+single rows. ``active_parameters`` counts the mean number of experts of the last training step; before training
+⌈p·open⌉, as for a uniform router.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Annotated, Any, Self
 
@@ -57,15 +56,13 @@ from intbmoe.precision import linear, wide
 from intbmoe.registry import register
 from intbmoe.settings import MustBe, NonNegativeInt, Positive, PositiveInt
 
-ROUNDING = torch.finfo(torch.float32).eps
-"""A spread of norms below this share of the norm is rounding, not drift."""
+ROUNDING = torch.finfo(torch.float32).eps  # a spread of norms below this share of the norm is no drift
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MASSConfig(PoolConfig):
     """Top-p routing over a pool that grows to at most ``experts``."""
 
-    _: KW_ONLY
     top_p: Annotated[float, MustBe("a number in (0, 1]", lambda value: 0 < value <= 1)] = 0.5
     """p, the routing mass a token's experts hold together."""
     renormalize: bool = True
@@ -205,7 +202,6 @@ class MASS(PoolLayer):
         pushed += where
 
     def _drifting(self, norms: Tensor, cosines: Tensor) -> int | None:
-        """The first expert that passes both tests."""
         c = self.config
         statistic = self.scores.double().sum(1) / math.sqrt(c.window)
         passes = (statistic > NormalDist().inv_cdf(1 - c.significance)) & (cosines.abs() < c.similarity)
@@ -229,7 +225,6 @@ class MASS(PoolLayer):
         self._duplicate(source, opened, optimizer)
 
     def _is_useless(self, slot: int, reevaluate: Callable[[], Tensor]) -> bool:
-        """Whether the batch's loss does not rise without the expert."""
         device = self.active.device
         losses = []
         for present in (True, False):
@@ -240,7 +235,6 @@ class MASS(PoolLayer):
         return bool(sum_over_ranks(losses[1] - losses[0]) <= 0)
 
     def _vacate(self, slot: int, optimizer: Any) -> None:
-        """Close a slot and forget what was known of it."""
         self.active[slot] = False
         self.source[slot] = -1
         for record in (self.norms, self.scores, self.norms_seen, self.scores_seen, self.waited):

@@ -19,15 +19,12 @@ Start: G = 0, hence a = 1/E at step 0 (and ±1-sized scores after the first step
 CP, diagonal matrices of N(1, 1) in TR; B ~ U(±1/√inputs), its bias row included; C ~ U(±1/√(ranks it sums over)).
 
 Choices. The gate is normalised by LayerNorm, as in the authors' language models. Their default for images, BatchNorm,
-is left out: its statistics over the batch make a token depend on later ones in training, and would make the result
-depend on the gradient accumulation, which no other method here does. CP shares the expert factor A between both layers
-(``share_expert_factor``): the authors' code has one a layer, but the parameter count printed for CP in the paper that
-this library reproduces fits one shared factor with R = 2594 and no single rank with two. TR is laid out as in the
-authors' code. The extra LayerNorm on the experts' input that their GPT-2 has (and which replaces the block's norm) is
-left to the host model.
-
-Differences from the authors' code: factors hold their mode first, (E, R_1, R_2) where it has (R_1, E, R_2), so that
-each is applied as a matrix; the bias row is added, not multiplied by an appended column of ones; one level of experts.
+would make a token depend on later ones in training, and the result on the gradient accumulation. CP shares the expert
+factor A between both layers (``share_expert_factor``): the authors' code has one per layer, but the parameter count
+that the IntBMoE paper prints for CP fits one shared factor with R = 2594 and no single rank with two. TR is laid out as
+in the authors' code, but factors hold their mode first, (E, R_1, R_2) for (R_1, E, R_2), so that each is applied as a
+matrix, and the bias row is added, not multiplied by a column of ones. One level of experts. The LayerNorm on the
+experts' input in their GPT-2, which replaces the block's norm, is left to the host model.
 """
 
 import math
@@ -64,24 +61,21 @@ class MuMoEConfig(LayerConfig):
 
     @property
     def resolved_rank(self) -> int:
-        """``rank``, or the default for this width."""
         return self.rank or math.ceil(self.RANK_SHARE * self.dim)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CPConfig(MuMoEConfig):
     """CP decomposition."""
 
-    _: KW_ONLY
     share_expert_factor: bool = True
     """One expert factor A for both layers; False gives each its own, as in the authors' code."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TRConfig(MuMoEConfig):
     """Tensor ring."""
 
-    _: KW_ONLY
     ring_ranks: tuple[PositiveInt, PositiveInt] = (4, 4)
     """R_1, R_2: how far the layer can tell experts apart."""
 

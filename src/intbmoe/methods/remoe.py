@@ -10,20 +10,16 @@ Wang, Chen and Zhu, "ReMoE: Fully Differentiable Mixture-of-Experts with ReLU Ro
 S is the share of zeros among all R of the step, averaged over the MoE layers; a = 1.2. λ is one number for the whole
 model: every layer holds a copy, all move together. At the target load f_e = 1 and the loss is a plain L1 norm.
 
-Choices: k = 1 and the router's N(0, 0.01²) are those of the authors' scripts (``router_std=None`` gives nn.Linear's law
-instead). S = target divides, as in their code; the paper would leave λ alone. A step without any valid token moves
-nothing. λ stays within float32's normal numbers, because a λ of zero could never grow again.
-
-Differences from the authors' code: f_e and S count the valid tokens of all ranks and micro-batches, theirs are averages
-of local ones; S is averaged over the MoE layers, theirs over all layers. As in their code, the loss is summed over
-layers, and λ absorbs the factor.
-
-No shape may depend on the routing, so all N·E rows are laid out; those of inactive experts are gathered but, where
-the grouped product runs as one kernel, not multiplied.
+Choices: k = 1 and the router's N(0, 0.01²) are those of the authors' scripts. S = target divides, as in their code; the
+paper would leave λ alone. A step without any valid token moves nothing. λ stays within float32's normal numbers: from
+zero it could never grow again. f_e and S count the valid tokens of all ranks and micro-batches, theirs are averages of
+local ones; S is averaged over the MoE layers, theirs over all layers. As in their code, the loss is summed over layers,
+and λ absorbs the factor. No shape may depend on the routing, so all N·E rows are laid out; those of inactive experts
+are gathered but, where the grouped product runs as one kernel, not multiplied.
 """
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 import torch
@@ -42,11 +38,10 @@ from intbmoe.settings import AtMost, MustBe, Positive, PositiveInt
 FLOAT32 = torch.finfo(torch.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReMoEConfig(ExpertsConfig):
     """ReLU routing with a sparsity target."""
 
-    _: KW_ONLY
     top_k: Annotated[PositiveInt, AtMost("experts")] = 1
     """k, the mean number of active experts that λ is steered to."""
     sparsity_strength: Annotated[

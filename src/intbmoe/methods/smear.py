@@ -11,14 +11,13 @@ In training each entry of a is set to zero with probability ``expert_dropout``, 
 and a becomes (a + 1e-10) / Σ(a + 1e-10).
 
 Choices: the router is a plain linear map without a bias, as IntBMoE's parameter counts have it; the authors' also
-normalises the pooled vector and each expert's router vector. W_r starts as N(0, 0.01²), their law. Expert dropout is
-the authors' 0.1; IntBMoE does not say. Padding is left out of the mean; the authors include it. A sequence without a
-valid token has uniform a. Weight sets are built some at a time, and again in the backward pass. The token level never
-builds one: Σ_e a_e (x W_e) is one product of all a_e x with the stacked weights, at the cost of E experts; on a GPU
-the example level runs so too where sequences are short (``ops/merged_mm``).
+normalises the pooled vector and each expert's router vector. W_r starts as N(0, 0.01²) and expert dropout is 0.1, as
+theirs. Padding is left out of the mean; the authors include it. A sequence without a valid token has uniform a. Weight
+sets are built some at a time, and again in the backward pass. The token level never builds one, at the cost of E
+experts; on a GPU the example level runs so too where sequences are short (``ops/merged_mm``).
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -34,11 +33,10 @@ ROUTER_STD = 0.01
 RENORMALISE_EPS = 1e-10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SmearConfig(ExpertsConfig):
     """Merging by a weighted mean of parameters."""
 
-    _: KW_ONLY
     level: Literal["example", "token"] = "example"
     """Whether a sequence or each token has its own merged expert."""
     expert_dropout: Share = 0.1
@@ -55,7 +53,7 @@ class SmearConfig(ExpertsConfig):
 )
 @register("smear", title="SMEAR", paper="Muqeeth et al., 2024", participation="dense")
 class Smear(MoELayer):
-    """One merged expert a sequence, or a token."""
+    """One merged expert per sequence, or per token."""
 
     Config = SmearConfig
 

@@ -14,16 +14,15 @@ from the current and earlier tokens and that an expert has one slot. Our reading
     x̃_{t,e} = Σ_{j≤t} exp(L_{j,e}) x_j / Σ_{j≤t} exp(L_{j,e}),   y_t = Σ_e C_{t,e} f_e(x̃_{t,e})
 
 so that every token runs all E experts. Both sums are running sums, kept in the decoding state: tokens may arrive one
-by one. With one slot an expert, the last position's slots are those of ``soft``.
+by one. With one slot per expert, the last position's slots are those of ``soft``.
 
-Choices: φ starts as N(0, 1/d) (only its direction counts), slot by slot. Masked tokens enter no slot; a sequence of
-masked tokens alone gives zero. Logits, softmaxes, running sums and the combination are in the wide type, the
-dispatch product in the compute type; the authors run dispatch and combination in bfloat16. They can also derive the
-number of slots from the number of tokens, and add noise to the logits, which is off by default; here ``slots`` is given
-and there is no noise. The running sums of exp(L) hold in float32 up to |scale| of about 70, far from where it starts.
+Choices: φ starts as N(0, 1/d) (only its direction counts). Masked tokens enter no slot; a sequence of masked tokens
+alone gives zero. All but the dispatch product is in the wide type (the authors run dispatch and combination in
+bfloat16). The number of slots is given, and there is no noise on the logits (theirs is off by default). The running
+sums of exp(L) hold in float32 up to |scale| of about 70, far from where it starts.
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,24 +32,23 @@ from intbmoe.checks import require
 from intbmoe.layer import MoELayer, Quantities, Result
 from intbmoe.ops.running_sum import running_sum
 from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.state import check_batch
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
 from intbmoe.settings import PositiveInt
 
 EPS = 1e-6
-MAX_EXPONENT = 60.0
-"""exp(60)·T·|x| stays far below float32's largest number; larger logits are shifted down to it."""
+MAX_EXPONENT = 60.0  # exp(60)·T·|x| stays far below float32's largest number; larger logits are shifted down to it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SoftConfig(ExpertsConfig):
     """Slots of weighted means."""
 
-    _: KW_ONLY
     slots: PositiveInt = 1
     """p, slots of one expert."""
     causal: bool = False
-    """Build each position's slots from it and earlier tokens alone; needs one slot an expert."""
+    """Build each position's slots from it and earlier tokens alone; needs one slot per expert."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,10 +64,8 @@ class SoftConfig(ExpertsConfig):
 class SoftState:
     """What a causal layer remembers of earlier tokens: the two running sums of every expert's slot."""
 
-    numerator: Tensor
-    """(E, B, d), Σ_j exp(L_{j,e}) x_j."""
-    denominator: Tensor
-    """(E, B), Σ_j exp(L_{j,e})."""
+    numerator: Tensor  # (E, B, d), Σ_j exp(L_{j,e}) x_j
+    denominator: Tensor  # (E, B), Σ_j exp(L_{j,e})
 
 
 @register("soft_causal", title="Soft MoE (causal)", paper="Puigcerver et al., 2024", participation="dense", causal=True)
@@ -117,7 +113,7 @@ class Soft(MoELayer):
         numerator = weights.unsqueeze(-1) * x
         denominator = weights
         if state is not None:
-            _check_batch(state, x.shape[0])
+            check_batch(state.denominator.shape[1], x.shape[0])
             numerator = torch.cat([state.numerator.unsqueeze(2), numerator], 2)
             denominator = torch.cat([state.denominator.unsqueeze(2), denominator], 2)
         numerator, denominator = running_sum(numerator, 2), running_sum(denominator, 2)
@@ -144,9 +140,3 @@ class Soft(MoELayer):
 
 def _unit(v: Tensor) -> Tensor:
     return v * (v.square().sum(-1, keepdim=True) + EPS).rsqrt()
-
-
-def _check_batch(state: SoftState, batch: int) -> None:
-    held = state.denominator.shape[1]
-    if held != batch:
-        raise ValueError(f"state was made for {held} sequences, but x holds {batch}: use new_state({batch})")

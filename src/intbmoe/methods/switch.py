@@ -7,22 +7,21 @@ Sparsity", JMLR 2022.
     y_t = p_{t,i} f_i(x_t),  i = argmax_e p_{t,e}
     loss = α·E·Σ_e f_e P_e,  f_e the share of tokens whose argmax is e, P_e the mean of p_{t,e}; gradient through P
 
-Choices: the jitter ε multiplies the router's input only, as in the authors' code, and is on in training (``jitter=0``
-turns it off). Dropless by default; ``capacity_factor`` (authors: 1.25, in evaluation 2.0) gives the authors' capacity
-⌊cf·T/E⌋, at least 4, with the sequence as the group, tokens placed in order and the others given zero. The authors'
-group is a slice of the device's batch; a sequence keeps a result independent of its batch. The loss has one statistic
-over all valid tokens of all ranks, where the authors average the losses of the groups. No z-loss, as in the paper; the
-router has no bias.
+Choices: the jitter ε multiplies the router's input only, as in the authors' code. Dropless by default;
+``capacity_factor`` (authors: 1.25, in evaluation 2.0) gives the authors' capacity ⌊cf·T/E⌋, at least 4, tokens placed
+in order and the others given zero. The group is the sequence, so that a result does not depend on its batch (theirs: a
+slice of the device's batch). The loss has one statistic over all valid tokens of all ranks, where the authors average
+the losses of the groups. No z-loss, as in the paper; the router has no bias.
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from intbmoe.layer import MoELayer, Quantities, Result, Routing
-from intbmoe.parts.capacity import CapacityConfig
+from intbmoe.layer import Quantities, Result, Routing
+from intbmoe.parts.capacity import CapacityConfig, CapacityLayer
 from intbmoe.parts.dispatch import limit_capacity
 from intbmoe.parts.losses import balance_loss, count_valid, masked_sum
 from intbmoe.parts.router import count_choices, mask_choices, top_k
@@ -33,11 +32,10 @@ from intbmoe.settings import Share
 MIN_CAPACITY = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SwitchConfig(CapacityConfig):
     """Top-1 routing."""
 
-    _: KW_ONLY
     balance: float = 0.01
     """α, the coefficient of the load-balancing loss."""
     jitter: Share = 0.01
@@ -45,20 +43,10 @@ class SwitchConfig(CapacityConfig):
 
 
 @register("switch", title="Switch Transformer", paper="Fedus et al., 2022", participation="sparse")
-class Switch(MoELayer):
+class Switch(CapacityLayer):
     """Top-1 token choice with a load-balancing loss."""
 
     Config = SwitchConfig
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
-        self.experts = self.config.make_experts()
-        self._ratios = self.config.capacity_ratios()
-
-    @property
-    def choices(self) -> int:
-        return self.config.experts
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config
@@ -88,10 +76,9 @@ class Switch(MoELayer):
         if ratio is None:
             return None
         numerator, denominator = ratio
-        if mask is None:
-            return max(MIN_CAPACITY, x.shape[1] * numerator // (self.config.experts * denominator))
-        places = mask.sum(1, keepdim=True) * numerator // (self.config.experts * denominator)
-        return places.clamp(min=MIN_CAPACITY)
+        valid = x.shape[1] if mask is None else mask.sum(1, keepdim=True)
+        places = valid * numerator // (self.config.experts * denominator)
+        return max(MIN_CAPACITY, places) if mask is None else places.clamp(min=MIN_CAPACITY)
 
     def quantities(self) -> Quantities:
         return Quantities(participation=1, execution=1, materialization=0)

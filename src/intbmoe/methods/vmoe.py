@@ -16,22 +16,20 @@ Mixture of Experts", NeurIPS 2021.
 Choices: dropless by default. ``capacity_factor`` gives an expert C = ⌈cf·k·n/E⌉ places, rounded up to a multiple of 4
 as in their code, for a sequence of n valid tokens: first choices of all tokens before second ones, within a rank in
 token order or, with ``priority_routing`` (Batch Priority Routing), by descending largest gate. A choice that finds its
-expert full gives 0; the token's other choice keeps its weight. Experts start independently, as in all methods here.
-
-Differences from the authors' code: their group is 8 images, ours is the sequence, so that a result does not depend on
-its batch; their losses are averages over groups, ours take one global sum over all valid tokens; all their experts
-start from one set of weights. A bias-free router, GELU experts with biases, as theirs.
+expert full gives 0; the token's other choice keeps its weight. The authors' group is 8 images, ours is the sequence, so
+that a result does not depend on its batch; their losses are averages over groups, ours take one global sum over all
+valid tokens; all their experts start from one set of weights, ours independently.
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from intbmoe.checks import require
-from intbmoe.layer import MoELayer, Quantities, Result, Routing
-from intbmoe.parts.capacity import CapacityConfig
+from intbmoe.layer import Quantities, Result, Routing
+from intbmoe.parts.capacity import CapacityConfig, CapacityLayer
 from intbmoe.parts.dispatch import capacity_of, limit_capacity
 from intbmoe.parts.losses import global_sum, masked_sum, squared_variation
 from intbmoe.parts.router import count_choices, mask_choices, top_k
@@ -40,11 +38,10 @@ from intbmoe.registry import register
 from intbmoe.settings import AtMost, NonNegative, PositiveInt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VMoEConfig(CapacityConfig):
     """Noisy top-k routing."""
 
-    _: KW_ONLY
     top_k: Annotated[PositiveInt, AtMost("experts")] = 2
     """k, experts of a token."""
     noise: NonNegative = 1.0
@@ -65,20 +62,10 @@ class VMoEConfig(CapacityConfig):
 
 
 @register("vmoe", title="V-MoE", paper="Riquelme et al., 2021", participation="sparse")
-class VMoE(MoELayer):
+class VMoE(CapacityLayer):
     """Top-k token choice with noisy gates and two balancing losses."""
 
     Config = VMoEConfig
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
-        self.experts = self.config.make_experts()
-        self._ratios = self.config.capacity_ratios()
-
-    @property
-    def choices(self) -> int:
-        return self.config.experts
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config

@@ -19,17 +19,9 @@ def require_causal(ffn: nn.Module) -> nn.Module:
 
 
 def _method_of(layer: MoELayer) -> str:
-    """The layer's registered name; its class's where it is not registered.
-
-    Several names may share a class: the layer's is the one with most presets, all of which its Config has.
-    """
-    methods = [find_method(name) for name in list_methods()]
-    fits = [
-        method
-        for method in methods
-        if method.layer is type(layer)
-        and all(getattr(layer.config, option) == value for option, value in method.presets.items())
-    ]
+    """The layer's registered name: of those of its class the one with most presets, all of which its Config has."""
+    methods = [method for method in map(find_method, list_methods()) if method.layer is type(layer)]
+    fits = [m for m in methods if all(getattr(layer.config, key) == value for key, value in m.presets.items())]
     if not fits:
         return type(layer).__name__
     method = max(fits, key=lambda method: len(method.presets))
@@ -76,4 +68,4 @@ def check_mask(mask: Tensor | None, shape: torch.Size) -> None:
     if mask.dtype != torch.bool:
         raise TypeError(f"mask is {mask.dtype}: expected torch.bool, True where a token is valid (mask.bool())")
     if mask.shape != shape:
-        raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {tuple(shape)}, one entry a token")
+        raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {tuple(shape)}, one entry per token")

@@ -2,26 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from intbmoe.checks import require, require_positive_int
 from intbmoe.layer import moe_layers
 from intbmoe.models.causal import check_mask
 from intbmoe.precision import wide
 from intbmoe.settings import Checked, MustBe, PositiveInt
-
-
-class Decoder(Protocol):
-    """A model that continues texts: ``Llama``."""
-
-    config: Any
-
-    def new_cache(self, batch: int, length: int) -> Any: ...
-
-    def next_logits(self, ids: Tensor, mask: Tensor | None, cache: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +46,13 @@ class Sampling(Checked):
 class Prompts(NamedTuple):
     """Prompts that are read and continued together."""
 
-    rows: Tensor
-    """(b,), where they stand in the whole batch."""
-    ids: Tensor
-    """(b, T)."""
-    mask: Tensor | None
-    """(b, T) bool, False at padding; None without padding."""
+    rows: Tensor  # (b,), where they stand in the whole batch
+    ids: Tensor  # (b, T)
+    mask: Tensor | None  # (b, T) bool, False at padding; None without padding
 
 
 def stream(
-    model: Decoder,
+    model: nn.Module,
     ids: Tensor,
     mask: Tensor | None,
     max_new_tokens: int,
@@ -73,7 +60,7 @@ def stream(
     sampling: Sampling,
     generator: torch.Generator | None,
 ) -> Iterator[Tensor]:
-    """See ``Llama.stream``. Arguments are checked here, at the call; the model runs when the first id is asked for."""
+    """``Llama.stream``. Arguments are checked here, at the call; the model runs when the first id is asked for."""
     require_positive_int("max_new_tokens", max_new_tokens)
     if stop is not None:
         known = isinstance(stop, int) and 0 <= stop < model.config.vocabulary
@@ -82,7 +69,11 @@ def stream(
     # A mixture with a memory may count positions from the first it is given, so that padding before a prompt would
     # change what it does: there, only prompts of one length are read together, and none is padded.
     remembers = any(layer.new_state(1) is not None for _, layer in moe_layers(model))
-    together = _by_length(ids, mask) if remembers and mask is not None else [_padded(ids, mask)]
+    if remembers and mask is not None:
+        together = _by_length(ids, mask)
+    else:  # attention needs no mask where nothing is padded
+        padding = None if mask is None or mask.all() else mask
+        together = [Prompts(torch.arange(len(ids), device=ids.device), ids, padding)]
     return _steps(model, together, max_new_tokens, stop, sampling, generator)
 
 
@@ -101,13 +92,6 @@ def _check_prompts(ids: Tensor, mask: Tensor | None) -> None:
         )
 
 
-def _padded(ids: Tensor, mask: Tensor | None) -> Prompts:
-    """All prompts at once; attention needs no mask where nothing is padded."""
-    if mask is not None and mask.all():
-        mask = None
-    return Prompts(torch.arange(len(ids), device=ids.device), ids, mask)
-
-
 def _by_length(ids: Tensor, mask: Tensor) -> list[Prompts]:
     """The prompts of each length, without their padding."""
     lengths = mask.sum(1)
@@ -116,7 +100,7 @@ def _by_length(ids: Tensor, mask: Tensor) -> list[Prompts]:
 
 
 def _steps(
-    model: Decoder,
+    model: nn.Module,
     together: list[Prompts],
     max_new_tokens: int,
     stop: int | None,

@@ -3,13 +3,10 @@
     row_j(i)  = ((a_j·i + b_j) mod p) mod R        j = 1…h hash functions, p = 2³¹ − 1, a_1 = 1, b_1 = 0
     vector(i) = Σ_j T_j[row_j(i)],  vector(0) = 0  each T_j a table of R rows
 
-An id shares each of its rows with about ids/R others, but all h of them with hardly any (about ids/R^h): sums of
-rows tell ids apart that no single table of R rows could. Rows are added and not laid end to end, so that each has the
-full width. The first function is i mod R, which makes one rule do for all sizes: where ids are at most R − 1, every id
-has a row of its own in T_1, as in a plain embedding, and no number of ids need be known to build a table.
-
-The a_j and b_j are constants from SHA-256, and the arithmetic stays below 2⁶³: an id has the same rows in every
-process and on every device.
+An id shares each of its rows with about ids/R others, but all h of them with hardly any (about ids/R^h). Rows are
+added, not laid end to end, so that each has the full width. The first function is i mod R: where ids are below R, every
+id has a row of its own in T_1, as in a plain embedding, so the number of ids need not be known to build a table.
+The a_j and b_j come from SHA-256 and the arithmetic stays below 2⁶³: an id has the same rows everywhere.
 """
 
 import hashlib
@@ -20,8 +17,7 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require, require_finite, require_positive_int
 
-PRIME = 2**31 - 1
-"""p; ids lie below it."""
+PRIME = 2**31 - 1  # p; ids lie below it
 
 
 class MultiHashEmbedding(nn.Module):
@@ -37,12 +33,10 @@ class MultiHashEmbedding(nn.Module):
         self.constants = [_constants(number) for number in range(hashes)]
         # ``std`` is that of a vector's entries: a sum of h rows spreads √h times as much as each.
         tables = torch.empty(hashes * rows + 1, dim).normal_(std=std / hashes**0.5)
-        tables[-1] = 0
+        tables[-1] = 0  # after T_1 to T_h a row of zeros for what is missing, which has no gradient and stays
         self.tables = nn.Parameter(tables)
-        """T_1 to T_h, and a row of zeros for what is missing, which has no gradient and stays."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(…) → (…, dim)."""
         return F.embedding(self.places(ids), self.tables, padding_idx=len(self.constants) * self.rows).sum(-2)
 
     def places(self, ids: Tensor) -> Tensor:
@@ -52,7 +46,6 @@ class MultiHashEmbedding(nn.Module):
         return torch.where(ids.unsqueeze(-1) != 0, torch.stack(hashed, -1), len(self.constants) * self.rows)
 
     def extra_repr(self) -> str:
-        """For ``print(model)``."""
         return f"rows={self.rows}, dim={self.tables.shape[1]}, hashes={len(self.constants)}"
 
 

@@ -41,8 +41,7 @@ from intbmoe.models.decoding import Sampling, stream
 from intbmoe.precision import autocast_dtype, cast, wide
 from intbmoe.settings import Checked, Positive, PositiveInt
 
-Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines, (T, w/2) each."""
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, (T, w/2) each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,6 @@ class LlamaConfig(Checked):
 
     @property
     def head_dim(self) -> int:
-        """w, the width of a head."""
         return self.dim // self.heads
 
 
@@ -87,14 +85,10 @@ def _linear(config: LlamaConfig, inputs: int, outputs: int) -> nn.Linear:
 class LayerCache:
     """What one layer keeps of the tokens it has read, with room for ``length`` of them."""
 
-    keys: Tensor
-    """(B, heads, length, w), turned by their positions."""
-    values: Tensor
-    """(B, heads, length, w)."""
-    state: Any
-    """The decoding state of the layer's mixture; None if it has none."""
-    held: int = 0
-    """Tokens read."""
+    keys: Tensor  # (B, heads, length, w), turned by their positions
+    values: Tensor  # (B, heads, length, w)
+    state: Any  # the decoding state of the layer's mixture; None if it has none
+    held: int = 0  # tokens read
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, heads, T, w) of new tokens → those of all tokens so far."""
@@ -109,10 +103,8 @@ class Cache:
     """What a model keeps of the tokens of a batch; ``Llama.new_cache`` makes an empty one."""
 
     layers: list[LayerCache]
-    valid: Tensor
-    """(B, length) bool, which of the tokens read are not padding."""
-    padded: bool = False
-    """Whether a mask came with any of them."""
+    valid: Tensor  # (B, length) bool, which of the tokens read are not padding
+    padded: bool = False  # whether a mask came with any of them
 
     @property
     def held(self) -> int:
@@ -191,7 +183,6 @@ class Mlp(nn.Module):
         self.down_proj = _linear(config, config.hidden, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, d) → (…, d)."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -208,7 +199,6 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, turn: Rotation, mask: Tensor | None, visible: Tensor | None, cache: LayerCache | None
     ) -> Tensor:
-        """(B, T, d) → (B, T, d)."""
         x = x + self.self_attn(self.input_layernorm(x), turn, visible, cache)
         state = None if cache is None else cache.state
         return x + apply_ffn(self.mlp, self.post_attention_layernorm(x), mask, state)
@@ -249,7 +239,6 @@ class Llama(nn.Module):
         return F.linear(features, self.embed_tokens.weight)
 
     def _features(self, ids: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
-        """(B, T) → (B, T, d)."""
         if ids.dim() != 2:
             raise ValueError(f"ids have shape {tuple(ids.shape)}: expected (batch, tokens)")
         check_mask(mask, ids.shape)
@@ -268,23 +257,16 @@ class Llama(nn.Module):
         return self.norm(x)
 
     def new_cache(self, batch: int, length: int) -> Cache:
-        """Room for ``length`` tokens of ``batch`` sequences, on the model's device.
-
-        In the model's type, and in autocast's where it is on.
-        """
+        """Room for ``length`` tokens of ``batch`` sequences, on the model's device, in its type or autocast's."""
         require_positive_int("batch", batch)
         require_positive_int("length", length)
         weight = self.embed_tokens.weight.detach()
         dtype = autocast_dtype(weight) or weight.dtype
         shape = (batch, self.config.heads, length, self.config.head_dim)
-        layers = [
-            LayerCache(
-                weight.new_empty(shape, dtype=dtype),
-                weight.new_empty(shape, dtype=dtype),
-                new_ffn_state(layer.mlp, batch),
-            )
-            for layer in self.layers
-        ]
+        layers = []
+        for layer in self.layers:
+            keys, values = weight.new_empty(shape, dtype=dtype), weight.new_empty(shape, dtype=dtype)
+            layers.append(LayerCache(keys, values, new_ffn_state(layer.mlp, batch)))
         return Cache(layers, weight.new_zeros(batch, length, dtype=torch.bool))
 
     def stream(

@@ -3,7 +3,7 @@
 Letters: ``B`` sequences, ``T`` tokens, ``d`` width, ``L`` the longest sequence.
 
     layer    x ← x + Attention(LN(x)),   x ← x + FFN(LN(x))
-    attention of token t over s ≤ t:  softmax_s(q_t·k_s / √w + β_{t−s}) v_s       β: one number a head and distance
+    attention of token t over s ≤ t:  softmax_s(q_t·k_s / √w + β_{t−s}) v_s       β: one per head and distance
     output   head(LN(x))
 
 The FFNs *and* the head are what ``make_ffn`` makes, GELU FFNs when it is left out:
@@ -13,10 +13,9 @@ The FFNs *and* the head are what ``make_ffn`` makes, GELU FFNs when it is left o
 The paper says that the head is a mixture too, but not what the dense model has there: here an FFN like the others, so
 that models differ only in their FFNs. A linear map would have 64,896 parameters fewer.
 
-Structure as in the released code: linear maps with biases, LayerNorm, 2L − 1 entries of β a head of which a causal
-model reads the L of t ≥ s, starting as N(0, 0.02²). Two differences: it holds an output LayerNorm for each layer, of
-which only the last one's result is used, and there is only that one here; and it stores sequences from new to old,
-here they run from old to new.
+As in the released code: linear maps with biases, LayerNorm, 2L − 1 entries of β per head, of which a causal model reads
+the L of t ≥ s, starting as N(0, 0.02²). Two differences: of its output LayerNorms, one per layer, only the last is used
+and kept here; and sequences run from old to new, there from new to old.
 """
 
 from collections.abc import Callable
@@ -94,13 +93,12 @@ class Block(nn.Module):
         self.ffn = ffn
 
     def forward(self, x: Tensor, mask: Tensor | None, visible: Tensor) -> Tensor:
-        """(B, T, d) → (B, T, d)."""
         x = x + self.attn(self.norm1(x), visible)
         return x + apply_ffn(self.ffn, self.norm2(x), mask)
 
 
 class Recommender(nn.Module):
-    """Embedded tokens to one prediction a token. ``make_ffn`` makes each FFN and the head; without it all are dense.
+    """Embedded tokens to one prediction per token. ``make_ffn`` makes each FFN and the head; without it all are dense.
 
     A layer that looks at later tokens is refused, with the reason.
     """

@@ -58,7 +58,6 @@ class SequenceConfig(Checked):
         self.backbone()  # checks that the sizes go together
 
     def backbone(self) -> RecommenderConfig:
-        """The sizes of the backbone."""
         sizes = {name: getattr(self, name) for name in ("dim", "depth", "heads", "hidden")}
         return RecommenderConfig(**sizes, max_length=self.length)
 
@@ -77,9 +76,7 @@ class SequenceModel(nn.Module):
         self.pointer = Pointer(config) if config.copy else None
 
     def forward(self, items: Tensor, targets: Tensor | None = None) -> Tensor:
-        """(B, T) items from old to new, ``PADDING`` after the last → (B, V): log P(next item) of each sequence.
-
-        A sequence has one item at least: from none nothing can be told.
+        """(B, T) items from old to new, at least one, then ``PADDING`` → (B, V): log P(next item) of each sequence.
 
         With ``targets`` (B, T), ``PADDING`` where there is none: log P(target | items up to its place), one number for
         each target, in the order of rows and then places. Only that is computed in training.

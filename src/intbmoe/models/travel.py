@@ -13,9 +13,8 @@ Letters: ``B`` users, ``S`` sessions of each, from old to new, ``C`` candidates 
     score        ⟨y_s, e(c)⟩ / √d for a candidate c, with the same e that intention tokens have
 
 Everything comes as codes, small integers with 0 for missing; a place is five of them. Cells and regions are the same
-whether a user is there or a place. Embeddings are multi-hash (``hashing.py``), so the sizes of tables are settings and
-do not follow from the data: a run's model can be built without it. All fields but ids and cells share one table, in
-which each code of each field is an id of its own.
+whether a user is there or a place. Embeddings are multi-hash (``hashing.py``), so a model can be built without the
+data. All fields but ids and cells share one table, in which each code of each field is an id of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,13 +31,12 @@ from intbmoe.settings import Checked, PositiveInt
 
 PROFILE_TOKENS = 6
 SESSION_TOKENS = 3
-PLACE = ("place", "cell", "category", "region", "score")
-"""The codes of a place, in the order of a batch's last dimension."""
+PLACE = ("place", "cell", "category", "region", "score")  # in the order of a batch's last dimension
 SCENARIO = ("cell", "region", "weather", "hour", "weekday", "gap")
 FEEDBACK = ("mode", "action")
 PROFILE = tuple(f"profile{number}" for number in range(1, PROFILE_TOKENS + 1))
+# The fields that share one table.
 FIELDS = ("category", "region", "score", "weather", "hour", "weekday", "gap", *FEEDBACK, *PROFILE)
-"""The fields that share one table."""
 KINDS = (*PROFILE, "scenario", "intention", "feedback")
 EMBEDDING_STD = 0.1
 
@@ -71,11 +69,8 @@ class TravelConfig(Checked):
         self.backbone()  # checks that the sizes go together
 
     def backbone(self) -> RecommenderConfig:
-        """The Transformer's sizes."""
-        length = PROFILE_TOKENS + SESSION_TOKENS * self.sessions
-        return RecommenderConfig(
-            dim=self.dim, depth=self.depth, heads=self.heads, hidden=self.hidden, max_length=length
-        )
+        sizes = {name: getattr(self, name) for name in ("dim", "depth", "heads", "hidden")}
+        return RecommenderConfig(**sizes, max_length=PROFILE_TOKENS + SESSION_TOKENS * self.sessions)
 
 
 class TravelModel(nn.Module):

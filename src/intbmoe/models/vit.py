@@ -16,6 +16,7 @@ Parameters carry timm's names, so that weights of its DeiT models load without r
 ``blocks.i.moe`` and its class-token FFN ``blocks.i.mlp``.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -66,7 +67,6 @@ class ViTConfig(Checked):
 
     @property
     def patches(self) -> int:
-        """T, the patch tokens of one image."""
         return (self.image_size // self.patch_size) ** 2
 
 
@@ -100,7 +100,6 @@ class Attention(nn.Module):
         self.proj = _linear(config.dim, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 1 + T, d) → (B, 1 + T, d)."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
@@ -114,7 +113,6 @@ class Mlp(nn.Module):
         self.fc2 = _linear(config.hidden, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, d) → (…, d)."""
         return self.fc2(F.gelu(self.fc1(x)))
 
 
@@ -126,7 +124,6 @@ class DropPath(nn.Module):
         self.rate = rate
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, …) → (B, …), equal in expectation."""
         if not self.training or self.rate == 0:
             return x
         kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) >= self.rate
@@ -154,7 +151,6 @@ class Block(nn.Module):
         return x + self.drop_path(self.feed_forward(self.norm2(x)))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """(B, 1 + T, d) → (B, 1 + T, d), the class token and the patches each their own way in an MoE block."""
         if self.moe is None:
             return self.mlp(x)
         return torch.cat([self.mlp(x[:, :1]), self.moe(x[:, 1:])], dim=1)
@@ -200,14 +196,11 @@ class ViT(nn.Module):
         if any(block.moe is not None for block in self.blocks):
             raise ValueError("timm's weights fit the dense form only: build ViT(config) without make_ffn")
         own = self.state_dict()
-        cut = [key for key in state if self._is_cut_off(key)]
+        blocks = {key: re.match(r"blocks\.(\d+)(\.|$)", key) for key in state}
+        cut = [key for key, block in blocks.items() if block and int(block[1]) >= self.config.depth]
         require_state("timm", state, own, also=cut)
         self.load_state_dict({name: state[name] for name in own})
         return cut
-
-    def _is_cut_off(self, key: str) -> bool:
-        parts = key.split(".")
-        return parts[0] == "blocks" and len(parts) > 1 and parts[1].isdigit() and int(parts[1]) >= self.config.depth
 
 
 def class_token_ffns(model: ViT) -> int:

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: asked here, once a forward, and passed down.
+"""Which implementation of an operation runs: decided here, once per forward, and passed down.
 
 fused      Triton kernels: on a GPU
 native     the compiled library: on the CPU without gradients, where it has been built
@@ -6,7 +6,7 @@ grouped    torch's grouped GEMM and plain operations: on the CPU, and on a GPU t
 tiled      plain torch throughout: float64, export, torch.func, other devices
 naive      the specification: slow, written to be read
 
-All compute the same. An operation that has nothing of its own for a backend runs plain torch there.
+All compute the same; an operation without an implementation for a backend runs plain torch there.
 """
 
 import os
@@ -22,13 +22,10 @@ from intbmoe.ops.eager import exporting, has_dual_numbers, transformed, unobserv
 Backend = Literal["fused", "native", "grouped", "tiled", "naive"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
+# Triton comes with torch's CUDA builds; nothing needs it. INTBMOE_TRITON=0 is for a GPU it does not compile for.
 TRITON = find_spec("triton") is not None and os.environ.get("INTBMOE_TRITON") != "0"
-"""Whether Triton is there: it comes with torch's CUDA builds, and nothing needs it. ``INTBMOE_TRITON=0`` does without
-it, for a GPU or a driver that it does not compile for."""
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton's interpreter runs its kernels on the CPU, for tests. Read once, as Triton itself does."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of Triton's kernels and torch's grouped GEMM."""
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, for tests; Triton reads it once too
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of Triton's kernels and torch's grouped GEMM
 
 
 def choose_backend(
@@ -37,8 +34,7 @@ def choose_backend(
     """The fastest backend for numbers of ``dtype`` (None: that of ``x``) on the device of ``x``, here and now.
 
     None of them waits for the device or has a shape that depends on the data. A ``wanted`` one is returned if it can
-    run, else an error says why it cannot. ``has_native`` says that
-    the caller has something for the compiled library.
+    run, else an error says why it cannot. ``has_native`` says that the caller can use the compiled library.
     """
     dtype = dtype or x.dtype
     if wanted is not None:
@@ -59,7 +55,6 @@ def choose_backend(
 
 
 def triton_runs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether Triton's kernels can run on numbers of that type there."""
     return TRITON and dtype in DTYPES and (device.type == "cuda" or (INTERPRETING and device.type == "cpu"))
 
 
@@ -69,7 +64,6 @@ def _native_runs(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _require(backend: Backend, x: Tensor, dtype: torch.dtype) -> None:
-    """Raise if ``backend`` cannot run."""
     if backend in ("fused", "grouped") and has_dual_numbers():  # torch would drop their tangents without a word
         raise RuntimeError(
             f"backend {backend!r} has no forward-mode derivative: leave layer.backend None, or take 'tiled'"

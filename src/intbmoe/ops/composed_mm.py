@@ -1,7 +1,7 @@
 """Composition and grouped product in one operation that keeps the pool for backward, not the composed weights.
 
-Autograd keeps what it needs: K composed matrices a pool, which at MiniPile's size are 280 MB of float32 a layer. The
-pool is kept anyway, so here backward composes once more. Costs one composition, saves its result.
+Autograd would keep K composed matrices per pool, at MiniPile's size 280 MB of float32 per layer. The pool is kept
+anyway, so backward composes once more.
 """
 
 from dataclasses import dataclass
@@ -33,8 +33,7 @@ class Pooled:
     """Weights that are composed where they are used, instead of once and for all."""
 
     coefficients: Coefficients
-    pool: Tensor
-    """(E, i, o)."""
+    pool: Tensor  # (E, i, o)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -71,8 +70,7 @@ def _run_backward(grad, z, value, gate, pool, ends, factor, complete, backend):
     weight_grad = grouped_outer(z, grad, ends, backend)
     if backend == "fused":
         rows, pool_grad = torch.ops.intbmoe.compose_backward(weight_grad, value, gate, pool, factor)
-        gate_rows = rows[len(value) :]
-        return z_grad, rows[: len(value)].clone(), gate_rows.clone(), pool_grad
+        return z_grad, rows[: len(value)].clone(), rows[len(value) :].clone(), pool_grad
     bases = wide(pool).flatten(1)
     pool_grad = torch.zeros_like(bases)
     rows = []

@@ -1,4 +1,4 @@
-"""Sums over a dimension and all entries before, of which the compiler takes nothing apart.
+"""Running sums that the compiler does not take apart.
 
 Inductor fuses what leads to a ``cumsum`` into its scan, and fails where that is a product of tensors of different
 shapes and the scan is long ("Unexpected tiling", and pytorch/pytorch#180221). An ordinary call scans a stored tensor
@@ -33,8 +33,8 @@ def _save(ctx, inputs, output):
     ctx.dim = inputs[1]
 
 
-def _backward(ctx, grad):
+def _differentiate(ctx, grad):
     return torch.ops.intbmoe.running_sum(grad.flip(ctx.dim), ctx.dim).flip(ctx.dim), None
 
 
-torch.library.register_autograd("intbmoe::running_sum", _backward, setup_context=_save)
+torch.library.register_autograd("intbmoe::running_sum", _differentiate, setup_context=_save)

@@ -13,26 +13,20 @@ from torch import Tensor
 
 from intbmoe.ops.triton_support import on_device, power_of_2
 
-ENOUGH_PROGRAMS = 512
-"""To keep a large GPU busy."""
+ENOUGH_PROGRAMS = 512  # to keep a large GPU busy
 
 
 class Tiling(NamedTuple):
     """How a kernel over rows is cut up, whatever their width."""
 
-    elements: int
-    """Of a tile: rows at a time, times the width rounded up to a power of two."""
-    per_lane: int
-    """Elements that each lane holds; the number of warps follows."""
-    tiles: int = 1
-    """Tiles of a program: its bias is read, and its partial sums are written, once for all of them."""
-    stages: int = 1
-    """Tiles in flight: so many are being loaded while one is computed."""
-    pieces: tuple[int, ...] = (1,)
-    """Into how many pieces a kernel may cut a row: 2844 columns in three pieces take 3072 lanes, in one 4096."""
+    elements: int  # of a tile: rows at a time, times the width rounded up to a power of two
+    per_lane: int  # elements that each lane holds; the number of warps follows
+    tiles: int = 1  # per program, which reads its bias and writes its partial sums once for all of them
+    stages: int = 1  # tiles that are being loaded while one is computed
+    pieces: tuple[int, ...] = (1,)  # into which a row may be cut: 2844 columns take 3072 lanes in three, 4096 in one
 
     def cut(self, width: int) -> int:
-        """Into how many pieces rows of that width are cut: those that take the fewest lanes."""
+        """The number of pieces that takes the fewest lanes."""
         return min(self.pieces, key=lambda pieces: pieces * power_of_2(-(-width // pieces), 16))
 
     def tile(self, width: int) -> dict[str, int]:
@@ -44,10 +38,7 @@ class Tiling(NamedTuple):
         return {"TILE": rows, "BLOCK": block, "num_warps": min(16, warps)}
 
     def chunk(self, width: int, rows: int) -> dict[str, int]:
-        """Launch arguments of a program with several: their rows together, and how many are in flight, besides.
-
-        Few rows make small programs, so that all multiprocessors have some.
-        """
+        """As ``tile``, for several tiles. Few rows make small programs, so that all multiprocessors have some."""
         sizes = self.tile(width)
         tiles = min(self.tiles, _power_below(rows // (sizes["TILE"] * ENOUGH_PROGRAMS)))
         return {**sizes, "ROWS": sizes["TILE"] * tiles, "STAGES": min(self.stages, tiles)}
@@ -59,7 +50,6 @@ def _power_below(number: int) -> int:
 
 
 def programs(rows: int, groups: int, size: int) -> int:
-    """Programs that cover ``rows`` rows in ``groups`` groups, ``size`` at a time."""
     return -(-rows // size) + groups
 
 

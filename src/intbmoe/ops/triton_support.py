@@ -5,8 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16
-"""Bytes that a row's start must be a multiple of: the grouped GEMM reads so many at once."""
+ALIGNMENT = 16  # bytes that a row's start must be a multiple of: the grouped GEMM reads that many at once
 
 
 def in_rows(x: Tensor) -> Tensor:

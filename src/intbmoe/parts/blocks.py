@@ -11,8 +11,8 @@ from intbmoe.ops.backend import Backend
 from intbmoe.ops.blocks import Blocks, naive, native
 from intbmoe.ops.composed_mm import multiply
 from intbmoe.ops.eager import transformed
-from intbmoe.ops.permute import permute
-from intbmoe.parts.dispatch import Dispatch, combine, dispatch, spread, to_rows
+from intbmoe.ops.permute import Permutation, permute
+from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
 from intbmoe.parts.router import count_choices
 from intbmoe.precision import cast, linear, wide
 
@@ -48,14 +48,14 @@ def run_blocks(
     return y if shared is None else y + shared, load
 
 
-def _run_rows(x: Tensor, blocks: Blocks, plan: Dispatch) -> Tensor:
+def _run_rows(x: Tensor, blocks: Blocks, plan: Permutation) -> Tensor:
     """(N, d) tokens → (M, d) their rows' outputs, sorted by block."""
     z = to_rows(x, plan)
     if blocks.token_filter is not None:
         token_term = to_rows(linear(x, blocks.token_filter), plan)
         z = z * token_term.add_(spread(blocks.block_filter, plan)).sigmoid_()
     for layer, (weight, bias) in enumerate(zip(blocks.weights, blocks.biases, strict=True)):
-        z = multiply(cast(z, x.dtype), weight, plan.offsets, plan.backend, complete=plan.complete)
+        z = multiply(cast(z, x.dtype), weight, plan.ends, plan.backend, complete=plan.complete)
         z = wide(z).add_(spread(bias, plan))
         if blocks.scale is not None:
             z = dprg(z, blocks.gains[layer], blocks.scale)

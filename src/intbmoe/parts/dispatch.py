@@ -1,6 +1,6 @@
 """The only place that sorts tokens: from "token n goes to expert e" to rows grouped by expert, and back.
 
-Letters: ``N`` tokens, ``k`` choices a token, ``M = N·k`` rows, ``G`` groups (experts or blocks).
+Letters: ``N`` tokens, ``k`` choices per token, ``M = N·k`` rows, ``G`` groups (experts or blocks).
 
 Shapes depend on N and k alone, never on where the tokens go, so nothing waits for a device. A choice of −1
 (a masked token, a dropped assignment) becomes a row after the last group, which no expert computes; where asking how
@@ -8,8 +8,8 @@ many there are costs nothing, on the CPU outside a compiled graph, such rows are
 Every backward pass here is a gather or a matrix product, never an atomic scatter: runs repeat bit for bit.
 """
 
-from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,52 +19,28 @@ from torch.autograd import Function
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.combine import rows_of_tokens, sum_rows
 from intbmoe.ops.eager import readable, transformed
-from intbmoe.ops.permute import permute
+from intbmoe.ops.permute import Permutation, permute
 from intbmoe.precision import cast
 
 
-@dataclass(frozen=True)
-class Dispatch:
-    """Where each of the M rows, sorted by group, comes from."""
-
-    token: Tensor
-    """(M,) the token of each row."""
-    choice: Tensor
-    """(M,) the row's assignment: its index in the flattened (N, k) choices."""
-    inverse: Tensor
-    """(N, k) the row of each assignment; one past the last row if it was left out."""
-    group: Tensor
-    """(M,) the group of each row; G for rows of no group."""
-    counts: Tensor
-    """(G,) rows of each group."""
-    offsets: Tensor
-    """(G,) int32, where each group's rows end."""
-    complete: bool
-    """True when every row is known to have a group, so that none follows the last one."""
-    trimmed: bool
-    """True when assignments of no group have no row."""
-    backend: Backend
-    """What runs all that follows this plan."""
-
-
-def dispatch(ids: Tensor, groups: int, backend: Backend, complete: bool = False) -> Dispatch:
+def dispatch(ids: Tensor, groups: int, backend: Backend, complete: bool = False) -> Permutation:
     """Sort the assignments ``ids`` (N, k), −1 for none, by group. Pass ``complete`` if none is −1."""
-    token, choice, inverse, group, offsets, counts = permute(ids, groups, backend, complete)
-    trimmed = not complete and readable(ids) and not transformed()
-    if trimmed:
-        last = int(offsets[-1])
-        token, choice, group, inverse = token[:last], choice[:last], group[:last], inverse.clamp(max=last)
-    return Dispatch(token, choice, inverse, group, counts, offsets, complete or trimmed, trimmed, backend)
+    plan = permute(ids, groups, backend, complete)
+    if complete or not readable(ids) or transformed():
+        return plan
+    last = int(plan.ends[-1])
+    rows = {"token": plan.token[:last], "choice": plan.choice[:last], "group": plan.group[:last]}
+    return plan._replace(**rows, inverse=plan.inverse.clamp(max=last), complete=True, trimmed=True)
 
 
-def to_rows(x: Tensor, plan: Dispatch) -> Tensor:
+def to_rows(x: Tensor, plan: Permutation) -> Tensor:
     """(N, c) values of tokens → (M, c) values of their rows."""
     if not _differentiates(x):
         return x.index_select(0, plan.token)
     return _ToRows.apply(x, plan.token, plan.inverse, plan.backend)
 
 
-def spread(table: Tensor, plan: Dispatch) -> Tensor:
+def spread(table: Tensor, plan: Permutation) -> Tensor:
     """(G, c) values of groups → (M, c) values of their rows; zero for rows of no group."""
     if not plan.complete:
         table = torch.cat([table, table.new_zeros(1, table.shape[1])])
@@ -73,7 +49,7 @@ def spread(table: Tensor, plan: Dispatch) -> Tensor:
     return _Spread.apply(table, plan.group)
 
 
-def combine(rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
+def combine(rows: Tensor, weights: Tensor, plan: Permutation) -> Tensor:
     """(M, c) rows and (N, k) weights → (N, c) weighted sums, in the type of ``weights``."""
     if plan.backend == "fused":
         from intbmoe.ops.combine import fused
@@ -140,16 +116,12 @@ class _Combine(Function):
         return row_grad.to(rows.dtype), weight_grad, None, None, None, None
 
 
-@dataclass(frozen=True)
-class Seats:
+class Seats(NamedTuple):
     """M seats, which experts gave to tokens of their own choice: a token may have none or several."""
 
-    token: Tensor
-    """(M,) the token in each seat."""
-    order: Tensor
-    """(M,) the seats sorted by token."""
-    starts: Tensor
-    """(N,) where each token's seats start in ``order``."""
+    token: Tensor  # (M,) the token in each seat
+    order: Tensor  # (M,) the seats sorted by token
+    starts: Tensor  # (N,) where each token's seats start in ``order``
 
 
 def seat(token: Tensor, tokens: int) -> Seats:
@@ -163,14 +135,14 @@ def to_seats(x: Tensor, plan: Seats) -> Tensor:
     """(N, c) values of tokens → (M, c) values of their seats."""
     if not _differentiates(x):
         return x.index_select(0, plan.token)
-    return _ToSeats.apply(x, plan.token, plan.order, plan.starts)
+    return _ToSeats.apply(x, *plan)
 
 
 def sum_seats(values: Tensor, plan: Seats) -> Tensor:
     """(M, c) values of seats → (N, c), for each token the sum over the seats it has."""
     if transformed():
         return values.new_zeros(plan.starts.shape[0], values.shape[1]).index_add(0, plan.token, values)
-    return _SumSeats.apply(values, plan.token, plan.order, plan.starts)
+    return _SumSeats.apply(values, *plan)
 
 
 class _ToSeats(Function):

@@ -9,19 +9,20 @@ A stacked network is written once, over an open linear map that ``rows``, ``batc
 
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.layer import LayerConfig
+from intbmoe.layer import LayerConfig, MoELayer
 from intbmoe.ops.backend import Backend, choose_backend
 from intbmoe.ops.grouped_mm import grouped_mm
 from intbmoe.ops.merged_mm import merged_mm
+from intbmoe.ops.permute import Permutation
 from intbmoe.ops.swiglu import swiglu
-from intbmoe.parts.dispatch import Dispatch, combine, dispatch, spread, to_rows
+from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
 from intbmoe.precision import linear
 from intbmoe.settings import PositiveInt
 
@@ -51,15 +52,15 @@ class StackedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew. The bound is a slice's: a fan computed from the stack would be wrong."""
+        # The bound is a slice's: a fan computed from the stack would be wrong.
         bound = 1 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def rows(self, z: Tensor, plan: Dispatch) -> Tensor:
+    def rows(self, z: Tensor, plan: Permutation) -> Tensor:
         """(M, i) rows sorted by expert → (M, o)."""
-        out = grouped_mm(z, self.weight.to(z.dtype), plan.offsets, plan.backend, complete=plan.complete)
+        out = grouped_mm(z, self.weight.to(z.dtype), plan.ends, plan.backend, complete=plan.complete)
         return out if self.bias is None else out + spread(self.bias.to(z.dtype), plan)
 
     def batch(self, z: Tensor) -> Tensor:
@@ -87,16 +88,13 @@ class StackedExperts(nn.Module):
         """The expert's equation, with ``apply(linear, z)`` for each of its linear maps."""
         raise TypeError(f"{type(self).__name__} does not define network()")
 
-    def rows(self, z: Tensor, plan: Dispatch) -> Tensor:
-        """(M, d) rows sorted by expert → (M, d)."""
+    def rows(self, z: Tensor, plan: Permutation) -> Tensor:
         return self.network(z, lambda layer, z: layer.rows(z, plan))
 
     def batch(self, z: Tensor) -> Tensor:
-        """(E, S, d) → (E, S, d)."""
         return self.network(z, lambda layer, z: layer.batch(z))
 
     def merged(self, z: Tensor, a: Tensor) -> Tensor:
-        """(G, S, d) through G merged experts with coefficients (G, E)."""
         return self.network(z, lambda layer, z: layer.merged(z, a))
 
     def route(self, x: Tensor, ids: Tensor, weights: Tensor, complete: bool = False) -> tuple[Tensor, Tensor]:
@@ -108,7 +106,6 @@ class StackedExperts(nn.Module):
         return combine(self.rows(to_rows(x, plan), plan), weights, plan), plan.counts
 
     def expert_parameters(self) -> int:
-        """Parameters of one expert."""
         return sum(parameter.numel() // parameter.shape[0] for parameter in self.parameters())  # indexing would gather
 
 
@@ -137,17 +134,28 @@ class SwiGLUExperts(StackedExperts):
         return apply(self.down, F.silu(apply(self.gate, z)) * apply(self.up, z))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(LayerConfig):
     """Fields of every method with stacked experts. ``experts`` is literal: that many are made."""
 
-    _: KW_ONLY
     experts: PositiveInt = 8
     """E, how many experts."""
     expert: Literal["gelu", "swiglu"] = "gelu"
     """The expert network: GELU FFN with biases, or SwiGLU without."""
 
     def make_experts(self) -> StackedExperts:
-        """The E experts so configured."""
         network = FFNExperts if self.expert == "gelu" else SwiGLUExperts
         return network(self.experts, self.dim, self.hidden)
+
+
+class RoutedLayer(MoELayer):
+    """A linear router without a bias that chooses among E stacked experts."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
+        self.experts = self.config.make_experts()
+
+    @property
+    def choices(self) -> int:
+        return self.config.experts

@@ -5,7 +5,7 @@ which are open. Every parameter of such a layer is stacked, slot by slot, along 
 """
 
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -17,17 +17,15 @@ from intbmoe.parts.state import WideBuffers
 from intbmoe.settings import AtMost, PositiveInt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PoolConfig(ExpertsConfig):
     """A pool: ``experts`` is the number of slots, the most experts there can ever be."""
 
-    _: KW_ONLY
     initial_experts: Annotated[PositiveInt | None, AtMost("experts")] = None
     """Slots open at the start, the first ones; None for half of them, rounded down (8 of 17)."""
 
     @property
     def start(self) -> int:
-        """Slots open at the start."""
         return max(1, self.experts // 2) if self.initial_experts is None else self.initial_experts
 
 

@@ -1,4 +1,4 @@
-"""State that gradients do not move: buffers that ``family_after_step`` changes a little at every step."""
+"""State that gradients do not move: buffers that ``family_after_step`` changes a little, and decoding state."""
 
 from collections.abc import Callable, Iterator
 from typing import Self
@@ -29,3 +29,9 @@ class WideBuffers(MoELayer):
     def kept_wide(self) -> Iterator[Tensor]:
         yield from super().kept_wide()
         yield from (buffer for buffer in self.buffers(recurse=False) if buffer.is_floating_point())
+
+
+def check_batch(held: int, batch: int) -> None:
+    """Raise if a decoding state ``held`` another number of sequences than the input's ``batch``."""
+    if held != batch:
+        raise ValueError(f"state was made for {held} sequences, but x holds {batch}: use new_state({batch})")

@@ -8,19 +8,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Blocks:
-    """The tensors of K blocks of L internal layers; tuples hold one entry an internal layer."""
+    """The tensors of K blocks of L internal layers; tuples hold one entry per internal layer."""
 
-    weights: tuple[Any, ...]
-    """(K, d_{l−1}, P·d_l), the value path and, when P = 2, the gate path beside it: tensors, or ``Pooled``."""
-    biases: tuple[Tensor, ...]
-    """(K, P·d_l)."""
-    gains: tuple[Tensor, ...]
-    """(d_l,) gains of the gate's RMSNorm; empty without a gate."""
-    scale: Tensor | None
-    """λ, shape (1,); None without a gate."""
-    norms: tuple[tuple[Tensor, Tensor], ...]
-    """LayerNorm weight and bias after every internal layer but the last."""
-    token_filter: Tensor | None
-    """W_x (d, d), the filter's map of the token; None without a filter."""
-    block_filter: Tensor | None
-    """(K, d), the filter's term W_c c + b of each block; None without a filter."""
+    weights: tuple[
+        Any, ...
+    ]  # (K, d_{l−1}, P·d_l), value path and, if P = 2, gate path beside it: tensors or ``Pooled``
+    biases: tuple[Tensor, ...]  # (K, P·d_l)
+    gains: tuple[Tensor, ...]  # (d_l,) gains of the gate's RMSNorm; empty without a gate
+    scale: Tensor | None  # λ, shape (1,); None without a gate
+    norms: tuple[tuple[Tensor, Tensor], ...]  # LayerNorm weight and bias after every internal layer but the last
+    token_filter: Tensor | None  # W_x (d, d), the filter's map of the token; None without a filter
+    block_filter: Tensor | None  # (K, d), the filter's term W_c c + b of each block; None without a filter

@@ -4,7 +4,7 @@ From rows [v | g] of the last grouped GEMM to each token's sum over its k rows (
 
     y_t = Σ_b π_{t,b} · v ⊙ (1 + λ SiLU(RMSNorm(g))) + S_t            S: the shared expert's output, where there is one
 
-The rows' outputs are never written. Backward recomputes them from [v | g] and one number a row.
+The rows' outputs are never written. Backward recomputes them from [v | g] and one number per row.
 """
 
 import torch
@@ -43,14 +43,8 @@ def gated_combine(
     plan: Permutation,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(M, P·o) rows sorted by group, (N, k) weights, (N, o) ``shared`` → (N, o) in ``dtype``.
-
-    Choices of no group, whose rows come after the last group, add nothing.
-    """
-    token, choice, inverse, group, ends, _ = plan
-    return torch.ops.intbmoe.gated_combine(
-        rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, dtype
-    )[0]
+    """(M, P·o) rows sorted by group, (N, k) weights, (N, o) ``shared`` → (N, o) in ``dtype``; no group adds nothing."""
+    return torch.ops.intbmoe.gated_combine(rows, bias, gain, scale, weights, shared, *plan[:5], dtype)[0]
 
 
 @triton.jit

@@ -29,8 +29,7 @@ torch.library.define(
 
 def filter_rows(x: Tensor, token_term: Tensor | None, block_term: Tensor | None, plan: Permutation) -> Tensor:
     """(N, d) tokens → (M, d) rows sorted by group, filtered where there are terms; uninitialised after the last."""
-    token, _, inverse, group, ends, _ = plan
-    return torch.ops.intbmoe.filter_rows(x, token_term, block_term, token, inverse, group, ends)
+    return torch.ops.intbmoe.filter_rows(x, token_term, block_term, plan.token, plan.inverse, plan.group, plan.ends)
 
 
 @triton.jit
@@ -119,7 +118,6 @@ def _filter_blocks_backward(
 
 
 def _laid_out(x, token_term, block_term):
-    """The three as the kernels read them."""
     if token_term is None:
         return in_rows(x), None, None
     return in_rows(x), in_rows(token_term), block_term.contiguous()
@@ -157,12 +155,8 @@ def _run_backward(grad, x, token_term, block_term, token, inverse, group, ends):
         return x_grad, term_grad, block_grad.zero_()
     sizes, block_sizes = TOKENS.tile(width), BLOCKS.chunk(width, token.shape[0])
     grad = in_rows(grad)
-    strides = {
-        "GRAD_STRIDE": grad.stride(0),
-        "X_STRIDE": x.stride(0),
-        "TERM_STRIDE": token_term.stride(0) if filtered else 0,
-        "WIDTH": width,
-    }
+    term_stride = token_term.stride(0) if filtered else 0
+    strides = {"GRAD_STRIDE": grad.stride(0), "X_STRIDE": x.stride(0), "TERM_STRIDE": term_stride, "WIDTH": width}
     number = programs(token.shape[0], groups, block_sizes["ROWS"])
     with on_device(x):
         _filter_tokens_backward[(triton.cdiv(tokens, sizes["TILE"]),)](
@@ -181,18 +175,10 @@ def _run_backward(grad, x, token_term, block_term, token, inverse, group, ends):
 
 @torch.library.register_fake("intbmoe::filter_rows_backward")
 def _allocate_backward(grad, x, token_term, block_term, token, inverse, group, ends):
-    tokens, width = x.shape
-    filtered = token_term is not None
+    (tokens, width), filtered = x.shape, token_term is not None
     term_grad = x.new_empty(tokens if filtered else 0, width)
-    return (
-        x.new_empty(tokens, width),
-        term_grad,
-        x.new_empty(ends.shape[0] if filtered else 0, width, dtype=torch.float32),
-    )
-
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    block_grad = x.new_empty(ends.shape[0] if filtered else 0, width, dtype=torch.float32)
+    return x.new_empty(tokens, width), term_grad, block_grad
 
 
 def _differentiate(ctx, grad):
@@ -205,5 +191,9 @@ def _differentiate(ctx, grad):
     return x_grad, term_grad, block_grad, None, None, None, None
 
 
-torch.library.register_autograd("intbmoe::filter_rows", _differentiate, setup_context=_save)
+torch.library.register_autograd(
+    "intbmoe::filter_rows",
+    _differentiate,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 differentiable_once("intbmoe::filter_rows_backward")

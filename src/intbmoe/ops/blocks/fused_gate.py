@@ -4,7 +4,7 @@ From rows [v | g] of the grouped GEMM, sorted by group, to the next product's in
 
     v ← v + b_v,  g ← g + b_g,  n = g / rms(g),  u = n ⊙ gain,  z̃ = v ⊙ (1 + λ SiLU(u)),  z = LN(z̃)
 
-Forward keeps [v | g], which the GEMM has written anyway, and three numbers a row: 1/rms, and LN's mean and 1/deviation.
+Forward keeps [v | g], which the GEMM has written anyway, and per row 1/rms, and LN's mean and 1/deviation.
 Backward reads the rows once more, recomputes the rest, and sums the gradients of biases, gains and λ in a fixed order.
 Arithmetic is in float32. Without a gate (no ``gain``) rows are v alone and z = LN(v + b_v).
 
@@ -21,7 +21,6 @@ from intbmoe.ops.blocks.naive import RMS_EPS
 from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sum_partials
 from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device, power_of_2
 
-STATISTICS = 3
 # Measured on an H200 at the paper's three widths (benchmarks/gpu.py).
 FORWARD = {
     1024: Tiling(elements=512, per_lane=24, tiles=16, stages=3, pieces=(1, 3)),
@@ -55,10 +54,7 @@ def gated_rows(
     ends: Tensor,
     norm_eps: float,
 ) -> Tensor:
-    """(M, P·o) rows sorted by group, (G, P·o) biases, (o,) gains, (1,) λ → (M, o) in the type of ``rows``.
-
-    Rows after the last group are left uninitialised.
-    """
+    """(M, P·o) rows sorted by group, (G, P·o) biases, (o,) gains, (1,) λ → (M, o), not set after the last group."""
     return torch.ops.intbmoe.gated_rows(rows, bias, gain, scale, *norm, ends, norm_eps)[0]
 
 
@@ -298,7 +294,6 @@ def _gated_rows_backward(
 
 
 def _sizes(tilings: dict[int | None, Tiling], width: int, count: int) -> dict[str, int]:
-    """Launch arguments for ``count`` rows of that width."""
     tiling = next(tiling for widest, tiling in tilings.items() if widest is None or width <= widest)
     return {**tiling.chunk(width, count), "PIECES": tiling.cut(width)}
 
@@ -312,10 +307,9 @@ def _run(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
     if count:
         with on_device(rows):
             _gated_rows_forward[(programs(count, groups, sizes["ROWS"]),)](
-                rows, bias, gain, scale, norm_gain, norm_shift, ends, out, statistics,
-                norm_eps, ROW_STRIDE=rows.stride(0), OUT_STRIDE=out.stride(0), WIDTH=width,
-                GATE=gain is not None, RMS_EPS=RMS_EPS, GROUPS=groups, PADDED=power_of_2(groups),
-                **sizes,
+                rows, bias, gain, scale, norm_gain, norm_shift, ends, out, statistics, norm_eps,
+                ROW_STRIDE=rows.stride(0), OUT_STRIDE=out.stride(0), WIDTH=width,
+                GATE=gain is not None, RMS_EPS=RMS_EPS, GROUPS=groups, PADDED=power_of_2(groups), **sizes,
             )  # fmt: skip
     return out, statistics
 
@@ -323,7 +317,7 @@ def _run(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
 @torch.library.register_fake("intbmoe::gated_rows")
 def _allocate(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
     out = empty_rows(rows, rows.shape[0], norm_gain.shape[0])
-    return out, rows.new_empty(rows.shape[0], STATISTICS, dtype=torch.float32)
+    return out, rows.new_empty(rows.shape[0], 3, dtype=torch.float32)
 
 
 @torch.library.impl("intbmoe::gated_rows_backward", "default")

@@ -59,10 +59,8 @@ def run_blocks(x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, b
     problem.x, problem.x_stride = address(x, dtype), x.stride(0)
     problem.ids, problem.route_weights = address(ids, torch.int64), at(weights)
     if blocks.token_filter is not None:
-        problem.token_term, problem.block_term = (
-            at(linear(x, blocks.token_filter)),
-            at(cast(blocks.block_filter, dtype)),
-        )
+        problem.token_term = at(linear(x, blocks.token_filter))
+        problem.block_term = at(cast(blocks.block_filter, dtype))
     if shared is not None:
         problem.shared, problem.shared_stride = at(shared), dim
     if blocks.scale is not None:

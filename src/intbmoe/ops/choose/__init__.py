@@ -5,10 +5,7 @@ from torch import Tensor
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.choose import naive, native
 
-__all__ = ["choose", "naive", "native"]
-
-MOST_IN_ONE_KERNEL = 8
-"""Choices that Triton's kernel takes one after another; for more a sort is better."""
+MOST_IN_ONE_KERNEL = 8  # choices that Triton's kernel takes one after another; for more a sort is better
 
 
 def choose(scores: Tensor, k: int, backend: Backend) -> tuple[Tensor, Tensor]:

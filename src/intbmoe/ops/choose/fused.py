@@ -3,7 +3,6 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from intbmoe.ops.triton_support import differentiable_once, on_device, power_of_2
 
@@ -11,11 +10,7 @@ ELEMENTS = 1024
 
 torch.library.define("intbmoe::choose", "(Tensor scores, int k) -> (Tensor, Tensor)")
 torch.library.define("intbmoe::choose_backward", "(Tensor grad, Tensor scores, Tensor ids) -> Tensor")
-
-
-def choose(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As ``naive.choose``."""
-    return torch.ops.intbmoe.choose(scores, k)
+choose = torch.ops.intbmoe.choose  # as ``naive.choose``
 
 
 @triton.jit
@@ -107,13 +102,9 @@ def _(grad, scores, ids):
     return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
 
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(inputs[0], output[0])
-
-
-def _differentiate(ctx, _, grad):
-    return torch.ops.intbmoe.choose_backward(grad, *ctx.saved_tensors), None
-
-
-torch.library.register_autograd("intbmoe::choose", _differentiate, setup_context=_save)
+torch.library.register_autograd(
+    "intbmoe::choose",
+    lambda ctx, _, grad: (torch.ops.intbmoe.choose_backward(grad, *ctx.saved_tensors), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output[0]),
+)
 differentiable_once("intbmoe::choose_backward")

@@ -1,11 +1,9 @@
 """The way back from rows to tokens: ``naive.combine`` and ``fused.combine`` are the weighted sum of each token's rows.
 
-Here is the sum without weights, which is the gradient of a gather of tokens into rows.
-
-By the backend ``fused`` it is one kernel. In compiled code for a GPU it is an operation by itself in any case. Left to
-Inductor, its gather is fused into the backward of the norm before the layer, by two loops of which the second reads
-what other threads stored in the first, without a barrier (pytorch/pytorch#190519): in bfloat16, with a class token,
-gradients were wrong by factors of a thousand.
+Here is the sum without weights, the gradient of a gather of tokens into rows. By the backend ``fused`` it is one
+kernel. In compiled code for a GPU it is an operation by itself in any case: Inductor would fuse its gather into the
+backward of the norm before the layer, by two loops of which the second reads what other threads stored in the first,
+without a barrier (pytorch/pytorch#190519): in bfloat16, with a class token, gradients were off by a factor of 1000.
 """
 
 import torch

@@ -1,9 +1,8 @@
 """The weighted gather-sum in one Triton kernel each way: no atomics, and the weights' gradient on the way.
 
 Forward, a program has some tokens and reads each one's k rows. Backward, it has some rows: each reads its token's
-gradient, writes its own, and leaves the product of the two, which is its weight's gradient.
-
-Without weights it is the sum of each token's rows (``sum_rows``).
+gradient, writes its own, and leaves the product of the two, which is its weight's gradient. Without weights it is the
+sum of each token's rows (``sum_rows``).
 """
 
 import torch
@@ -115,14 +114,11 @@ def _run_backward(grad, rows, weights, token, choice):
     count, width = rows.shape
     sizes = TILING.tile(width)
     if count:
-        grad = in_rows(grad)
-        rows = in_rows(rows)
+        grad, rows = in_rows(grad), in_rows(rows)
         with on_device(rows):
             _combine_backward[(triton.cdiv(count, sizes["TILE"]),)](
-                grad, rows, weights.contiguous(), token, choice, row_grad, weight_grad,
-                count, GRAD_STRIDE=grad.stride(0),
-                ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), WIDTH=width,
-                **sizes,
+                grad, rows, weights.contiguous(), token, choice, row_grad, weight_grad, count, WIDTH=width,
+                GRAD_STRIDE=grad.stride(0), ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), **sizes,
             )  # fmt: skip
     return row_grad, weight_grad
 

@@ -9,18 +9,13 @@ from intbmoe.ops.backend import Backend
 from intbmoe.ops.compose import naive
 from intbmoe.precision import cast, wide
 
-__all__ = ["Coefficients", "compose", "naive"]
-
 
 class Coefficients(NamedTuple):
     """How much of each base goes into each block."""
 
-    value: Tensor
-    """(K, E), the value path's coefficients."""
-    gate: Tensor | None
-    """(K, E), the gate path's; None without a gate."""
-    factor: float
-    """What both are multiplied by."""
+    value: Tensor  # (K, E), the value path's coefficients
+    gate: Tensor | None  # (K, E), the gate path's; None without a gate
+    factor: float  # what both are multiplied by
 
     @property
     def paths(self) -> list[Tensor]:

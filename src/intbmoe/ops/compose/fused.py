@@ -16,12 +16,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from intbmoe.ops.triton_support import differentiable_once, empty_matrices, on_device, power_of_2
 
-BLOCK = 128
-"""Columns of a row of the pool's matrices that a program has."""
+BLOCK = 128  # columns of a row of the pool's matrices that a program has
 PRECISION = "tf32x3"
 FORWARD_WARPS, BACKWARD_WARPS = 2, 1
-BACKWARD_PROGRAMS = 1056
-"""Of each 32 bases: as many as run at once on an H200. A constant: sums must not depend on the device."""
+BACKWARD_PROGRAMS = 1056  # per 32 bases: as many as run at once on an H200. A constant: sums depend on it
 
 torch.library.define(
     "intbmoe::compose", "(Tensor value, Tensor? gate, Tensor pool, float factor, ScalarType dtype) -> Tensor"
@@ -178,9 +176,8 @@ def _run_backward(grad, value, gate, pool, factor):
 @torch.library.register_fake("intbmoe::compose_backward")
 def _allocate_backward(grad, value, gate, pool, factor):
     rows = value.shape[0] * (1 if gate is None else 2)
-    return value.new_empty(rows, value.shape[1], dtype=torch.float32), torch.empty_like(
-        pool, memory_format=torch.contiguous_format
-    )
+    pool_grad = torch.empty_like(pool, memory_format=torch.contiguous_format)
+    return value.new_empty(rows, value.shape[1], dtype=torch.float32), pool_grad
 
 
 def _save(ctx, inputs, output):

@@ -5,8 +5,6 @@ from torch import Tensor
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.grouped_mm import fused, grouped, naive, tiled
 
-__all__ = ["fused", "grouped", "grouped_mm", "grouped_outer", "naive", "tiled"]
-
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, backend: Backend, *, complete: bool = False) -> Tensor:
     """(M, i) rows sorted by group, (G, i, o) weights, (G,) end offsets → (M, o); zero after the last group.

@@ -1,8 +1,6 @@
 """The grouped product and its weight gradient in Triton.
 
-No launch waits for the device or depends on where the rows fall, sums are taken in a fixed order, accumulation is in
-float32.
-
+No launch waits for the device or depends on where the rows fall; sums are taken in a fixed order, in float32.
 Tiles come from ``mm_tile`` and ``outer_tile``, fixed tables keyed on shapes, so a run takes the same path every time;
 ``run_mm`` and ``run_outer`` take another tile where one is given, for benchmarks and tests.
 """
@@ -18,12 +16,11 @@ from intbmoe.ops.backend import DTYPES, triton_runs
 from intbmoe.ops.grouped_mm import operations
 from intbmoe.ops.triton_support import ALIGNMENT, empty_matrices, empty_rows, in_rows, on_device, power_of_2
 
-PROCESSORS = 132
-"""Programs that run at once, for which the tables are made. A constant: sums must not depend on the device."""
+PROCESSORS = 132  # on which programs run at once. A constant: sums must not depend on the device
 
+# Inputs from which a wider tile pays: if programs go from tile to tile, and if each has one. Measured on an H200
+# (benchmarks/gpu_grouped_mm.py), as are all other entries.
 MEDIUM, LONG = 192, 768
-"""Inputs from which a wider tile pays: if programs go from tile to tile, and if each has one. Measured on an H200
-(benchmarks/gpu_grouped_mm.py), as are all other entries."""
 
 
 class Tile(NamedTuple):
@@ -33,17 +30,13 @@ class Tile(NamedTuple):
     n: int
     k: int
     warps: int
-    stages: int
-    """Tiles of factors in flight."""
-    swizzle: int = 8
-    """Tiles of m before the next of n."""
-    descriptors: bool = False
-    """Read through tensor descriptors what they can read: whatever is aligned to 16 bytes."""
+    stages: int  # tiles of factors in flight
+    swizzle: int = 8  # tiles of m before the next of n
+    descriptors: bool = False  # read through tensor descriptors what they can read: whatever is aligned to 16 bytes
+    # Programs per processor that go from tile to tile, where both factors are read through descriptors and every row
+    # has a group; elsewhere, and if 0: one program per tile.
     persistent: int = 0
-    """So many programs a processor, each going from tile to tile, where both factors are read through descriptors and
-    every row has a group; 0, and elsewhere: a program a tile."""
-    split: bool = False
-    """Multiply float32 factors by three TF32 products, which are as exact, where TF32 itself is not allowed."""
+    split: bool = False  # multiply float32 factors by three TF32 products, as exact, where TF32 itself is not allowed
 
 
 def mm_tile(rows: int, groups: int, inputs: int, outputs: int, dtype: torch.dtype, through: bool = False) -> Tile:
@@ -59,7 +52,7 @@ def mm_tile(rows: int, groups: int, inputs: int, outputs: int, dtype: torch.dtyp
         tile = Tile(128, 256, 64, 8, 3, descriptors=True, persistent=1)
     elif inputs >= LONG and _wide(outputs):
         tile = Tile(128, 256, 64, 8, 4, descriptors=True)
-    else:  # with few steps, two programs a processor hide each other's start and end
+    else:  # with few steps, two programs per processor hide each other's start and end
         tile = Tile(128, 128, 64, 4, 3, descriptors=True)
     return tile._replace(n=_fit(tile.n, outputs), k=_fit(tile.k, inputs))
 
@@ -88,17 +81,12 @@ def outer_parts(rows: int, groups: int, inputs: int, outputs: int, tile: Tile) -
 
 def _wide(outputs: int) -> bool:
     """Whether tiles of 256 columns compute few more than tiles of 128 do."""
-    return _covered(outputs, 256) <= 1.1 * _covered(outputs, 128)
+    return math.ceil(outputs / 256) * 256 <= 1.1 * (math.ceil(outputs / 128) * 128)
 
 
 def _rounds(rows: int, outputs: int) -> float:
     """Tiles of 128 × 256 that each processor gets."""
     return rows / 128 * math.ceil(outputs / 256) / PROCESSORS
-
-
-def _covered(width: int, block: int) -> int:
-    """Columns that blocks of that size compute for ``width`` of them."""
-    return math.ceil(width / block) * block
 
 
 def _fit(block: int, width: int) -> int:
@@ -107,16 +95,11 @@ def _fit(block: int, width: int) -> int:
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool = False) -> Tensor:
-    """As ``naive.grouped_mm``; ``complete`` says that no row follows the last group.
-
-    ``weight`` may be row- or column-major; its transposed view costs nothing. Rows of the result start at multiples of
-    16 bytes, as those of torch's grouped GEMM do.
-    """
+    """As ``naive.grouped_mm``, of a row- or column-major ``weight``; ``complete``: no row follows the last group."""
     return torch.ops.intbmoe.fused_mm(x, weight, offsets, complete)
 
 
 def grouped_outer(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    """(M, i) and (M, o) rows sorted by group → (G, i, o), the sum of x ⊗ grad over each group's rows."""
     return torch.ops.intbmoe.fused_outer(x, grad, offsets)
 
 
@@ -142,7 +125,7 @@ def run_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool, tile: Til
     x_factor = _described(x, (tile.m, tile.k)) if x_described else x
     weight_block = (1, tile.n, tile.k) if transposed else (1, tile.k, tile.n)
     weight_factor = _described(matrices, weight_block) if weight_described else weight
-    unit = _unit(inputs, outputs, x.stride(0), *matrices.stride()[:2], out.stride(0))
+    unit = math.gcd(16, inputs, outputs, x.stride(0), *matrices.stride()[:2], out.stride(0))
     sizes = {"UNIT": unit, "GROUPS": power_of_2(groups), "W_TRANSPOSED": transposed, **_launch(tile)}
     with on_device(x):
         if tile.persistent and tile.descriptors and through:
@@ -183,7 +166,7 @@ def run_outer(x: Tensor, grad: Tensor, offsets: Tensor, tile: Tile | None = None
             _described(x, (tile.k, tile.m)) if x_described else x,
             _described(grad, (tile.k, tile.n)) if grad_described else grad,
             target, offsets, inputs, outputs, x.stride(0), grad.stride(0), out.stride(1),
-            UNIT=_unit(inputs, outputs, x.stride(0), grad.stride(0), out.stride(1)),
+            UNIT=math.gcd(16, inputs, outputs, x.stride(0), grad.stride(0), out.stride(1)),
             X_TMA=x_described, GRAD_TMA=grad_described, EVEN_I=inputs % tile.m == 0, EVEN_O=outputs % tile.n == 0,
             SPLITS=splits, **_launch(tile),
         )  # fmt: skip
@@ -202,11 +185,6 @@ def _check(x: Tensor, other: Tensor, name: str, offsets: Tensor) -> None:
     require(triton_runs(x.device, x.dtype), "x.device", str(x.device), where)
 
 
-def _unit(*sizes: int) -> int:
-    """The largest power of two up to 16 that divides all ``sizes``."""
-    return math.gcd(16, *sizes)
-
-
 def _describable(x: Tensor) -> bool:
     """Whether a tensor descriptor can read ``x``: entries in a row, every row aligned to 16 bytes."""
     aligned = all(stride > 0 and stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:-1])
@@ -221,19 +199,12 @@ def _described(x: Tensor, block: tuple[int, ...]) -> object:
 
 
 def _launch(tile: Tile) -> dict[str, Any]:
-    """Launch arguments of all three kernels."""
+    # Float32 factors are multiplied as exactly as by torch's own products. ``allow_tf32`` would raise once anyone has
+    # set ``fp32_precision``; this one knows of both.
+    coarse = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    precision = "tf32" if coarse else "tf32x3" if tile.split else "ieee"
     blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "SWIZZLE": tile.swizzle}
-    return {**blocks, "PRECISION": _precision(tile), "num_warps": tile.warps, "num_stages": tile.stages}
-
-
-def _precision(tile: Tile) -> str:
-    """How float32 factors are multiplied: as exactly as by torch's own products.
-
-    Not asked of ``allow_tf32``, which raises once anyone has set ``fp32_precision``; this one knows of both.
-    """
-    if torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return "tf32"
-    return "tf32x3" if tile.split else "ieee"
+    return {**blocks, "PRECISION": precision, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 operations.define("fused_mm", "fused_outer", run_mm, run_outer)

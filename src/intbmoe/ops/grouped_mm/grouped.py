@@ -1,8 +1,7 @@
 """torch's grouped GEMM as a custom op.
 
 ``F.grouped_mm`` in float32 on the CPU can be neither compiled nor exported, leaves the rows after the last group
-uninitialised, and wants row strides that are multiples of 16 bytes. This op hides the first, zeroes the second
-and copies for the third what is not so laid out.
+uninitialised, and wants row strides that are multiples of 16 bytes. This op hides, zeroes and copies accordingly.
 """
 
 import torch
@@ -14,12 +13,10 @@ from intbmoe.ops.triton_support import ALIGNMENT, empty_matrices, empty_rows
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool) -> Tensor:
-    """As ``naive.grouped_mm``; ``complete`` says that no row follows the last group."""
     return torch.ops.intbmoe.grouped_mm(x, weight, offsets, complete)
 
 
 def grouped_outer(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    """(M, i) and (M, o) rows sorted by group → (G, i, o), the sum of x ⊗ grad over each group's rows."""
     return torch.ops.intbmoe.grouped_outer(x, grad, offsets)
 
 

@@ -14,15 +14,12 @@ from torch import Tensor
 from intbmoe.ops.eager import exporting, transformed
 from intbmoe.ops.merged_mm import chunked, naive, spread
 
-__all__ = ["chunked", "merged_mm", "naive", "spread"]
-
+# Numbers that the means, or the spread inputs, of a chunk may hold (in float32 half a GiB); on a CPU what stays in its
+# cache, which would be too little work for a GPU, and a compiler writes every chunk down.
 MAX_NUMBERS, MAX_NUMBERS_IN_CACHE = 2**27, 2**22
-"""Numbers that the means, or the spread inputs, of a chunk may hold (in float32 half a GiB); on a CPU the few that stay
-in its cache, but for a GPU those are too little to do, and a compiler writes every chunk down."""
-SPREAD_PRODUCTS = {torch.bfloat16: 512, torch.float16: 512}
-SPREAD_PRODUCTS_WIDE = 64
-"""Inputs times matrices up to which a GPU spreads: there a mean is memory traffic, and narrow products are cheap. Both
-as measured on an H200 with matrices of 192 × 768 (``benchmarks/merged.py``): beyond them spreading is mostly slower."""
+# Inputs times matrices up to which a GPU spreads: there a mean is memory traffic, and narrow products are cheap. Both
+# as measured on an H200 with matrices of 192 × 768 (``benchmarks/merged.py``): beyond them spreading is mostly slower.
+SPREAD_PRODUCTS, SPREAD_PRODUCTS_WIDE = {torch.bfloat16: 512, torch.float16: 512}, 64
 
 
 def merged_mm(z: Tensor, a: Tensor, weight: Tensor) -> Tensor:

@@ -17,12 +17,6 @@ DTYPES = (torch.float32, torch.float64)
 SOURCES = ("native.c", "instructions.h", "kernels.h")
 
 
-def checksum() -> int:
-    """Of the sources beside this file; ``setup.py`` compiles the same number into the library."""
-    folder = Path(__file__).parent
-    return zlib.crc32(b"".join((folder / name).read_bytes() for name in SOURCES))
-
-
 def _load() -> tuple[ctypes.CDLL | None, str]:
     """The library, or None, and in words what it is or why it is not used."""
     if os.environ.get("INTBMOE_NATIVE") == "0":
@@ -36,7 +30,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         built_from = library.intbmoe_source()
     except (OSError, AttributeError) as error:
         return None, f"cannot be loaded: {error}"
-    if built_from != checksum():
+    # The checksum of the sources beside this file; setup.py compiles the same number into the library.
+    if built_from != zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in SOURCES)):
         return None, f"{found.origin} was built from other sources: install intbmoe again (pip install -e .)"
     library.intbmoe_select.restype = ctypes.c_char_p
     library.intbmoe_scratch_bytes.restype = ctypes.c_int64

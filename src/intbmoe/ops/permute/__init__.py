@@ -6,26 +6,20 @@ import torch
 from torch import Tensor
 
 from intbmoe.ops.backend import Backend
-from intbmoe.ops.permute import naive
-
-__all__ = ["Permutation", "naive", "permute", "sort"]
 
 
 class Permutation(NamedTuple):
     """M = N·k assignments in the order of their groups, equal ones in their own; those of no group come last."""
 
-    token: Tensor
-    """(M,) int64, the token of each row."""
-    choice: Tensor
-    """(M,) int64, the assignment of each row: its index in the flattened (N, k) choices."""
-    inverse: Tensor
-    """(N, k) int64, the row of each assignment."""
-    group: Tensor
-    """(M,) int64, the group of each row; G for those of none."""
-    ends: Tensor
-    """(G,) int32, where each group's rows end."""
-    counts: Tensor
-    """(G,) int64, how many rows each group has."""
+    token: Tensor  # (M,) the token of each row
+    choice: Tensor  # (M,) the assignment of each row: its index in the flattened (N, k) choices
+    inverse: Tensor  # (N, k) the row of each assignment; one past the last row if it was left out
+    group: Tensor  # (M,) the group of each row; G for those of none
+    ends: Tensor  # (G,) int32, where each group's rows end
+    counts: Tensor  # (G,) how many rows each group has
+    backend: Backend  # what runs all that follows
+    complete: bool = False  # whether every row is known to have a group, so that none follows the last one
+    trimmed: bool = False  # whether assignments of no group have been left out
 
 
 def permute(ids: Tensor, groups: int, backend: Backend, complete: bool = False) -> Permutation:
@@ -33,11 +27,11 @@ def permute(ids: Tensor, groups: int, backend: Backend, complete: bool = False) 
     if backend == "fused":
         from intbmoe.ops.permute import fused
 
-        return fused.permute(ids, groups)
-    return sort(ids, groups, complete)
+        return Permutation(*fused.permute(ids, groups), backend, complete)
+    return Permutation(*sort(ids, groups, complete), backend, complete)
 
 
-def sort(ids: Tensor, groups: int, complete: bool = False) -> Permutation:
+def sort(ids: Tensor, groups: int, complete: bool = False) -> tuple[Tensor, ...]:
     """As ``naive.permute``, by torch's stable sort."""
     tokens, k = ids.shape
     keys = ids.reshape(-1)
@@ -46,4 +40,4 @@ def sort(ids: Tensor, groups: int, complete: bool = False) -> Permutation:
     inverse = torch.empty_like(choice).scatter(0, choice, rows).view(tokens, k)
     bounds = torch.searchsorted(group, torch.arange(groups + 1, device=ids.device), out_int32=True)
     token = torch.div(choice, k, rounding_mode="floor")
-    return Permutation(token, choice, inverse, group, bounds[1:], bounds.diff().long())
+    return token, choice, inverse, group, bounds[1:], bounds.diff().long()

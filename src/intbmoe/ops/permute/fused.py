@@ -7,20 +7,14 @@ before its own, which gives the row of its first assignment of each group, and r
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from intbmoe.ops.permute import Permutation
 from intbmoe.ops.triton_support import on_device, power_of_2
 
 ENTRIES = 8192
 """Entries of a tile's membership matrix: assignments times groups."""
 
 torch.library.define("intbmoe::permute", "(Tensor ids, int groups) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
-
-
-def permute(ids: Tensor, groups: int) -> Permutation:
-    """As ``naive.permute``."""
-    return Permutation(*torch.ops.intbmoe.permute(ids, groups))
+permute = torch.ops.intbmoe.permute  # as ``naive.permute``
 
 
 @triton.jit
@@ -90,13 +84,7 @@ def _run(ids, groups):
 @torch.library.register_fake("intbmoe::permute")
 def _allocate(ids, groups):
     rows = ids.new_empty(ids.numel(), dtype=torch.int64)
+    inverse = ids.new_empty(ids.shape, dtype=torch.int64)
     ends = ids.new_empty(groups, dtype=torch.int32)
     counts = ids.new_empty(groups, dtype=torch.int64)
-    return (
-        rows,
-        torch.empty_like(rows),
-        ids.new_empty(ids.shape, dtype=torch.int64),
-        torch.empty_like(rows),
-        ends,
-        counts,
-    )
+    return rows, torch.empty_like(rows), inverse, torch.empty_like(rows), ends, counts

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def permute(ids: Tensor, groups: int) -> tuple[Tensor, ...]:
-    """``ids`` (N, k), −1 for no group → the fields of ``Permutation``."""
+    """``ids`` (N, k), −1 for no group → the tensors of ``Permutation``."""
     k = ids.shape[1]
     members = [[] for _ in range(groups + 1)]
     for choice, group in enumerate(ids.reshape(-1).tolist()):

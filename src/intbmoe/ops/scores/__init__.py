@@ -6,10 +6,7 @@ from torch import Tensor
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.scores import naive
 
-__all__ = ["naive", "router_scores"]
-
-MOST_HIDDEN, MOST_CHOICES = 128, 64
-"""That Triton's kernel holds in registers."""
+MOST_HIDDEN, MOST_CHOICES = 128, 64  # that Triton's kernel holds in registers
 
 
 def router_scores(

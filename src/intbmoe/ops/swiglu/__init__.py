@@ -7,8 +7,6 @@ from intbmoe.ops.backend import Backend
 from intbmoe.ops.swiglu import naive
 from intbmoe.precision import linear
 
-__all__ = ["naive", "swiglu"]
-
 
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, backend: Backend) -> Tensor:
     """As ``naive.swiglu``."""

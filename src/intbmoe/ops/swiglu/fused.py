@@ -11,11 +11,7 @@ ELEMENTS = 1024
 
 torch.library.define("intbmoe::swiglu", "(Tensor rows) -> Tensor")
 torch.library.define("intbmoe::swiglu_backward", "(Tensor grad, Tensor rows) -> Tensor")
-
-
-def swiglu(rows: Tensor) -> Tensor:
-    """(N, 2·h) rows [gate | up] → (N, h)."""
-    return torch.ops.intbmoe.swiglu(rows)
+swiglu = torch.ops.intbmoe.swiglu  # (N, 2·h) rows [gate | up] → (N, h)
 
 
 @triton.jit
