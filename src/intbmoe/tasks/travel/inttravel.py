@@ -1,7 +1,7 @@
-"""IntTravel's raw tables → arrays, out of core with DuckDB: ``intbmoe prepare inttravel SOURCE TARGET``.
+"""IntTravel's raw tables → arrays, out of core: ``intbmoe prepare inttravel SOURCE TARGET``.
 
     1  places    both tables of places become one
-    2  reading   user_action and user_profile, a chunk at a time; each is checked and kept, its rows grouped by shard
+    2  reading   user_action and user_profile, a chunk at a time: parsed by DuckDB, checked, kept by shard
     3  codes     all values that a field takes
     4  sorting   a shard at a time: its rows sorted by user and time, joined into sessions, with the users' profiles
     5  the rest  where the splits begin, and meta.json, which says that all is there
