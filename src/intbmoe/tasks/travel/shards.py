@@ -42,7 +42,7 @@ def _read(number: int, table: str, chunks: Sequence[Path], codes: Mapping[str, n
     parts = []
     for chunk in chunks:
         start, end = np.load(chunk / "starts.npy", mmap_mode="r")[number : number + 2]
-        parts.append(np.load(chunk / "rows.npy", mmap_mode="r")[:, start:end])
+        parts.append(np.array(np.load(chunk / "rows.npy", mmap_mode="r")[:, start:end]))  # one map at a time
     rows = np.concatenate(parts, axis=1)
     step = np.diff(rows[0])
     if not ((step > 0) | ((step == 0) & (np.diff(rows[1]) >= 0))).all():  # often they are in order already
