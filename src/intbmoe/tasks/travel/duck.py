@@ -1,18 +1,17 @@
-"""IntTravel's tables in DuckDB: a connection within a budget, tables read a chunk at a time, results kept on disk."""
+"""IntTravel's tables read with DuckDB, a chunk of text at a time."""
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from intbmoe.tasks.travel.rows import mend
-from intbmoe.tasks.travel.store import read_json, write_json
+import numpy as np
+
+from intbmoe.tasks.travel.rows import MISSING, mend
 from intbmoe.tasks.travel.tables import NEEDS_DUCKDB, POI_INFO, BadRows, Chunk, TableFile, cut_chunk
 
 FILE_BITS = 40
-ROW_MASK = (1 << FILE_BITS) - 1
 """A row's number over all files of a table is (the file's position << FILE_BITS) + its number in the file."""
 
 
@@ -21,13 +20,13 @@ class Budget:
     """How much is in memory at a time."""
 
     memory_bytes: int = 4 << 30
-    """DuckDB's; what is more goes to disk. The arrays of one shard come on top of it, some 100 bytes for each row."""
+    """DuckDB's; what is more goes to disk. The arrays of one chunk or one shard come on top of it."""
     threads: int | None = None
     """DuckDB's; None for as many as there are cores."""
-    chunk_bytes: int = 128 << 20
-    """Text that is read together: a twelfth of the memory or less. An interruption costs the work on one chunk."""
+    chunk_bytes: int = 64 << 20
+    """Text that is read together, whose arrays take some five times as much. An interruption costs one chunk."""
     shard_rows: int = 8_000_000
-    """Rows that are sorted together, at most about so many."""
+    """Rows that are sorted together, at most about so many, of some 200 bytes each."""
 
 
 @contextmanager
@@ -62,12 +61,38 @@ class Reader:
                 yield chunk
                 start, first_row, last = chunk.end, first_row + chunk.rows, chunk.last
 
-    def as_it_is(self, chunk: Chunk) -> str:
-        """SQL for the rows of a plain chunk, numbered. Reading them fails, or gives fewer, if any is malformed."""
-        known = chunk.file.table.columns
-        names = [name if name in known else f"unknown_{number}" for number, name in enumerate(chunk.file.columns)]
-        rows = _read_csv(chunk.path, dict.fromkeys(names, "BIGINT"))
-        return f"(SELECT row_number() OVER () + {chunk.first_row - 1} AS row, {', '.join(known)} FROM {rows})"
+    def read(self, chunk: Chunk, bad: BadRows) -> dict[str, np.ndarray]:
+        """The good rows of a chunk of whole numbers: their columns, with MISSING for an empty field, and ``row``."""
+        columns = self._read_plain(chunk) if chunk.plain else None
+        if columns is None:
+            columns = self._fetch(self.mended(chunk, bad), ("row", *chunk.file.table.columns))
+        return columns
+
+    def _read_plain(self, chunk: Chunk) -> dict[str, np.ndarray] | None:
+        """None if any row is malformed: then reading fails, or gives fewer, or leaves a required field empty."""
+        import duckdb
+
+        table = chunk.file.table
+        names = [f"unknown_{at}" if name not in table.columns else name for at, name in enumerate(chunk.file.columns)]
+        try:
+            columns = self._fetch(_read_csv(chunk.path, dict.fromkeys(names, "BIGINT")), table.columns)
+        except (duckdb.ConversionException, duckdb.InvalidInputException):
+            return None
+        if len(columns[names[0]]) != chunk.rows or any((columns[name] == MISSING).any() for name in table.required):
+            return None
+        return columns | {"row": np.arange(chunk.first_row, chunk.first_row + chunk.rows)}
+
+    def _fetch(self, rows: str, names: Sequence[str]) -> dict[str, np.ndarray]:
+        return self.connection.execute(f"SELECT {or_missing(names)} FROM {rows}").fetchnumpy()
+
+    def distinct(self, values: np.ndarray) -> np.ndarray:
+        """All but MISSING, ascending; by hashing, which is quicker than sorting millions."""
+        given = {"value": values}  # noqa: F841 (SQL reads it)
+        return np.sort(
+            self.connection.execute(
+                f"SELECT DISTINCT value FROM given WHERE value != ({MISSING})::BIGINT"
+            ).fetchnumpy()["value"]
+        )
 
     def mended(self, chunk: Chunk, bad: BadRows) -> str:
         """SQL for the good rows of any chunk, numbered; of cells, for their places."""
@@ -85,6 +110,11 @@ def _read_csv(path: Path, types: Mapping[str, str]) -> str:
     return f"read_csv({literal(path)}, {options}, {buffers}, columns={{{columns}}})"
 
 
+def or_missing(names: Iterable[str]) -> str:
+    """SQL for columns of whole numbers, with MISSING for an empty field."""
+    return ", ".join(f"coalesce({name}, ({MISSING})::BIGINT) AS {name}" for name in names)
+
+
 def literal(path: Path) -> str:
     """In SQL."""
     return "'" + str(path).replace("'", "''") + "'"
@@ -92,28 +122,4 @@ def literal(path: Path) -> str:
 
 def where(files: Sequence[TableFile], number: int, field: str | None = None) -> str:
     """For messages: the row with a number over all files."""
-    return files[number >> FILE_BITS].where(number & ROW_MASK, field)
-
-
-def report_cut(chunk: Chunk, bad: BadRows) -> None:
-    """After the rows of the chunk were read."""
-    if chunk.cut:
-        where = chunk.file.where(chunk.first_row + chunk.rows)
-        advice = "get it again, or end its last row with a line break"
-        bad.report(
-            f"{chunk.file.table.name}: file cut off", f"{where}: the file is cut off here ({chunk.cut}): {advice}"
-        )
-
-
-def keep(made: Path, to: Path, note: Mapping[str, Any]) -> None:
-    """Move a finished file to where it is kept. Its note comes last: without it the file does not count."""
-    to.parent.mkdir(parents=True, exist_ok=True)
-    to.with_suffix(".json").unlink(missing_ok=True)
-    os.replace(made, to)
-    write_json(to.with_suffix(".json"), note)
-
-
-def kept(file: Path, stamp: Any, *, skip_bad: bool) -> dict[str, Any] | None:
-    """The note of a file that was kept with the same ``stamp``; None if it must be made (again)."""
-    note = read_json(file.with_suffix(".json")) if file.exists() else None
-    return note if note is not None and note["stamp"] == stamp and (skip_bad or not note["bad"]) else None
+    return files[number >> FILE_BITS].where(number & ((1 << FILE_BITS) - 1), field)

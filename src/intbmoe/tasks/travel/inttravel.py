@@ -1,7 +1,7 @@
-"""IntTravel's raw tables → arrays, out of core with DuckDB: ``intbmoe prepare inttravel SOURCE TARGET``.
+"""IntTravel's raw tables → arrays, out of core: ``intbmoe prepare inttravel SOURCE TARGET``.
 
     1  places    both tables of places become one
-    2  reading   user_action and user_profile, a chunk at a time; each is checked and kept, its rows grouped by shard
+    2  reading   user_action and user_profile, a chunk at a time: parsed by DuckDB, checked, kept by shard
     3  codes     all values that a field takes
     4  sorting   a shard at a time: its rows sorted by user and time, joined into sessions, with the users' profiles
     5  the rest  where the splits begin, and meta.json, which says that all is there
@@ -13,8 +13,8 @@ for the size of shards.
 
 import math
 import shutil
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from intbmoe.tasks.preparation import Progress
 from intbmoe.tasks.travel.data import group_by_cell
 from intbmoe.tasks.travel.duck import Budget, Reader, connect, where
 from intbmoe.tasks.travel.places import load_places
-from intbmoe.tasks.travel.shards import make_shard, with_codes
-from intbmoe.tasks.travel.spill import CODED, SHARD_OF, Spill, parquet
+from intbmoe.tasks.travel.rows import MISSING
+from intbmoe.tasks.travel.shards import encode, make_shard
+from intbmoe.tasks.travel.spill import CODED, Spill
 from intbmoe.tasks.travel.splits import split_times
 from intbmoe.tasks.travel.store import FORMAT, META, WORK, read_json, shard_folder, write_folder, write_json
 from intbmoe.tasks.travel.tables import (
@@ -95,23 +96,24 @@ def _make(
     shards = math.ceil(sum(sizes) / ROW_BYTES / budget.shard_rows)
     with connect(temporary, budget) as connection:
         reader = Reader(connection, temporary, budget.chunk_bytes)
-        connection.execute(SHARD_OF)
-        places = load_places(reader, target / WORK / "places.parquet", *poi_files, bad, progress)
+        places = load_places(reader, target / WORK / "places", *poi_files, bad, progress)
+        ids = places["poi_id"]
         stamps = [[file.stamp() for file in table] for table in poi_files]
-        actions, rows = Spill(reader, target / WORK / "actions", shards, stamps).run(action_files, bad, progress)
+        actions, rows = Spill(reader, target / WORK / "actions", shards, ids, stamps).run(action_files, bad, progress)
         if not rows:
             raise DataError(f"{action_files[0].path} holds no action that can be used")
-        profiles, _ = Spill(reader, target / WORK / "profiles", shards, None).run(profile_files, bad, progress)
-        codes = _write_codes(connection, target, actions, profiles)
-        _write_places(connection, target, codes["cell"])
-        stamp = [[file.stamp() for table in files.values() for file in table], shards]
-        users, sessions = 0, 0
-        for number, done in _write_shards(
-            connection, target, shards, stamp, bad.skip, actions, profiles, profile_files
-        ):
-            users, sessions = users + done["users"], sessions + done["sessions"]
-            bad.counts.update(done["bad"])
-            progress("sorting (shards)", number + 1, shards)
+        profiles, _ = Spill(reader, target / WORK / "profiles", shards, ids, None).run(profile_files, bad, progress)
+    codes = _collect_codes(places, actions, profiles)
+    write_folder(target / "codes", codes)
+    write_folder(target / "places", _encode_places(places, codes))
+    number_of = {"places": len(ids)} | {name: len(values) + 1 for name, values in codes.items()}
+    del places, ids  # the largest thing in memory, and no longer needed
+    stamp = [[file.stamp() for table in files.values() for file in table], shards]
+    users, sessions = 0, 0
+    for number, done in _write_shards(target, shards, stamp, bad.skip, actions, profiles, codes, profile_files):
+        users, sessions = users + done["users"], sessions + done["sessions"]
+        bad.counts.update(done["bad"])
+        progress("sorting (shards)", number + 1, shards)
     valid_from, test_from = split_times(
         lambda: (np.load(shard_folder(target, number) / "time.npy") for number in range(shards))
     )
@@ -121,17 +123,17 @@ def _make(
         "rows": rows,
         "sessions": sessions,
         "users": users,
-        "places": places,
+        "places": number_of["places"],
         "shards": shards,
         "sizes": {
-            "places": places,
-            "cells": codes["cell"],
-            "regions": codes["region"],
-            "categories": codes["category"],
-            "weathers": codes["weather"],
-            "modes": codes["mode"],
-            "actions": codes["action"],
-            "profile": [codes[name] for name in CODED[USER_PROFILE.name]],
+            "places": number_of["places"],
+            "cells": number_of["cell"],
+            "regions": number_of["region"],
+            "categories": number_of["category"],
+            "weathers": number_of["weather"],
+            "modes": number_of["mode"],
+            "actions": number_of["action"],
+            "profile": [number_of[name] for name in CODED[USER_PROFILE.name]],
         },
         "valid_from": valid_from,
         "test_from": test_from,
@@ -141,41 +143,35 @@ def _make(
     return meta
 
 
-def _write_codes(connection: Any, target: Path, actions: Sequence[Path], profiles: Sequence[Path]) -> dict[str, int]:
-    """Of each field all values, ascending: the first has code 1. Kept as tables, too. How many codes there are."""
-    codes = {}
-    sources: dict[str, list[str]] = defaultdict(list)
-    for name, column in OF_PLACES.items():
-        sources[name].append(f"SELECT {column} AS value FROM places")
+def _collect_codes(
+    places: Mapping[str, np.ndarray], actions: Sequence[Path], profiles: Sequence[Path]
+) -> dict[str, np.ndarray]:
+    """Of each field all values, ascending: the first has code 1."""
+    parts = {name: [np.unique(places[column][places[column] != MISSING])] for name, column in OF_PLACES.items()}
     for table, chunks in ((USER_ACTION, actions), (USER_PROFILE, profiles)):
         for name in CODED[table.name]:
-            sources[name].append(f"SELECT {name} AS value FROM {parquet(chunks)} WHERE shard >= 0")
-    for name, parts in sources.items():
-        connection.execute(
-            f"CREATE TABLE code_{name} AS SELECT value, row_number() OVER (ORDER BY value)::INTEGER AS code "
-            f"FROM (SELECT DISTINCT value FROM ({' UNION ALL '.join(parts)}) WHERE value IS NOT NULL)"
-        )
-        codes[name] = connection.execute(f"SELECT value FROM code_{name} ORDER BY code").fetchnumpy()["value"]
-    write_folder(target / "codes", codes)
-    return {name: len(values) + 1 for name, values in codes.items()}
+            parts[name] = [*parts.get(name, ()), *(chunk / f"{name}.npy" for chunk in chunks)]
+    return {
+        name: reduce(np.union1d, (np.load(part) if isinstance(part, Path) else part for part in found))
+        for name, found in parts.items()
+    }
 
 
-def _write_places(connection: Any, target: Path, cells: int) -> None:
-    query = with_codes("places", "poi_id AS ids, normalized_score AS score", OF_PLACES)
-    places = connection.execute(f"{query} ORDER BY poi_id").fetchnumpy()
-    offsets, members = group_by_cell(places["cell"], cells)
-    write_folder(target / "places", places | {"cell_offsets": offsets, "cell_places": members})
-    connection.execute("DROP TABLE places")
+def _encode_places(places: Mapping[str, np.ndarray], codes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    coded = {name: encode(places[column], codes[name]) for name, column in OF_PLACES.items()}
+    offsets, members = group_by_cell(coded["cell"], len(codes["cell"]) + 1)
+    plain = {"ids": places["poi_id"], "score": places["normalized_score"]}
+    return plain | coded | {"cell_offsets": offsets, "cell_places": members}
 
 
 def _write_shards(
-    connection: Any,
     target: Path,
     shards: int,
     stamp: Any,
     skip_bad: bool,
     actions: Sequence[Path],
     profiles: Sequence[Path],
+    codes: Mapping[str, np.ndarray],
     profile_files: Sequence[TableFile],
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Of each shard its number and what it has; those that are finished are not made again."""
@@ -185,7 +181,7 @@ def _write_shards(
         receipt = target / WORK / f"shard-{number:05d}.json"
         done = read_json(receipt)
         if done is None or done["stamp"] != stamp or (done["bad"] and not skip_bad):
-            arrays, repeated = make_shard(connection, number, actions, profiles)
+            arrays, repeated = make_shard(number, actions, profiles, codes)
             bad = BadRows(skip_bad)
             if repeated:
                 user, first, again = repeated[0]

@@ -11,7 +11,9 @@ import numpy as np
 
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.preparation import Progress
-from intbmoe.tasks.travel.duck import FILE_BITS, Reader, keep, kept, literal, report_cut, where
+from intbmoe.tasks.travel.duck import FILE_BITS, Reader, or_missing, where
+from intbmoe.tasks.travel.spill import read_note
+from intbmoe.tasks.travel.store import write_folder
 from intbmoe.tasks.travel.tables import POI_INFO, BadRows, TableFile
 
 COLUMNS = ", ".join(POI_INFO.columns)
@@ -22,33 +24,27 @@ FIRST = f"QUALIFY row_number() OVER (PARTITION BY {ID} ORDER BY rowid) = 1"
 
 def load_places(
     reader: Reader,
-    to: Path,
+    folder: Path,
     files: Sequence[TableFile],
     by_cell: Sequence[TableFile],
     bad: BadRows,
     progress: Progress,
-) -> int:
-    """Make the table ``places``: the columns of ``poi_info`` and ``place``, 0, 1, … by id. How many there are.
-
-    They are kept in ``to``, and not read again if they are there.
-    """
-    execute = reader.connection.execute
+) -> dict[str, np.ndarray]:
+    """The columns of ``poi_info``, sorted by id, MISSING for an empty field. Kept in ``folder``, and read once."""
     stamp = [file.stamp() for file in (*files, *by_cell)]
-    note = kept(to, stamp, skip_bad=bad.skip)
+    note = read_note(folder, stamp, skip_bad=bad.skip)
     if note is None:
         own = BadRows(bad.skip)
         _read_poi_info(reader, files, own, progress)
         for file in by_cell:
             _add_cells(reader, file, own, progress)
+        columns = f"{ID}, {SCORE}, {or_missing((CELL, CATEGORY, REGION))}"
+        places = reader.connection.execute(f"SELECT {columns} FROM known ORDER BY {ID}").fetchnumpy()
+        reader.connection.execute("DROP TABLE known")
         note = {"stamp": stamp, "bad": dict(own.counts)}
-        made = reader.temporary / "places.parquet"
-        execute(f"COPY (SELECT {COLUMNS} FROM known ORDER BY {ID}) TO {literal(made)} (FORMAT parquet)")
-        execute("DROP TABLE known")
-        keep(made, to, note)
+        write_folder(folder, places, note)
     bad.counts.update(note["bad"])
-    place = f"(row_number() OVER (ORDER BY {ID}) - 1)::INTEGER AS place"
-    execute(f"CREATE TABLE places AS SELECT {COLUMNS}, {place} FROM read_parquet({literal(to)})")
-    return execute("SELECT count(*) FROM places").fetchone()[0]
+    return {name: np.load(folder / f"{name}.npy") for name in POI_INFO.columns}
 
 
 def _load(reader: Reader, table: str, files: Sequence[TableFile], bad: BadRows, progress: Progress) -> None:
@@ -59,7 +55,7 @@ def _load(reader: Reader, table: str, files: Sequence[TableFile], bad: BadRows, 
         for chunk in reader.chunks(file, file.start, file.first_row):
             rows = f"SELECT {position << FILE_BITS} + row, {COLUMNS} FROM {reader.mended(chunk, bad)}"
             reader.connection.execute(f"INSERT INTO {table} {rows}")
-            report_cut(chunk, bad)
+            chunk.report_cut(bad)
             progress(f"reading {file.table.name} (rows)", chunk.first_row + chunk.rows - file.first_row, None)
 
 

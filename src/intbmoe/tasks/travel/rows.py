@@ -13,6 +13,8 @@ import numpy as np
 
 from intbmoe.tasks.travel.tables import POI_INFO, BadRows, Chunk, Table, TableFile
 
+MISSING = np.iinfo(np.int64).min
+"""Stands for an empty field in a column of whole numbers."""
 WHOLE = re.compile(rb"-?[0-9]+")
 DECIMAL = re.compile(rb"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 ITEM = ("poi_id", "normalized_score", "category_id", "administrative_region_id")
@@ -110,7 +112,7 @@ def _is_number(text: bytes, *, decimal: bool = False) -> bool:
         return DECIMAL.fullmatch(text) is not None
     if not WHOLE.fullmatch(text) or len(text.lstrip(b"-0")) > 19:
         return False
-    return -(2**63) <= int(b"-" * text.startswith(b"-") + (text.lstrip(b"-0") or b"0")) < 2**63
+    return -(2**63) < int(b"-" * text.startswith(b"-") + (text.lstrip(b"-0") or b"0")) < 2**63
 
 
 def _is_finite(decimal: bytes) -> bool:

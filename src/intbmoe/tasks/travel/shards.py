@@ -4,13 +4,13 @@ The table of actions has a row for each thing a user does with a place: looks at
 follows within minutes for the same place is one session, else the next row would nearly always repeat the last one.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from intbmoe.tasks.travel.spill import CODED, parquet
+from intbmoe.tasks.travel.rows import MISSING
+from intbmoe.tasks.travel.spill import CODED, PLAIN
 from intbmoe.tasks.travel.store import FIELDS
 from intbmoe.tasks.travel.tables import USER_ACTION, USER_PROFILE
 
@@ -19,20 +19,17 @@ SESSION_GAP = 5 * 60 * 1000
 
 
 def make_shard(
-    connection: Any, number: int, actions: Sequence[Path], profiles: Sequence[Path]
+    number: int, actions: Sequence[Path], profiles: Sequence[Path], codes: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], list[tuple[int, int, int]]]:
     """The arrays of shard ``number``, and (user, first row, another row) of those with more than one profile."""
-
-    def read(chunks: Sequence[Path], plain: str, coded: Iterable[str], order: str) -> dict[str, np.ndarray]:
-        source = with_codes(parquet(chunks), plain, {name: name for name in coded})
-        return connection.execute(f"{source} WHERE shard = {number} ORDER BY {order}, number").fetchnumpy()
-
-    rows = join_sessions(read(actions, "user_id, time, place, via", CODED[USER_ACTION.name], "user_id, time"))
-    user, first = np.unique(rows["user_id"], return_index=True)
-    profile, repeated = _find_profiles(user, read(profiles, "user_id, number", CODED[USER_PROFILE.name], "user_id"))
+    user, time, place, via, coded = _read(number, USER_ACTION.name, actions, codes)
+    rows = {"user": user, "time": time, "place": place.astype(np.int32), "via": via.astype(np.int32), **coded}
+    rows = join_sessions(rows)
+    user, first = np.unique(rows["user"], return_index=True)
+    profile, repeated = _find_profiles(user, *_read(number, USER_PROFILE.name, profiles, codes))
     arrays = {
         "user": user,
-        "offsets": np.append(first, len(rows["user_id"])),
+        "offsets": np.append(first, len(rows["user"])),
         "profile": profile,
         "time": rows["time"],
         "fields": np.stack([rows[name] for name in FIELDS]),
@@ -40,11 +37,24 @@ def make_shard(
     return arrays, repeated
 
 
-def with_codes(source: str, plain: str, coded: Mapping[str, str]) -> str:
-    """SQL for the columns ``plain`` and the codes of others (name → column), 0 for an empty field."""
-    codes = ", ".join(f"coalesce(code_{name}.code, 0) AS {name}" for name in coded)
-    joins = " ".join(f"LEFT JOIN code_{name} ON code_{name}.value = rows.{column}" for name, column in coded.items())
-    return f"SELECT {plain}, {codes} FROM {source} AS rows {joins}"
+def _read(number: int, table: str, chunks: Sequence[Path], codes: Mapping[str, np.ndarray]) -> list:
+    """The plain columns of a shard, and its fields as codes; sorted, ties in the order of the table."""
+    parts = []
+    for chunk in chunks:
+        start, end = np.load(chunk / "starts.npy", mmap_mode="r")[number : number + 2]
+        parts.append(np.array(np.load(chunk / "rows.npy", mmap_mode="r")[:, start:end]))  # one map at a time
+    rows = np.concatenate(parts, axis=1)
+    step = np.diff(rows[0])
+    if not ((step > 0) | ((step == 0) & (np.diff(rows[1]) >= 0))).all():  # often they are in order already
+        rows = rows.take(np.lexsort((rows[1], rows[0])), axis=1)
+    plain = len(PLAIN[table])
+    coded = {name: encode(row, codes[name]) for name, row in zip(CODED[table], rows[plain:], strict=True)}
+    return [*rows[:plain], coded]
+
+
+def encode(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Codes of ``values`` by the ascending ``known``, among which all are but MISSING: that has code 0."""
+    return np.searchsorted(np.append(MISSING, known), values).astype(np.int32)
 
 
 def join_sessions(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -54,7 +64,7 @@ def join_sessions(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     is at most ``SESSION_GAP`` later. A session has the scenario of its first row, which is what was known before, and
     of what came after the last: the action of its last row and the last travel mode that was given.
     """
-    user, time, place, via = (rows[name] for name in ("user_id", "time", "place", "via"))
+    user, time, place, via = (rows[name] for name in ("user", "time", "place", "via"))
     number = len(user)
     joins = (user[1:] == user[:-1]) & (place[1:] == place[:-1]) & (place[1:] >= 0)
     joins &= (via[1:] < 0) & (via[:-1] < 0) & (np.diff(time) <= SESSION_GAP)
@@ -67,13 +77,14 @@ def join_sessions(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return sessions
 
 
-def _find_profiles(user: np.ndarray, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
-    """(U, 6) codes of these users, 0 where there is no profile, and who has two; ``rows`` are sorted by user."""
-    owner, first, group = np.unique(rows["user_id"], return_index=True, return_inverse=True)
-    features = np.stack([rows[name] for name in CODED[USER_PROFILE.name]], axis=1)[first]
+def _find_profiles(
+    user: np.ndarray, owners: np.ndarray, number: np.ndarray, coded: Mapping[str, np.ndarray]
+) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
+    """(U, 6) codes of these users, 0 where there is no profile, and who has two; ``owners`` are sorted."""
+    owner, first, group = np.unique(owners, return_index=True, return_inverse=True)
+    features = np.stack([*coded.values()], axis=1)[first]
     features = np.concatenate([features, np.zeros((1, features.shape[1]), np.int32)])
     found = np.searchsorted(owner, user)
     found[np.append(owner, 0)[found] != user] = len(owner)
-    number = rows["number"]
     again = np.delete(np.arange(len(number)), first)
-    return features[found], list(zip(owner[group[again]], number[first][group[again]], number[again], strict=True))
+    return features[found], list(zip(owners[again], number[first][group[again]], number[again], strict=True))

@@ -1,7 +1,7 @@
-"""Actions and profiles, read once: in chunks of rows grouped by shard, each kept on disk as a parquet file.
+"""Actions and profiles, read once: in chunks, each kept on disk as arrays whose rows are grouped by shard.
 
-A shard later reads one slice of each chunk, for which parquet's statistics of row groups are enough. Fields that will
-be codes keep their values: the codes are known only after the last row of the table.
+A shard later reads one slice of each chunk. Fields that will be codes keep their values, and the chunk lists those it
+has: the codes are known only after the last row of the table.
 """
 
 from collections.abc import Sequence
@@ -9,56 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from intbmoe.tasks.preparation import Progress
-from intbmoe.tasks.travel.duck import FILE_BITS, ROW_MASK, Reader, keep, kept, literal, report_cut
+from intbmoe.tasks.travel.duck import FILE_BITS, Reader
+from intbmoe.tasks.travel.rows import MISSING
+from intbmoe.tasks.travel.store import NOTE, read_json, write_folder
 from intbmoe.tasks.travel.tables import POI_INFO, PROFILE_COLUMNS, USER_ACTION, USER_PROFILE, BadRows, Chunk, TableFile
 
-ROW_GROUP = (2048, 122_880)
-"""DuckDB's smallest and default row groups of a parquet file."""
-SHARD_OF = f"""
-CREATE MACRO low(x) AS (x & {2**64 - 1}::HUGEINT)::UBIGINT;
-CREATE MACRO times(x, y) AS (x::UHUGEINT * y & {2**64 - 1}::UHUGEINT)::UBIGINT;
-CREATE MACRO fold(x) AS xor(x, x >> 32);
-CREATE MACRO shard_of(user, shards) AS
-    (fold(times(fold(times(low(user::HUGEINT), {0x9E3779B97F4A7C15})), {0xD6E8FEB86659FD93})) % shards)::INTEGER
-"""
-"""The shard of a user is the same whatever else is in the table; user numbers are mixed well first."""
-
-
+PLAIN = {USER_ACTION.name: ("user_id", "timestamp", "poi_id", "via_poi_id"), USER_PROFILE.name: ("user_id", "number")}
+"""Columns kept as they are. Rows are sorted by the first two."""
 CODED = {
-    USER_ACTION.name: ("action", "cell", "region", "weather", "mode"),
-    USER_PROFILE.name: tuple(f"profile_{number}" for number in range(1, len(PROFILE_COLUMNS) + 1)),
+    USER_ACTION.name: {
+        "action": "action_type",
+        "cell": "geographic_id",
+        "region": "administrative_region_id",
+        "weather": "weather",
+        "mode": "travel_mode",
+    },
+    USER_PROFILE.name: {f"profile_{number}": name for number, name in enumerate(PROFILE_COLUMNS, 1)},
 }
-"""Fields that become codes."""
-SELECT = {
-    USER_ACTION.name: """
-        SELECT CASE WHEN user_id IS NULL OR timestamp IS NULL THEN NULL
-                    WHEN timestamp < 0 THEN -1
-                    WHEN rows.poi_id IS NOT NULL AND there.place IS NULL THEN -2
-                    WHEN via_poi_id IS NOT NULL AND through.place IS NULL THEN -3
-                    ELSE shard_of(user_id, {shards}) END AS shard,
-               {before} + row AS number, user_id, timestamp AS time,
-               coalesce(there.place, -1) AS place, coalesce(through.place, -1) AS via, action_type AS action,
-               rows.geographic_id AS cell, rows.administrative_region_id AS region, weather, travel_mode AS mode
-        FROM {rows} AS rows
-        LEFT JOIN places there ON rows.poi_id = there.poi_id LEFT JOIN places through ON via_poi_id = through.poi_id
-        ORDER BY shard""",
-    USER_PROFILE.name: f"""
-        SELECT shard_of(user_id, {{shards}}) AS shard, {{before}} + row AS number, user_id,
-               {", ".join(f"profile_feature_{number} AS profile_{number}" for number in range(1, 7))}
-        FROM {{rows}} ORDER BY shard""",
-}
-"""Rows grouped by shard. It is NULL if a field is empty that must not be, and negative for what ``BLAMED`` says."""
-BLAMED = {
-    -1: ("timestamp", "negative timestamp", "is negative"),
-    -2: ("poi_id", "unknown place", f"is not a place of {POI_INFO.name}"),
-    -3: ("via_poi_id", "unknown place", f"is not a place of {POI_INFO.name}"),
-}
-
-
-def parquet(files: Sequence[Path]) -> str:
-    """SQL for the rows of files, in their order."""
-    return f"read_parquet([{', '.join(map(literal, files))}])"
+"""Columns that become codes, by the name of the field. In ``rows`` of a chunk they follow those of ``PLAIN``."""
 
 
 @dataclass(frozen=True)
@@ -68,71 +39,100 @@ class Spill:
     reader: Reader
     folder: Path
     shards: int
+    ids: np.ndarray
+    """Of places, ascending."""
     depends_on: Any
     """What else makes finished chunks worthless when it changes."""
 
     def run(self, files: Sequence[TableFile], bad: BadRows, progress: Progress) -> tuple[list[Path], int]:
-        """The files of all chunks and how many rows they have; those that are there already are not made again."""
+        """The folders of all chunks and how many rows they have; those that are there already are not made again."""
         sizes = [file.path.stat().st_size for file in files]
-        kept_files, rows = [], 0
+        folders, rows = [], 0
         for position, file in enumerate(files):
             stamp = [file.stamp(), position, self.shards, self.depends_on]
             end, next_row, number, last, chunks = file.start, file.first_row, 0, False, None
             while not last:
-                to = self.folder / file.path.name / f"{number:06d}.parquet"
-                note = kept(to, stamp, skip_bad=bad.skip)
+                folder = self.folder / file.path.name / f"{number:06d}"
+                note = read_note(folder, stamp, skip_bad=bad.skip)
                 if note is not None and note["start"] == end:
                     chunks = None
                 else:
                     chunks = chunks or self.reader.chunks(file, end, next_row)
-                    made = self.reader.temporary / "chunk.parquet"
-                    note = {"stamp": stamp, **self._make(next(chunks), position, made, bad.skip)}
-                    keep(made, to, note)
+                    note = self._make(next(chunks), position, folder, stamp, bad.skip)
                 end, next_row, number, last = note["end"], note["next_row"], number + 1, note["last"]
-                kept_files.append(to)
+                folders.append(folder)
                 rows += note["rows"]
                 bad.counts.update(note["bad"])
                 done = sizes[position] if last else min(end, sizes[position])
                 progress(f"reading {file.table.name} (bytes)", sum(sizes[:position]) + done, sum(sizes))
-        return kept_files, rows
+        return folders, rows
 
-    def _make(self, chunk: Chunk, position: int, to: Path, skip_bad: bool) -> dict[str, Any]:
+    def _make(self, chunk: Chunk, position: int, folder: Path, stamp: Any, skip_bad: bool) -> dict[str, Any]:
         """Write the rows of ``chunk`` and say what they are."""
         bad, table = BadRows(skip_bad), chunk.file.table
-        rows = self.reader.as_it_is(chunk)
-        found = self._write_plain(chunk, rows, position, to) if chunk.plain else None
-        if found is None:
-            rows = self.reader.mended(chunk, bad)
-            found = self._write(chunk, rows, position, to)
-        for shard, number, first in found:
-            if shard < 0:
-                field, kind, what = BLAMED[shard]
-                row = first & ROW_MASK
-                (value,) = self.reader.connection.execute(f"SELECT {field} FROM {rows} WHERE row = {row}").fetchone()
-                bad.report(f"{table.name}: {kind}", f"{chunk.file.where(row, field)}: {value} {what}", number)
-        report_cut(chunk, bad)
+        columns = self.reader.read(chunk, bad)
+        if table is USER_ACTION:
+            columns = _with_places(columns, self.ids, chunk.file, bad)
+        else:
+            columns["number"] = columns["row"] + (position << FILE_BITS)
+        chunk.report_cut(bad)
         span = {"start": chunk.start, "end": chunk.end, "next_row": chunk.first_row + chunk.rows, "last": chunk.last}
-        return {**span, "rows": sum(number for shard, number, _ in found if shard == 0), "bad": dict(bad.counts)}
+        note = {"stamp": stamp, **span, "rows": len(columns["row"]), "bad": dict(bad.counts)}
+        write_folder(folder, self._arrange(table.name, columns), note)
+        return note
 
-    def _write_plain(self, chunk: Chunk, rows: str, position: int, to: Path) -> list[tuple] | None:
-        """What ``_write`` found, or None if any row is malformed."""
-        import duckdb
+    def _arrange(self, table: str, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The arrays of a chunk: ``rows`` (columns × rows), where those of each shard start, and values of fields."""
+        shard = shard_of(columns["user_id"], self.shards)
+        order = np.argsort(shard, kind="stable")
+        names = (*PLAIN[table], *CODED[table].values())
+        rows = np.empty((len(names), len(order)), np.int64)
+        for row, name in zip(rows, names, strict=True):
+            np.take(columns[name], order, out=row, mode="clip")  # no index is out of bounds; other modes make a copy
+        starts = np.concatenate([[0], np.cumsum(np.bincount(shard, minlength=self.shards))])
+        values = {name: self.reader.distinct(columns[column]) for name, column in CODED[table].items()}
+        return {"rows": rows, "starts": starts, **values}
 
-        try:
-            found = self._write(chunk, rows, position, to)
-        except (duckdb.ConversionException, duckdb.InvalidInputException):
-            return None
-        whole = all(shard is not None for shard, *_ in found) and sum(number for _, number, _ in found) == chunk.rows
-        return found if whole else None
 
-    def _write(self, chunk: Chunk, rows: str, position: int, to: Path) -> list[tuple]:
-        """(0 for all shards, or what is wrong; how many rows; the number of the first), in the order of the first."""
-        execute = self.reader.connection.execute
-        select = SELECT[chunk.file.table.name].format(shards=self.shards, before=position << FILE_BITS, rows=rows)
-        smallest, largest = ROW_GROUP
-        size = min(max(chunk.rows // self.shards, smallest), largest)
-        execute(f"COPY ({select}) TO {literal(to)} (FORMAT parquet, ROW_GROUP_SIZE {size})")
-        return execute(
-            "SELECT CASE WHEN shard > 0 THEN 0 ELSE shard END AS kind, count(*), min(number) "
-            f"FROM {parquet([to])} GROUP BY kind ORDER BY min(number)"
-        ).fetchall()
+def read_note(folder: Path, stamp: Any, *, skip_bad: bool) -> dict[str, Any] | None:
+    """What was noted when ``folder`` was made with the same ``stamp``; None if it must be made (again)."""
+    note = read_json(folder / NOTE)
+    return note if note is not None and note["stamp"] == stamp and (skip_bad or not note["bad"]) else None
+
+
+def _with_places(
+    columns: dict[str, np.ndarray], ids: np.ndarray, file: TableFile, bad: BadRows
+) -> dict[str, np.ndarray]:
+    """The rows that make sense, with the row among ``ids`` for each place, −1 for none."""
+    found = {name: _find(ids, columns[name]) for name in ("poi_id", "via_poi_id")}
+    checks = [("timestamp", columns["timestamp"] < 0, "negative timestamp", "is negative")]
+    for name, place in found.items():
+        unknown = (place < 0) & (columns[name] != MISSING)
+        checks.append((name, unknown, "unknown place", f"is not a place of {POI_INFO.name}"))
+    good, mistakes = np.ones(len(columns["row"]), bool), []
+    for name, wrong, kind, what in checks:
+        wrong &= good
+        if wrong.any():
+            first = int(wrong.argmax())
+            message = f"{file.where(columns['row'][first], name)}: {columns[name][first]} {what}"
+            mistakes.append((first, f"{file.table.name}: {kind}", message, int(wrong.sum())))
+            good &= ~wrong
+    for _, *mistake in sorted(mistakes):
+        bad.report(*mistake)
+    columns |= found
+    return {name: column[good] for name, column in columns.items()} if mistakes else columns
+
+
+def _find(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    row = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+    return np.where(ids[row] == wanted, row, -1)
+
+
+def shard_of(user: np.ndarray, shards: int) -> np.ndarray:
+    """The shard of each user, the same whatever else is in the table; user numbers are mixed well first."""
+    mixed = user.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= np.uint64(0xD6E8FEB86659FD93)
+    mixed ^= mixed >> np.uint64(32)
+    shard = mixed % np.uint64(shards)
+    return shard.astype(np.uint16 if shards <= 1 << 16 else np.int64)  # 16 bits are sorted in linear time

@@ -20,7 +20,7 @@ from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.travel.data import JourneyData, Places, Sessions, Sizes
 
 FORMAT = 1
-META, WORK = "meta.json", "work"
+META, NOTE, WORK = "meta.json", "note.json", "work"
 PLACE_ARRAYS = ("ids", "score", "cell", "category", "region", "cell_offsets", "cell_places")
 SHARD_ARRAYS = ("offsets", "profile", "time", "fields")
 FIELDS = ("action", "place", "cell", "region", "weather", "mode", "via")
@@ -34,13 +34,15 @@ def shard_folder(path: Path, number: int) -> Path:
     return path / "shards" / f"{number:05d}"
 
 
-def write_folder(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """``arrays`` as NAME.npy; what was in ``folder`` is replaced. It is whole or not there."""
+def write_folder(folder: Path, arrays: Mapping[str, np.ndarray], note: Any = None) -> None:
+    """``arrays`` as NAME.npy, and a note; what was in ``folder`` is replaced. It is whole or not there."""
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     for name, array in arrays.items():
         np.save(unfinished / f"{name}.npy", array)
+    if note is not None:
+        write_json(unfinished / NOTE, note)
     if folder.exists():
         shutil.rmtree(folder)
     unfinished.rename(folder)

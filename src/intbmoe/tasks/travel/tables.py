@@ -19,6 +19,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SUFFIXES = ("", ".tsv", ".txt", ".csv")
 BLOCK_BYTES = 1 << 20
 PLAIN_BYTES = b"0123456789-\t\n"
+TOO_LARGE = b"%d" % 2**63
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,17 @@ class Chunk:
     first_row: int
     rows: int
     plain: bool
-    """Whether it has no byte that a whole number cannot have."""
+    """Whether it has no byte that a whole number cannot have, nor −2⁶³, which stands for an empty field."""
     last: bool
     cut: str = ""
     """Why the file is thought to end in the middle of a row, after this chunk; empty if it does not."""
+
+    def report_cut(self, bad: BadRows) -> None:
+        """After the rows were read."""
+        if self.cut:
+            where = f"{self.file.where(self.first_row + self.rows)}: the file is cut off here ({self.cut})"
+            message = f"{where}: get it again, or end its last row with a line break"
+            bad.report(f"{self.file.table.name}: file cut off", message)
 
 
 def find_files(source: Path, table: Table) -> list[TableFile]:
@@ -175,9 +183,11 @@ def cut_chunk(file: TableFile, stream: BinaryIO, start: int, first_row: int, siz
             whole = text.rfind(b"\n") + 1
             if last and not cut and whole < len(text):
                 cut = "it does not end with a line break"
-            text = text[:whole].replace(b"\r\n", b"\n")
+            text = text[:whole]
+            if b"\r" in text:
+                text = text.replace(b"\r\n", b"\n")
             end, rows = end + whole, rows + text.count(b"\n")
-            plain = plain and not text.translate(None, PLAIN_BYTES)
+            plain = plain and not text.translate(None, PLAIN_BYTES) and TOO_LARGE not in text
             out.write(text)
     return Chunk(file, to, start, end, first_row, rows, plain, last, cut)
 
