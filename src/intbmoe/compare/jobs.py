@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def launch(
     return Process(job, lane, place, popen, log, log_start, metrics, time.monotonic())
 
 
-class Scheduler:
+class Scheduler(ABC):
     """Keeps the places of its lanes filled; what a run is and what is said about it, subclasses know."""
 
     grace_seconds: float = 120  # how long a run that is asked to stop has to save
@@ -103,14 +104,15 @@ class Scheduler:
     def takes(self, job: Any, lane: Lane) -> bool:
         return True
 
-    def start(self, job: Any, lane: Lane, place: int) -> Process:
-        raise NotImplementedError
+    @abstractmethod
+    def start(self, job: Any, lane: Lane, place: int) -> Process: ...
 
+    @abstractmethod
     def progress(self, process: Process) -> None:
         """Called again and again while it runs."""
 
-    def ended(self, process: Process) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def ended(self, process: Process) -> None: ...
 
     def run(self, waiting: list[Any], deadline: float = math.inf) -> None:
         """Take jobs from the front of ``waiting`` until all have ended, or until ``deadline`` (``time.monotonic``).

@@ -291,7 +291,7 @@ def test_lost_chunks_are_made_again(raw, tmp_path):
     run(raw, tmp_path / "whole", budget=TINY)
     with pytest.raises(StoppedError):
         run(raw, tmp_path / "out", budget=TINY, progress=stop_at_sorting)
-    chunks = sorted((tmp_path / "out/work/actions/user_action.tsv").iterdir())
+    chunks = sorted((tmp_path / "out" / "work" / "actions" / "user_action.tsv").iterdir())
     assert len(chunks) > 4
     shutil.rmtree(chunks[0])
     (chunks[3] / "note.json").unlink()
