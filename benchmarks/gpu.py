@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py                          # two minutes or so, kernels compiled by several processes first
     python benchmarks/gpu.py --json figures.json      # also every figure
-    python benchmarks/gpu.py --sections stages small  # some of: stages layers experts small
+    python benchmarks/gpu.py --sections stages small  # some of: stages layers experts small grid
 
 Times are medians of device events; "graph" is a replayed CUDA graph, "eager" includes the host where it is the slower.
 ``benchmarks/README.md`` says what each table means. Ends with status 1 if a backend is wrong.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_grid import time_grid
 from gpu_layers import (
     ALLOWED,
     MIXTRAL_EXPERTS,
@@ -58,7 +59,7 @@ from torch import Tensor, nn
 
 from intbmoe.ops.backend import choose_backend, triton_runs
 
-SECTIONS = ("stages", "layers", "experts", "small")
+SECTIONS = ("stages", "layers", "experts", "small", "grid")
 EXPERTS = (1, 2, 4, 8, 16, 32, 64, 128)
 SMALL_SHAPES = ("MiniPile", "IntTravel")
 SMALL_TOKENS = (1, 8, 32, 126, 512, 2048)
@@ -313,7 +314,9 @@ def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write every figure here")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="what to measure")
+    parser.add_argument(
+        "--sections", nargs="+", choices=SECTIONS, default=SECTIONS[:-1], help="what to measure (default: all but grid)"
+    )
     parser.add_argument("--shapes", nargs="+", choices=[s.name for s in SHAPES], help="at which shapes (default: all)")
     parser.add_argument("--workers", type=int, help="processes that compile kernels ahead; 0: none")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a dry run")
@@ -328,7 +331,7 @@ def main() -> int:
     facts = describe(device)
     say(", ".join(f"{key} {value}" for key, value in facts.items()))
     workers = (default_workers() if device.type == "cuda" else 0) if arguments.workers is None else arguments.workers
-    if workers:
+    if workers and set(arguments.sections) != {"grid"}:
         small = [(s, tokens) for s in shapes if s.name in SMALL_SHAPES for tokens in SMALL_TOKENS]
         for failure in compile_ahead(shapes, small if "small" in arguments.sections else [], workers, device):
             say(f"not compiled ahead: {failure}")
@@ -336,6 +339,7 @@ def main() -> int:
     say(str(run.ceilings))
     run.timed("kernels compiled, ceilings measured")
     sections = {"stages": time_stages, "layers": time_layers, "experts": sweep_experts, "small": time_small}
+    sections["grid"] = lambda run: run.results.update(grid=time_grid(device, run.ceilings, workers, arguments.tiny))
     for name in arguments.sections:
         sections[name](run)
         run.timed(name)

@@ -1,13 +1,14 @@
 """The stages of one IntBMoE layer on a GPU, by the backend fused: what each computes, and the least it must move.
 
-Letters as in ``methods/intbmoe.py``; ``n`` tokens make ``m = n·k`` rows, ``h`` is a block's inner width. Counted are a
-stage's inputs and outputs as the layer passes them on: tokens and rows in bfloat16; parameters, the layer's input and
-output in float32; indices in int64. What a stage writes only to read it again is not counted.
+Letters as in ``methods/intbmoe.py``; ``n`` tokens make ``m = n·k`` rows. Counted are a stage's inputs and outputs as
+the layer passes them on: tokens and rows in bfloat16; parameters, the layer's input and output in float32; indices in
+int64. What a stage writes only to read it again is not counted.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,8 +74,8 @@ class Stage:
 def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]) -> list[Stage]:
     """All stages of one layer; ``routing_of(tokens, blocks, k)`` draws the tokens' choices."""
     c = shape.config
-    (n, d, h), blocks, bases, shared = (shape.tokens, c.dim, c.hidden[0]), c.blocks, c.experts, c.shared_width
-    m = n * c.top_k
+    n, d, blocks, bases, shared = shape.tokens, c.dim, c.blocks, c.experts, c.shared_width
+    m, layers = n * c.top_k, list(pairwise(c.widths))
     compute = torch.bfloat16
 
     def normal(*size: int, dtype: torch.dtype = compute, scale: float = 1.0) -> Tensor:
@@ -105,8 +106,40 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
             {f"{name}, rows' gradient": (("z",), cost), f"{name}, weights' gradient": (("weight",), cost)},
         )
 
-    pool = bases * 2 * d * h
-    composed = 2 * blocks * 2 * d * h
+    def row_operation(number: str, h: int) -> Stage:
+        return Stage(
+            f"row operation{number}",
+            lambda: {
+                "rows": rows(2 * h),
+                "bias": wide(blocks, 2 * h),
+                "gain": wide(h),
+                "scale": wide(1),
+                "norm": wide(h),
+                "shift": wide(h),
+                "plan": plan(),
+            },
+            lambda g: gated_rows(
+                g["rows"], g["bias"], g["gain"], g["scale"], (g["norm"], g["shift"]), g["plan"].ends, LAYER_NORM_EPS
+            ),
+            Cost(BF16 * 3 * m * h + 3 * F32 * m),
+            {
+                f"row operation{number}": (
+                    ("rows", "bias", "gain", "scale", "norm", "shift"),
+                    Cost(BF16 * 5 * m * h + 3 * F32 * m),
+                )
+            },
+        )
+
+    def block_stages() -> Iterator[Stage]:
+        """The products, and what is between them."""
+        for number, (i, o) in enumerate(layers, 1):
+            yield product(f"grouped GEMM {number}", i, 2 * o)
+            if number < len(layers):
+                yield row_operation(f" {number}" if len(layers) > 2 else "", o)
+
+    pool = bases * c.expert_weights
+    composed = 2 * blocks * c.expert_weights
+    outputs = sum(c.widths[1:])
     products = 2 * 2 * blocks * pool
     router_flops = 2 * n * (d * c.router_dim + c.router_dim * blocks)
     from intbmoe.ops.blocks.fused_combine import gated_combine
@@ -115,12 +148,12 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
 
     def compose_small(g: Given) -> list[Tensor]:
         alpha = g["hypernetwork"](g["codebook"])
-        biases = [compose(alpha, g[bias].unsqueeze(1), torch.float32, "fused") for bias in ("first", "second")]
+        biases = [compose(alpha, bias.unsqueeze(1), torch.float32, "fused") for bias in g["biases"]]
         return [*alpha[:2], *biases, linear(g["codebook"], g["code_filter"]).to(compute)]
 
     def compose_weights(g: Given) -> list[Tensor]:
         alpha = Coefficients(g["value"], g["gate"], bases**-0.5)
-        return [compose(alpha, g[pool], compute, "fused") for pool in ("first", "second")]
+        return [compose(alpha, pool, compute, "fused") for pool in g["pools"]]
 
     return [
         Stage(
@@ -149,16 +182,15 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
             lambda: {
                 "codebook": wide(blocks, c.code_dim),
                 "hypernetwork": module(Hypernetwork, c),
-                "first": wide(bases, h),
-                "second": wide(bases, d),
+                "biases": [wide(bases, width) for width in c.widths[1:]],
                 "code_filter": wide(d, c.code_dim),
             },
             compose_small,
-            Cost(F32 * (bases + 2 * blocks) * (d + h)),
+            Cost(F32 * (bases + 2 * blocks) * outputs),
             {
                 "coefficients, biases, block terms": (
-                    ("codebook", "hypernetwork", "first", "second", "code_filter"),
-                    Cost(F32 * (2 * bases + 2 * blocks) * (d + h)),
+                    ("codebook", "hypernetwork", "biases", "code_filter"),
+                    Cost(F32 * (2 * bases + 2 * blocks) * outputs),
                 )
             },
         ),
@@ -167,14 +199,13 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
             lambda: {
                 "value": wide(blocks, bases),
                 "gate": wide(blocks, bases),
-                "first": wide(bases, d, h, scale=d**-0.5),
-                "second": wide(bases, h, d, scale=h**-0.5),
+                "pools": [wide(bases, i, o, scale=i**-0.5) for i, o in layers],
             },
             compose_weights,
             Cost(F32 * pool + BF16 * composed, products, torch.float32),
             {
                 "composition": (
-                    ("value", "gate", "first", "second"),
+                    ("value", "gate", "pools"),
                     Cost(2 * F32 * pool + BF16 * composed, 2 * products, torch.float32),
                 )
             },
@@ -193,30 +224,7 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
             Cost(BF16 * (2 * n * d + m * d) + 2 * I64 * m),
             {"filter and gather": (("x", "token", "block"), Cost(BF16 * (4 * n * d + m * d) + 2 * I64 * m))},
         ),
-        product("grouped GEMM 1", d, 2 * h),
-        Stage(
-            "row operation",
-            lambda: {
-                "rows": rows(2 * h),
-                "bias": wide(blocks, 2 * h),
-                "gain": wide(h),
-                "scale": wide(1),
-                "norm": wide(h),
-                "shift": wide(h),
-                "plan": plan(),
-            },
-            lambda g: gated_rows(
-                g["rows"], g["bias"], g["gain"], g["scale"], (g["norm"], g["shift"]), g["plan"].ends, LAYER_NORM_EPS
-            ),
-            Cost(BF16 * 3 * m * h + 3 * F32 * m),
-            {
-                "row operation": (
-                    ("rows", "bias", "gain", "scale", "norm", "shift"),
-                    Cost(BF16 * 5 * m * h + 3 * F32 * m),
-                )
-            },
-        ),
-        product("grouped GEMM 2", h, 2 * d),
+        *block_stages(),
         Stage(
             "shared expert",
             lambda: {"x": normal(n, d), "expert": module(SwiGLU, d, shared)},

@@ -182,8 +182,9 @@ class Cost:
     """Of the products."""
 
     def floor_ms(self, ceilings: Ceilings) -> float:
-        """The larger of the time to move the bytes and the time to multiply."""
-        return 1e3 * max(self.bytes / ceilings.bytes_per_s, self.flops / ceilings.flops[self.dtype])
+        """The largest of the times to move the bytes, to multiply, and of the smallest kernel there is."""
+        work = max(self.bytes / ceilings.bytes_per_s, self.flops / ceilings.flops[self.dtype])
+        return max(1e3 * work, ceilings.kernel_ms)
 
 
 def bf16_autocast(device: torch.device) -> AbstractContextManager:

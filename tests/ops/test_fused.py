@@ -211,6 +211,14 @@ def test_rows_in_pieces(device, pieces, gate, monkeypatch):
 
 
 @on_device
+@gates
+@pytest.mark.parametrize(("routing", "width"), [("masked", 44), ("one", 700)])
+def test_rows_too_wide_for_registers(device, gate, routing, width, monkeypatch):
+    monkeypatch.setattr(fused_gate, "WIDE", 0)
+    test_gated_rows(device, routing, 37, width, gate)
+
+
+@on_device
 @tokens_
 @pytest.mark.parametrize("half", [True, False], ids=["half", "float32"])
 def test_router_scores(device, tokens, half):
@@ -313,7 +321,8 @@ def test_sum_rows(device, routing, tokens, trimmed):
 @on_device
 @gates
 @pytest.mark.parametrize(
-    ("blocks", "bases", "inputs", "outputs"), [(8, 16, 12, 20), (8, 5, 7, 11), (1, 40, 3, 300), (32, 33, 1, 9)]
+    ("blocks", "bases", "inputs", "outputs"),
+    [(8, 16, 12, 20), (8, 5, 7, 11), (1, 40, 3, 300), (32, 33, 1, 9), (50, 70, 3, 40), (70, 3, 5, 150)],
 )
 def test_composition(device, gate, blocks, bases, inputs, outputs):
     second = torch.randn(blocks, bases) if gate else None

@@ -33,18 +33,18 @@ class Tiling(NamedTuple):
         """Launch arguments of a program with one tile: rows, columns of a piece of them rounded up, and warps."""
         pieces = self.cut(width)
         block = power_of_2(-(-width // pieces), 16)
-        rows = _power_below(self.elements // (pieces * block))
-        warps = _power_below(rows * pieces * block // (32 * self.per_lane))
+        rows = power_below(self.elements // (pieces * block))
+        warps = power_below(rows * pieces * block // (32 * self.per_lane))
         return {"TILE": rows, "BLOCK": block, "num_warps": min(16, warps)}
 
     def chunk(self, width: int, rows: int) -> dict[str, int]:
         """As ``tile``, for several tiles. Few rows make small programs, so that all multiprocessors have some."""
         sizes = self.tile(width)
-        tiles = min(self.tiles, _power_below(rows // (sizes["TILE"] * ENOUGH_PROGRAMS)))
+        tiles = min(self.tiles, power_below(rows // (sizes["TILE"] * ENOUGH_PROGRAMS)))
         return {**sizes, "ROWS": sizes["TILE"] * tiles, "STAGES": min(self.stages, tiles)}
 
 
-def _power_below(number: int) -> int:
+def power_below(number: int) -> int:
     """The largest power of two up to ``number``; 1 if there is none."""
     return max(1, power_of_2(number + 1) // 2)
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intbmoe.ops.blocks.fused_gate import gate_gradients, inverse_rms, rms_gradient
+from intbmoe.ops.blocks.fused_dprg import gate_gradients, inverse_rms, rms_gradient
 from intbmoe.ops.blocks.naive import RMS_EPS
 from intbmoe.ops.permute import Permutation
 from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sum_partials

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from intbmoe.ops.blocks import fused_gate_wide
+from intbmoe.ops.blocks.fused_dprg import gate_gradients
 from intbmoe.ops.blocks.naive import RMS_EPS
 from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sum_partials
 from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device, power_of_2
@@ -32,6 +34,8 @@ BACKWARD = {
     None: Tiling(elements=1024, per_lane=12, tiles=32, stages=3, pieces=(1, 3)),
 }
 """By the widest rows that each is for: a narrow row fits into one warp, which need not wait for others."""
+WIDE = 3072
+"""Columns from which backward is ``fused_gate_wide.py``'s: a program would not hold wider rows in registers."""
 
 torch.library.define(
     "intbmoe::gated_rows",
@@ -56,29 +60,6 @@ def gated_rows(
 ) -> Tensor:
     """(M, P·o) rows sorted by group, (G, P·o) biases, (o,) gains, (1,) λ → (M, o), not set after the last group."""
     return torch.ops.intbmoe.gated_rows(rows, bias, gain, scale, *norm, ends, norm_eps)[0]
-
-
-@triton.jit
-def inverse_rms(g, WIDTH: tl.constexpr, EPS: tl.constexpr):
-    """1 / sqrt(mean(g²) + ε) of each row; columns past the width must be zero."""
-    return 1 / tl.sqrt(tl.sum(g * g, 1) / WIDTH + EPS)
-
-
-@triton.jit
-def gate_gradients(dz, v, n, gain, scale):
-    """From dz̃: dv, dn before RMSNorm's own, and the addends of the gradients of gain and λ."""
-    u = n * gain
-    sigmoid = tl.sigmoid(u)
-    silu = u * sigmoid
-    dv = dz * (1 + scale * silu)
-    du = dz * v * scale * sigmoid * (1 + u * (1 - sigmoid))
-    return dv, du * gain, du * n, dz * v * silu
-
-
-@triton.jit
-def rms_gradient(dn, n, rms, WIDTH: tl.constexpr):
-    """Through n = g / rms(g)."""
-    return rms[:, None] * (dn - n * (tl.sum(dn * n, 1) / WIDTH)[:, None])
 
 
 @triton.jit
@@ -324,11 +305,14 @@ def _allocate(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
 def _run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends):
     count, width, groups = rows.shape[0], norm_gain.shape[0], ends.shape[0]
     row_grad, sums = _allocate_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends)
-    sizes = _sizes(BACKWARD, width, count)
-    number = programs(count, groups, sizes["ROWS"])
     if count == 0:
         return row_grad, sums.zero_()
     grad, rows = in_rows(grad), in_rows(rows)
+    if width > WIDE:
+        parameters = bias, gain, scale, norm_gain, ends
+        return row_grad, fused_gate_wide.run_backward(grad, rows, statistics, *parameters, row_grad, sums.shape[1])
+    sizes = _sizes(BACKWARD, width, count)
+    number = programs(count, groups, sizes["ROWS"])
     partials = sums.new_empty(number, sums.shape[1])
     with on_device(rows):
         _gated_rows_backward[(number,)](
@@ -342,7 +326,8 @@ def _run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends):
 @torch.library.register_fake("intbmoe::gated_rows_backward")
 def _allocate_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends):
     width = norm_gain.shape[0]
-    columns = 3 * width if gain is None else 5 * width + 1
+    scales = fused_gate_wide.scale_columns(width) if width > WIDE else 1
+    columns = 3 * width if gain is None else 5 * width + scales
     return empty_rows(rows, *rows.shape), rows.new_empty(ends.shape[0], columns, dtype=torch.float32)
 
 
@@ -358,7 +343,7 @@ def _differentiate(ctx, grad, _):
     bias_grad, rest = sums[:, : paths * width], sums[:, paths * width :].sum(0)
     gain_grad = scale_grad = None
     if gain is not None:
-        gain_grad, scale_grad = rest[2 * width : 3 * width], rest[3 * width :]
+        gain_grad, scale_grad = rest[2 * width : 3 * width], rest[3 * width :].sum(0, keepdim=True)
     return row_grad, bias_grad, gain_grad, scale_grad, rest[:width], rest[width : 2 * width], None, None
 
 

@@ -1,12 +1,20 @@
-"""Composition as one skinny matrix product in Triton, written once in the type and layout that the next product wants.
+"""Composition as one matrix product in Triton, written once in the type and layout that the next product wants.
 
-The pool is read once and the blocks are written once: coefficients (P·K, E) times the pool (E, i·o), cast, the paths of
-a row side by side. Backward likewise reads the blocks' gradient and the pool once, and writes the pool's gradient, by
-programs that go from columns to columns: each keeps its sum of the coefficients' gradient, and loads ahead. Their sums
-are added in a fixed order. Products are in float32 (three TF32 products each on tensor cores, as exact).
+The product is coefficients (P·K, E) times the pool (E, i·o), cast, the paths of a row side by side. It is as exact as
+in float32, from several products on tensor cores: three of TF32, or six of bfloat16 where the arithmetic is what takes
+the time (twice as fast on an H200).
+
+**Few rows** (P·K ≤ ``FEW_ROWS``): the product is skinny. The pool is read once and the blocks are written once.
+Backward likewise reads the blocks' gradient and the pool once, and writes the pool's gradient, by programs that go from
+columns to columns: each keeps its sum of the coefficients' gradient, and loads ahead.
+
+**Many rows** would not fit into a program's registers. Each program has a tile of them, and backward is two products:
+one for the pool, one for the coefficients. Tiles of the same columns run side by side and find them in the L2 cache.
+
+Partial sums of the coefficients' gradient are added in a fixed order.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,12 +22,29 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from intbmoe.ops.backend import INTERPRETING
 from intbmoe.ops.triton_support import differentiable_once, empty_matrices, on_device, power_of_2
 
 BLOCK = 128  # columns of a row of the pool's matrices that a program has
-PRECISION = "tf32x3"
+FEW_PRECISION, MANY_PRECISION = "tf32x3", "ieee" if INTERPRETING else "bf16x6"  # the interpreter has no bfloat16 ones
 FORWARD_WARPS, BACKWARD_WARPS = 2, 1
 BACKWARD_PROGRAMS = 1056  # per 32 bases: as many as run at once on an H200. A constant: sums depend on it
+FEW_ROWS = 16
+
+
+class Cut(NamedTuple):
+    """What a program of a product with many rows computes at a time."""
+
+    rows: int
+    bases: int
+    columns: int
+    warps: int
+
+
+# Measured on an H200.
+FORWARD_CUT = Cut(rows=64, bases=32, columns=128, warps=4)
+POOL_CUT = Cut(rows=32, bases=64, columns=128, warps=4)
+COEFFICIENT_CUT = Cut(rows=64, bases=64, columns=64, warps=4)
 
 torch.library.define(
     "intbmoe::compose", "(Tensor value, Tensor? gate, Tensor pool, float factor, ScalarType dtype) -> Tensor"
@@ -37,10 +62,10 @@ def compose(value: Tensor, gate: Tensor | None, pool: Tensor, factor: float, dty
 
 @triton.jit
 def _coefficients(
-    value, gate, factor, first, BLOCKS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr
+    value, gate, factor, first_row, first, BLOCKS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr
 ):
-    """(ROWS, STEP) coefficients of bases ``first`` …, value path first, zero past the ends."""
-    row = tl.arange(0, ROWS)
+    """(ROWS, STEP) coefficients: rows ``first_row`` …, value path first, of bases ``first`` …; zero past the ends."""
+    row = first_row + tl.arange(0, ROWS)
     base = first + tl.arange(0, STEP)
     known = (base < E)[None, :]
     place = (row % BLOCKS)[:, None] * E + base[None, :]
@@ -52,19 +77,27 @@ def _coefficients(
 
 
 @triton.jit
-def _columns(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's row of the matrices, and its columns of that row."""
-    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    return tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+def _columns(item, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """An item's line of the matrices, and its columns of that line."""
+    across: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    return item // across, item % across * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _matrices(pool, first, line, column, size, WIDTH: tl.constexpr, E: tl.constexpr, STEP: tl.constexpr):
+    """Where the entries of bases ``first`` … stand in the pool, and which are there."""
+    base = first + tl.arange(0, STEP)
+    entry = base[:, None].to(tl.int64) * size + line * WIDTH + column[None, :]
+    return pool + entry, (base < E)[:, None] & (column < WIDTH)[None, :]
 
 
 @triton.jit
 def _composed(
-    base, line, column, WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    base, first_row, line, column, WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Where a program's entries of all blocks and paths stand in the composed tensor, and which are there."""
-    row = tl.arange(0, ROWS)
+    """Where the entries of rows ``first_row`` … stand in the composed tensor, and which are there."""
+    row = first_row + tl.arange(0, ROWS)
     start = (row % BLOCKS).to(tl.int64) * BLOCK_STRIDE + line * ROW_STRIDE + row // BLOCKS * WIDTH
     return base + start[:, None] + column[None, :], (row < PATHS * BLOCKS)[:, None] & (column < WIDTH)[None, :]
 
@@ -76,16 +109,16 @@ def _compose_forward(
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    line, column = _columns(WIDTH, BLOCK)
+    tiles: tl.constexpr = (PATHS * BLOCKS + ROWS - 1) // ROWS
+    first_row = tl.program_id(0) % tiles * ROWS
+    line, column = _columns(tl.program_id(0) // tiles, WIDTH, BLOCK)
     total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     for first in range(0, E, STEP):
-        alpha = _coefficients(value, gate, factor, first, BLOCKS, E, ROWS, STEP)
-        base = first + tl.arange(0, STEP)
-        known = (base < E)[:, None] & (column < WIDTH)[None, :]
-        entry = base[:, None].to(tl.int64) * size + line * WIDTH + column[None, :]
-        matrix = tl.load(pool + entry, mask=known, other=0.0).to(tl.float32)
+        alpha = _coefficients(value, gate, factor, first_row, first, BLOCKS, E, ROWS, STEP)
+        entry, known = _matrices(pool, first, line, column, size, WIDTH, E, STEP)
+        matrix = tl.load(entry, mask=known, other=0.0).to(tl.float32)
         total = tl.dot(alpha, matrix, total, input_precision=PRECISION)
-    place, there = _composed(out, line, column, WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
+    place, there = _composed(out, first_row, line, column, WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
     tl.store(place, total.to(out.dtype.element_ty), mask=there)
 
 
@@ -99,27 +132,71 @@ def _compose_backward(
     first = tl.program_id(1) * STEP
     base = first + tl.arange(0, STEP)
     row = tl.arange(0, ROWS)
-    alpha = tl.trans(_coefficients(value, gate, factor, first, BLOCKS, E, ROWS, STEP))
-    across: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    alpha = tl.trans(_coefficients(value, gate, factor, 0, first, BLOCKS, E, ROWS, STEP))
     dalpha = tl.zeros([ROWS, STEP], dtype=tl.float32)
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=2):
-        line = item // across
-        column = item % across * BLOCK + tl.arange(0, BLOCK)
-        place, there = _composed(grad, line, column, WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
+        line, column = _columns(item, WIDTH, BLOCK)
+        place, there = _composed(grad, 0, line, column, WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
         dblocks = tl.load(place, mask=there, other=0.0).to(tl.float32)
-        known = (base < E)[:, None] & (column < WIDTH)[None, :]
-        entry = base[:, None].to(tl.int64) * size + line * WIDTH + column[None, :]
-        matrix = tl.load(pool + entry, mask=known, other=0.0).to(tl.float32)
+        entry, known = _matrices(pool, first, line, column, size, WIDTH, E, STEP)
+        matrix = tl.load(entry, mask=known, other=0.0).to(tl.float32)
         dpool = tl.dot(alpha, dblocks, input_precision=PRECISION)
-        tl.store(pool_grad + entry, dpool.to(pool_grad.dtype.element_ty), mask=known)
+        target, _ = _matrices(pool_grad, first, line, column, size, WIDTH, E, STEP)
+        tl.store(target, dpool.to(pool_grad.dtype.element_ty), mask=known)
         dalpha = tl.dot(dblocks, tl.trans(matrix), dalpha, input_precision=PRECISION)
     partial = partials + (tl.program_id(0).to(tl.int64) * PATHS * BLOCKS + row[:, None]) * E + base[None, :]
     tl.store(partial, dalpha * factor, mask=(row < PATHS * BLOCKS)[:, None] & (base < E)[None, :])
 
 
-def _sizes(value: Tensor, gate: Tensor | None, pool: Tensor, composed: Tensor) -> dict[str, Any]:
+@triton.jit
+def _pool_gradient(
+    grad, value, gate, pool_grad, factor, size,
+    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles: tl.constexpr = (E + STEP - 1) // STEP
+    first = tl.program_id(0) % tiles * STEP
+    line, column = _columns(tl.program_id(0) // tiles, WIDTH, BLOCK)
+    total = tl.zeros([STEP, BLOCK], dtype=tl.float32)
+    for first_row in range(0, PATHS * BLOCKS, ROWS):
+        alpha = tl.trans(_coefficients(value, gate, factor, first_row, first, BLOCKS, E, ROWS, STEP))
+        place, there = _composed(grad, first_row, line, column, WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
+        dblocks = tl.load(place, mask=there, other=0.0).to(tl.float32)
+        total = tl.dot(alpha, dblocks, total, input_precision=PRECISION)
+    target, known = _matrices(pool_grad, first, line, column, size, WIDTH, E, STEP)
+    tl.store(target, total.to(pool_grad.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def _coefficient_gradient(
+    grad, pool, partials, factor, size, items,
+    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles: tl.constexpr = (E + STEP - 1) // STEP
+    first = tl.program_id(0) % tiles * STEP
+    first_row = tl.program_id(0) // tiles * ROWS
+    total = tl.zeros([ROWS, STEP], dtype=tl.float32)
+    for item in tl.range(tl.program_id(1), items, tl.num_programs(1), num_stages=2):
+        line, column = _columns(item, WIDTH, BLOCK)
+        place, there = _composed(grad, first_row, line, column, WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
+        dblocks = tl.load(place, mask=there, other=0.0).to(tl.float32)
+        entry, known = _matrices(pool, first, line, column, size, WIDTH, E, STEP)
+        matrix = tl.load(entry, mask=known, other=0.0).to(tl.float32)
+        total = tl.dot(dblocks, tl.trans(matrix), total, input_precision=PRECISION)
+    row, base = first_row + tl.arange(0, ROWS), first + tl.arange(0, STEP)
+    partial = partials + (tl.program_id(1).to(tl.int64) * PATHS * BLOCKS + row[:, None]) * E + base[None, :]
+    tl.store(partial, total * factor, mask=(row < PATHS * BLOCKS)[:, None] & (base < E)[None, :])
+
+
+def _sizes(value: Tensor, gate: Tensor | None, pool: Tensor, composed: Tensor, cut: Cut | None) -> dict[str, Any]:
+    """Launch arguments, by the ``cut``; without one, for few rows, a program has all of them."""
     (blocks, bases), width = value.shape, pool.shape[2]
     paths = 1 if gate is None else 2
+    rows, precision = power_of_2(paths * blocks, 16), FEW_PRECISION if cut is None else MANY_PRECISION
+    cut = cut or Cut(rows, 32, BLOCK, FORWARD_WARPS)
     return {
         "WIDTH": width,
         "ROW_STRIDE": composed.stride(1),
@@ -127,25 +204,34 @@ def _sizes(value: Tensor, gate: Tensor | None, pool: Tensor, composed: Tensor) -
         "BLOCKS": blocks,
         "PATHS": paths,
         "E": bases,
-        "ROWS": power_of_2(paths * blocks, 16),
-        "STEP": min(power_of_2(bases, 16), 32),
-        "BLOCK": min(BLOCK, power_of_2(width, 16)),
-        "PRECISION": PRECISION,
+        "ROWS": min(rows, cut.rows),
+        "STEP": min(power_of_2(bases, 16), cut.bases),
+        "BLOCK": min(cut.columns, power_of_2(width, 16)),
+        "PRECISION": precision,
+        "num_warps": cut.warps,
     }
 
 
-def _programs(pool: Tensor, sizes: dict[str, Any]) -> int:
+def _many(value: Tensor, gate: Tensor | None) -> bool:
+    return value.shape[0] * (1 if gate is None else 2) > FEW_ROWS
+
+
+def _items(pool: Tensor, sizes: dict[str, Any]) -> int:
     return pool.shape[1] * triton.cdiv(pool.shape[2], sizes["BLOCK"])
+
+
+def _row_tiles(sizes: dict[str, Any]) -> int:
+    return triton.cdiv(sizes["PATHS"] * sizes["BLOCKS"], sizes["ROWS"])
 
 
 @torch.library.impl("intbmoe::compose", "default")
 def _run(value, gate, pool, factor, dtype):
     out = _allocate(value, gate, pool, factor, dtype)
     value, pool, gate = value.contiguous(), pool.contiguous(), None if gate is None else gate.contiguous()
-    sizes = _sizes(value, gate, pool, out)
+    sizes = _sizes(value, gate, pool, out, FORWARD_CUT if _many(value, gate) else None)
     with on_device(pool):
-        _compose_forward[(_programs(pool, sizes),)](
-            value, gate, pool, out, factor, pool.stride(0), num_warps=FORWARD_WARPS, **sizes
+        _compose_forward[(_items(pool, sizes) * _row_tiles(sizes),)](
+            value, gate, pool, out, factor, pool.stride(0), **sizes
         )
     return out
 
@@ -161,15 +247,28 @@ def _run_backward(grad, value, gate, pool, factor):
     sums, pool_grad = _allocate_backward(grad, value, gate, pool, factor)
     value, pool, gate = value.contiguous(), pool.contiguous(), None if gate is None else gate.contiguous()
     grad = grad if grad.stride(2) == 1 else grad.contiguous()
-    sizes = _sizes(value, gate, pool, grad)
-    sizes["BLOCK"] = min(sizes["BLOCK"], 2048 // sizes["STEP"])  # more would not fit into registers
-    items = _programs(pool, sizes)
-    partials = sums.new_empty(min(items, BACKWARD_PROGRAMS), *sums.shape)
-    with on_device(pool):
-        _compose_backward[len(partials), triton.cdiv(sizes["E"], sizes["STEP"])](
-            grad, value, gate, pool, pool_grad, partials, factor, pool.stride(0), items,
-            num_warps=BACKWARD_WARPS, **sizes,
-        )  # fmt: skip
+    size = pool.stride(0)
+    if _many(value, gate):
+        sizes = _sizes(value, gate, pool, grad, POOL_CUT)
+        with on_device(pool):
+            _pool_gradient[(_items(pool, sizes) * triton.cdiv(sizes["E"], sizes["STEP"]),)](
+                grad, value, gate, pool_grad, factor, size, **sizes
+            )
+        sizes = _sizes(value, gate, pool, grad, COEFFICIENT_CUT)
+        items, tiles = _items(pool, sizes), _row_tiles(sizes) * triton.cdiv(sizes["E"], sizes["STEP"])
+        partials = sums.new_empty(min(items, triton.cdiv(BACKWARD_PROGRAMS, tiles)), *sums.shape)
+        with on_device(pool):
+            _coefficient_gradient[tiles, len(partials)](grad, pool, partials, factor, size, items, **sizes)
+    else:
+        sizes = _sizes(value, gate, pool, grad, None)
+        sizes["BLOCK"] = min(sizes["BLOCK"], 2048 // sizes["STEP"])  # more would not fit into registers
+        sizes["num_warps"] = BACKWARD_WARPS
+        items = _items(pool, sizes)
+        partials = sums.new_empty(min(items, BACKWARD_PROGRAMS), *sums.shape)
+        with on_device(pool):
+            _compose_backward[len(partials), triton.cdiv(sizes["E"], sizes["STEP"])](
+                grad, value, gate, pool, pool_grad, partials, factor, size, items, **sizes
+            )
     return partials.sum(0), pool_grad
 
 

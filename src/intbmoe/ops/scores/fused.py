@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from intbmoe.ops.tiles import ENOUGH_PROGRAMS, power_below
 from intbmoe.ops.triton_support import differentiable_once, on_device, power_of_2
 
 TOKENS, INPUTS, WARPS, STAGES = 64, 32, 4, 3
@@ -157,11 +158,13 @@ def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
     x_grad, first, second = _allocate_backward(grad, token_grad, x, weight, score_weight, hidden)
     if x.shape[0] == 0:
         return x_grad, first.zero_(), second.zero_()
-    tiles = min(BACKWARD_TILES, power_of_2(triton.cdiv(x.shape[0], BACKWARD_TOKENS)))
+    parts = triton.cdiv(x.shape[1], BACKWARD_INPUTS) + 1
+    # Few tokens make small programs, so that all multiprocessors have some.
+    tiles = min(BACKWARD_TILES, power_below(x.shape[0] * parts // (BACKWARD_TOKENS * ENOUGH_PROGRAMS)))
     chunks = triton.cdiv(x.shape[0], BACKWARD_TOKENS * tiles)
     partials = first.new_empty(chunks, *first.shape), second.new_empty(chunks, *second.shape)
     with on_device(x):
-        _backward[chunks, triton.cdiv(x.shape[1], BACKWARD_INPUTS) + 1](
+        _backward[chunks, parts](
             grad.contiguous(), None if token_grad is None else token_grad.contiguous(), x.contiguous(),
             weight.contiguous(), score_weight.contiguous(), hidden, x_grad, *partials, x.shape[0],
             **_sizes(x, weight, score_weight), TOKENS=BACKWARD_TOKENS, INPUTS=BACKWARD_INPUTS, TILES=tiles,
