@@ -1,4 +1,5 @@
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -6,7 +7,14 @@ import torch
 from layer_task import LayerTask, OneLayer, sample_of
 
 from intbmoe import IntBMoE
-from intbmoe.analysis.bases import collect_coefficients, mean_cosine, measure_participation, without_base
+from intbmoe.analysis.bases import (
+    collect_coefficients,
+    count_sure,
+    mean_cosine,
+    measure_participation,
+    paired_rise,
+    without_base,
+)
 from small_intbmoe import SWITCHES, make, tokens
 
 SEVERAL = {name: options for name, options in SWITCHES.items() if name != "one_expert"}
@@ -45,46 +53,94 @@ def test_without_a_base_a_layer_is_that_of_the_others(options):
 
 
 @pytest.mark.parametrize("coefficients", ["linear", "softmax"])
-def test_a_base_with_zero_coefficients_costs_nothing(coefficients):
+def test_a_base_with_zero_coefficients_costs_no_accuracy(coefficients):
     """The factor scales all outputs alike, which leaves the largest where it is."""
-    layer = zero_base(make(coefficients=coefficients, shared=False), base=1)
-    task = LayerTask(tokens(23, 4))
+    layer, x = zero_base(make(coefficients=coefficients, shared=False), base=1), tokens(23, 4)
+    task = LayerTask(x)
     with torch.no_grad():
-        task.examples.arrays["labels"] = layer(tokens(23, 4))[:, 0].argmax(
-            -1
-        )  # so that the whole layer is always right
+        task.examples.arrays["labels"] = layer(x)[:, 0].argmax(-1)  # so that the whole layer is always right
     found = measure_participation(OneLayer(layer), sample_of(task))
     assert found.full == 1.0
     assert found.layers[0].drops[1] == 0
     assert found.layers[0].drops[0] > 0, "the others do cost something"
+    if coefficients == "softmax":
+        assert found.layers[0].rises[1] == pytest.approx(0, abs=1e-14)
+        assert found.hurting + found.helping <= 2, "rounding is not taken for an effect"
 
 
 def test_the_effect_of_the_factor_is_told_apart():
     layer = zero_base(make(), base=2)
-    found = measure_participation(OneLayer(layer), sample_of(LayerTask(tokens(9, 4), metric="loss")))
-    assert found.layers[0].factor_alone == found.layers[0].drops[2] != 0
-    softmax = measure_participation(
-        OneLayer(make(coefficients="softmax")), sample_of(LayerTask(tokens(9, 4), metric="loss"))
-    )
+    found = measure_participation(OneLayer(layer), sample_of(LayerTask(tokens(9, 4))))
+    assert found.layers[0].factor_alone == found.layers[0].rises[2] != 0
+    softmax = measure_participation(OneLayer(make(coefficients="softmax")), sample_of(LayerTask(tokens(9, 4))))
     assert softmax.layers[0].factor_alone == 0
 
 
-def test_drops_means_and_signs_by_hand():
+def test_rises_errors_and_drops_by_hand():
     layer, x = make(), tokens(9, 4)
-    found = measure_participation(OneLayer(layer), sample_of(LayerTask(x, metric="loss")))
+    task = LayerTask(x)
+    found = measure_participation(OneLayer(layer), sample_of(task))
+    (of_layer,) = found.layers
     with torch.no_grad():
-        full = float(layer(x).square().mean())
-        without = [float(rebuilt(layer, base)(x).square().mean()) for base in range(3)]
-    assert found.full == pytest.approx(full, abs=1e-12)
-    drops = [loss - full for loss in without]  # a higher loss is a worse model
-    assert found.layers[0].drops == pytest.approx(drops, abs=1e-12)
-    assert found.layers[0].mean == pytest.approx(sum(drops) / 3, abs=1e-12)
-    assert found.layers[0].smallest == pytest.approx(min(drops), abs=1e-12)
-    assert [row["drop"] for row in found.rows()] == found.layers[0].drops
-    task = LayerTask(x, metric="loss")
-    task.higher_is_better = True
-    turned = measure_participation(OneLayer(layer), sample_of(task))
-    assert turned.layers[0].drops == [-drop for drop in found.layers[0].drops]
+        whole = layer(x)
+        without = [rebuilt(layer, base)(x) for base in range(3)]
+    differences = [(y.square() - whole.square()).mean((1, 2)).tolist() for y in without]
+    assert found.full_loss == pytest.approx(float(whole.square().mean()), abs=1e-12)
+    assert of_layer.rises == pytest.approx([statistics.fmean(of) for of in differences], abs=1e-12)
+    assert of_layer.errors == pytest.approx([statistics.stdev(of) / 3 for of in differences], abs=1e-12)
+    right = [float((y[:, 0].argmax(-1) == task.examples.arrays["labels"]).double().mean()) for y in (whole, *without)]
+    assert found.full == pytest.approx(right[0], abs=1e-12)
+    assert of_layer.drops == pytest.approx([right[0] - other for other in right[1:]], abs=1e-12)
+    assert of_layer.mean == pytest.approx(sum(of_layer.rises) / 3, abs=1e-12)
+    assert of_layer.smallest == min(of_layer.rises)
+    pairs = list(zip(of_layer.rises, of_layer.errors, strict=True))
+    assert found.hurting == sum(rise > 2 * error for rise, error in pairs)
+    assert found.helping == sum(rise < -2 * error for rise, error in pairs)
+    assert [row["loss_rise"] for row in found.rows()] == of_layer.rises
+    assert [row["accuracy_drop_points"] for row in found.rows()] == [100 * drop for drop in of_layer.drops]
+
+
+def test_the_loss_sees_what_the_accuracy_of_few_examples_cannot():
+    """Every example's loss rises a little and no answer changes: all sure by the loss, nothing by the accuracy."""
+    noise = torch.rand(143, generator=torch.Generator().manual_seed(0)).double()
+    whole = {"count": torch.ones(143), "loss": 3 * noise, "accuracy": torch.ones(143)}
+    other = {**whole, "loss": 3 * noise + 0.001 + 0.001 * noise}
+    rise, error = paired_rise(whole, other)
+    assert rise == pytest.approx(0.001 + 0.001 * float(noise.mean()), abs=1e-12)
+    assert rise > 10 * error
+    assert rise < float(3 * noise.std()) / 143**0.5, "far below the error of the loss itself: pairing shows it"
+
+
+def test_examples_of_several_units_are_one_observation_each():
+    """Repeating the tokens of an example makes its mean no surer."""
+    units, rises = torch.tensor([1.0, 2.0, 3.0, 2.0]), torch.tensor([0.1, 0.5, 0.2, -0.1]).double()
+    whole = {"count": units, "loss": torch.zeros(4).double()}
+    rise, error = paired_rise(whole, {"count": units, "loss": units * rises})
+    assert rise == pytest.approx(float((units * rises).sum()) / 8, abs=1e-12)
+    longer = paired_rise({**whole, "count": 50 * units}, {"count": 50 * units, "loss": 50 * units * rises})
+    assert longer == pytest.approx((rise, error), abs=1e-12)
+    assert paired_rise({"count": units[:1], "loss": rises[:1]}, {"count": units[:1], "loss": rises[1:2]})[1] is None
+
+
+def test_sure_rises_are_corrected_for_their_number():
+    """With 1,000 examples t is nearly normal: 1.7 errors are enough for one claim, 2.4 not for sixteen."""
+    assert count_sure([1.7], [1.0], 1000) == 1
+    assert count_sure([1.6], [1.0], 1000) == 0
+    assert count_sure([2.4] * 16, [1.0] * 16, 1000) == 0
+    assert count_sure([3.0, 2.8, *[0.0] * 14], [1.0] * 16, 1000) == 2, "the second has fifteen others to beat"
+    assert count_sure([1.0, 0.0, -9.0], [0.0, 0.0, 1.0], 1000) == 1, "a rise without any error is sure"
+    assert count_sure([9.0], [None], 1) == 0
+
+
+def test_by_chance_alone_hardly_anything_is_sure():
+    drawn = torch.randn(200, 16, 30, generator=torch.Generator().manual_seed(3)).double()
+    wrong = 0
+    for experiment in drawn:
+        pairs = [
+            paired_rise({"count": torch.ones(30), "loss": torch.zeros(30)}, {"loss": values}) for values in experiment
+        ]
+        wrong += count_sure(*zip(*pairs, strict=True), 30) > 0
+    assert wrong <= 20, "5 % of 200 experiments, and some luck"
 
 
 def test_the_model_is_left_as_it_was():

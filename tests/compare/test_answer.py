@@ -39,7 +39,7 @@ def test_a_win():
     assert on_what == "digits (vision), 2 epochs, 40 steps each; accuracy on the test split, higher is better."
     assert won == "B, 90.00 ± 1.27 %."
     assert how_much.startswith("10.00 percentage points over A, the next.")
-    assert how_much.endswith("It has 2.5 times the FLOPs and 0.5 times the parameters of A.")
+    assert how_much.endswith("It has 2.5 times as many FLOPs and 0.5 times as many parameters as A.")
     assert how_sure.startswith("Its 95 % interval overlaps no other (2 seeds, Student's t).")
 
 

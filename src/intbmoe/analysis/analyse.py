@@ -102,7 +102,8 @@ def redraw(folder: str | Path) -> list[Path]:
     if not (folder / "data" / "analysis.json").is_file():
         raise TrainingError(f"{folder} holds no analysis: it has no data/analysis.json; intbmoe analyse RUN makes one")
     summary = read_summary(folder)
-    if "run" not in summary or "recipes" in (*summary["parts"], *summary["left_out"]):
+    of_accuracy = "participation" in summary["parts"] and "sure" not in read_json(folder / "data/participation.json")
+    if "run" not in summary or "recipes" in (*summary["parts"], *summary["left_out"]) or of_accuracy:
         again = shlex.join(["intbmoe", "analyse", str(folder.parent)])
         raise TrainingError(f"{folder} is of an earlier version of intbmoe: {again} makes it anew")
     with full_disk_is_explained(folder, "free some space and draw again"):
@@ -176,9 +177,11 @@ def _compute(name: str, run: RunDirectory, recipe: Recipe, model: nn.Module, sam
     if name == "coefficients":
         return collect_coefficients(model)
     if name == "participation":
-        if min(bases) > 1:
-            return measure_participation(model, sample, tell)
-        raise LeftOut("a layer has a single expert base, without which nothing is left")
+        if min(bases) == 1:
+            raise LeftOut("a layer has a single expert base, without which nothing is left")
+        if type(task).evaluate_examples is Task.evaluate_examples:
+            raise LeftOut(f"the task {task.name!r} defines no evaluate_examples, the loss of each example by itself")
+        return measure_participation(model, sample, tell)
     found = measure_run_cost(recipe, sample.ranks.device)
     if not found.sweep:
         raise LeftOut("the model has too many parameters to be built anew here, with a single base even")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from intbmoe.checks import require_positive_int
 from intbmoe.routing import RecordedRouting, record_routing
@@ -40,13 +40,16 @@ class Sample:
         for batch in self._read:
             yield self.task.prepare(self.ranks.to_device(batch), None)
 
-    def metrics(self, model: nn.Module) -> dict[str, float]:
-        """The task's metrics of a model in evaluation mode."""
-        totals: dict[str, float] = {}
+    @torch.no_grad()
+    def evaluate_examples(self, model: nn.Module) -> dict[str, Tensor]:
+        """The task's ``evaluate_examples`` of the whole sample, in float64 on the CPU."""
+        found: dict[str, list[Tensor]] = {}
         for batch in self.batches():
-            for name, value in self._run(model, batch).items():
-                totals[name] = totals.get(name, 0.0) + float(value.double())
-        return {name: float(value) for name, value in self.task.metrics(totals).items()}
+            with self.ranks.autocast():
+                each = self.task.evaluate_examples(model, batch)
+            for name, values in each.items():
+                found.setdefault(name, []).append(values.double().cpu())
+        return {name: torch.cat(parts) for name, parts in found.items()}
 
     def routed(self, model: nn.Module) -> Iterator[tuple[Batch, Mapping[str, RecordedRouting]]]:
         """Each batch with what every layer's router decided on it."""

@@ -113,13 +113,22 @@ class VisionTask(Task):
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         scores, labels = model(batch["images"]).float(), batch["labels"]
-        best = scores.topk(min(TOP, scores.shape[1]), dim=1).indices
-        hits = best == labels.unsqueeze(1)
+        hits = _hits(scores, labels)
         return {
             "count": _count(batch),
             "loss": F.cross_entropy(scores, labels, reduction="sum"),
             "accuracy": hits[:, :1].sum(),
             "accuracy5": hits.sum(),
+        }
+
+    def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        scores, labels = model(batch["images"]).float(), batch["labels"]
+        hits = _hits(scores, labels)
+        return {
+            "count": torch.ones_like(labels),
+            "loss": F.cross_entropy(scores, labels, reduction="none"),
+            "accuracy": hits[:, 0],
+            "accuracy5": hits.sum(1),
         }
 
     def example_inputs(self) -> tuple[Tensor]:
@@ -138,6 +147,11 @@ class VisionTask(Task):
 
     def shown(self, split: ImageExamples) -> Shown:
         return show_images(split, self.class_names(), self.recipe.model)
+
+
+def _hits(scores: Tensor, labels: Tensor) -> Tensor:
+    """(B, 5 or fewer): whether the best, the second best … score is the label's."""
+    return scores.topk(min(TOP, scores.shape[1]), dim=1).indices == labels.unsqueeze(1)
 
 
 def _count(batch: Batch) -> Tensor:
