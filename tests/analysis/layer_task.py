@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from intbmoe.analysis.sample import Sample
+from intbmoe.tasks.looking import View
 from intbmoe.train.distribution import Ranks
 
 
@@ -38,8 +39,12 @@ class LayerTask:
         mask = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
         self.examples = LayerExamples(x, mask, torch.arange(len(x)) % classes)
 
-    def class_names(self):
-        return tuple(str(label) for label in range(self.recipe.model.classes))
+    name = "layer"
+
+    def views(self):
+        names = tuple(str(label) for label in range(self.recipe.model.classes))
+        words = tuple((f"class {name}",) for name in names)
+        return [View("class", names, lambda b: b["labels"].unsqueeze(1), words, lambda of: of.arrays["labels"].numpy())]
 
     def split(self, name):
         return self.examples

@@ -130,6 +130,29 @@ def test_participation_is_on_the_evaluated_metric(run):
     assert [len(layer[name]) for layer in found["layers"] for name in ("rises", "errors", "drops")] == [3] * 6
 
 
+def test_classes_and_layers_of_the_routing_pictures_are_chosen(run, capsys):
+    """The paper's Figure 4: some classes, some layers."""
+    main(["analyse", str(run), "--classes", "7", "3", "--layers", "2"])
+    routing = json.loads((run / "analysis/data/routing.json").read_bytes())
+    (view,) = routing["views"]
+    assert (view["labels"], [layer["layer"] for layer in view["layers"]]) == (["7", "3"], ["blocks.2.moe"])
+    assert routing["examples"] == 29, "all validation images of the two digits"
+    load = json.loads((run / "analysis/data/load.json").read_bytes())
+    assert len(load["layers"]) == 2, "nothing else is narrowed"
+    caption = json.loads((run / "analysis/pictures/routing-class.json").read_bytes())
+    assert "layer 2" in caption["see"]
+    assert "29 examples" in caption["how"]
+    before = files(run / "analysis")
+    for words, told in (
+        (["--classes", "12"], r"no class is called '12': did you mean '2'\?"),
+        (["--layers", "1"], r"no layer is called '1': the layers whose tokens choose are 0 \(blocks\.0\.moe\), 2"),
+        (["--redraw", "--layers", "2"], "--redraw computes nothing"),
+    ):
+        with pytest.raises(SystemExit, match=told):
+            main(["analyse", str(run), *words])
+    assert files(run / "analysis") == before
+
+
 def test_counts_of_load_and_routing_agree(analysed):
     folder = analysed["journeys"]
     load = json.loads((folder / "data" / "load.json").read_bytes())
@@ -286,7 +309,7 @@ def test_a_caption_says_how_sure_it_is():
     assert "rises by more than two standard errors in 12 of 16 cases and falls by as much in 1" in picture.see
     assert "by chance alone it would be about 0.4 each" in picture.see
     assert "Corrected for 16 comparisons, 9 of the rises are certain." in picture.see
-    assert "The accuracy changes by +0.00 points to +0.00 points." in picture.see
+    assert "By accuracy the model is worse by +0.00 points to +0.00 points." in picture.see
     (alone,) = draw_participation(participation([0.01], errors=None, examples=1))
     assert "A single example has no standard error" in alone.see
 

@@ -19,7 +19,7 @@ from torch import nn
 from intbmoe.analysis.bases import collect_coefficients, measure_participation
 from intbmoe.analysis.loads import choosing_layers, evaluated_load, load_history, training_curves, unit_of
 from intbmoe.analysis.page import run_page
-from intbmoe.analysis.routing import example_routing, routing_shares
+from intbmoe.analysis.routing import Chosen, choose, example_routing, routing_shares
 from intbmoe.analysis.run_cost import measure_run_cost
 from intbmoe.analysis.sample import Sample
 from intbmoe.files import replacing_folder, to_json
@@ -52,6 +52,9 @@ Tell = Callable[[str], None]
 class AnalyseOptions:
     split: str = "valid"
     examples: int = 1000  # at most so many, evenly spread over the split
+    classes: tuple[str, ...] = ()
+    """Of the routing shares, by name or number; all if empty. They are then counted on examples of these classes."""
+    layers: tuple[str, ...] = ()  # of the routing shares, by name or number; all if empty
     draw: bool = True
     """Without it the numbers alone are left, which needs no matplotlib; ``redraw`` draws them, elsewhere too."""
 
@@ -73,11 +76,12 @@ def analyse(
     model = model.to(ranks.device)
     size = min(recipe.train.device_batch or recipe.train.batch, BATCH)
     sample = Sample(task, options.split, options.examples, ranks, size)
+    chosen = choose(model, sample, options.classes, options.layers)  # first: a wrong name is told at once
     found, left_out = {}, {}
     for name in PARTS:
         tell(name)
         try:
-            found[name] = _compute(name, run, recipe, model, sample, tell)
+            found[name] = _compute(name, run, recipe, model, sample, chosen, tell)
         except LeftOut as reason:
             left_out[name] = str(reason)
     summary = {**_describe(run, recipe, sample), "parts": list(found), "left_out": left_out}
@@ -147,7 +151,9 @@ def _describe(run: RunDirectory, recipe: Recipe, sample: Sample) -> dict[str, An
     }
 
 
-def _compute(name: str, run: RunDirectory, recipe: Recipe, model: nn.Module, sample: Sample, tell: Tell) -> Any:
+def _compute(
+    name: str, run: RunDirectory, recipe: Recipe, model: nn.Module, sample: Sample, chosen: Chosen, tell: Tell
+) -> Any:
     """One part, as a dataclass that can be written as JSON and, by its ``rows``, as CSV."""
     layers, task = [layer for _, layer in moe_layers(model)], sample.task
     if name in OF_CHOICES and not choosing_layers(model):
@@ -167,8 +173,8 @@ def _compute(name: str, run: RunDirectory, recipe: Recipe, model: nn.Module, sam
     if name == "load":
         return evaluated_load(model, sample)
     if name == "routing":
-        if views := task.views():
-            return routing_shares(model, sample, views)
+        if chosen.views:
+            return routing_shares(model, chosen)
         raise LeftOut(f"the task {task.name!r} defines no views, which tell its tokens apart")
     if name == "examples":
         if shown := task.shown(sample.source):

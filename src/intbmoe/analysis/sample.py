@@ -14,24 +14,34 @@ from intbmoe.train.errors import TrainingError
 
 
 class Sample:
-    """At most ``examples`` of a split, evenly spread over it, read once and run as often as needed."""
+    """At most ``examples`` of a split, or ``among`` some of it, evenly spread; read once and run as often as needed."""
 
-    def __init__(self, task: Task, split: str, examples: int, ranks: Ranks, batch_size: int = 256) -> None:
+    def __init__(
+        self,
+        task: Task,
+        split: str,
+        examples: int,
+        ranks: Ranks,
+        batch_size: int = 256,
+        among: Sequence[int] | None = None,
+    ) -> None:
         require_positive_int("examples", examples)
         self.task = task
         self.split = split
         self.ranks = ranks
         self.batch_size = batch_size
         self.source = task.split(split)  # all examples of the split
-        self.total = len(self.source)  # examples of the whole split
+        self.among = range(len(self.source)) if among is None else among
+        self.total = len(self.among)  # examples that could be taken
         if self.total == 0:
-            raise TrainingError(f"the {split} split is empty")
+            raise TrainingError(f"the {split} split has no example{'' if among is None else ' of these classes'}")
+        self.wanted = examples
         self.examples = min(examples, self.total)
 
     @cached_property
     def _read(self) -> list[Batch]:
         # Spread, not the first ones: a split may be sorted by class or by time.
-        indices = [place * self.total // self.examples for place in range(self.examples)]
+        indices = [int(self.among[place * self.total // self.examples]) for place in range(self.examples)]
         starts = range(0, self.examples, self.batch_size)
         return [self.source.batch(indices[start : start + self.batch_size], epoch=0, seed=0) for start in starts]
 

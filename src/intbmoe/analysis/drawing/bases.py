@@ -109,8 +109,8 @@ def _told_removals(data: Data) -> str:
     every = [(rise, layer["layer"], base) for layer in data["layers"] for base, rise in enumerate(layer["rises"])]
     most, least = max(every), min(every)
     drops = [drop for layer in data["layers"] for drop in layer["drops"]]
-    low, high = (format_difference(data["metric"], end, "points", "+") for end in (-max(drops), -min(drops)))
-    beside = "" if data["metric"] == "loss" else f" The {data['metric']} changes by {low} to {high}."
+    low, high = (format_difference(data["metric"], end, "points", "+") for end in (min(drops), max(drops)))
+    beside = "" if data["metric"] == "loss" else f" By {data['metric']} the model is worse by {low} to {high}."
     return (
         f"{told_participation(data)} The largest rise is {most[0]:.3g} (base {most[2]} of {layer_title(most[1])}), the "
         f"smallest {least[0]:.3g}; orange, hatched bars below zero: a lower loss without the base.{beside}"
