@@ -43,6 +43,11 @@ def test_a_win():
     assert how_sure.startswith("Its 95 % interval overlaps no other (2 seeds, Student's t).")
 
 
+def test_equal_costs_are_told_as_such():
+    rows = [contender("A", 0.7, flops=1e6, params=100_000), contender("B", 0.8, flops=1e6, params=100_010)]
+    assert texts(answer(question(), rows))[3].endswith("It has as many FLOPs and about as many parameters as A.")
+
+
 def test_a_tie_is_a_tie_however_far_apart_the_means():
     # Half widths 12.706 · 0.02 / 2 = 0.127 each, and the means are 0.1 apart. C, at 0.2, is clearly behind.
     found = answer(question(), [contender("A", 0.69, 0.71), contender("B", 0.79, 0.81), contender("C", 0.2, 0.2)])

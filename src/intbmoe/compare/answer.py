@@ -13,6 +13,7 @@ from intbmoe.report.page import Answer, Verdict
 from intbmoe.report.trace import trained_for
 
 MOST_NAMED, MOST_LISTED = 3, 13
+ALIKE = 0.02  # costs that differ by less are called about equal
 COSTS = {"flops": "FLOPs", "params": "parameters"}
 Data = Mapping[str, Any]  # what ``page.collect`` calls a comparison, or a row of it
 
@@ -104,9 +105,10 @@ def _how_much(metric: str, order: Sequence[Data]) -> str:
 
 
 def _times(own: float, other: float, word: str) -> str:
-    """ "1.2 times as many FLOPs", "as many parameters"."""
-    ratio = f"{own / other:.3g}"
-    return f"as many {word}" if ratio == "1" else f"{ratio} times as many {word}"
+    """ "1.2 times as many FLOPs", "about as many parameters"."""
+    if own == other:
+        return f"as many {word}"
+    return f"about as many {word}" if abs(own / other - 1) < ALIKE else f"{own / other:.3g} times as many {word}"
 
 
 def _how_sure(verdict: Verdict, best: Data, others: Sequence[Data], overlapping: Sequence[Data]) -> str:
