@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -251,6 +252,56 @@ def test_names_in_the_cost_picture_never_cover_each_other(number):
         boxes = [text.get_window_extent(renderer) for text in axes.texts]
         assert boxes
         assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
+
+
+def test_equal_costs_have_no_panel_and_are_told():
+    rows = [made_up_row(f"M{i}", f"m{i}", 0.5 + 0.01 * i, flops=10**6 * (i + 1), seconds=1.0 + i) for i in range(4)]
+    (cost,) = draw_comparison(made_up(*rows), [])
+    assert [axes.get_xlabel() for axes in cost.figure.axes] == ["FLOPs of one example (M)", "training, seconds a run"]
+    assert "Not drawn, because it is about the same for all: parameters (M), 0.5." in cost.see
+    several = [{**row, "params": 10**6 * (place + 1)} for place, row in enumerate(rows)]
+    assert len(draw_comparison(made_up(*several), [])[0].figure.axes) == 3
+    same = [{**row, "flops": 10**6, "seconds": 1.0} for row in rows]
+    assert len(draw_comparison(made_up(*same), [])[0].figure.axes) == 1, "one is left where all are equal"
+
+
+def lines_by_colour(axes):
+    return Counter(line.get_color() for line in axes.lines)
+
+
+def test_of_many_methods_few_lines_stand_out():
+    names = ["intbmoe", "dense", *(f"m{i}" for i in range(12))]
+    rows = [made_up_row(name.upper(), name, 0.3 + 0.02 * place, 0.4) for place, name in enumerate(names)]
+    data = made_up(*rows)
+    curves, load = draw_comparison(data, made_up_curves(data))[1:]
+    for picture in (curves, load):
+        assert lines_by_colour(picture.figure.axes[0]) == {
+            "#bbbbbb": 18, "#d55e00": 2, **dict.fromkeys(("#0072b2", "#009e73", "#cc79a7", "#e69f00"), 2)
+        }  # fmt: skip
+        texts = [text.get_text() for text in picture.figure.legends[0].get_texts()]
+        assert texts == ["INTBMOE", "DENSE", "M9", "M10", "M11", "9 others"], "the best by the table"
+        assert "Grey: M0, M1," in picture.see
+    few = made_up(*rows[:5])
+    without_load = [one for one in made_up_curves(few) if one["label"] != "dense" or one["name"] == "loss"]
+    picture, load = draw_comparison(few, without_load)[1:]
+    colours = [[handle.get_color() for handle in of.figure.legends[0].legend_handles] for of in (picture, load)]
+    assert colours[0][:1] + colours[0][2:] == colours[1], "a method keeps its colour where another has no line"
+    assert len(lines_by_colour(picture.figure.axes[0])) == 5
+    assert "Grey" not in picture.see
+
+
+def test_intbmoe_has_a_star_in_the_table(tmp_path):
+    rows = [made_up_row("A", "a", 0.5), *ABLATIONS, made_up_row("IntBMoE, precomposed", "intbmoe", method="intbmoe")]
+    page = comparison_page(made_up(*rows), tmp_path)
+    (table,) = sections(page)["results"].blocks
+    assert [cells(table, "Method")[place] for place in sorted(table.starred)] == [
+        "IntBMoE", "IntBMoE, w/o gate", "IntBMoE, precomposed"
+    ]  # fmt: skip
+    assert "★: IntBMoE and its forms." in table.notes
+    assert render(page).count(' starred"') == 3
+    (without,) = sections(comparison_page(made_up(rows[0]), tmp_path))["results"].blocks
+    assert not without.starred
+    assert not any("★" in note for note in without.notes)
 
 
 def test_thinning_keeps_the_ends():

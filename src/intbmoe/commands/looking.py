@@ -19,6 +19,8 @@ def analyse(
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
     split: Literal["valid", "test"] = "valid",
     examples: int = 1000,
+    classes: tuple[str, ...] = (),
+    layers: tuple[str, ...] = (),
     numbers_only: bool = False,
     redraw: bool = False,
 ) -> None:
@@ -28,6 +30,8 @@ def analyse(
         run: A run directory: runs/<recipe>/<method>/<seed>.
         split: Which examples.
         examples: At most so many of them, evenly spread; more make small differences surer.
+        classes: Of the routing pictures, by name or number; counted on examples of these classes. Default: all.
+        layers: Of the routing pictures, by number or name. Default: all.
         numbers_only: Draw nothing, for a machine without matplotlib; --redraw does it later, elsewhere too.
         redraw: Compute nothing, draw the pictures again from the data of an earlier analysis.
     """
@@ -40,11 +44,14 @@ def analyse(
     with explained(*kinds), moved_data_is_explained(run):
         if numbers_only and redraw:
             raise ValueError("--numbers-only draws nothing and --redraw computes nothing: give one of them")
+        if redraw and (classes or layers):
+            raise ValueError("--classes and --layers choose what is computed, --redraw computes nothing: leave it out")
         if redraw:
             say("\n".join(str(path) for path in analysis.redraw(run / analysis.FOLDER)))
             return
         with Console(stderr=True).status("") as status:
-            folder = analysis.analyse(run, analysis.AnalyseOptions(split, examples, not numbers_only), status.update)
+            options = analysis.AnalyseOptions(split, examples, classes, layers, draw=not numbers_only)
+            folder = analysis.analyse(run, options, status.update)
     for part, reason in analysis.read_summary(folder)["left_out"].items():
         say(f"left out: {part}: {reason}")
     draw = f"draw it: intbmoe analyse {shlex.quote(str(run))} --redraw"

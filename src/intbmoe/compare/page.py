@@ -167,6 +167,7 @@ def _results(data: Data, leaders: Sequence[str]) -> Section:
         "descending" if data["higher_is_better"] else "ascending",
         notes=_result_notes(data, leaders),
         marked=frozenset(index for index, row in enumerate(rows) if row["title"] in leaders),
+        starred=frozenset(index for index, row in enumerate(rows) if row["method"] == "intbmoe"),
     )
     return Section("results", "Results", "Click a heading to sort by it. A method's name leads to its runs.", [table])
 
@@ -185,6 +186,8 @@ def _result_notes(data: Data, leaders: Sequence[str]) -> list[str]:
         "FLOPs: one example by itself, without attention's score and value products. Seconds: training, mean over "
         "runs, of which several may have shared the machine.",
     ]
+    if any(row["method"] == "intbmoe" for row in data["rows"]):
+        notes.insert(0, "★: IntBMoE and its forms.")
     if leaders:
         notes.insert(0, "Tinted rows: the best mean, and what is tied with it because their intervals overlap.")
     if any(row["active_experts"] is not None for row in data["rows"]):

@@ -66,6 +66,7 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[str] = ()
     marked: frozenset[int] = frozenset()  # rows that stand out
+    starred: frozenset[int] = frozenset()  # rows whose name has a star on a page, as their points have in its pictures
     anchors: Sequence[str] = ()  # an id for each row, for links to it
     folded: bool = False  # shown on a page on request only
     records: Sequence[Mapping[str, Any]] = ()  # the rows as plain data, for CSV and JSON

@@ -87,6 +87,14 @@ class Task:
         total, count = self.loss(model, batch)
         return {"count": count, "loss": total}
 
+    def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """``evaluate`` for each example by itself: (B,) sums, ``count`` and ``loss`` among them.
+
+        Two models are compared on the same examples with these, so that the error of their difference is known. What
+        needs it is left out of an analysis where a task does not define it.
+        """
+        raise self._lacks("evaluate_examples(model, batch)", "comparing two models on the same examples needs")
+
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Metrics from summed ``evaluate``: each sum divided by ``count``."""
         count = float(sums["count"])
@@ -144,5 +152,5 @@ class Task:
             raise self._lacks("inputs, the entries of a batch that its model is called with")
         return [batch[name] for name in self.inputs]
 
-    def _lacks(self, what: str) -> NotImplementedError:
-        return NotImplementedError(f"{type(self).__name__} does not define {what}, which every task needs")
+    def _lacks(self, what: str, who: str = "every task needs") -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} does not define {what}, which {who}")

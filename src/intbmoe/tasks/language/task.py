@@ -118,6 +118,12 @@ class LanguageTask(Task):
         targets = batch["targets"]
         return cross_entropy_sum(model(batch["ids"]), targets), targets.new_full((), targets.numel(), dtype=torch.int64)
 
+    def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        targets = batch["targets"]
+        parts = zip(model(batch["ids"]), targets, strict=True)
+        losses = torch.stack([cross_entropy_sum(*part) for part in parts])
+        return {"count": torch.full_like(losses, targets.shape[1], dtype=torch.int64), "loss": losses}
+
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Mean cross-entropy of a token in nats, and its exponential."""
         return _metrics(super().metrics(sums)["loss"])

@@ -109,6 +109,12 @@ class TravelTask(Task):
         scores = model(batch)
         return {"loss": _cross_entropy(scores), **ranking_sums(scores)}
 
+    def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """The model's rows are the target sessions, example by example."""
+        parts = model(batch).split(batch["targets"].sum(1).tolist())
+        sums = [{"loss": _cross_entropy(part), **ranking_sums(part)} for part in parts]
+        return {name: torch.stack([of[name] for of in sums]) for name in sums[0]}
+
     def floors(self) -> Mapping[str, Mapping[str, float]]:
         totals: dict[str, dict[str, float]] = {}
         for chunk in floor_scores(open_data(self.recipe.data)):

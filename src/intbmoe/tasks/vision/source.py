@@ -43,6 +43,7 @@ class Source:
     test: Images
     normalisation: Normalisation
     class_names: tuple[str, ...] | None = None  # by label; None where the source does not say
+    class_folders: tuple[str, ...] | None = None  # by label: WordNet ids, where the images lie in folders
 
 
 class ArrayImages:

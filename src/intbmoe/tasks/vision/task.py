@@ -26,8 +26,9 @@ from intbmoe.tasks.mixture import ffn_maker
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Request
 from intbmoe.tasks.vision import digits, imagenet, tiny_imagenet
+from intbmoe.tasks.vision.class_names import imagenet_class_names
 from intbmoe.tasks.vision.examples import ImageExamples
-from intbmoe.tasks.vision.looking import show_images
+from intbmoe.tasks.vision.looking import class_view, show_images
 from intbmoe.tasks.vision.mixing import mix, smooth
 from intbmoe.tasks.vision.serving import ClassifyPredictor, image_requests
 from intbmoe.tasks.vision.settings import Augmentation
@@ -88,8 +89,12 @@ class VisionTask(Task):
         return ImageExamples(getattr(source, name), source.normalisation, self.recipe.model.image_size, augmentation)
 
     def class_names(self) -> tuple[str, ...]:
-        """What the source calls the classes; their numbers where it does not say."""
-        return self._source.class_names or tuple(str(label) for label in range(self.recipe.model.classes))
+        """What the source or ImageNet calls the classes; where neither says, their folders or numbers."""
+        source, classes = self._source, self.recipe.model.classes
+        known = source.class_names
+        if known is None and self.recipe.data.source == "imagenet":
+            known = imagenet_class_names(source.class_folders, classes)
+        return known or source.class_folders or tuple(map(str, range(classes)))
 
     @cached_property
     def _source(self) -> Source:
@@ -113,13 +118,22 @@ class VisionTask(Task):
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         scores, labels = model(batch["images"]).float(), batch["labels"]
-        best = scores.topk(min(TOP, scores.shape[1]), dim=1).indices
-        hits = best == labels.unsqueeze(1)
+        hits = _hits(scores, labels)
         return {
             "count": _count(batch),
             "loss": F.cross_entropy(scores, labels, reduction="sum"),
             "accuracy": hits[:, :1].sum(),
             "accuracy5": hits.sum(),
+        }
+
+    def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        scores, labels = model(batch["images"]).float(), batch["labels"]
+        hits = _hits(scores, labels)
+        return {
+            "count": torch.ones_like(labels),
+            "loss": F.cross_entropy(scores, labels, reduction="none"),
+            "accuracy": hits[:, 0],
+            "accuracy5": hits.sum(1),
         }
 
     def example_inputs(self) -> tuple[Tensor]:
@@ -134,10 +148,17 @@ class VisionTask(Task):
         return image_requests(self.split("valid"), count)
 
     def views(self) -> list[View]:
-        return [View("class", self.class_names(), lambda batch: batch["labels"].unsqueeze(1))]
+        names = self.class_names()
+        keys = self._source.class_folders or tuple(map(str, range(len(names))))
+        return [class_view(names, keys)]
 
     def shown(self, split: ImageExamples) -> Shown:
         return show_images(split, self.class_names(), self.recipe.model)
+
+
+def _hits(scores: Tensor, labels: Tensor) -> Tensor:
+    """(B, 5 or fewer): whether the best, the second best … score is the label's."""
+    return scores.topk(min(TOP, scores.shape[1]), dim=1).indices == labels.unsqueeze(1)
 
 
 def _count(batch: Batch) -> Tensor:
