@@ -140,10 +140,10 @@ def _count(task: Task, model: nn.Module, active: float | None) -> Counts:
 
 @torch.no_grad()
 def active_experts(task: Task, model: nn.Module) -> float:
-    """Experts that a token of the test split has on average, over all layers."""
+    """Experts that a valid token of the test split has on average, over all layers; padding has none to count."""
     test = task.split("test")
     batch = test.batch(range(min(ROUTED_EXAMPLES, len(test))), epoch=0, seed=0)
     with record_routing(model.eval()) as log:
         task.evaluate(model, task.prepare(batch, None))
-    choices = [record.ids for record in log.values()]
-    return sum(int((ids >= 0).sum()) for ids in choices) / sum(len(ids) for ids in choices)
+    chosen = sum(int((record.ids >= 0).sum()) for record in log.values())
+    return chosen / sum(record.tokens for record in log.values())
