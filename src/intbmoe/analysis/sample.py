@@ -10,7 +10,7 @@ from intbmoe.checks import require_positive_int
 from intbmoe.routing import RecordedRouting, record_routing
 from intbmoe.tasks.base import Batch, Task
 from intbmoe.train.distribution import Ranks
-from intbmoe.train.errors import TrainingError
+from intbmoe.train.evaluation import read_split
 
 
 class Sample:
@@ -22,10 +22,8 @@ class Sample:
         self.split = split
         self.ranks = ranks
         self.batch_size = batch_size
-        self.source = task.split(split)  # all examples of the split
+        self.source = read_split(task, split)  # all examples of the split
         self.total = len(self.source)  # examples of the whole split
-        if self.total == 0:
-            raise TrainingError(f"the {split} split is empty")
         self.examples = min(examples, self.total)
 
     @cached_property

@@ -122,7 +122,7 @@ def _write_model(folder: Path, run: RunDirectory, trained: nn.Module, dtype: str
         "recipe": {**plain, "data": data},
         "dtype": dtype,
         "precomposed": precompose and any(isinstance(module, IntBMoE) for module in trained.modules()),
-        "metrics": {split: result[split] for split in ("valid", "test") if split in result},
+        "metrics": {split: result[split] for split in ("valid", "test") if result.get(split)},
         "trained_model_sha256": result["sha256"]["model.safetensors"],
     }
     _write_about(folder, about)

@@ -43,7 +43,7 @@ ROUTING_FACTOR = 4
 
 @dataclass(frozen=True)
 class Inputs:
-    """Validation batches that together reach every block that any validation input reaches."""
+    """Held-out batches that together reach every block that any input of their split reaches."""
 
     batches: list[Batch]
     examples: int  # in these batches
@@ -53,9 +53,9 @@ class Inputs:
 
 def choose_inputs(task: Task, trained: nn.Module) -> Inputs:
     """Batches in a fixed random order: the first few, and then each that reaches something new."""
-    split = task.split("valid")
+    split = task.held_out()
     if len(split) == 0:
-        raise ExportError("the validation split is empty: there is nothing to compare the exported model on")
+        raise ExportError("the test split is empty: there is nothing to compare the exported model on")
     order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0)).tolist()
     missing = {name: _open_choices(layer) for name, layer in moe_layers(trained) if layer.choices}
     kept: list[Batch] = []

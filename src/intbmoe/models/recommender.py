@@ -20,6 +20,7 @@ and kept here; and sequences run from old to new, there from new to old.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,8 @@ class RecommenderConfig(Checked):
 
 class Attention(nn.Module):
     """Causal multi-head self-attention with a learned bias for each distance."""
+
+    DECAY_GROUPS: ClassVar = {"relative_bias": "positions"}
 
     def __init__(self, config: RecommenderConfig) -> None:
         super().__init__()

@@ -18,6 +18,7 @@ and β start at 0, where the second term is the share of each item in the histor
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,8 @@ class SequenceConfig(Checked):
 
 class SequenceModel(nn.Module):
     """Items to the next item. ``make_ffn`` makes each FFN and the head; without it all are dense."""
+
+    DECAY_GROUPS: ClassVar = {"item_bias": "biases"}
 
     def __init__(self, config: SequenceConfig, make_ffn: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
@@ -121,6 +124,8 @@ class SequenceModel(nn.Module):
 
 class Pointer(nn.Module):
     """Where in the history to copy from, and whether to."""
+
+    DECAY_GROUPS: ClassVar = {"distance": "positions"}
 
     def __init__(self, config: SequenceConfig) -> None:
         super().__init__()

@@ -19,6 +19,7 @@ Parameters carry timm's names, so that weights of its DeiT models load without r
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -158,6 +159,8 @@ class Block(nn.Module):
 
 class ViT(nn.Module):
     """Images to class scores. ``make_ffn`` makes the mixture of each MoE layer; without it the model is dense."""
+
+    DECAY_GROUPS: ClassVar = {"cls_token": "positions", "pos_embed": "positions"}
 
     def __init__(self, config: ViTConfig, make_ffn: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
