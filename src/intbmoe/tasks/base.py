@@ -44,6 +44,8 @@ class Task:
     metric: ClassVar[str] = "loss"
     """The metric that decides, such as "accuracy", one of those ``metrics`` gives."""
     higher_is_better: ClassVar[bool] = False
+    reported: ClassVar[Mapping[str, str]] = {}
+    """Further metrics that every table shows beside it, with their headings: those of the paper's tables."""
     causal: ClassVar[bool] = False
     """Whether the model predicts what comes next, so that no layer of it may look ahead."""
     dense_in_place: ClassVar[str | None] = None

@@ -73,6 +73,7 @@ class VisionTask(Task):
     recipe_type: ClassVar[type[Recipe]] = VisionRecipe
     metric = "accuracy"
     higher_is_better = True
+    reported: ClassVar = {"accuracy5": "ACC@5"}
     dense_in_place = "dense"
     inputs = ("images",)
     predictor = ClassifyPredictor
