@@ -129,20 +129,20 @@ def option_types(method: str) -> dict[str, Any]:
     return {name: kind for name, kind in field_types(find_method(method).layer.Config).items() if name != "dim"}
 
 
-def require_options(method: str, names: Iterable[str]) -> None:
+def require_options(method: str, names: Iterable[str], where: str = "moe.options") -> None:
     known = option_types(method)
     for name in names:
         if name not in known:
-            raise ValueError(f"moe.options.{name}: {method} has no such option: {did_you_mean(name, known)}")
+            raise ValueError(f"{where}.{name}: {method} has no such option: {did_you_mean(name, known)}")
 
 
-def check_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def check_options(method: str, options: Mapping[str, Any], where: str = "moe.options") -> dict[str, Any]:
     """``options`` with names, types and values checked against the method's Config, as plain data."""
-    require_options(method, options)
+    require_options(method, options, where)
     known = option_types(method)
-    typed = {name: from_plain(known[name], value, f"moe.options.{name}") for name, value in options.items()}
+    typed = {name: from_plain(known[name], value, f"{where}.{name}") for name, value in options.items()}
     try:
         find_method(method).config(**{"dim": 8, "hidden": 8, **typed})  # sizes that any option goes with
     except ValueError as error:
-        raise ValueError(f"moe.options: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
     return {name: to_plain(value) for name, value in typed.items()}
