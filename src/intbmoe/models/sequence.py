@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from intbmoe.models.causal import visible_tokens
 from intbmoe.models.recommender import Recommender, RecommenderConfig
 from intbmoe.precision import autocast_off, wide
-from intbmoe.settings import Checked, PositiveInt, Share
+from intbmoe.settings import Checked, Positive, PositiveInt, Share
 
 PADDING = -1
 INIT_STD = 0.02
@@ -49,6 +49,8 @@ class SequenceConfig(Checked):
     """Attention heads of a block."""
     hidden: PositiveInt = 384
     """Inner width of the dense FFNs, the head's included."""
+    ffn_std: Positive | None = None
+    """Of the normal law that the dense model's FFNs start from; None for nn.Linear's, by which mixtures start."""
     dropout: Share = 0.0
     """Of the backbone's inputs and outputs."""
     copy: bool = False
@@ -59,7 +61,7 @@ class SequenceConfig(Checked):
         self.backbone()  # checks that the sizes go together
 
     def backbone(self) -> RecommenderConfig:
-        sizes = {name: getattr(self, name) for name in ("dim", "depth", "heads", "hidden")}
+        sizes = {name: getattr(self, name) for name in ("dim", "depth", "heads", "hidden", "ffn_std")}
         return RecommenderConfig(**sizes, max_length=self.length)
 
 
