@@ -1,4 +1,4 @@
-"""Whether an exported model does what the trained one did, on validation inputs that reach every block.
+"""Whether an exported model does what the trained one did, on held-out inputs that reach every block.
 
 The trained model in float32 is the measure. Three comparisons, all by relative error in the Euclidean norm:
 
@@ -136,7 +136,7 @@ class Parity:
 
     def describe(self) -> dict[str, Any]:
         return {
-            "against": "the trained model in float32, on inputs of the validation split",
+            "against": "the trained model in float32, on held-out inputs",
             "examples": self.inputs.examples,
             "examples_looked_at": self.inputs.looked_at,
             "unreached_blocks": self.inputs.unreached,
