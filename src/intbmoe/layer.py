@@ -9,7 +9,7 @@ that for a whole model.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import Parameter, signature
 from typing import Any, ClassVar, NamedTuple, Self
@@ -59,6 +59,8 @@ class MoELayer(nn.Module):
     Config: ClassVar[type[LayerConfig]] = LayerConfig
     KEPT_WIDE: ClassVar[tuple[str, ...]] = ("router",)
     """What decides where tokens go: a half-precision copy for serving keeps its type, see ``kept_wide``."""
+    DECAY_GROUPS: ClassVar[Mapping[str, str]] = {"router": "routers"}
+    """Attribute → what ``train.undecayed`` calls its parameters, where neither a name (bias) nor a shape says it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -15,7 +15,7 @@ from intbmoe.compare.page import collect, comparison_page, redraw_comparison, th
 from intbmoe.compare.pictures import draw_comparison
 from intbmoe.compare.plan import CompareOptions, sort_out
 from intbmoe.compare.summary import shares_of
-from intbmoe.compare.table import file_stem
+from intbmoe.compare.table import file_stem, notes
 from intbmoe.files import digest
 from intbmoe.report import trace
 from intbmoe.report.page import render
@@ -314,3 +314,18 @@ def test_refused_variants_are_named(compared):
     refused = replace(compared, plan=replace(compared.plan, refused={"Lory": "it looks ahead"}))
     data = collect(refused)["comparison"]
     assert data["left_out"] == [{"title": "Lory", "path": "", "reason": "it looks ahead"}]
+
+
+def test_tables_and_page_say_that_nothing_was_validated_and_that_the_best_was_chosen(tmp_path):
+    plain = made_up_row("Dense", "dense", 0.9)
+    assert not any("Nothing was validated" in note for note in notes([plain]))
+    other = made_up_row("Switch", "switch", 0.8, validated=False, report="best")
+    on_page = comparison_page(made_up(plain, other), tmp_path).sections[0].blocks[0].notes
+    for found in (notes([plain, other]), on_page):
+        assert any("Nothing was validated" in note for note in found)
+        assert any("chosen on that split" in note for note in found)
+
+
+def test_the_data_of_a_comparison_made_before_these_notes_is_still_drawn(tmp_path):
+    old = {k: v for k, v in made_up_row("Dense", "dense", 0.9).items() if k not in ("reported", "validated", "report")}
+    assert comparison_page(made_up(old), tmp_path).sections

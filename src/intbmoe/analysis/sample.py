@@ -10,7 +10,7 @@ from intbmoe.checks import require_positive_int
 from intbmoe.routing import RecordedRouting, record_routing
 from intbmoe.tasks.base import Batch, Task
 from intbmoe.train.distribution import Ranks
-from intbmoe.train.errors import TrainingError
+from intbmoe.train.evaluation import read_split
 
 
 class Sample:
@@ -30,7 +30,7 @@ class Sample:
         self.split = split
         self.ranks = ranks
         self.batch_size = batch_size
-        self.source = task.split(split)  # all examples of the split
+        self.source = read_split(task, split)  # all examples of the split
         self.among = range(len(self.source)) if among is None else among
         self.total = len(self.among)  # examples that could be taken
         if self.total == 0:

@@ -12,7 +12,16 @@ from typing import Any
 
 from intbmoe.compare.answer import answer_comparison
 from intbmoe.compare.plan import Job, Plan
-from intbmoe.compare.table import SHARES, anchor, file_stem, floors_table, number_cell, other_metric_cell, results_table
+from intbmoe.compare.table import (
+    SHARES,
+    anchor,
+    file_stem,
+    floors_table,
+    number_cell,
+    other_metric_cell,
+    protocol_notes,
+    results_table,
+)
 from intbmoe.files import replace_file, to_json
 from intbmoe.recipes.sets import SETS
 from intbmoe.report.numbers import NOTHING, format_difference, format_metric
@@ -188,6 +197,7 @@ def _result_notes(data: Data, leaders: Sequence[str]) -> list[str]:
     ]
     if any(row["method"] == "intbmoe" for row in data["rows"]):
         notes.insert(0, "★: IntBMoE and its forms.")
+    notes += protocol_notes(data["rows"])
     if leaders:
         notes.insert(0, "Tinted rows: the best mean, and what is tied with it because their intervals overlap.")
     if any(row["active_experts"] is not None for row in data["rows"]):

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -45,6 +45,8 @@ class Summary:
     counts: Counts
     active: float | None  # experts a token had on average, where the trained router decides
     shares: Shares
+    reported: Mapping[str, str]
+    """Further metrics of the tables, with their headings (``Task.reported``)."""
 
     def record(self) -> dict[str, Any]:
         """As plain data with all digits: what tables, pictures and the page are made from."""
@@ -65,6 +67,9 @@ class Summary:
             "seconds": statistics.fmean(result["seconds"] for result in self.results) if self.results else None,
             "results": list(self.results),
             "metrics": {name: _mean_and_interval([test[name] for test in tests]) for name in names},
+            "reported": dict(self.reported),
+            "validated": all(result.get("valid") for result in self.results),
+            "report": "best" if any(result.get("report") == "best" for result in self.results) else "last",
         }
 
 
@@ -104,6 +109,7 @@ def summarise(jobs: Iterable[Job]) -> list[Summary]:
             counts=_count(task, _untrained(task) if active else model, active),
             active=active,
             shares=shares_of(model, active),
+            reported=task.reported,
         )
         summaries.append(summary)
         if method.composes and first.variant.moe.label is None:
@@ -140,10 +146,10 @@ def _count(task: Task, model: nn.Module, active: float | None) -> Counts:
 
 @torch.no_grad()
 def active_experts(task: Task, model: nn.Module) -> float:
-    """Experts that a token of the test split has on average, over all layers."""
+    """Experts that a valid token of the test split has on average, over all layers; padding has none to count."""
     test = task.split("test")
     batch = test.batch(range(min(ROUTED_EXAMPLES, len(test))), epoch=0, seed=0)
     with record_routing(model.eval()) as log:
         task.evaluate(model, task.prepare(batch, None))
-    choices = [record.ids for record in log.values()]
-    return sum(int((ids >= 0).sum()) for ids in choices) / sum(len(ids) for ids in choices)
+    chosen = sum(int((record.ids >= 0).sum()) for record in log.values())
+    return chosen / sum(record.tokens for record in log.values())

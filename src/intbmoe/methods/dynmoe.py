@@ -32,7 +32,7 @@ in evaluation); before training half the pool, as for isotropic inputs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +69,7 @@ class DynMoE(PoolLayer):
 
     Config = DynMoEConfig
     KEPT_WIDE = ("embeddings", "thresholds")
+    DECAY_GROUPS: ClassVar = {"embeddings": "routers", "thresholds": "scales"}
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

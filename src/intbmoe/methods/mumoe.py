@@ -127,6 +127,7 @@ class MuMoE(MoELayer):
     """Gate and block; a subclass holds the factors and runs the block."""
 
     Config = MuMoEConfig
+    DECAY_GROUPS: ClassVar = {"gate": "routers"}
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

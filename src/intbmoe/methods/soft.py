@@ -23,7 +23,7 @@ sums of exp(L) hold in float32 up to |scale| of about 70, far from where it star
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,7 @@ class Soft(MoELayer):
     """Every expert on weighted means of the tokens; every token a weighted mean of the experts' outputs."""
 
     Config = SoftConfig
+    DECAY_GROUPS: ClassVar = {"phi": "routers", "scale": "scales"}
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from intbmoe.models.hashing import MultiHashEmbedding
 from intbmoe.models.recommender import Recommender, RecommenderConfig
 from intbmoe.precision import autocast_off, wide
-from intbmoe.settings import Checked, PositiveInt
+from intbmoe.settings import Checked, Positive, PositiveInt
 
 PROFILE_TOKENS = 6
 SESSION_TOKENS = 3
@@ -53,6 +53,8 @@ class TravelConfig(Checked):
     """Attention heads of a block."""
     hidden: PositiveInt = 384
     """Inner width of the dense FFNs, the head's included."""
+    ffn_std: Positive | None = None
+    """Of the normal law that the dense model's FFNs start from; None for nn.Linear's, by which mixtures start."""
     sessions: PositiveInt = 40
     """Most sessions of a sequence, three tokens each; six profile tokens come before them."""
     place_rows: PositiveInt = 262_144
@@ -69,7 +71,7 @@ class TravelConfig(Checked):
         self.backbone()  # checks that the sizes go together
 
     def backbone(self) -> RecommenderConfig:
-        sizes = {name: getattr(self, name) for name in ("dim", "depth", "heads", "hidden")}
+        sizes = {name: getattr(self, name) for name in ("dim", "depth", "heads", "hidden", "ffn_std")}
         return RecommenderConfig(**sizes, max_length=PROFILE_TOKENS + SESSION_TOKENS * self.sessions)
 
 

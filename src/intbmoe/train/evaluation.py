@@ -7,7 +7,7 @@ from torch import nn
 
 from intbmoe.layer import unwrap
 from intbmoe.tasks import make_task
-from intbmoe.tasks.base import Task
+from intbmoe.tasks.base import Examples, Task
 from intbmoe.train.data import evaluation_batches, read_ahead
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import TrainingError
@@ -45,14 +45,21 @@ def _load(run: RunDirectory) -> tuple[Task, nn.Module]:
     return task, model.eval()
 
 
+def read_split(task: Task, split: str) -> Examples:
+    """The split, if it has examples; a recipe need not hold anything out for validation."""
+    examples = task.split(split)
+    if len(examples) == 0:
+        why = "nothing was held out for validation (take --split test)" if split == "valid" else "check the data"
+        raise TrainingError(f"the {split} split is empty: {why}")
+    return examples
+
+
 @torch.no_grad()
 def evaluate_split(
     task: Task, model: nn.Module, split: str, ranks: Ranks, size: int, seed: int, workers: int
 ) -> dict[str, float]:
     """The task's metrics of ``split``, each example counted once; each rank takes ``size`` examples at a time."""
-    examples = task.split(split)
-    if len(examples) == 0:
-        raise TrainingError(f"the {split} split is empty")
+    examples = read_split(task, split)
     model = unwrap(model)
     mode = model.training
     model.eval()

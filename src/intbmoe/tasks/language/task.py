@@ -77,6 +77,7 @@ class LanguageTask(Task):
     causal = True
     dense_in_place = "swiglu"
     inputs = ("ids",)
+    reported: ClassVar = {"perplexity": "PPL"}
     preparations: ClassVar[Mapping[str, Preparation]] = {
         "minipile": Preparation(
             "a folder of MiniPile's parquet files, as Hugging Face has them", "intbmoe.tasks.language.minipile:prepare"

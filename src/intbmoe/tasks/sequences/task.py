@@ -58,6 +58,7 @@ class SequencesRecipe(Recipe):
 class SequencesTask(Task):
     recipe_type: ClassVar[type[Recipe]] = SequencesRecipe
     metric = "HR@10"
+    reported: ClassVar = {"HR@1": "HR@1", "NDCG@10": "NDCG@10"}
     higher_is_better = True
     causal = True
     inputs = ("items",)

@@ -75,6 +75,7 @@ class TravelRecipe(Recipe):
 class TravelTask(Task):
     recipe_type: ClassVar[type[Recipe]] = TravelRecipe
     metric = "HR@5"
+    reported: ClassVar = {"HR@1": "HR@1", "NDCG@5": "NDCG@5"}
     higher_is_better = True
     causal = True
     preparations: ClassVar[Mapping[str, Preparation]] = {

@@ -10,7 +10,7 @@ channel by channel. Its graphs take images (B, channels, H, W) and give scores (
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from intbmoe.checks import require
 from intbmoe.models.vit import ViT, ViTConfig
 from intbmoe.registry import register_task
-from intbmoe.settings import Checked, MustBe
+from intbmoe.settings import Checked, Share
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.looking import Shown, View
 from intbmoe.tasks.mixture import ffn_maker
@@ -46,8 +46,8 @@ class VisionData(Checked):
     """digits come with scikit-learn; docs/data.md says how to get the others."""
     path: str | None = None
     """Where the data lies: a tar for tiny-imagenet, a folder for imagenet. digits need none."""
-    valid_fraction: Annotated[float, MustBe("a number between 0 and 1", lambda value: 0 < value < 1)] = 0.1
-    """Share of each class's training images held out for validation: the same ones for every method and seed."""
+    valid_fraction: Share = 0.1
+    """Share of each class's training images held out for validation, the same for every method and seed; 0: none."""
     augmentation: Augmentation = field(default_factory=Augmentation)
 
 
@@ -74,6 +74,7 @@ class VisionTask(Task):
     recipe_type: ClassVar[type[Recipe]] = VisionRecipe
     metric = "accuracy"
     higher_is_better = True
+    reported: ClassVar = {"accuracy5": "ACC@5"}
     dense_in_place = "dense"
     inputs = ("images",)
     predictor = ClassifyPredictor
@@ -141,11 +142,11 @@ class VisionTask(Task):
         return (torch.zeros(1, config.channels, config.image_size, config.image_size),)
 
     def catalogue(self) -> Catalogue:
-        mean, std = self.split("valid").normalisation
+        mean, std = self.held_out().normalisation
         return Catalogue({"classes": list(self.class_names()), "mean": list(mean), "std": list(std)})
 
     def golden_requests(self, predictor: ClassifyPredictor, count: int) -> list[Request]:
-        return image_requests(self.split("valid"), count)
+        return image_requests(self.held_out(), count)
 
     def views(self) -> list[View]:
         names = self.class_names()
