@@ -8,14 +8,15 @@ import torch
 import torch.nn.functional as F
 
 from fake_journeys import fake_journeys
+from intbmoe.export import load_artifact
+from intbmoe.export.export import export_run
 from intbmoe.models.travel import TravelConfig
 from intbmoe.tasks import DataError, make_task
 from intbmoe.tasks.recipe import MoESettings, TrainSettings
 from intbmoe.tasks.travel import task as module
 from intbmoe.tasks.travel.data import find_departures
-from intbmoe.tasks.travel.serving import PlacePredictor
 from intbmoe.tasks.travel.task import TravelData, TravelRecipe
-from intbmoe.train import load, train
+from intbmoe.train import train
 
 SMALL = TravelConfig(dim=16, depth=1, heads=2, hidden=24, sessions=8, place_rows=31, cell_rows=8, code_rows=64)
 ALL = ("where", "how", "when", "via")
@@ -140,20 +141,13 @@ def test_departures_against_reading_every_row():
         assert find_departures(rows, first, sets_out).tolist() == expected
 
 
-def test_a_run_with_all_tasks_is_trained_loaded_and_served(tmp_path):
-    """On generated journeys, whose places have names and coordinates."""
+def test_a_run_with_all_tasks_is_trained_exported_and_served(tmp_path):
+    """On generated journeys, whose places have names and coordinates: these must survive into the artifact."""
     one = replace(recipe(users=60), train=TrainSettings(steps=3, batch=8))
     run = train(one, tmp_path, quiet=True)
     assert {"HR@5", "how accuracy", "when accuracy", "via HR@5"} <= run.result["test"].keys()
     task = make_task(one)
-    catalogue = task.catalogue()
-
-    class Artifact:
-        recipe, catalogue_tensors = one, catalogue.tensors
-        model = staticmethod(lambda device: load(run.path).eval())
-
-    Artifact.catalogue = catalogue.about
-    asked = PlacePredictor.load(Artifact, "cpu")
+    asked = load_artifact(export_run(run, tmp_path / "artifact").path).predictor("cpu")
     request = task.golden_requests(asked, 2)[0]
     answer = asked.answer([asked.encode({**request, "top_n": 10, "explain": True})])[0]
     data = module.open_data(one.data).places
