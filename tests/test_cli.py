@@ -104,7 +104,7 @@ def test_mistakes_end_with_a_message_and_no_traceback(args, message, tmp_path, m
 
 def test_what_is_prepared_can_be_trained_on(tmp_path, monkeypatch, capsys):
     from intbmoe.tasks.travel.generator import make_journeys
-    from intbmoe.tasks.travel.write import write_tables
+    from inttravel_tables import write_tables
 
     monkeypatch.chdir(tmp_path)
     write_tables(make_journeys(users=30), tmp_path / "raw")

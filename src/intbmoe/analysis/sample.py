@@ -10,6 +10,7 @@ from intbmoe.checks import require_positive_int
 from intbmoe.routing import RecordedRouting, record_routing
 from intbmoe.tasks.base import Batch, Task
 from intbmoe.train.distribution import Ranks
+from intbmoe.train.errors import TrainingError
 from intbmoe.train.evaluation import read_split
 
 
