@@ -124,6 +124,22 @@ class MoELayer(nn.Module):
 
     # What every method shares.
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start anew, parameters and buffers, as a layer that is just built from this Config starts.
+
+        What a host's own initialisation has written is undone, and a layer that was built on the meta device and then
+        given memory (``to_empty``) gets its start. Whatever a constructor draws is drawn in the same order.
+        """
+        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        for device in {tensor.device for tensor in own.values()}:
+            with torch.device(device):
+                fresh = type(self)(self.config)
+            values = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
+            for name, tensor in own.items():
+                if tensor.device == device:
+                    tensor.copy_(values[name])
+
     def forward(self, x: Tensor, mask: Tensor | None = None, state: Any = None) -> Tensor:
         """(…, T, d) tokens, (…, T) bool validity (True: valid) → (…, T, d); masked tokens give zero."""
         self._check_input(x, mask)
