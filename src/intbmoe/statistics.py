@@ -91,9 +91,9 @@ class LayerStatistics:
             if self._uncollected:
                 self._uncollected = False
                 raise RuntimeError(
-                    f"{layer} was trained without its auxiliary losses: add intbmoe.aux_loss(model) to the loss once per "
-                    f"forward, or have intbmoe.connect(model) do so, and use a layer once in each forward; gradients "
-                    f"that are not for training are taken in evaluation mode"
+                    f"{layer} was trained without its auxiliary losses: add intbmoe.aux_loss(model) to the loss once "
+                    f"per forward, or have intbmoe.connect(model) do so, and use a layer once in each forward; "
+                    f"gradients that are not for training are taken in evaluation mode"
                 )
             self.record = Record(result.losses, {"tokens": count, **result.sums}, torch.is_grad_enabled())
             self._watch(result.y, self.record)
