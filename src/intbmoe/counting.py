@@ -84,8 +84,8 @@ def _idle_parameters(layer: MoELayer, active: float | None) -> int:
     return sum(round((experts.count - active) * experts.expert_parameters()) for experts in stacks)
 
 
-def count_flops(model: nn.Module, *inputs: Tensor, active: float | None = None) -> Flops:
-    """Run ``model`` once, without gradients, and count.
+def count_flops(model: nn.Module, *inputs: Tensor, active: float | None = None, **named: Tensor) -> Flops:
+    """Run ``model(*inputs, **named)`` once, without gradients, and count.
 
     ``active`` is for methods whose router decides how many experts a token has: an untrained router's number says
     nothing, so the experts' part is scaled from the assignments there were to ``active`` per token.
@@ -96,7 +96,7 @@ def count_flops(model: nn.Module, *inputs: Tensor, active: float | None = None) 
     formulas = {_CPU_ATTENTION: _attention_formula, _GROUPED: _grouped_formula(scaled=active is not None)}
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     with record_routing(model) if layers else nullcontext({}) as log, torch.no_grad(), counter:
-        model(*inputs)
+        model(*inputs, **named)
     by_op = dict(counter.get_flop_counts().get("Global", {}))
     attention = sum(by_op.pop(op, 0) for op in _ATTENTION)
     if active is not None:
@@ -150,8 +150,8 @@ def formulation_difference(layer: MoELayer, tokens: int) -> int:
     """
     if isinstance(layer, BlockLayer) and layer.config.filter:
         c = layer.config
-        written = _product(tokens * c.top_k, c.dim + c.code_dim, c.dim)
-        once_per_block = 0 if isinstance(layer, ComposedMoE) else _product(c.blocks, c.code_dim, c.dim)
+        written = _product(tokens * c.top_k, c.dim + c.code_width, c.dim)
+        once_per_block = 0 if isinstance(layer, ComposedMoE) else _product(c.blocks, c.code_width, c.dim)
         return written - _product(tokens, c.dim, c.dim) - once_per_block
     if isinstance(layer, MuMoE):
         return sum(_product(tokens, 1, part.inputs[0].numel()) for part in (layer.first, layer.second))

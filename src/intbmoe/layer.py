@@ -87,7 +87,7 @@ class MoELayer(nn.Module):
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         """(B, T, d) tokens and (B, T) validity (None: all valid) → ``Result``. Masked tokens arrive as zeros.
 
-        Runs with autocast off; ``dtype`` is the type for the large matrix products.
+        Runs with autocast off; ``dtype`` is the type for the large matrix products. A method may take keywords besides.
         """
         raise TypeError(f"{type(self).__name__} does not define compute()")
 
@@ -124,8 +124,11 @@ class MoELayer(nn.Module):
 
     # What every method shares.
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, state: Any = None) -> Tensor:
-        """(…, T, d) tokens, (…, T) bool validity (True: valid) → (…, T, d); masked tokens give zero."""
+    def forward(self, x: Tensor, mask: Tensor | None = None, state: Any = None, **inputs: Any) -> Tensor:
+        """(…, T, d) tokens, (…, T) bool validity (True: valid) → (…, T, d); masked tokens give zero.
+
+        ``inputs`` go to ``compute``: what one method alone takes, such as IntBMoE's ``conditioning``.
+        """
         self._check_input(x, mask)
         tokens = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])  # no −1: there may be no token
         if mask is not None:
@@ -134,7 +137,7 @@ class MoELayer(nn.Module):
             tokens = torch.where(mask.unsqueeze(-1), tokens, 0)
         dtype = autocast_dtype(x) or x.dtype
         with autocast_off(x):
-            result = self.compute(tokens, mask, state, dtype)
+            result = self.compute(tokens, mask, state, dtype, **inputs)
         y = result.y
         if mask is not None:
             y = torch.where(mask.unsqueeze(-1), y, 0)
