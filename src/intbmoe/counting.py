@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
-from intbmoe.layer import MoELayer, moe_layers
+from intbmoe.layer import MoELayer, OnePer, Unit, moe_layers
 from intbmoe.methods.intbmoe import BlockLayer, ComposedMoE
 from intbmoe.methods.mumoe import MuMoE
 from intbmoe.parts.experts import StackedExperts
@@ -49,6 +50,19 @@ class Flops:
         return self.executed + self.formulation + (self.attention if attention else 0)
 
 
+class Shares(NamedTuple):
+    """``layer.quantities()`` of a model, as means over its layers; a plain FFN is one expert that every token has."""
+
+    participation: float
+    execution: float
+    materialization: float  # weight sets that one layer builds for the inputs
+    materialization_per: Unit | None  # what their number grows with; None where it is fixed
+
+    def materialization_text(self) -> str:
+        unit = self.materialization_per
+        return f"{self.materialization:g}" if unit is None else str(OnePer(unit))
+
+
 class Counts(NamedTuple):
     params: int
     activated: int
@@ -70,6 +84,34 @@ def count(
     idle = sum(_idle_parameters(layer, active) for _, layer in moe_layers(model))
     total = flops.total(attention)
     return Counts(params, params - set_aside - idle, total, total - flops.formulation)
+
+
+def shares_of(model: nn.Module, inputs: tuple[Any, ...], active: float | None = None) -> Shares:
+    """On ``inputs``; with ``active`` experts where the trained router decides on their number."""
+    found = {layer: layer.quantities() for _, layer in moe_layers(model)}
+    if not found:
+        return Shares(1, 1, 0, None)
+    units = [q.materialization.unit for q in found.values() if isinstance(q.materialization, OnePer)]
+    sizes = _token_shapes(model, inputs) if units else dict.fromkeys(found, (1, 1))
+    sets = fmean(found[layer].sets(prod(shape[:-1]), shape[-1]) for layer, shape in sizes.items())
+    means = [fmean(getattr(q, name) for q in found.values()) for name in ("participation", "execution")]
+    return Shares(*(means if active is None else [active, active]), sets, units[0] if units else None)
+
+
+def _token_shapes(model: nn.Module, inputs: tuple[Any, ...]) -> dict[nn.Module, tuple[int, ...]]:
+    """(…, T) of each MoE layer's input."""
+    shapes: dict[nn.Module, tuple[int, ...]] = {}
+    hooks = [
+        layer.register_forward_pre_hook(lambda layer, args: shapes.update({layer: tuple(args[0].shape[:-1])}))
+        for _, layer in moe_layers(model)
+    ]
+    try:
+        with torch.no_grad():
+            model(*inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return shapes
 
 
 def _parameters(module: nn.Module) -> int:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from inspect import Parameter, signature
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from intbmoe.precision import autocast_dtype, autocast_off, cast
 from intbmoe.settings import Checked, PositiveInt
 from intbmoe.statistics import LayerStatistics, Result, Routing
 
-__all__ = ["LayerConfig", "MoELayer", "Quantities", "Result", "Routing", "moe_layers", "unwrap"]
+__all__ = ["LayerConfig", "MoELayer", "OnePer", "Quantities", "Result", "Routing", "Unit", "moe_layers", "unwrap"]
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,39 @@ class LayerConfig(Checked):
         return None
 
 
+Unit = Literal["example", "segment", "token"]
+
+
+class OnePer(NamedTuple):
+    """A materialization that grows with the input: one weight set for each of these units."""
+
+    unit: Unit
+    tokens: int | None = None
+    """Tokens of a segment."""
+
+    def __str__(self) -> str:
+        return f"1 per {self.unit}"
+
+    def sets(self, examples: int, tokens: int) -> int:
+        """How many there are in ``examples`` sequences of ``tokens`` tokens."""
+        per_example = {"example": 1, "segment": -(-tokens // (self.tokens or 1)), "token": tokens}
+        return examples * per_example[self.unit]
+
+
 class Quantities(NamedTuple):
-    """The three quantities a design sets, for one token at one layer, shared experts left out."""
+    """The three quantities that a method sets at one layer, by its definition; shared experts are left out."""
 
     participation: int
-    """Experts that contribute to the token's output."""
+    """Experts that contribute to one token's output."""
     execution: int
-    """Experts (or composed blocks) computed for the token."""
-    materialization: int
-    """Expert-sized weight sets merged from experts and held; 0 for a method that merges none."""
+    """Experts (or composed blocks) computed for one token."""
+    materialization: int | OnePer
+    """Expert-sized weight sets built from experts for an input: none, a fixed number, or one per unit of it."""
+
+    def sets(self, examples: int, tokens: int) -> int:
+        """The materialization for ``examples`` sequences of ``tokens`` tokens, as a number."""
+        built = self.materialization
+        return built.sets(examples, tokens) if isinstance(built, OnePer) else built
 
 
 class MoELayer(nn.Module):
