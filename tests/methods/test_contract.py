@@ -323,7 +323,9 @@ def test_the_three_quantities_and_active_parameters_are_plausible(name):
     quantities = layer.quantities()
     assert quantities.participation >= 1
     assert quantities.execution >= 1
-    assert quantities.materialization >= 0
+    one, batch, longer = quantities.sets(1, 10), quantities.sets(3, 10), quantities.sets(3, 40)
+    assert 0 <= one <= batch <= longer
+    assert (one == longer) == isinstance(quantities.materialization, int)
 
 
 @pytest.mark.parametrize("name", METHODS)
