@@ -24,6 +24,13 @@ SWITCHES = {
     "three layers": {"hidden": (20, 13)},
     "one block": {"blocks": 1, "top_k": 1},
     "all blocks": {"blocks": 3, "top_k": 3},
+    "linear hypernetwork": {"hypernetwork": "linear"},
+    "no bias": {"bias": False},
+    "shared mlp": {"shared_kind": "mlp"},
+    "two shared": {"shared_experts": 2},
+    "gate LayerNorm": {"gate_norm": "layer"},
+    "gate without norm": {"gate_norm": "none"},
+    "no LayerNorm": {"layer_norm": False},
 }
 
 
@@ -65,7 +72,10 @@ def inputs(tokens=17):
 
 
 @on_device
-@pytest.mark.parametrize(("switch", "recompute"), [*((s, False) for s in SWITCHES), ("plain", True), ("no gate", True)])
+@pytest.mark.parametrize(
+    ("switch", "recompute"),
+    [*((s, False) for s in SWITCHES), ("plain", True), ("no gate", True), ("gate LayerNorm", True)],
+)
 def test_every_switch(device, switch, recompute):
     layer = make(**SWITCHES[switch])
     exact = copy.deepcopy(layer).double()

@@ -14,8 +14,8 @@ from intbmoe.compare.compare import compare
 from intbmoe.compare.page import collect, comparison_page, redraw_comparison, thin, write_comparison_page
 from intbmoe.compare.pictures import draw_comparison
 from intbmoe.compare.plan import CompareOptions, sort_out
-from intbmoe.compare.summary import shares_of
-from intbmoe.compare.table import file_stem, notes
+from intbmoe.compare.table import file_stem, notes, results_table
+from intbmoe.counting import shares_of
 from intbmoe.files import digest
 from intbmoe.report import trace
 from intbmoe.report.page import render
@@ -80,8 +80,17 @@ def test_shares_are_those_of_the_layers(compared, trained):
     assert shares["IntBMoE"] == shares["IntBMoE, precomposed"] == (2, 2, 4)
     assert shares["Switch Transformer"] == (1, 1, 0)
     model = load(trained / "digits/switch/0")
-    assert shares_of(model, active=1.25) == (1.25, 1.25, 0), "where the trained router decides"
-    assert shares_of(torch.nn.Linear(2, 2), active=None) == (1, 1, 0), "a plain FFN"
+    assert shares_of(model, (), active=1.25) == (1.25, 1.25, 0, None), "where the trained router decides"
+    assert shares_of(torch.nn.Linear(2, 2), ()) == (1, 1, 0, None), "a plain FFN"
+
+
+def test_materialization_says_what_it_grows_with():
+    segments = {"materialization": 13.0, "materialization_per": "segment"}
+    rows = [made_up_row("A", "a", 0.5, **segments), made_up_row("B", "b", 0.5, materialization=8.0)]
+    older = {name: value for name, value in made_up_row("C", "c", 0.5).items() if name != "materialization_per"}
+    table = results_table([*rows, older], "").select("materialization")
+    found = [(row[0].text, row[0].small, row[0].value) for row in table.rows]
+    assert found == [("1 per segment", "13 for one example", 13.0), ("8", None, 8.0), ("0", None, 0.0)]
 
 
 def damage_config(run):

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from intbmoe.analysis.sample import Sample
 from intbmoe.checks import require
 from intbmoe.layer import moe_layers
-from intbmoe.methods.intbmoe import ComposedMoE, Hypernetwork, IntBMoE
+from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 from intbmoe.ops.compose import Coefficients
+from intbmoe.parts.hypernetwork import Hypernetwork
 from intbmoe.precomposition import precompose
 from intbmoe.report.numbers import axis_scale
 from intbmoe.tasks import Task
@@ -173,9 +174,9 @@ class _ChangedCoefficients(nn.Module):
         whole = self.hypernetwork(codebook)
         value, gate = self._without_base(whole.value), whole.gate
         gate = None if gate is None else self._without_base(gate)
-        if self.hypernetwork.config.coefficients == "softmax":
+        if self.hypernetwork.coefficients == "softmax":
             return Coefficients(_share_out(value), None if gate is None else _share_out(gate), 1.0)
-        return Coefficients(value, gate, (self.hypernetwork.config.experts - 1) ** -0.5)
+        return Coefficients(value, gate, (self.hypernetwork.experts - 1) ** -0.5)
 
     def _without_base(self, coefficients: Tensor) -> Tensor:
         if self.base is None:

@@ -75,25 +75,48 @@ def recipes() -> None:
     show(table)
 
 
-def methods(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False) -> None:
-    """List the methods that intbmoe.create() knows, with their traits.
+def methods(
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    picture: Path | None = None,
+) -> None:
+    """List the methods that intbmoe.create() knows, with their traits and three quantities.
+
+    The quantities are those at the paper's budget on images: participation (experts that contribute to a token's
+    output), execution (experts or blocks computed for it), materialization (weight sets built for an input).
 
     Args:
         as_json: Print a JSON list instead of a table.
+        picture: Draw the quantities too, into this file: .png, or .svg, which adapts to dark screens.
     """
-    rows = []
+    from intbmoe.analysis.quantities import quantities_of
+
+    rows, found = [], []
     for method in map(find_method, list_methods()):
+        found.append(quantities_of(method))
         about = {"name": method.name, "title": method.title, "participation": method.participation}
         reason = method.noncausal_reason()
-        rows.append({**about, "causal": reason is None, "noncausal_reason": reason, "paper": method.paper})
+        three = {name: getattr(found[-1], name) for name in ("participation", "execution", "materialization")}
+        causal = {"causal": reason is None, "noncausal_reason": reason, "paper": method.paper}
+        rows.append({**about, "dynamic": method.dynamic, "quantities": three, **causal})
     if as_json:
         say(json.dumps(rows, indent=2, ensure_ascii=False))
-        return
-    table = Table("name", "title", "participation", "causal", "paper")
-    for row in rows:
-        causal = "yes" if row["causal"] else f"no: {row['noncausal_reason']}"
-        table.add_row(row["name"], row["title"], row["participation"], causal, row["paper"])
-    show(table)
+    else:
+        table = Table("name", "title", "participation", "execution", "materialization", "causal", "paper")
+        for row in rows:
+            three, about = row["quantities"], "~" if row["dynamic"] else ""
+            numbers = f"{about}{three['participation']:g}", f"{about}{three['execution']:g}"
+            causal = "yes" if row["causal"] else f"no: {row['noncausal_reason']}"
+            table.add_row(row["name"], row["title"], *numbers, str(three["materialization"]), causal, row["paper"])
+        show(table)
+    if picture is not None:
+        with explained(ModuleNotFoundError, ValueError, OSError):
+            from intbmoe.analysis.cost_report import require_matplotlib
+
+            require_matplotlib()
+            from intbmoe.analysis.drawing.quantities import draw_quantities, save_picture
+
+            save_picture(draw_quantities(found), picture)
+        sys.stderr.write(f"drawn: {picture}\n")
 
 
 def cost(

@@ -9,21 +9,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from intbmoe.registry import find_method
-from intbmoe.report.canvas import BLUE, GREY, GRID, LOAD_TITLES, Data, Picture, tidy
+from intbmoe.registry import method_family
+from intbmoe.report.canvas import BLUE, FAMILIES, GREY, GRID, LOAD_TITLES, Data, Picture, add_legend, tidy
 from intbmoe.report.canvas import ORANGE as OWN
 from intbmoe.report.numbers import axis_scale, flops_unit
 
 COLOURS = (BLUE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", GREY)
 """Okabe and Ito's, but for yellow, which white swallows, and orange, which is IntBMoE's."""
 OTHERS = {"color": "#bbbbbb", "linewidth": 1.0, "zorder": 2}
-FAMILIES = {
-    "IntBMoE": (OWN, "*"),
-    "all experts take part": (BLUE, "s"),
-    "few experts take part": ("#e69f00", "o"),
-    "no experts": (GREY, "D"),
-}
-"""The marker says again what the colour says."""
 AROUND = (
     *((9, 0, "left"), (-9, 0, "right"), (0, 11, "center"), (0, -11, "center")),
     *((8, 10, "left"), (8, -10, "left"), (-8, 10, "right"), (-8, -10, "right")),
@@ -43,22 +36,8 @@ def _trained(rows: Sequence[Data]) -> list[Data]:
     return [row for row in rows if row["mean"] is not None]
 
 
-def _family(row: Data) -> str:
-    if row["method"] == "intbmoe":
-        return "IntBMoE"
-    if row["method"] in ("dense", "swiglu"):
-        return "no experts"
-    full = find_method(row["method"]).participation == "dense"
-    return "all experts take part" if full else "few experts take part"
-
-
 def _add_legend(figure: Figure, rows: Sequence[Data]) -> None:
-    shown = {name: style for name, style in FAMILIES.items() if any(_family(row) == name for row in rows)}
-    handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle="", markersize=8, label=name)
-        for name, (colour, marker) in shown.items()
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    add_legend(figure, {method_family(row["method"]) for row in rows})
 
 
 # The table as a picture: how good, and at what cost, one line per variant, the best on top.
@@ -93,7 +72,7 @@ def _draw_dots(axes: Axes, rows: Sequence[Data], factor: float) -> tuple[float, 
     reach = high - low or 0.1 * abs(high) or 1
     start = low - 0.08 * reach
     for place, row in enumerate(rows):
-        colour, marker = FAMILIES[_family(row)]
+        colour, marker = FAMILIES[method_family(row["method"])]
         mean, interval = row["mean"] * factor, (row["interval_95"] or 0) * factor
         axes.plot([start, mean], [place, place], color=GRID, linewidth=1, zorder=1)
         if interval:
@@ -109,7 +88,11 @@ def _draw_dots(axes: Axes, rows: Sequence[Data], factor: float) -> tuple[float, 
 def _draw_bars(axes: Axes, rows: Sequence[Data], column: str, unit: float, title: str) -> None:
     values = [row[column] / unit for row in rows]
     bars = axes.barh(
-        range(len(rows)), values, height=0.6, color=[FAMILIES[_family(row)][0] for row in rows], alpha=0.85
+        range(len(rows)),
+        values,
+        height=0.6,
+        color=[FAMILIES[method_family(row["method"])][0] for row in rows],
+        alpha=0.85,
     )
     axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=3, fontsize=9)
     axes.set_xlim(0, max(values) * 1.2)
@@ -194,7 +177,7 @@ def _told_equal(rows: Sequence[Data], column: str, scale: float, title: str) -> 
 
 
 def _point(axes: Axes, row: Data, value: float, factor: float) -> None:
-    colour, marker = FAMILIES[_family(row)]
+    colour, marker = FAMILIES[method_family(row["method"])]
     reach = (row["interval_95"] or 0) * factor
     if reach:
         axes.errorbar(value, row["mean"] * factor, yerr=reach, color=colour, linewidth=1.5, alpha=0.55, zorder=2)

@@ -4,15 +4,14 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from scipy.special import stdtrit
 from torch import nn
 
 from intbmoe.compare.plan import Job
-from intbmoe.counting import Counts, count
-from intbmoe.layer import moe_layers
+from intbmoe.counting import Counts, Shares, count, shares_of
 from intbmoe.models.vit import ViT, class_token_ffns
 from intbmoe.precomposition import precompose
 from intbmoe.registry import find_method
@@ -22,14 +21,6 @@ from intbmoe.train import load
 
 ROUTED_EXAMPLES = 64
 """Test examples on which the experts of a token are counted, where a trained router decides on their number."""
-
-
-class Shares(NamedTuple):
-    """``layer.quantities()``, as means over the layers."""
-
-    participation: float
-    execution: float
-    materialization: float
 
 
 @dataclass(frozen=True)
@@ -108,7 +99,7 @@ def summarise(jobs: Iterable[Job]) -> list[Summary]:
             results=results,
             counts=_count(task, _untrained(task) if active else model, active),
             active=active,
-            shares=shares_of(model, active),
+            shares=shares_of(model, task.example_inputs(), active),
             reported=task.reported,
         )
         summaries.append(summary)
@@ -118,15 +109,6 @@ def summarise(jobs: Iterable[Job]) -> list[Summary]:
                 replace(summary, title=f"{summary.title}, precomposed", values=(), results=(), counts=counts)
             )
     return summaries
-
-
-def shares_of(model: nn.Module, active: float | None) -> Shares:
-    """Means over the model's MoE layers; ``active`` experts where the trained router decides on their number."""
-    found = [layer.quantities() for _, layer in moe_layers(model)]
-    if not found:
-        return Shares(1, 1, 0)  # a plain FFN is one expert that every token has
-    means = Shares(*(statistics.fmean(column) for column in zip(*found, strict=True)))
-    return means if active is None else means._replace(participation=active, execution=active)
 
 
 def _untrained(task: Task) -> nn.Module:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from intbmoe.layer import OnePer
 from intbmoe.report.numbers import NOTHING, flops_unit, format_metric
 from intbmoe.report.tables import Cell, Column, Span, Table
 
@@ -15,10 +16,10 @@ Floors = Mapping[str, Mapping[str, float]]
 SHARES = {
     "participation": "how many experts contribute to a token's output",
     "execution": "how many experts or blocks are computed for a token",
-    "materialization": "how many expert-sized weight sets are merged from experts",
+    "materialization": "how many expert-sized weight sets are built from experts, of one example by itself",
 }
 IN_CSV = (
-    *("label", "title", "method", "metric", "mean", "interval_95", "seeds", "values", *SHARES),
+    *("label", "title", "method", "metric", "mean", "interval_95", "seeds", "values", *SHARES, "materialization_per"),
     *("params", "activated", "flops", "flops_executed", "active_experts", "seconds"),
 )
 STEMS = {"K": "blocks", "k": "top_k", "E": "experts", "L": "layers"}
@@ -105,9 +106,11 @@ def _metric_cell(row: Row, scale: tuple[float, float]) -> Cell:
 
 
 def _share_cell(row: Row, name: str) -> Cell:
-    value = row[name]
-    decided = row["active_experts"] is not None and name != "materialization"
-    return Cell(f"~{value:.2f}" if decided else f"{value:g}", value)
+    value, unit = row[name], row.get("materialization_per")  # which the data of older comparisons lack
+    if name == "materialization":
+        small = f"{value:g} for one example"
+        return Cell(f"{value:g}", value) if unit is None else Cell(str(OnePer(unit)), value, small=small)
+    return Cell(f"{value:g}" if row["active_experts"] is None else f"~{value:.2f}", value)
 
 
 def other_metric_cell(row: Row, name: str) -> Cell:

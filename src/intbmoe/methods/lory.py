@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.layer import MoELayer, Quantities, Result
+from intbmoe.layer import MoELayer, OnePer, Quantities, Result
 from intbmoe.parts.experts import ExpertsConfig
 from intbmoe.parts.state import check_batch
 from intbmoe.precision import linear, wide
@@ -122,7 +122,8 @@ class Lory(MoELayer):
         return LoryState(0, total, count, total.new_full((batch, c.experts), 1 / c.experts))
 
     def quantities(self) -> Quantities:
-        return Quantities(participation=self.config.experts, execution=1, materialization=1)
+        segments = OnePer("segment", tokens=self.config.segment)
+        return Quantities(participation=self.config.experts, execution=1, materialization=segments)
 
 
 def _skip_empty(in_force: Tensor, filled: Tensor) -> Tensor:

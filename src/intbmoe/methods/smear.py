@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from intbmoe.layer import MoELayer, Quantities, Result
+from intbmoe.layer import MoELayer, OnePer, Quantities, Result
 from intbmoe.parts.experts import ExpertsConfig
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
@@ -80,10 +80,8 @@ class Smear(MoELayer):
         return a
 
     def quantities(self) -> Quantities:
-        experts = self.config.experts
-        if self.config.level == "example":
-            return Quantities(participation=experts, execution=1, materialization=1)
-        return Quantities(participation=experts, execution=experts, materialization=0)
+        """By the method's definition; ``ops/merged_mm`` builds few sets at a time, and none for single tokens."""
+        return Quantities(self.config.experts, execution=1, materialization=OnePer(self.config.level))
 
 
 def _mean(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ from intbmoe.ops.merged_mm import merged_mm
 from intbmoe.ops.permute import Permutation
 from intbmoe.ops.swiglu import swiglu
 from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
+from intbmoe.parts.linear import called, untouched
 from intbmoe.precision import linear
 from intbmoe.settings import PositiveInt
 
@@ -38,6 +39,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, backend: Backend | None = None) -> Tensor:
         """(…, d) → (…, d), in the type of ``x``; ``backend`` None chooses by the input."""
+        if not untouched(self.gate, self.up, self.down):
+            return called(x, lambda x: self.down(F.silu(self.gate(x)) * self.up(x)), self)
         inner = swiglu(x, self.gate.weight, self.up.weight, backend or choose_backend(x))
         return linear(inner, self.down.weight)
 
@@ -58,17 +61,21 @@ class StackedLinear(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def rows(self, z: Tensor, plan: Permutation) -> Tensor:
+    def forward(self, z: Tensor, way: Literal["rows", "batch", "merged"], *given: Any) -> Tensor:
+        """In one of three ways. Through the module's own call, where hooks, adapters and parametrisations expect it."""
+        return {"rows": self._rows, "batch": self._batch, "merged": self._merged}[way](z, *given)
+
+    def _rows(self, z: Tensor, plan: Permutation) -> Tensor:
         """(M, i) rows sorted by expert → (M, o)."""
         out = grouped_mm(z, self.weight.to(z.dtype), plan.ends, plan.backend, complete=plan.complete)
         return out if self.bias is None else out + spread(self.bias.to(z.dtype), plan)
 
-    def batch(self, z: Tensor) -> Tensor:
+    def _batch(self, z: Tensor) -> Tensor:
         """(E, S, i) → (E, S, o), expert e on its own inputs."""
         out = torch.bmm(z, self.weight.to(z.dtype))
         return out if self.bias is None else out + self.bias.to(z.dtype).unsqueeze(1)
 
-    def merged(self, z: Tensor, a: Tensor) -> Tensor:
+    def _merged(self, z: Tensor, a: Tensor) -> Tensor:
         """(G, S, i) inputs and (G, E) coefficients → (G, S, o)."""
         out = merged_mm(z, a, self.weight)
         return out if self.bias is None else out + (a @ self.bias.to(a.dtype)).to(z.dtype).unsqueeze(1)
@@ -89,13 +96,13 @@ class StackedExperts(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define network()")
 
     def rows(self, z: Tensor, plan: Permutation) -> Tensor:
-        return self.network(z, lambda layer, z: layer.rows(z, plan))
+        return self.network(z, lambda layer, z: layer(z, "rows", plan))
 
     def batch(self, z: Tensor) -> Tensor:
-        return self.network(z, lambda layer, z: layer.batch(z))
+        return self.network(z, lambda layer, z: layer(z, "batch"))
 
     def merged(self, z: Tensor, a: Tensor) -> Tensor:
-        return self.network(z, lambda layer, z: layer.merged(z, a))
+        return self.network(z, lambda layer, z: layer(z, "merged", a))
 
     def route(self, x: Tensor, ids: Tensor, weights: Tensor, complete: bool = False) -> tuple[Tensor, Tensor]:
         """(N, d) tokens, (N, k) chosen experts (−1: none) and weights → weighted sums (N, d), load (E,).
