@@ -91,6 +91,19 @@ def test_every_switch(device, switch, recompute):
 
 
 @on_device
+@pytest.mark.parametrize("switch", ["gate LayerNorm", "gate without norm", "no LayerNorm"])
+def test_forms_without_kernels_leave_rows_of_no_block_alone(device, switch, monkeypatch):
+    """As on a GPU, where nobody asks how many rows masked tokens leave: they stay there, as rows of no block."""
+    monkeypatch.setattr("intbmoe.parts.dispatch.readable", lambda ids: False)
+    layer = make(**SWITCHES[switch])
+    exact = copy.deepcopy(layer).double()
+    exact.backend = "naive"
+    x, mask, probe = inputs()
+    expected = outputs_and_gradients(exact, x.double(), mask, probe.double())
+    agree(outputs_and_gradients(layer.to(device), x.to(device), mask.to(device), probe.to(device)), expected)
+
+
+@on_device
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_no_token_and_one(device, tokens):
     layer = make().to(device)

@@ -16,6 +16,7 @@ from torch import nn
 import intbmoe
 from intbmoe import ComposedMoE, IntBMoE
 from intbmoe.counting import count_flops
+from intbmoe.export.parity import _compare_blocks, _new_error
 from intbmoe.ops import native
 from intbmoe.parts.reference import reference_names
 from small_intbmoe import make, tokens
@@ -198,6 +199,16 @@ def test_compiled_code_runs_what_leaves_the_blocks_as_they_are(options):
     layer.backend = "native"
     with torch.no_grad():
         torch.testing.assert_close(layer(x), exact, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("options", [{}, {"gate_norm": "layer"}, {"gate_norm": "none"}, {"layer_norm": False}])
+def test_an_exports_check_of_single_blocks_runs_the_blocks_as_they_are(options):
+    """The compiled code would take other blocks for the paper's, and a half-precision copy for a wrong one."""
+    layer = make(hidden=64, **options).float().eval()
+    error = _new_error("layer", layer)
+    with torch.no_grad():
+        _compare_blocks(error, layer, layer.precompose(torch.bfloat16), tokens(1, 40)[0].float(), torch.bfloat16)
+    assert max(error.errors()) <= 2**-5
 
 
 # ---- shared experts -------------------------------------------------------------------------------------------------

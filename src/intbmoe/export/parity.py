@@ -265,7 +265,7 @@ def _compare_blocks(
     ids = torch.arange(count).repeat(len(tokens)).unsqueeze(1)
     pair = []
     for layer, rows in ((trained, x), (served, x.to(dtype))):
-        backend = choose_backend(rows, wanted=layer.backend, has_native=True)
+        backend = choose_backend(rows, wanted=layer.backend, has_native=layer.config.has_kernels)
         ones = torch.ones(len(ids), 1)
         blocks = layer.blocks(rows.dtype, backend)
         pair.append(run_blocks(rows, ids, ones, None, blocks, backend, complete=True, dtype=rows.dtype)[0])
