@@ -333,6 +333,7 @@ def test_tables_and_page_say_that_nothing_was_validated_and_that_the_best_was_ch
     for found in (notes([plain, other]), on_page):
         assert any("Nothing was validated" in note for note in found)
         assert any("chosen on that split" in note for note in found)
+    assert "The last step is reported." in notes([made_up_row("Switch", "switch", 0.8, validated=False)])
 
 
 def test_the_data_of_a_comparison_made_before_these_notes_is_still_drawn(tmp_path):

@@ -158,12 +158,14 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def protocol_notes(rows: Sequence[Row]) -> list[str]:
-    """What a reader must know of how the reported numbers were come by; rows of early comparisons do not say."""
+    """How the reported numbers were chosen, where that is not as usual; rows of early comparisons do not say."""
     trained, told = [row for row in rows if row["mean"] is not None], []
     if not all(row.get("validated", True) for row in trained):
-        told.append("Nothing was validated: no example was held out of training, and nothing could be chosen by one.")
+        told.append("Nothing was validated: no example was held out of training.")
     if any(row.get("report") == "best" for row in trained):
         told.append("The best of all evaluations on the test split is reported, chosen on that split: an upper bound.")
+    elif told:
+        told.append("The last step is reported.")
     return told
 
 
