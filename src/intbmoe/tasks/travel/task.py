@@ -88,7 +88,7 @@ class TravelTask(Task):
 
     def make_model(self) -> nn.Module:
         config = self.recipe.model
-        return TravelModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden))
+        return TravelModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, domain="language"))
 
     def read_split(self, name: str) -> Examples:
         """``train`` (sessions before all others), ``valid`` or ``test`` (the last ones), by time."""
