@@ -12,7 +12,7 @@ method makes of it. With a backbone FFN of weights W (2·d·h for GELU, 3·d·h 
                   follows its authors' script for the ``domain``
     slots         Soft MoE has tokens/experts slots per expert, rounded as in its authors' code, where ``tokens`` is
                   given; else one, as its causal form
-    segments      Lory's have 16 tokens, and half the sequence where ``tokens`` says that 16 would swallow it
+    segments      Lory's have 16 tokens, and half the input where ``tokens`` says that 16 would swallow it
     ranks         μMoE's rank brings the module's number of parameters as near as possible to Switch's
 
 Three points where the paper disagrees with itself or with code, and what is done here:
@@ -36,7 +36,6 @@ from intbmoe.registry import create, find_method
 
 Expert = Literal["gelu", "swiglu"]
 Domain = Literal["vision", "language"]
-LORY_SEGMENT = 16  # the paper's, on every task
 
 TABLE_1 = (
     "dense", "switch", "deepseek", "remoe", "vmoe", "expert_choice", "dynmoe", "mass", "soft", "smear", "lory",
@@ -89,9 +88,7 @@ def match_budget(
             few = {"top_k": 1} if experts == 1 else {}  # its own k is 2
             return {"hidden": swiglu_width, "experts": experts, "expert": "swiglu", **few}
         case "lory":
-            swallowed = tokens is not None and tokens <= LORY_SEGMENT
-            short = {"segment": max(1, tokens // 2)} if swallowed else {}
-            return {"hidden": swiglu_width, "experts": experts + 1, "expert": "swiglu", **short}
+            return {"hidden": swiglu_width, "experts": experts + 1, "expert": "swiglu", "tokens": tokens}
         case "dynmoe" | "mass":
             script = {"domain": domain} if name == "mass" else {}
             return {**like_backbone, "initial_experts": max(1, experts // 2), **script}

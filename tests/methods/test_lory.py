@@ -205,11 +205,27 @@ def test_a_segment_that_swallows_the_input_is_told_in_training():
 def test_the_budget_gives_short_inputs_segments_that_route():
     options = match_budget("lory", DIM, HIDDEN, experts=E, tokens=4)  # the patches of a digit
     layer = intbmoe.create("lory", DIM, **options).double()
-    assert layer.config.segment == 2
+    assert layer.segment == 2
     layer(tokens(3, 4)).square().sum().backward()
     assert layer.router.weight.grad.abs().max() > 0
     for count in (196, 17, None):
-        assert "segment" not in match_budget("lory", DIM, HIDDEN, experts=E, tokens=count)
+        options = match_budget("lory", DIM, HIDDEN, experts=E, tokens=count)
+        assert intbmoe.create("lory", DIM, **options).segment == 16
+
+
+def test_a_trained_layer_keeps_the_segment_it_was_trained_with():
+    """Runs of earlier versions kept a segment that swallowed the input; only the state tells them apart."""
+    old, x = make(segment=16), tokens(2, 4)
+    new = make(segment=16, tokens=4)
+    new.load_state_dict(old.state_dict())
+    assert torch.equal(new(x), old(x))
+    cut = make(segment=16, tokens=4)
+    again = make(segment=16, tokens=4)
+    again.load_state_dict(cut.state_dict())
+    assert again.segment == cut.segment == 2
+    assert torch.equal(again(x), cut(x))
+    assert not torch.equal(again(x), old(x))
+    assert set(make(segment=2, tokens=4).state_dict()) == set(old.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])

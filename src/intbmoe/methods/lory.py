@@ -9,7 +9,8 @@ Pre-training", COLM 2024.
 The first segment has none before it. The paper gives it a_1 = stop_gradient(e_1): its tokens then see the mean of
 their own segment, later tokens among them (``first_segment="stop_gradient"``). Here the default is strictly causal:
 a_1 is uniform, 1/E each, so the first segment runs the mean expert. An input of one segment is therefore not routed at
-all, and the router learns nothing from it: in training that is warned about.
+all, and the router learns nothing from it. Where the length of inputs is fixed (``tokens``), a segment that would hold
+all of it is cut to half of it; elsewhere such an input is warned about in training.
 
 Decoding with a state is by segment too. With ``generation="prompt"`` it is as in the paper's generation: what the first
 call of a state reads is the prompt, a = softmax(W_r mean of the prompt) is chosen once for it and all that follows, and
@@ -46,10 +47,17 @@ class LoryConfig(ExpertsConfig):
     expert: Literal["gelu", "swiglu"] = "swiglu"
     segment: PositiveInt = 16
     """S, tokens in a segment (the Lory paper: 256)."""
+    tokens: PositiveInt | None = None
+    """Tokens of every input, where that is fixed; a segment of so many or more becomes half of them."""
     first_segment: Literal["uniform", "stop_gradient"] = "uniform"
     """Weights of the first segment: uniform, or its own without gradient, as in the paper."""
     generation: Literal["segment", "prompt"] = "segment"
     """Decoding: merge an expert for every segment, or one for a whole text by the mean of its prompt (the paper)."""
+
+    @property
+    def routing_segment(self) -> int:
+        swallows = self.tokens is not None and self.tokens <= self.segment
+        return max(1, self.tokens // 2) if swallows else self.segment
 
     def noncausal_reason(self) -> str | None:
         if self.first_segment == "uniform":
@@ -88,6 +96,14 @@ class Lory(MoELayer):
         super().__init__(*args, **options)
         self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
         self.experts = self.config.make_experts()
+        self.segment = self.config.routing_segment
+        if self.segment != self.config.segment:  # noted, because runs of earlier versions kept the long one
+            self.register_buffer("cut_segment", torch.tensor(self.segment))
+
+    def fit_state(self, state: dict[str, Tensor], prefix: str) -> None:
+        if self.segment != self.config.segment and f"{prefix}router.weight" in state:
+            held = state.setdefault(f"{prefix}cut_segment", torch.tensor(self.config.segment))
+            self.segment = int(held)
 
     def compute(
         self, x: Tensor, mask: Tensor | None, state: LoryState | PromptState | None, dtype: torch.dtype
@@ -95,7 +111,7 @@ class Lory(MoELayer):
         if isinstance(state, PromptState):
             return Result(self._by_prompt(x, mask, state, dtype))
         batch, tokens, dim = x.shape
-        size = self.config.segment
+        size = self.segment
         if self.training and state is None and 1 < tokens <= size and not torch.compiler.is_compiling():
             warnings.warn(  # the same words for every length, so that they are said once
                 f"segment={size} holds a whole input of Lory: nothing in it is routed and the router learns nothing "
