@@ -140,6 +140,9 @@ class MoELayer(nn.Module):
             raise ValueError(f"{type(self).__name__} with this configuration cannot decode token by token: {reason}")
         return None
 
+    def plan_steps(self, total: int) -> None:
+        """Called once, before training, with the run's number of optimizer steps: shares of it become steps here."""
+
     @classmethod
     def family_before_step(cls, layers: Sequence[Self], optimizer: Any, reevaluate: Any) -> None:
         """Runs after backward, before the optimizer's step, with all layers of this class in a model."""
@@ -147,6 +150,13 @@ class MoELayer(nn.Module):
     @classmethod
     def family_after_step(cls, layers: Sequence[Self], sums: Sequence[dict[str, Tensor]], optimizer: Any) -> None:
         """Runs after the optimizer's step, with each layer's ``sums`` over the step's global batch."""
+
+    def fit_state(self, state: dict[str, Tensor], prefix: str) -> None:
+        """Called before ``state`` is loaded, with the layer's entries under ``prefix``.
+
+        A layer whose buffers follow from the length of a run takes on their shapes here, and adds to ``state`` what
+        runs of earlier versions do not have.
+        """
 
     # What every method shares.
 
@@ -166,6 +176,10 @@ class MoELayer(nn.Module):
             for name, tensor in own.items():
                 if tensor.device == device and name in values and values[name].shape == tensor.shape:
                     tensor.copy_(values[name])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
+        self.fit_state(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, state: Any = None, **inputs: Any) -> Tensor:
         """(…, T, d) tokens, (…, T) bool validity (True: valid) → (…, T, d); masked tokens give zero.

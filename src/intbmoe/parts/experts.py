@@ -5,6 +5,7 @@ A stacked network is written once, over an open linear map that ``rows``, ``batc
     rows      rows sorted by expert, each through its expert           sparse methods
     batch     (E, S, d), each expert on its own S inputs               Soft MoE, Expert Choice
     merged    (G, S, d), group g through the expert Σ_e a_{g,e} θ_e    parameters merged
+    composed  the same, of experts that ``compose`` built before       one composition for a whole text
 """
 
 import math
@@ -23,7 +24,7 @@ from intbmoe.ops.merged_mm import merged_mm
 from intbmoe.ops.permute import Permutation
 from intbmoe.ops.swiglu import swiglu
 from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
-from intbmoe.parts.linear import called, untouched
+from intbmoe.parts.linear import Linear, called, untouched
 from intbmoe.precision import linear
 from intbmoe.settings import PositiveInt
 
@@ -80,8 +81,14 @@ class StackedLinear(nn.Module):
         out = merged_mm(z, a, self.weight)
         return out if self.bias is None else out + (a @ self.bias.to(a.dtype)).to(z.dtype).unsqueeze(1)
 
+    def compose(self, a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """(G, E) coefficients → (G, i, o) weights and (G, 1, o) biases, merged in the type of ``a``."""
+        weight = torch.einsum("ge,eio->gio", a, self.weight.to(a.dtype)).to(dtype)
+        return weight, None if self.bias is None else (a @ self.bias.to(a.dtype)).to(dtype).unsqueeze(1)
+
 
 Apply = Callable[[StackedLinear, Tensor], Tensor]
+Composed = dict[str, tuple[Tensor, Tensor | None]]  # weight and bias of each linear map, by its name
 
 
 class StackedExperts(nn.Module):
@@ -103,6 +110,20 @@ class StackedExperts(nn.Module):
 
     def merged(self, z: Tensor, a: Tensor) -> Tensor:
         return self.network(z, lambda layer, z: layer(z, "merged", a))
+
+    def compose(self, a: Tensor, dtype: torch.dtype) -> Composed:
+        """The experts that (G, E) coefficients merge, one per group, for any number of calls of ``composed``."""
+        return {name: layer.compose(a, dtype) for name, layer in self.named_children()}
+
+    def composed(self, z: Tensor, built: Composed) -> Tensor:
+        """(G, S, d) → (G, S, d), each group through its own."""
+        names = {layer: name for name, layer in self.named_children()}
+
+        def apply(layer: StackedLinear, z: Tensor) -> Tensor:
+            weight, bias = built[names[layer]]
+            return torch.bmm(z, weight) if bias is None else torch.baddbmm(bias, z, weight)
+
+        return self.network(z, apply)
 
     def route(self, x: Tensor, ids: Tensor, weights: Tensor, complete: bool = False) -> tuple[Tensor, Tensor]:
         """(N, d) tokens, (N, k) chosen experts (−1: none) and weights → weighted sums (N, d), load (E,).
@@ -160,7 +181,7 @@ class RoutedLayer(MoELayer):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
+        self.router = Linear(self.config.dim, self.config.experts, bias=False)
         self.experts = self.config.make_experts()
 
     @property

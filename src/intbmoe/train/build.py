@@ -9,6 +9,7 @@ from torch import nn
 
 from intbmoe.layer import unwrap
 from intbmoe.precision import bfloat16_is_slow
+from intbmoe.steps import plan_steps
 from intbmoe.tasks import make_task
 from intbmoe.tasks.base import Examples, Task
 from intbmoe.tasks.recipe import Recipe, TrainSettings
@@ -35,7 +36,9 @@ def build(recipe: Recipe, ranks: Ranks) -> Built:
     examples = task.split("train")
     plan = plan_batches(len(examples), settings, ranks.world)
     torch.manual_seed(derive_seed(settings.seed, "model"))
-    model = ranks.place(task.make_model().train(), settings)
+    model = task.make_model().train()
+    plan_steps(model, plan.steps)  # before the model is placed: a replica holds on to the buffers it was made with
+    model = ranks.place(model, settings)
     optimizer = make_optimizer(unwrap(model), settings)
     return Built(task, examples, plan, model, optimizer, Stepper(task, model, optimizer, ranks, settings))
 

@@ -40,9 +40,9 @@ def _load(run: RunDirectory) -> tuple[Task, nn.Module]:
     tensors = read_tensors(run.model_path, run.result["sha256"]["model.safetensors"])
     task = make_task(run.recipe)
     with torch.random.fork_rng(devices=[]):  # making a model draws random numbers; loading one should not
-        model = task.make_model()
+        model = task.make_model().eval()
     restore_model(model, tensors, str(run.model_path))
-    return task, model.eval()
+    return task, model
 
 
 def read_split(task: Task, split: str) -> Examples:

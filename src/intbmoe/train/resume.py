@@ -171,6 +171,9 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    tensors = dict(tensors)
+    for name, layer in moe_layers(model):
+        layer.fit_state(tensors, f"{name}." if name else "")
     own = model.state_dict()
     try:
         require_state("its", tensors, own, dtypes=True)

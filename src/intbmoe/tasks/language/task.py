@@ -90,7 +90,7 @@ class LanguageTask(Task):
 
     def make_model(self) -> nn.Module:
         config = self.recipe.model
-        return Llama(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, expert="swiglu"))
+        return Llama(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, expert="swiglu", domain="language"))
 
     def read_split(self, name: str) -> Examples:
         """``train``, ``valid`` or ``test``: other documents each, and always the same."""

@@ -66,7 +66,7 @@ class SequencesTask(Task):
 
     def make_model(self) -> nn.Module:
         config = self.recipe.model
-        return SequenceModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden))
+        return SequenceModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, domain="language"))
 
     def read_split(self, name: str) -> Examples:
         """``train`` (windows), ``valid`` (each user's last event but one) or ``test`` (the last)."""

@@ -19,11 +19,11 @@ session of each sequence, of which only the scenario is known; the vectors of th
 heads of other tasks are not.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -109,7 +109,8 @@ class TravelTask(Task):
 
     def make_model(self) -> nn.Module:
         config = self.recipe.model
-        return TravelModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden), self.recipe.data.tasks)
+        ffn = ffn_maker(self.recipe.moe, config.dim, config.hidden, domain="language")
+        return TravelModel(config, ffn, self.recipe.data.tasks)
 
     def read_split(self, name: str) -> Examples:
         """``train`` (sessions before all others), ``valid`` or ``test`` (the last ones), by time."""
@@ -128,34 +129,30 @@ class TravelTask(Task):
         return JourneyReader(data, model.sessions, settings.utc_offset, **options)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        losses = [_cross_entropy(scores, labels) for _, scores, labels in self._answers(model, batch)]
+        losses = [_cross_entropy(answer.scores, answer.labels) for answer in self._answers(model, batch)]
         return sum(losses[1:], losses[0]), batch["targets"].sum()
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        sums: dict[str, Tensor] = {}
-        for task, scores, labels in self._answers(model, batch):
-            found = {"loss": _cross_entropy(scores, labels)}
-            if task in ("where", "via"):
-                candidates = batch["candidates"][batch["targets"]] if task == "where" else _following(batch)
-                found |= ranking_sums(scores, candidates[..., PLACE.index("category")])
-            else:
-                found |= class_sums(scores, labels, hours=task == "when")
-            sums |= {name if task == "where" else f"{task} {name}": value for name, value in found.items()}
-        if len(self.recipe.data.tasks) > 1:
-            sums["where loss"] = sums["loss"]
-            sums["loss"] = sum(sums[f"{task} loss"] for task in self.recipe.data.tasks)
-        return sums
+        return _sums(self._answers(model, batch))
 
-    def _answers(self, model: nn.Module, batch: Batch) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(task, scores (N, C), which of the C is right (N,), −1 for what is not known); "where" comes first."""
-        scores = model(batch)
+    def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        examples = zip(*(answer.split() for answer in self._answers(model, batch)), strict=True)
+        sums = [_sums(answers) for answers in examples]
+        return {name: torch.stack([of[name] for of in sums]) for name in sums[0]}
+
+    def _answers(self, model: nn.Module, batch: Batch) -> Iterator["Answer"]:
+        """Of each task, "where" first."""
+        scores, targets = model(batch), batch["targets"]
         for task, found in scores.items() if isinstance(scores, dict) else [("where", scores)]:
+            counts, labels, category = targets.sum(1), found.new_zeros(len(found), dtype=torch.int64), None
             if task in ("where", "via"):
-                labels = found.new_zeros(len(found), dtype=torch.int64)
+                candidates = batch["candidates"][targets] if task == "where" else _following(batch)
+                category = candidates[..., PLACE.index("category")]
+                counts = counts if task == "where" else targets[:, 1:].sum(1)
             else:
                 codes = batch["depart"] if task == "when" else batch["feedback"][..., FEEDBACK.index("mode")]
-                labels = codes[batch["targets"]].long() - 1
-            yield task, found, labels
+                labels = codes[targets].long() - 1
+            yield Answer(task, found, labels, category, counts)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Each sum divided by the number of what it was summed over: ``count`` of its task, or of known categories."""
@@ -168,12 +165,6 @@ class TravelTask(Task):
             unit = f"{task} categories" if metric.startswith("CIR") else f"{task} count"
             found[name] = float(total) / max(1.0, sums[unit.removeprefix("where").strip()])
         return found
-
-    def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """The model's rows are the target sessions, example by example."""
-        parts = model(batch).split(batch["targets"].sum(1).tolist())
-        sums = [{"loss": _cross_entropy(part), **ranking_sums(part)} for part in parts]
-        return {name: torch.stack([of[name] for of in sums]) for name in sums[0]}
 
     def floors(self) -> Mapping[str, Mapping[str, float]]:
         totals: dict[str, dict[str, float]] = {}
@@ -276,6 +267,40 @@ def open_data(data: TravelData) -> JourneyData:
     if data.path is None:
         raise DataError("data.path is not set: give --data.path FOLDER made by intbmoe prepare inttravel, docs/data.md")
     return open_journeys(data.path)
+
+
+class Answer(NamedTuple):
+    """A model's answers to one of the tasks, for the sessions of a batch, example by example."""
+
+    task: str
+    scores: Tensor  # (N, C)
+    labels: Tensor  # (N,) which of the C is right; −1 for what is not known
+    category: Tensor | None  # (N, C) of the candidates; None where there are none
+    counts: Tensor  # (B,) how many of the N each example has
+
+    def split(self) -> list["Answer"]:
+        """One for each example."""
+        counts = self.counts.tolist()
+        scores, labels = self.scores.split(counts), self.labels.split(counts)
+        category = [None] * len(counts) if self.category is None else self.category.split(counts)
+        parts = zip(scores, labels, category, self.counts.split(1), strict=True)
+        return [Answer(self.task, *part) for part in parts]
+
+
+def _sums(answers: Iterable[Answer]) -> dict[str, Tensor]:
+    """Over the sessions, of each task's metrics; those of "where" have no prefix."""
+    sums: dict[str, Tensor] = {}
+    losses = []
+    for task, scores, labels, category, _ in answers:
+        losses.append(_cross_entropy(scores, labels))
+        found = {"loss": losses[-1]}
+        found |= (
+            class_sums(scores, labels, hours=task == "when") if category is None else ranking_sums(scores, category)
+        )
+        sums |= {name if task == "where" else f"{task} {name}": value for name, value in found.items()}
+    if len(losses) > 1:
+        sums |= {"where loss": sums["loss"], "loss": sum(losses[1:], losses[0])}
+    return sums
 
 
 def _cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
