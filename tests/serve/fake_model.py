@@ -9,8 +9,8 @@ batch takes, ``item_ms`` how much longer for each request in it. Some items do t
 import json
 import os
 import signal
-import time
 from pathlib import Path
+from time import sleep
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ class FakePredictor(Predictor):
         return Encoded(len(found["history"]), payload)
 
     def answer(self, batch):
-        time.sleep((self.about["delay_ms"] + self.about["item_ms"] * len(batch)) / 1000)
+        sleep((self.about["delay_ms"] + self.about["item_ms"] * len(batch)) / 1000)
         if self.action == "generate":
             return [
                 {
@@ -79,7 +79,7 @@ class FakePredictor(Predictor):
                 for one in batch
             ]
         items = [int(item) for one in batch for item in one.payload["items"]]
-        time.sleep(sum(item - SLOW for item in items if SLOW <= item < SLOW + 100) / 100)
+        sleep(sum(item - SLOW for item in items if SLOW <= item < SLOW + 100) / 100)
         if any(POISON in one.payload["items"] for one in batch):
             os._exit(13)
         if any(BUG in one.payload["items"] for one in batch):
@@ -119,7 +119,7 @@ class FakeTexts:
         going = [n for n, text in enumerate(self.texts) if n not in self.dropped and self.step < len(text)]
         if not going:
             raise StopIteration
-        time.sleep(self.pause)
+        sleep(self.pause)
         self.step += 1
         return [
             Piece(n, self.texts[n][self.step - 1], "length" if self.step == len(self.texts[n]) else None) for n in going
@@ -146,7 +146,7 @@ def _is_first(mark):
 
 def _open(path):
     about = json.loads((Path(path) / "fake.json").read_text())
-    time.sleep(about.get("load_ms", 0) / 1000)
+    sleep(about.get("load_ms", 0) / 1000)
     if about.get("broken"):
         raise RuntimeError(about["broken"])
     predictor = FakePredictor(about)

@@ -14,10 +14,16 @@ class Clock:
     def __call__(self):
         return self.now
 
+    def sleep(self, seconds):
+        self.now += seconds
+
 
 @pytest.fixture
-def clock():
-    return Clock()
+def clock(monkeypatch):
+    """The engine's clock, which only the fake model's pauses move: no other process on the machine does."""
+    clock = Clock()
+    monkeypatch.setattr("fake_model.sleep", clock.sleep)
+    return clock
 
 
 def make(clock, action="recommend", **settings):
@@ -163,7 +169,7 @@ def test_golden_requests_are_checked_and_teach_the_cost(clock, tmp_path):
     opened = open_encoder(write_artifact(tmp_path, delay_ms=2))
     engine = Engine(opened.encoder, Settings(artifact=""), clock=clock)
     warm_up(engine, opened.golden)
-    assert engine.batcher.cost.seconds(3) > 0.001
+    assert engine.batcher.cost.seconds(3) == pytest.approx(0.002)
     opened = open_encoder(write_artifact(tmp_path, wrong_golden=True))
     with pytest.raises(BrokenModelError, match="it has 2 results, at export 0"):
         warm_up(Engine(opened.encoder, Settings(artifact="")), opened.golden)
@@ -190,7 +196,7 @@ def test_texts_that_wait_together_are_written_together(clock, tmp_path):
     opened = open_encoder(write_artifact(tmp_path, action="generate", delay_ms=10))
     engine = Engine(opened.encoder, Settings(artifact="", budget_ms=60), clock=clock)
     warm_up(engine, opened.golden)
-    assert engine.batcher.step_cost.seconds(5) >= 0.01
+    assert engine.batcher.step_cost.seconds(5) == pytest.approx(0.01)
     engine.batcher.cost.learn(5, 10.0)
     for key in range(3):
         ask(engine, key, {"prompt": "ab", "max_tokens": 4}, stream=True)

@@ -62,7 +62,7 @@ class Engine:
             self.batcher.step_cost = CostModel()
         self._most_texts = settings.streams
         self._metrics = metrics
-        self._clock = clock
+        self.clock = clock
         self._texts: list[_Text] = []
         self._sampled = float("-inf")
 
@@ -75,7 +75,7 @@ class Engine:
     ) -> Reply | None:
         """Accept a request that has waited since it was ``sent`` (None), or say why not."""
         encoded = from_wire(content)
-        arrived = self._clock() if sent is None else sent
+        arrived = self.clock() if sent is None else sent
         refusal = self.batcher.submit(Ticket(key, encoded.tokens, deadline, encoded, stream, arrived))
         return None if refusal is None else Reply(key, REFUSED, (refusal.reason, refusal.retry_after))
 
@@ -118,12 +118,12 @@ class Engine:
         return replies
 
     def _answer(self, taken: Taken) -> list[Reply]:
-        started = self._clock()
+        started = self.clock()
         batch = [ticket.encoded for ticket in taken.batch]
         try:
             with self._sampling():
                 answers = self.predictor.answer(batch)
-                seconds = self._clock() - started
+                seconds = self.clock() - started
         except Exception:
             log.exception("a batch of %d failed; its requests are tried one by one", len(batch))
             return [self._answer_alone(ticket) for ticket in taken.batch]
@@ -149,7 +149,7 @@ class Engine:
         return []
 
     def _continue(self, text: _Text) -> list[Reply]:
-        started = self._clock()
+        started = self.clock()
         try:
             with self._sampling():
                 pieces = next(text.stream, None)
@@ -159,7 +159,7 @@ class Engine:
         if pieces is None:
             failed, text.going = text.going, set()
             return [Reply(text.tickets[index].key, FAILED, ("the text ended early",)) for index in sorted(failed)]
-        seconds = self._clock() - started
+        seconds = self.clock() - started
         if text.unread:
             self.batcher.step_cost.learn(text.unread, seconds)
             text.unread = 0
@@ -194,7 +194,7 @@ class Engine:
     def _count(self, taken: Taken) -> None:
         if self._metrics is None or not taken.batch:
             return
-        now = self._clock()
+        now = self.clock()
         self._metrics.batch_requests.observe(len(taken.batch))
         useful = sum(ticket.tokens for ticket in taken.batch)
         self._metrics.tokens.labels("request").inc(useful)
@@ -205,10 +205,10 @@ class Engine:
     @contextmanager
     def _sampling(self) -> Iterator[None]:
         model = getattr(self.predictor, "model", None)
-        if self._metrics is None or model is None or self._clock() - self._sampled < SAMPLE_EVERY_S:
+        if self._metrics is None or model is None or self.clock() - self._sampled < SAMPLE_EVERY_S:
             yield
             return
-        self._sampled = self._clock()
+        self._sampled = self.clock()
         if not any(layer.choices for _, layer in moe_layers(model)):
             yield
             return
@@ -249,16 +249,16 @@ def warm_up(engine: Engine, golden: Sequence[Mapping[str, Any]]) -> None:
         predictor.record_graphs(min(engine.batcher.queue, engine.batcher.batch_tokens))
     for _ in range(WARM_UP_ROUNDS):
         for few in (batch[:1], batch):
-            started = time.monotonic()
+            started = engine.clock()
             answers = predictor.answer(few)
-            engine.batcher.cost.learn(len(few) * max(one.tokens for one in few), time.monotonic() - started)
+            engine.batcher.cost.learn(len(few) * max(one.tokens for one in few), engine.clock() - started)
             for number, answer in enumerate(answers):
                 _check(golden[number], answer, f"golden request {number} in a batch of {len(few)}")
     if predictor.streams:
         for few in (batch[:1], batch) * WARM_UP_ROUNDS:
-            texts, started = predictor.stream(few), time.monotonic()
+            texts, started = predictor.stream(few), engine.clock()
             next(texts)
-            engine.batcher.step_cost.learn(len(few) * max(one.tokens for one in few), time.monotonic() - started)
+            engine.batcher.step_cost.learn(len(few) * max(one.tokens for one in few), engine.clock() - started)
 
 
 def _check(entry: Mapping[str, Any], answer: dict[str, Any], which: str) -> None:

@@ -126,7 +126,8 @@ class RunDirectory:
                 raise RunConflictError(
                     f"{self.path} has been trained but has no config.yaml: restore it, or remove the folder"
                 )
-            differing = differing_settings(self._config(), recipe)
+            there = recipe_to_dict(self.recipe)  # in today's words, with today's defaults
+            differing = differing_settings(there, recipe)
             if set(differing) - set(FREE_TO_CHANGE):
                 listed = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, (old, new) in differing.items())
                 moved = f"\nIf the same data has moved, set data.path in {self.config_path}."
