@@ -341,11 +341,12 @@ def test_composition(device, gate, blocks, bases, inputs, outputs):
 @tokens_
 @widths
 def test_swiglu(device, tokens, width):
-    quick, exact = pairs(device, torch.randn(tokens, 5), torch.randn(width, 5), torch.randn(width, 5))
+    maps = torch.randn(width, 5), torch.randn(width, 5), torch.randn(5, width)
+    quick, exact = pairs(device, torch.randn(tokens, 5), *maps)
     y = swiglu(*quick, "fused")
     expected = swiglu_naive.swiglu(*exact)
     near(y, expected)
-    probe = torch.randn(tokens, width)
+    probe = torch.randn(tokens, 5)
     y.backward(probe.to(device))
     expected.backward(probe.double())
     gradients_near(quick, exact)

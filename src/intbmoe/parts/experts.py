@@ -25,7 +25,6 @@ from intbmoe.ops.permute import Permutation
 from intbmoe.ops.swiglu import swiglu
 from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
 from intbmoe.parts.linear import Linear, called, untouched
-from intbmoe.precision import linear
 from intbmoe.settings import PositiveInt
 
 
@@ -42,8 +41,7 @@ class SwiGLU(nn.Module):
         """(…, d) → (…, d), in the type of ``x``; ``backend`` None chooses by the input."""
         if not untouched(self.gate, self.up, self.down):
             return called(x, lambda x: self.down(F.silu(self.gate(x)) * self.up(x)), self)
-        inner = swiglu(x, self.gate.weight, self.up.weight, backend or choose_backend(x))
-        return linear(inner, self.down.weight)
+        return swiglu(x, self.gate.weight, self.up.weight, self.down.weight, backend or choose_backend(x))
 
 
 class StackedLinear(nn.Module):
