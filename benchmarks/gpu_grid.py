@@ -6,6 +6,7 @@ stages are timed too, to see which of them it is.
 """
 
 import random
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -118,6 +119,9 @@ def time_grid(device: torch.device, ceilings: Ceilings, workers: int, tiny: bool
     for shape, routing in points:
         try:
             found.append((time_point(shape, routing, device, ceilings), shape))
+            entry = found[-1][0]
+            ratios = " ".join(f"{name} {entry[name]['ratio']:.2f} ×" for name in ("forward", "both"))
+            print(f"{entry['shape']}: {ratios}", file=sys.stderr, flush=True)
         except Exception as error:
             say(f"failed: {describe(shape, routing)}: {reason(error)}")
         if device.type == "cuda":
