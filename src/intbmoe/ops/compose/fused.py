@@ -11,6 +11,9 @@ columns to columns: each keeps its sum of the coefficients' gradient, and loads 
 **Many rows** would not fit into a program's registers. Each program has a tile of them, and backward is two products:
 one for the pool, one for the coefficients. Tiles of the same columns run side by side and find them in the L2 cache.
 
+A program has ``BLOCK`` columns of one line of the matrices, or, where lines do not start at multiples of 16 bytes
+(``FLAT``), as many entries of a whole matrix: then at least the pool, the largest tensor here, is read in whole words.
+
 Partial sums of the coefficients' gradient are added in a fixed order.
 """
 
@@ -23,7 +26,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from intbmoe.ops.backend import INTERPRETING
-from intbmoe.ops.triton_support import differentiable_once, empty_matrices, on_device, power_of_2
+from intbmoe.ops.triton_support import ALIGNMENT, differentiable_once, empty_matrices, on_device, power_of_2
 
 BLOCK = 128  # columns of a row of the pool's matrices that a program has
 FEW_PRECISION, MANY_PRECISION = "tf32x3", "ieee" if INTERPRETING else "bf16x6"  # the interpreter has no bfloat16 ones
@@ -77,29 +80,33 @@ def _coefficients(
 
 
 @triton.jit
-def _columns(item, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """An item's line of the matrices, and its columns of that line."""
+def _entries(item, size, WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr):
+    """Where an item's entries stand in a base's matrix and in a composed one, and which are there."""
+    if FLAT:
+        entry = item * BLOCK + tl.arange(0, BLOCK)
+        return entry, entry // WIDTH * ROW_STRIDE + entry % WIDTH, entry < size
     across: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    return item // across, item % across * BLOCK + tl.arange(0, BLOCK)
+    line = item // across
+    column = item % across * BLOCK + tl.arange(0, BLOCK)
+    return line * WIDTH + column, line * ROW_STRIDE + column, column < WIDTH
 
 
 @triton.jit
-def _matrices(pool, first, line, column, size, WIDTH: tl.constexpr, E: tl.constexpr, STEP: tl.constexpr):
+def _matrices(pool, first, entry, inside, size, E: tl.constexpr, STEP: tl.constexpr):
     """Where the entries of bases ``first`` … stand in the pool, and which are there."""
     base = first + tl.arange(0, STEP)
-    entry = base[:, None].to(tl.int64) * size + line * WIDTH + column[None, :]
-    return pool + entry, (base < E)[:, None] & (column < WIDTH)[None, :]
+    return pool + base[:, None].to(tl.int64) * size + entry[None, :], (base < E)[:, None] & inside[None, :]
 
 
 @triton.jit
 def _composed(
-    base, first_row, line, column, WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    out, first_row, entry, inside, WIDTH: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Where the entries of rows ``first_row`` … stand in the composed tensor, and which are there."""
     row = first_row + tl.arange(0, ROWS)
-    start = (row % BLOCKS).to(tl.int64) * BLOCK_STRIDE + line * ROW_STRIDE + row // BLOCKS * WIDTH
-    return base + start[:, None] + column[None, :], (row < PATHS * BLOCKS)[:, None] & (column < WIDTH)[None, :]
+    start = (row % BLOCKS).to(tl.int64) * BLOCK_STRIDE + row // BLOCKS * WIDTH
+    return out + start[:, None] + entry[None, :], (row < PATHS * BLOCKS)[:, None] & inside[None, :]
 
 
 @triton.jit
@@ -107,19 +114,19 @@ def _compose_forward(
     value, gate, pool, out, factor, size,
     WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles: tl.constexpr = (PATHS * BLOCKS + ROWS - 1) // ROWS
     first_row = tl.program_id(0) % tiles * ROWS
-    line, column = _columns(tl.program_id(0) // tiles, WIDTH, BLOCK)
+    entry, place, inside = _entries(tl.program_id(0) // tiles, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
     total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     for first in range(0, E, STEP):
         alpha = _coefficients(value, gate, factor, first_row, first, BLOCKS, E, ROWS, STEP)
-        entry, known = _matrices(pool, first, line, column, size, WIDTH, E, STEP)
-        matrix = tl.load(entry, mask=known, other=0.0).to(tl.float32)
+        source, known = _matrices(pool, first, entry, inside, size, E, STEP)
+        matrix = tl.load(source, mask=known, other=0.0).to(tl.float32)
         total = tl.dot(alpha, matrix, total, input_precision=PRECISION)
-    place, there = _composed(out, first_row, line, column, WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
-    tl.store(place, total.to(out.dtype.element_ty), mask=there)
+    target, there = _composed(out, first_row, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
+    tl.store(target, total.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -127,7 +134,7 @@ def _compose_backward(
     grad, value, gate, pool, pool_grad, partials, factor, size, items,
     WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(1) * STEP
     base = first + tl.arange(0, STEP)
@@ -135,13 +142,13 @@ def _compose_backward(
     alpha = tl.trans(_coefficients(value, gate, factor, 0, first, BLOCKS, E, ROWS, STEP))
     dalpha = tl.zeros([ROWS, STEP], dtype=tl.float32)
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=2):
-        line, column = _columns(item, WIDTH, BLOCK)
-        place, there = _composed(grad, 0, line, column, WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
-        dblocks = tl.load(place, mask=there, other=0.0).to(tl.float32)
-        entry, known = _matrices(pool, first, line, column, size, WIDTH, E, STEP)
-        matrix = tl.load(entry, mask=known, other=0.0).to(tl.float32)
+        entry, place, inside = _entries(item, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
+        composed, there = _composed(grad, 0, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
+        dblocks = tl.load(composed, mask=there, other=0.0).to(tl.float32)
+        source, known = _matrices(pool, first, entry, inside, size, E, STEP)
+        matrix = tl.load(source, mask=known, other=0.0).to(tl.float32)
         dpool = tl.dot(alpha, dblocks, input_precision=PRECISION)
-        target, _ = _matrices(pool_grad, first, line, column, size, WIDTH, E, STEP)
+        target, _ = _matrices(pool_grad, first, entry, inside, size, E, STEP)
         tl.store(target, dpool.to(pool_grad.dtype.element_ty), mask=known)
         dalpha = tl.dot(dblocks, tl.trans(matrix), dalpha, input_precision=PRECISION)
     partial = partials + (tl.program_id(0).to(tl.int64) * PATHS * BLOCKS + row[:, None]) * E + base[None, :]
@@ -153,18 +160,18 @@ def _pool_gradient(
     grad, value, gate, pool_grad, factor, size,
     WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles: tl.constexpr = (E + STEP - 1) // STEP
     first = tl.program_id(0) % tiles * STEP
-    line, column = _columns(tl.program_id(0) // tiles, WIDTH, BLOCK)
+    entry, place, inside = _entries(tl.program_id(0) // tiles, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
     total = tl.zeros([STEP, BLOCK], dtype=tl.float32)
     for first_row in range(0, PATHS * BLOCKS, ROWS):
         alpha = tl.trans(_coefficients(value, gate, factor, first_row, first, BLOCKS, E, ROWS, STEP))
-        place, there = _composed(grad, first_row, line, column, WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
-        dblocks = tl.load(place, mask=there, other=0.0).to(tl.float32)
+        composed, there = _composed(grad, first_row, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
+        dblocks = tl.load(composed, mask=there, other=0.0).to(tl.float32)
         total = tl.dot(alpha, dblocks, total, input_precision=PRECISION)
-    target, known = _matrices(pool_grad, first, line, column, size, WIDTH, E, STEP)
+    target, known = _matrices(pool_grad, first, entry, inside, size, E, STEP)
     tl.store(target, total.to(pool_grad.dtype.element_ty), mask=known)
 
 
@@ -173,18 +180,18 @@ def _coefficient_gradient(
     grad, pool, partials, factor, size, items,
     WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles: tl.constexpr = (E + STEP - 1) // STEP
     first = tl.program_id(0) % tiles * STEP
     first_row = tl.program_id(0) // tiles * ROWS
     total = tl.zeros([ROWS, STEP], dtype=tl.float32)
     for item in tl.range(tl.program_id(1), items, tl.num_programs(1), num_stages=2):
-        line, column = _columns(item, WIDTH, BLOCK)
-        place, there = _composed(grad, first_row, line, column, WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
-        dblocks = tl.load(place, mask=there, other=0.0).to(tl.float32)
-        entry, known = _matrices(pool, first, line, column, size, WIDTH, E, STEP)
-        matrix = tl.load(entry, mask=known, other=0.0).to(tl.float32)
+        entry, place, inside = _entries(item, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
+        composed, there = _composed(grad, first_row, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
+        dblocks = tl.load(composed, mask=there, other=0.0).to(tl.float32)
+        source, known = _matrices(pool, first, entry, inside, size, E, STEP)
+        matrix = tl.load(source, mask=known, other=0.0).to(tl.float32)
         total = tl.dot(dblocks, tl.trans(matrix), total, input_precision=PRECISION)
     row, base = first_row + tl.arange(0, ROWS), first + tl.arange(0, STEP)
     partial = partials + (tl.program_id(1).to(tl.int64) * PATHS * BLOCKS + row[:, None]) * E + base[None, :]
@@ -197,6 +204,7 @@ def _sizes(value: Tensor, gate: Tensor | None, pool: Tensor, composed: Tensor, c
     paths = 1 if gate is None else 2
     rows, precision = power_of_2(paths * blocks, 16), FEW_PRECISION if cut is None else MANY_PRECISION
     cut = cut or Cut(rows, 32, BLOCK, FORWARD_WARPS)
+    flat = width % (ALIGNMENT // pool.element_size()) != 0 and pool.shape[1] > 1
     return {
         "WIDTH": width,
         "ROW_STRIDE": composed.stride(1),
@@ -206,7 +214,8 @@ def _sizes(value: Tensor, gate: Tensor | None, pool: Tensor, composed: Tensor, c
         "E": bases,
         "ROWS": min(rows, cut.rows),
         "STEP": min(power_of_2(bases, 16), cut.bases),
-        "BLOCK": min(cut.columns, power_of_2(width, 16)),
+        "BLOCK": cut.columns if flat else min(cut.columns, power_of_2(width, 16)),
+        "FLAT": flat,
         "PRECISION": precision,
         "num_warps": cut.warps,
     }
@@ -217,6 +226,8 @@ def _many(value: Tensor, gate: Tensor | None) -> bool:
 
 
 def _items(pool: Tensor, sizes: dict[str, Any]) -> int:
+    if sizes["FLAT"]:
+        return triton.cdiv(pool.shape[1] * pool.shape[2], sizes["BLOCK"])
     return pool.shape[1] * triton.cdiv(pool.shape[2], sizes["BLOCK"])
 
 
