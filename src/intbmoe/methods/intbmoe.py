@@ -263,10 +263,9 @@ class IntBMoE(BlockLayer):
         if self.filter is not None:
             token_filter, code_filter = self.filter.weight.split([self.config.dim, self.config.code_width], dim=1)
             block_filter = linear(codes, code_filter, self.filter.bias).to(dtype)
-        weights, biases = zip(*(pool(coefficients, dtype, backend, self.recompute) for pool in self.pools), strict=True)
         return Blocks(
-            weights=weights,
-            biases=biases,
+            weights=tuple(pool(coefficients, dtype, backend, self.recompute) for pool in self.pools),
+            biases=tuple(pool.biases(coefficients, backend) for pool in self.pools),
             token_filter=token_filter,
             block_filter=block_filter,
             **self._row_parameters(),

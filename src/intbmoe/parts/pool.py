@@ -14,18 +14,18 @@ class Pool(StackedLinear):
     """E bases of one internal layer. Calling it composes: its own forward reads its weights, where hooks, adapters and
     parametrisations expect it."""
 
-    def forward(
-        self, alpha: Coefficients, dtype: torch.dtype, backend: Backend, recompute: bool = False
-    ) -> tuple[Tensor | Pooled, Tensor]:
-        """K blocks' weights (K, i, P·o) in ``dtype`` and biases (K, P·o) in the wide type.
+    def forward(self, alpha: Coefficients, dtype: torch.dtype, backend: Backend, recompute: bool) -> Tensor | Pooled:
+        """K blocks' weights (K, i, P·o) in ``dtype``.
 
-        With ``recompute`` the weights are composed where they are used, in backward once more, if the backend can.
+        With ``recompute`` they are composed where they are used, in backward once more, if the backend can.
         """
         if recompute and torch.is_grad_enabled() and backend in ("fused", "grouped"):
-            weights = Pooled(alpha, self.weight)
-        else:
-            weights = compose(alpha, self.weight, dtype, backend)
+            return Pooled(alpha, self.weight)
+        return compose(alpha, self.weight, dtype, backend)
+
+    def biases(self, alpha: Coefficients, backend: Backend) -> Tensor:
+        """K blocks' biases (K, P·o) in the wide type."""
         if self.bias is None:
-            return weights, alpha.value.new_zeros(weights.shape[0], weights.shape[2])
-        biases = compose(alpha, self.bias.unsqueeze(1), wide(self.bias).dtype, backend)
-        return weights, biases.squeeze(1).contiguous()
+            paths = 1 if alpha.gate is None else 2
+            return alpha.value.new_zeros(alpha.value.shape[0], paths * self.weight.shape[2])
+        return compose(alpha, self.bias.unsqueeze(1), wide(self.bias).dtype, backend).squeeze(1).contiguous()
