@@ -27,7 +27,7 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
     """
     started = time.monotonic()
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    plan = make_plan(recipe, options)
+    plan = make_plan(make_task(recipe).resolve(), options)
     waiting = [job for job in plan.jobs if not job.run.finished]
     jobs = choose_jobs(plan, len(waiting), options.jobs)
     _announce(console, plan, waiting, jobs, options)

@@ -1,4 +1,4 @@
-"""Building a training: from a recipe to its task, data, model, optimizer (with its learning rate) and stepper."""
+"""Building a training: from a task to its data, model, optimizer (with its learning rate) and stepper."""
 
 import math
 from collections.abc import Iterator
@@ -9,9 +9,8 @@ from torch import nn
 
 from intbmoe.layer import moe_layers, unwrap
 from intbmoe.precision import bfloat16_is_slow
-from intbmoe.tasks import make_task
 from intbmoe.tasks.base import Examples, Task
-from intbmoe.tasks.recipe import Recipe, TrainSettings
+from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.data import BatchPlan, derive_seed, plan_batches
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.step import Stepper
@@ -21,7 +20,6 @@ ROUTING_PARAMETERS = frozenset({"router", "codebook", "phi", "embeddings", "gate
 
 
 class Built(NamedTuple):
-    task: Task
     examples: Examples  # of the training split
     plan: BatchPlan
     model: nn.Module  # on this rank's device, compiled, replicated or sharded as the recipe and the launcher say
@@ -29,16 +27,15 @@ class Built(NamedTuple):
     stepper: Stepper
 
 
-def build(recipe: Recipe, ranks: Ranks) -> Built:
-    """Everything that follows from the recipe; the weights follow from its seed."""
-    settings = recipe.train
-    task = make_task(recipe)
+def build(task: Task, ranks: Ranks) -> Built:
+    """Everything that follows from the task's recipe; the weights follow from its seed."""
+    settings = task.recipe.train
     examples = task.split("train")
     plan = plan_batches(len(examples), settings, ranks.world)
     torch.manual_seed(derive_seed(settings.seed, "model"))
     model = ranks.place(task.make_model().train(), settings)
     optimizer = make_optimizer(unwrap(model), settings)
-    return Built(task, examples, plan, model, optimizer, Stepper(task, model, optimizer, ranks, settings))
+    return Built(examples, plan, model, optimizer, Stepper(task, model, optimizer, ranks, settings))
 
 
 def doubts(settings: TrainSettings, plan: BatchPlan, device: torch.device) -> Iterator[str]:

@@ -5,7 +5,7 @@
 The tokenizer is trained on every tenth document of the training split, which is some 600 MB of text.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ VOCABULARY = 32_000
 TRAIN_EVERY = 10
 READ_ROWS = 256
 BUFFER_BYTES = 2**20
+Missing = Callable[[str, str, str, list[str]], DataError]  # what is said of a file without the column
 
 
 def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
@@ -44,13 +45,15 @@ def _sample(files: list[Path], skip_bad: bool, progress: Progress) -> Iterator[s
     progress(stage, len(files), len(files))
 
 
-def read_documents(file: Path, report: Report, every: int = 1) -> Iterator[str | Malformed]:
+def read_documents(
+    file: Path, report: Report, every: int = 1, column: str = COLUMN, missing: Missing | None = None
+) -> Iterator[str | Malformed]:
     """The rows of a parquet file, one at a time; of ``every`` rows the first."""
-    opened = _open(file)
+    opened = _open(file, column, missing)
     from pyarrow import ArrowException
 
     row, total = 0, opened.metadata.num_rows
-    batches = opened.iter_batches(batch_size=READ_ROWS, columns=[COLUMN])
+    batches = opened.iter_batches(batch_size=READ_ROWS, columns=[column])
     while True:
         try:
             batch = next(batches, None)
@@ -60,26 +63,28 @@ def read_documents(file: Path, report: Report, every: int = 1) -> Iterator[str |
             break
         for value in batch.column(0):
             if row % every == 0:
-                yield _text(value, file, row)
+                yield _text(value, file, row, column)
             row += 1
         report(row, total)
     report(total, total)
 
 
-def _open(file: Path) -> Any:
+def _open(file: Path, column: str, missing: Missing | None) -> Any:
     # Without the buffers a whole row group, which may be the whole file, would be in memory.
-    opened = open_parquet(file, [COLUMN], "text", buffer_size=BUFFER_BYTES, pre_buffer=False)
+    opened = open_parquet(file, [] if missing else [column], "text", buffer_size=BUFFER_BYTES, pre_buffer=False)
     from pyarrow import types
 
-    kind = opened.schema_arrow.field(COLUMN).type
+    if column not in opened.schema_arrow.names:
+        raise missing(str(file), "column", column, opened.schema_arrow.names)
+    kind = opened.schema_arrow.field(column).type
     if not (types.is_string(kind) or types.is_large_string(kind)):
-        raise DataError(f"{file}: the column {COLUMN!r} holds {kind}, expected text")
+        raise DataError(f"{file}: the column {column!r} holds {kind}, expected text")
     return opened
 
 
-def _text(value: Any, file: Path, row: int) -> str | Malformed:
+def _text(value: Any, file: Path, row: int, column: str) -> str | Malformed:
     try:
         text = value.as_py()
     except UnicodeDecodeError as error:
-        return Malformed(f"{file}, row {row}: {COLUMN!r} is not UTF-8 ({error.reason} at byte {error.start} of it)")
-    return Malformed(f"{file}, row {row}: {COLUMN!r} is null, expected text") if text is None else text
+        return Malformed(f"{file}, row {row}: {column!r} is not UTF-8 ({error.reason} at byte {error.start} of it)")
+    return Malformed(f"{file}, row {row}: {column!r} is null, expected text") if text is None else text
