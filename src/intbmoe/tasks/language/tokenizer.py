@@ -55,7 +55,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
 
 class Encoder:
     def __init__(self, content: str, where: str, ends: Sequence[str] = (END_OF_TEXT,)) -> None:
-        """``content`` is the JSON of a tokenizer, ``where`` its file; the first of ``ends`` it has is its end of text."""
+        """``content`` is the JSON of a tokenizer, ``where`` its file; the first of ``ends`` that it has ends a text."""
         self.content = content
         tokenizers = import_tokenizers()
         try:
