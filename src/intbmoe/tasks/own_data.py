@@ -104,5 +104,4 @@ def require_known(value: int | None, setting: str) -> int:
 
 def require_size(given: int | None, found: int, setting: str, where: str) -> None:
     if given not in (None, found):
-        what = setting.rpartition(".")[2]
-        raise DataError(f"{where}: {found} {what}, but {setting}={given}: set it to {found}, or leave it out")
+        raise DataError(f"{where} gives {setting}={found}, not {given}: set it to {found}, or leave it out")

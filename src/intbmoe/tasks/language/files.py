@@ -158,5 +158,5 @@ def _cut(text: str, shares: tuple[float, ...]) -> tuple[str, str, str]:
 
 def _line_end(text: str, place: int) -> int:
     """The place after the line break nearest before ``place``, if it is near; else ``place`` itself."""
-    found = text.rfind("\n", max(0, place - len(text) // 50), place) + 1
+    found = text.rfind("\n", max(0, place - len(text) // 20), place) + 1
     return found or place

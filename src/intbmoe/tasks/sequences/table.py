@@ -5,7 +5,10 @@ there, taken as text; times are numbers or dates. Rows may come in any order; th
 the order of the file.
 """
 
+import csv
+import gzip
 import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ from intbmoe.tasks.sequences.source import ItemSequences
 WHAT = "a .csv, .tsv or .parquet file with a row for each event: user, item, time"
 SUFFIXES = (".csv", ".tsv", ".txt", ".parquet")
 QUOTE = '"'
+SEPARATORS = (",", ";", "\t", "|")
+LONGEST_HEADER = 2**16
 NEEDS_DUCKDB = "tables need duckdb: pip install 'intbmoe[travel]'"
 USUAL = {
     "user": "user userid uid customer customerid visitor visitorid reviewer reviewerid session sessionid",
@@ -51,13 +56,14 @@ def read_table(settings: TableSettings, item_count: int | None) -> tuple[ItemSeq
     with duckdb.connect() as connection:
         connection.execute("SET enable_progress_bar = false; SET TimeZone = 'UTC'")
         try:
-            there = [row[0] for row in connection.execute(f"DESCRIBE SELECT * FROM {_rows(file)}").fetchall()]
+            rows, there = _open(connection, file)
             columns = {kind: _column(kind, getattr(settings, kind), there, file) for kind in USUAL}
             picked = [f'"{name.replace(QUOTE, QUOTE * 2)}"::VARCHAR AS "{kind}"' for kind, name in columns.items()]
             numbered = ", ".join(["row_number() OVER () AS row", *picked])
-            connection.execute(f"CREATE TABLE events AS SELECT {numbered} FROM {_rows(file)}")
+            connection.execute(f"CREATE TABLE events AS SELECT {numbered} FROM {rows}")
         except duckdb.Error as error:
-            raise DataError(f"{file} cannot be read: {str(error).strip()}") from error
+            what = " ".join(str(error).partition("Possible")[0].split())
+            raise DataError(f"{file} cannot be read: {what}") from error
         sequences = _sequences(connection, columns, file)
     require_size(item_count, sequences.item_count, "model.items", str(file))
     same = fingerprint(sequences.items, sequences.offsets, "\0".join(sequences.names))
@@ -84,12 +90,38 @@ def _suffix(file: Path) -> str:
     return Path(file.name.lower().removesuffix(".gz")).suffix
 
 
-def _rows(file: Path) -> str:
-    literal = "'" + str(file).replace("'", "''") + "'"
+def _open(connection: Any, file: Path) -> tuple[str, list[str]]:
+    """SQL for the file's rows, and its columns."""
     if _suffix(file) == ".parquet":
-        return f"read_parquet({literal})"
-    tabs = ", delim = '\t'" if _suffix(file) == ".tsv" else ""
-    return f"read_csv({literal}, header = true, all_varchar = true, null_padding = false{tabs})"
+        rows = f"read_parquet({_literal(str(file))})"
+        return rows, [row[0] for row in connection.execute(f"DESCRIBE SELECT * FROM {rows}").fetchall()]
+    # DuckDB's own guess of what the columns are gives up, without a line's number, where a row is ragged.
+    separator, names = _header(file)
+    types = ", ".join(f"{_literal(name)}: 'VARCHAR'" for name in names)
+    dialect = f"delim = '{separator}', quote = '{QUOTE}', escape = '{QUOTE}', comment = '', header = true"
+    return f"read_csv({_literal(str(file))}, {dialect}, auto_detect = false, columns = {{{types}}})", names
+
+
+def _header(file: Path) -> tuple[str, list[str]]:
+    """The separator, which the first line has most of, and the columns' names in it."""
+    try:
+        with (gzip.open if file.suffix.lower() == ".gz" else open)(file, "rb") as content:
+            line = content.readline(LONGEST_HEADER).decode("utf-8-sig").rstrip("\r\n")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read: {error}; expected {WHAT}") from error
+    separator = max(SEPARATORS, key=line.count)
+    names = next(csv.reader([line], delimiter=separator), [])
+    known = [name.lower() for name in names]
+    for name in names:
+        if not name or known.count(name.lower()) > 1:
+            raise DataError(
+                f"{file}, line 1: {name!r} names no column, or two: expected a name for each ({some(names)})"
+            )
+    return separator, names
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _column(kind: str, given: str | None, there: list[str], file: Path) -> str:
@@ -119,7 +151,7 @@ def _sequences(connection: Any, columns: dict[str, str], file: Path) -> ItemSequ
     for kind, name in columns.items():
         empty = first(f'"{kind}" IS NULL OR trim("{kind}") = \'\'')
         if empty is not None:
-            raise DataError(f"{_where(file, empty[0])}: the column {name!r} is empty: expected a {kind} in every row")
+            raise DataError(f"{_where(file, empty[0])}: the column {name!r} is empty: expected one in every row")
     number, date = 'TRY_CAST("time" AS DOUBLE)', 'epoch_us(TRY_CAST("time" AS TIMESTAMPTZ))'
     counted = f"count(*) FILTER (isfinite({number})), count({date})"
     numbers, dates = connection.execute(f"SELECT {counted} FROM events").fetchone()

@@ -29,6 +29,7 @@ SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 GREY = Normalisation((0.449,), (0.226,))  # the means of ImageNet's over the channels
 CLASS_NAMES = "classes.txt"
 MODES = {1: ("L", GREY), 3: ("RGB", IMAGENET_NORMALISATION)}
+LOOKED_INTO, END_BYTES = 1000, 4096  # for the fingerprint: how many files of a split, and how much of each
 ENOUGH = 3  # images of a class, of which one is held out for validation and one for the test
 
 
@@ -74,7 +75,7 @@ class FolderSettings:
 
 
 def read(settings: FolderSettings, model: ViTConfig) -> tuple[Source, str]:
-    """The source, and the fingerprint of its names and sizes of files."""
+    """The source, and its fingerprint: names and sizes of all files, content of some."""
     if model.channels not in MODES:
         raise DataError(f"model.channels={model.channels}: images are grey (1) or in colour (3)")
     root = require_path(settings.path, "images", WHAT)
@@ -192,4 +193,12 @@ def _fingerprint(found: dict[str, FolderImages], classes: Sequence[str]) -> str:
         images = found[split]
         sizes = [images.path(index).stat().st_size for index in range(len(images.labels))]
         parts += [split, b"\0".join(images.files.tolist()), np.array(sizes)]
+        parts += [_end(images.path(index)) for index in range(0, len(sizes), -(-len(sizes) // LOOKED_INTO))]
     return fingerprint(*parts)
+
+
+def _end(file: Path) -> bytes:
+    """Where the pixels are; images begin alike."""
+    with open(file, "rb") as content:
+        content.seek(max(0, file.stat().st_size - END_BYTES))
+        return content.read()
