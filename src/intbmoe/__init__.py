@@ -40,5 +40,5 @@ def _training() -> ModuleType:
     try:
         return import_module("intbmoe.train")
     except ModuleNotFoundError as error:
-        message = f"loading a run needs {error.name}, which comes with training: pip install 'intbmoe[train]'"
+        message = f"training or loading a run needs {error.name}: pip install 'intbmoe[train]'"
         raise ModuleNotFoundError(message, name=error.name) from error

@@ -8,7 +8,6 @@ run of theirs is like any other: commands and processes that come later find the
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from intbmoe.checks import did_you_mean
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.own_data import some, split_of
 
@@ -54,5 +53,4 @@ def field(entry: Mapping[str, Any], names: Sequence[str], option: str, where: st
     for name in names:
         if name in entry:
             return entry[name]
-    near = did_you_mean(names[0], map(str, entry))
-    raise DataError(f"{where} has no {names[0]!r}: it has {some(map(str, entry))} ({near}){option}")
+    raise DataError(f"{where} has no {names[0]!r}, only {some(map(str, entry))}{option}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from intbmoe.checks import did_you_mean
 from intbmoe.tasks.errors import DataError
 
 PAGE = "docs/your-data.md"
@@ -47,6 +48,12 @@ def some(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """What was probably meant, for the end of a message that lists all there are; empty where nothing is near."""
+    found = did_you_mean(word, known)
+    return f"; {found}" if found.startswith("did") else ""
 
 
 def fingerprint(*parts: bytes | str | np.ndarray) -> str:

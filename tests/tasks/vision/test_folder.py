@@ -73,6 +73,14 @@ def test_three_folders_are_taken_as_they_are(tmp_path):
     assert task.split("test").images.labels.tolist() == [1, 2]  # a class without test images keeps its number
 
 
+def test_a_class_may_be_called_train_and_splits_may_have_company(tmp_path):
+    save_images(tmp_path / "vehicles", classes=("bus", "test", "train"))
+    assert task_of(tmp_path / "vehicles").class_names() == ("bus", "test", "train")
+    save_images(tmp_path / "pets" / "train")
+    (tmp_path / "pets" / "notes").mkdir()
+    assert task_of(tmp_path / "pets").class_names() == CLASSES
+
+
 def test_images_of_any_size_and_mode_become_squares(tmp_path):
     folder = save_images(tmp_path / "pets")
     Image.new("P", (50, 9)).save(folder / "cat" / "palette.png")
@@ -178,6 +186,10 @@ def _no_train(root):
     save_images(root / "pets" / "test")
 
 
+def _flat_splits(root):
+    save_images(root / "pets", classes=("train", "val"))
+
+
 def _two_vals(root):
     for name in ("train", "val", "valid"):
         save_images(root / "pets" / name)
@@ -215,6 +227,7 @@ def _fine(root):
         ),
         (_unknown_class, "val has classes that .*train lacks: whale"),
         (_no_train, "pets has test, val but no train"),
+        (_flat_splits, "train holds 6 images but has no class folder"),
         (_two_vals, "pets has several folders for valid: val, valid; keep one"),
         (_few, "cat has too few images to hold some out: expected 3 or more per class"),
         (_broken, r"dog/3\.jpg cannot be read as an image: .*get it again, or remove it"),

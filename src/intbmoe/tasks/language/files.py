@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from intbmoe.checks import did_you_mean
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language import minipile
 from intbmoe.tasks.language.packing import Malformed
-from intbmoe.tasks.own_data import choose_held_out, require_path, some, split_of
+from intbmoe.tasks.own_data import choose_held_out, require_path, some, split_of, suggestion
+from intbmoe.tasks.parquet import open_parquet
 
 WHAT = "a .txt, .jsonl or .parquet file, or a folder of them"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -134,7 +134,10 @@ def _json_lines(file: Path, column: str) -> Iterator[str]:
 
 
 def _rows(file: Path, column: str) -> Iterator[str]:
-    for text in minipile.read_documents(file, lambda done, total: None, column=column, missing=_no_column):
+    there = open_parquet(file, [], "text").schema_arrow.names
+    if column not in there:
+        raise _no_column(str(file), "column", column, there)
+    for text in minipile.read_documents(file, lambda done, total: None, column=column):
         if isinstance(text, Malformed):
             raise DataError(text.problem)
         yield text
@@ -142,8 +145,8 @@ def _rows(file: Path, column: str) -> Iterator[str]:
 
 def _no_column(where: str, kind: str, column: str, there: list[str]) -> DataError:
     return DataError(
-        f"{where} has no {kind} {column!r}, only {some(there)}: name the one with the text (--data.column NAME); "
-        f"{did_you_mean(column, there)}"
+        f"{where} has no {kind} {column!r}, only {some(there)}: name the one with the text (--data.column NAME)"
+        f"{suggestion(column, there)}"
     )
 
 

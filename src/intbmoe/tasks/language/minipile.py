@@ -5,7 +5,7 @@
 The tokenizer is trained on every tenth document of the training split, which is some 600 MB of text.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ VOCABULARY = 32_000
 TRAIN_EVERY = 10
 READ_ROWS = 256
 BUFFER_BYTES = 2**20
-Missing = Callable[[str, str, str, list[str]], DataError]  # what is said of a file without the column
 
 
 def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
@@ -45,11 +44,9 @@ def _sample(files: list[Path], skip_bad: bool, progress: Progress) -> Iterator[s
     progress(stage, len(files), len(files))
 
 
-def read_documents(
-    file: Path, report: Report, every: int = 1, column: str = COLUMN, missing: Missing | None = None
-) -> Iterator[str | Malformed]:
+def read_documents(file: Path, report: Report, every: int = 1, column: str = COLUMN) -> Iterator[str | Malformed]:
     """The rows of a parquet file, one at a time; of ``every`` rows the first."""
-    opened = _open(file, column, missing)
+    opened = _open(file, column)
     from pyarrow import ArrowException
 
     row, total = 0, opened.metadata.num_rows
@@ -69,13 +66,11 @@ def read_documents(
     report(total, total)
 
 
-def _open(file: Path, column: str, missing: Missing | None) -> Any:
+def _open(file: Path, column: str) -> Any:
     # Without the buffers a whole row group, which may be the whole file, would be in memory.
-    opened = open_parquet(file, [] if missing else [column], "text", buffer_size=BUFFER_BYTES, pre_buffer=False)
+    opened = open_parquet(file, [column], "text", buffer_size=BUFFER_BYTES, pre_buffer=False)
     from pyarrow import types
 
-    if column not in opened.schema_arrow.names:
-        raise missing(str(file), "column", column, opened.schema_arrow.names)
     kind = opened.schema_arrow.field(column).type
     if not (types.is_string(kind) or types.is_large_string(kind)):
         raise DataError(f"{file}: the column {column!r} holds {kind}, expected text")

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from intbmoe.checks import did_you_mean
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.own_data import fingerprint, require_path, require_same_data, require_size, some
+from intbmoe.tasks.own_data import fingerprint, require_path, require_same_data, require_size, some, suggestion
 from intbmoe.tasks.sequences.source import ItemSequences
 
 WHAT = "a .csv, .tsv or .parquet file with a row for each event: user, item, time"
@@ -127,9 +126,8 @@ def _literal(text: str) -> str:
 def _column(kind: str, given: str | None, there: list[str], file: Path) -> str:
     if given is not None:
         if given not in there:
-            raise DataError(
-                f"{file} has no column {given!r} (data.{kind}), only {some(there)}; {did_you_mean(given, there)}"
-            )
+            near = suggestion(given, there)
+            raise DataError(f"{file} has no column {given!r} (data.{kind}), only {some(there)}{near}")
         return given
     plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in reversed(there)}
     for usual in USUAL[kind].split():

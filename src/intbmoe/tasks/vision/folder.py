@@ -122,9 +122,11 @@ def _split_folders(root: Path) -> dict[str, Path]:
     for name in inside:
         if (split := split_of(name)) is not None:
             named.setdefault(split, []).append(name)
-    if "train" not in named:
-        if named and len(inside) == sum(map(len, named.values())):
-            raise DataError(f"{root} has {some(inside)} but no train: expected {WHAT}")
+    others = len(inside) > sum(map(len, named.values()))
+    if named and "train" not in named and not others:
+        raise DataError(f"{root} has {some(inside)} but no train: expected {WHAT}")
+    # A class may be called train too: it holds images, not folders, and stands beside other classes.
+    if "train" not in named or (others and not any(entry.is_dir() for entry in os.scandir(root / named["train"][0]))):
         return {"train": root}
     for split, names in named.items():
         if len(names) > 1:
