@@ -217,8 +217,8 @@ def _fine(root):
     [
         (lambda root: None, r"pets does not exist: data\.path must be a folder with one folder of images per class"),
         (_archive, "pets is a file: .* an archive must be unpacked first"),
-        (_empty, "pets is empty: it has no class folder"),
-        (_flat, "pets holds 6 images but has no class folder: expected one folder per class"),
+        (_empty, "pets has no class folder, it is empty: expected one folder per class"),
+        (_flat, "pets has no class folder, only 6 images: expected one folder per class"),
         (_one_class, "pets has one class, 'cat': expected two or more"),
         (_bare_class, "horse holds no image: expected files ending in .jpeg, .jpg, .png"),
         (
@@ -227,7 +227,7 @@ def _fine(root):
         ),
         (_unknown_class, "val has classes that .*train lacks: whale"),
         (_no_train, "pets has test, val but no train"),
-        (_flat_splits, "train holds 6 images but has no class folder"),
+        (_flat_splits, "train has no class folder, only 6 images"),
         (_two_vals, "pets has several folders for valid: val, valid; keep one"),
         (_few, "cat has too few images to hold some out: expected 3 or more per class"),
         (_broken, r"dog/3\.jpg cannot be read as an image: .*get it again, or remove it"),

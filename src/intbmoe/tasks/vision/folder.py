@@ -142,8 +142,8 @@ def class_folders(folder: Path) -> list[str]:
     names = sorted(entry.name for entry in entries if entry.is_dir())
     if not names:
         files = [entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES)]
-        state = f"holds {len(files)} images but" if files else "is empty: it" if not entries else "holds no image and"
-        raise DataError(f"{folder} {state} has no class folder: expected one folder per class, named after it")
+        why = f", only {len(files)} images" if files else "" if entries else ", it is empty"
+        raise DataError(f"{folder} has no class folder{why}: expected one folder per class, named after it")
     return names
 
 
