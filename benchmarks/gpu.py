@@ -69,19 +69,16 @@ SWEEP_CALLS = 8
 
 REFERENCES: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "MiniPile": {
-        "authors' module": (13.3, 39.8),
         "sketch": (1.38, 5.63),
         "GEMMs alone": (0.44, None),
         "reach": (0.80, 2.8),
     },
     "ImageNet": {
-        "authors' module": (8.8, 42.3),
         "sketch": (1.64, 6.91),
         "GEMMs alone": (0.26, None),
         "reach": (0.60, 2.4),
     },
     "IntTravel": {
-        "authors' module": (10.8, 37.2),
         "sketch": (0.33, 1.27),
         "GEMMs alone": (0.06, None),
         "reach": (0.15, 0.6),
@@ -89,8 +86,8 @@ REFERENCES: dict[str, dict[str, tuple[float | None, float | None]]] = {
 }
 """Constants: milliseconds, forward and forward+backward, measured on an NVIDIA H200 before these kernels were written.
 
-"authors' module" is the released one, eager; "sketch" is torch's grouped GEMM under torch.compile, in a graph; "GEMMs
-alone" are cuBLAS's; "reach" is what was held to be possible. On another device they say nothing.
+"sketch" is torch's grouped GEMM under torch.compile, in a graph; "GEMMs alone" are cuBLAS's; "reach" is what was held
+to be possible. On another device they say nothing.
 """
 
 
@@ -213,7 +210,7 @@ def time_layers(run: Run) -> None:
                 found[routing][backend] = entry
                 rows.append(_layer_row(f"{backend}, {routing}", entry, references["reach"]))
         found["references"] = references
-        rows += [_reference_row(f"constant: {name}", name, times) for name, times in references.items()]
+        rows += [_reference_row(f"constant: {name}", times) for name, times in references.items()]
         if shape.name == "MiniPile":
             rows += _mixtral_rows(run, shape, notes)
         over = ("", "fwd", "fwd", "fwd+bwd", "fwd+bwd", "fwd", "fwd+bwd", "fwd graph", "fwd+bwd graph")
@@ -236,11 +233,9 @@ def _layer_row(name: str, entry: dict[str, Any], reach: Sequence[float | None]) 
     return (name, *(number(entry.get(key)) for key in keys), *mebibytes, *ratios)
 
 
-def _reference_row(name: str, kind: str, times: Sequence[float | None]) -> tuple[str, ...]:
+def _reference_row(name: str, times: Sequence[float | None]) -> tuple[str, ...]:
     forward, both = (number(ms, 2) for ms in times)
-    eager = kind == "authors' module"
-    cells = (forward, "", both, "") if eager else ("", forward, "", both)
-    return (name, *cells, "", "", "", "")
+    return (name, "", forward, "", both, "", "", "", "")
 
 
 def _mixtral_rows(run: Run, shape: Shape, notes: list[str]) -> list[tuple[str, ...]]:

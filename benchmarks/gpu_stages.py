@@ -15,7 +15,6 @@ from gpu_timing import Call, Ceilings, Cost, capturing_stream, graph_ms, reason
 from torch import Tensor, nn
 
 from intbmoe import IntBMoEConfig
-from intbmoe.methods.intbmoe import Hypernetwork
 from intbmoe.ops.blocks.naive import LAYER_NORM_EPS
 from intbmoe.ops.choose import choose
 from intbmoe.ops.compose import Coefficients, compose
@@ -148,7 +147,7 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
             "coefficients, biases, block terms",
             lambda: {
                 "codebook": wide(blocks, c.code_dim),
-                "hypernetwork": module(Hypernetwork, c),
+                "hypernetwork": module(c.make_hypernetwork),
                 "first": wide(bases, h),
                 "second": wide(bases, d),
                 "code_filter": wide(d, c.code_dim),

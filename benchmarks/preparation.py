@@ -11,6 +11,7 @@ memory must then stay where it is as rows grow. Processor time is given beside t
 suffers less from whatever else the machine is doing.
 """
 
+import sys
 import tempfile
 import time
 from datetime import UTC, datetime
@@ -20,10 +21,12 @@ import tyro
 from measure import MIB, console, in_fresh_process, machine, peak_growth, write
 from rich.table import Table
 
-from intbmoe.tasks.travel.duck import Budget
 from intbmoe.tasks.travel.generator import make_journeys
 from intbmoe.tasks.travel.inttravel import prepare
-from intbmoe.tasks.travel.write import write_tables
+from intbmoe.tasks.travel.rows import Budget
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from inttravel_tables import write_tables
 
 SESSIONS = (40, 80)
 BUDGET = Budget(memory_bytes=96 * MIB, threads=1, chunk_bytes=8 * MIB, shard_rows=100_000)

@@ -79,7 +79,7 @@ class Stages:
                 found[name].append(milliseconds)
             values, rows = (part[: len(batch), :RESULTS] for part in self._graphs.read(shape[0], RESULTS))
             found["answers"].append(_timed(self._predictor._answers, batch, values, rows, {}))
-            found["pack"].append(_timed(_pack, self._predictor._answers(batch, values, rows, {})))
+            found["pack"].append(_timed(_pack, self._predictor._answers(batch, values, rows, {}, {})))
             found["step"].append(_timed(self._step, messages))
         found["ordinary"] = [self._ordinary(batch) for _ in range(3)]
         return {name: median(times) for name, times in found.items()}

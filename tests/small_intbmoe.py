@@ -19,6 +19,14 @@ SWITCHES = {
     "all_blocks": {"top_k": 4},
     "one_expert": {"experts": 1},
     "everything_off": {"gate": False, "shared": False, "filter": False, "hidden": ()},
+    "linear_hypernetwork": {"hypernetwork": "linear"},
+    "gate_layer_norm": {"gate_norm": "layer", "hidden": (7, 5)},
+    "gate_without_norm": {"gate_norm": "none"},
+    "no_layer_norm": {"layer_norm": False, "hidden": (7, 5)},
+    "no_bias": {"bias": False},
+    "shared_mlp": {"shared_kind": "mlp"},
+    "shared_linear": {"shared_kind": "linear"},
+    "three_shared": {"shared_experts": 3},
 }
 switches = pytest.mark.parametrize("options", SWITCHES.values(), ids=SWITCHES.keys())
 

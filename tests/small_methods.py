@@ -16,7 +16,7 @@ TINY = {
     "expert_choice": {"experts": 4},
     "lory": {"segment": 2},
     "dynmoe": {"experts": 4, "update_every": 2},
-    "mass": {"experts": 4, "window": 2, "warmup": 2, "significance": 0.9, "similarity": 1.0},
+    "mass": {"experts": 4, "window": 2, "warmup": 2, "expansion_steps": 99, "significance": 0.9, "similarity": 1.0},
 }
 # Options that switch a method's random noise off, for comparisons across processes.
 QUIET = {

@@ -18,6 +18,21 @@ def test_methods_lists_every_method(capsys):
     for name in intbmoe.list_methods():
         assert name in table
         assert find_method(name).title in table
+    lory = next(line for line in table.splitlines() if " lory " in line)
+    assert [cell.strip() for cell in lory.split("│")[3:6]] == ["17", "1", "1 per segment"]
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_methods_draws_the_quantities(ending, tmp_path, capsys):
+    path = tmp_path / "new" / f"quantities.{ending}"
+    main(["methods", "--picture", str(path)])
+    assert f"drawn: {path}" in capsys.readouterr().err
+    again = tmp_path / f"again.{ending}"
+    main(["methods", "--picture", str(again)])
+    assert path.read_bytes() == again.read_bytes()
+    assert (b"prefers-color-scheme: dark" in path.read_bytes()) == (ending == "svg")
+    with pytest.raises(SystemExit, match=r"quantities.jpg: a picture must end in .png or .svg"):
+        main(["methods", "--picture", str(tmp_path / "quantities.jpg")])
 
 
 @pytest.mark.parametrize(("command", "names"), [("methods", intbmoe.list_methods()), ("recipes", list_recipes())])
@@ -38,6 +53,12 @@ def test_methods_as_json(capsys):
     for row in rows:
         assert row["participation"] in ("dense", "sparse")
         assert row["causal"] == (row["noncausal_reason"] is None)
+    three = {row["name"]: tuple(row["quantities"].values()) for row in rows}
+    assert three["intbmoe"] == (16, 2, 8)
+    assert three["smear"] == (17, 1, "1 per example")
+    assert three["smear_token"] == (17, 1, "1 per token")
+    assert three["lory"] == (17, 1, "1 per segment")
+    assert three["vmoe"] == (2, 2, 0)
 
 
 @pytest.mark.parametrize("args", [["--help"], *([command, "--help"] for command in COMMANDS)])
@@ -104,7 +125,7 @@ def test_mistakes_end_with_a_message_and_no_traceback(args, message, tmp_path, m
 
 def test_what_is_prepared_can_be_trained_on(tmp_path, monkeypatch, capsys):
     from intbmoe.tasks.travel.generator import make_journeys
-    from intbmoe.tasks.travel.write import write_tables
+    from inttravel_tables import write_tables
 
     monkeypatch.chdir(tmp_path)
     write_tables(make_journeys(users=30), tmp_path / "raw")

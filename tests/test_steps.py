@@ -93,11 +93,15 @@ def test_checkpointing_keeps_no_graph_alive_and_a_second_call_is_still_refused()
         intbmoe.aux_loss(layer)
 
 
-def test_a_layer_used_twice_says_that_losses_are_lost():
-    layer = Echo(4, 4)
-    layer(torch.randn(1, 2, 4))
-    with pytest.warns(UserWarning, match="Echo ran again before aux_loss"):
-        layer(torch.randn(1, 2, 4))
+def test_gradients_without_the_losses_that_belong_to_them_stop_the_training():
+    layer, x = Echo(4, 4), torch.randn(1, 2, 4, requires_grad=True)
+    layer(x)
+    layer(x)  # as one tries a layer
+    (layer(layer(x)).sum() + intbmoe.aux_loss(layer)).backward()  # used twice: the losses of one forward are lost
+    with pytest.raises(RuntimeError, match="Echo was trained without its auxiliary losses"):
+        layer(x)
+    (layer(x).sum() + intbmoe.aux_loss(layer)).backward()
+    layer(x)
 
 
 def test_families_see_all_their_layers_and_the_steps_sums_once():

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
-from intbmoe.layer import MoELayer, moe_layers
+from intbmoe.layer import MoELayer, OnePer, Unit, moe_layers
 from intbmoe.methods.intbmoe import BlockLayer, ComposedMoE
 from intbmoe.methods.mumoe import MuMoE
 from intbmoe.parts.experts import StackedExperts
@@ -49,6 +50,19 @@ class Flops:
         return self.executed + self.formulation + (self.attention if attention else 0)
 
 
+class Shares(NamedTuple):
+    """``layer.quantities()`` of a model, as means over its layers; a plain FFN is one expert that every token has."""
+
+    participation: float
+    execution: float
+    materialization: float  # weight sets that one layer builds for the inputs
+    materialization_per: Unit | None  # what their number grows with; None where it is fixed
+
+    def materialization_text(self) -> str:
+        unit = self.materialization_per
+        return f"{self.materialization:g}" if unit is None else str(OnePer(unit))
+
+
 class Counts(NamedTuple):
     params: int
     activated: int
@@ -72,6 +86,34 @@ def count(
     return Counts(params, params - set_aside - idle, total, total - flops.formulation)
 
 
+def shares_of(model: nn.Module, inputs: tuple[Any, ...], active: float | None = None) -> Shares:
+    """On ``inputs``; with ``active`` experts where the trained router decides on their number."""
+    found = {layer: layer.quantities() for _, layer in moe_layers(model)}
+    if not found:
+        return Shares(1, 1, 0, None)
+    units = [q.materialization.unit for q in found.values() if isinstance(q.materialization, OnePer)]
+    sizes = _token_shapes(model, inputs) if units else dict.fromkeys(found, (1, 1))
+    sets = fmean(found[layer].sets(prod(shape[:-1]), shape[-1]) for layer, shape in sizes.items())
+    means = [fmean(getattr(q, name) for q in found.values()) for name in ("participation", "execution")]
+    return Shares(*(means if active is None else [active, active]), sets, units[0] if units else None)
+
+
+def _token_shapes(model: nn.Module, inputs: tuple[Any, ...]) -> dict[nn.Module, tuple[int, ...]]:
+    """(…, T) of each MoE layer's input."""
+    shapes: dict[nn.Module, tuple[int, ...]] = {}
+    hooks = [
+        layer.register_forward_pre_hook(lambda layer, args: shapes.update({layer: tuple(args[0].shape[:-1])}))
+        for _, layer in moe_layers(model)
+    ]
+    try:
+        with torch.no_grad():
+            model(*inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return shapes
+
+
 def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
@@ -84,8 +126,8 @@ def _idle_parameters(layer: MoELayer, active: float | None) -> int:
     return sum(round((experts.count - active) * experts.expert_parameters()) for experts in stacks)
 
 
-def count_flops(model: nn.Module, *inputs: Tensor, active: float | None = None) -> Flops:
-    """Run ``model`` once, without gradients, and count.
+def count_flops(model: nn.Module, *inputs: Tensor, active: float | None = None, **named: Tensor) -> Flops:
+    """Run ``model(*inputs, **named)`` once, without gradients, and count.
 
     ``active`` is for methods whose router decides how many experts a token has: an untrained router's number says
     nothing, so the experts' part is scaled from the assignments there were to ``active`` per token.
@@ -96,7 +138,7 @@ def count_flops(model: nn.Module, *inputs: Tensor, active: float | None = None) 
     formulas = {_CPU_ATTENTION: _attention_formula, _GROUPED: _grouped_formula(scaled=active is not None)}
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     with record_routing(model) if layers else nullcontext({}) as log, torch.no_grad(), counter:
-        model(*inputs)
+        model(*inputs, **named)
     by_op = dict(counter.get_flop_counts().get("Global", {}))
     attention = sum(by_op.pop(op, 0) for op in _ATTENTION)
     if active is not None:
@@ -150,8 +192,8 @@ def formulation_difference(layer: MoELayer, tokens: int) -> int:
     """
     if isinstance(layer, BlockLayer) and layer.config.filter:
         c = layer.config
-        written = _product(tokens * c.top_k, c.dim + c.code_dim, c.dim)
-        once_per_block = 0 if isinstance(layer, ComposedMoE) else _product(c.blocks, c.code_dim, c.dim)
+        written = _product(tokens * c.top_k, c.dim + c.code_width, c.dim)
+        once_per_block = 0 if isinstance(layer, ComposedMoE) else _product(c.blocks, c.code_width, c.dim)
         return written - _product(tokens, c.dim, c.dim) - once_per_block
     if isinstance(layer, MuMoE):
         return sum(_product(tokens, 1, part.inputs[0].numel()) for part in (layer.first, layer.second))

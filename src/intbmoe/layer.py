@@ -9,10 +9,10 @@ that for a whole model.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import Parameter, signature
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from intbmoe.precision import autocast_dtype, autocast_off, cast
 from intbmoe.settings import Checked, PositiveInt
 from intbmoe.statistics import LayerStatistics, Result, Routing
 
-__all__ = ["LayerConfig", "MoELayer", "Quantities", "Result", "Routing", "moe_layers", "unwrap"]
+__all__ = ["LayerConfig", "MoELayer", "OnePer", "Quantities", "Result", "Routing", "Unit", "moe_layers", "unwrap"]
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,39 @@ class LayerConfig(Checked):
         return None
 
 
+Unit = Literal["example", "segment", "token"]
+
+
+class OnePer(NamedTuple):
+    """A materialization that grows with the input: one weight set for each of these units."""
+
+    unit: Unit
+    tokens: int | None = None
+    """Tokens of a segment."""
+
+    def __str__(self) -> str:
+        return f"1 per {self.unit}"
+
+    def sets(self, examples: int, tokens: int) -> int:
+        """How many there are in ``examples`` sequences of ``tokens`` tokens."""
+        per_example = {"example": 1, "segment": -(-tokens // (self.tokens or 1)), "token": tokens}
+        return examples * per_example[self.unit]
+
+
 class Quantities(NamedTuple):
-    """The three quantities a design sets, for one token at one layer, shared experts left out."""
+    """The three quantities that a method sets at one layer, by its definition; shared experts are left out."""
 
     participation: int
-    """Experts that contribute to the token's output."""
+    """Experts that contribute to one token's output."""
     execution: int
-    """Experts (or composed blocks) computed for the token."""
-    materialization: int
-    """Expert-sized weight sets merged from experts and held; 0 for a method that merges none."""
+    """Experts (or composed blocks) computed for one token."""
+    materialization: int | OnePer
+    """Expert-sized weight sets built from experts for an input: none, a fixed number, or one per unit of it."""
+
+    def sets(self, examples: int, tokens: int) -> int:
+        """The materialization for ``examples`` sequences of ``tokens`` tokens, as a number."""
+        built = self.materialization
+        return built.sets(examples, tokens) if isinstance(built, OnePer) else built
 
 
 class MoELayer(nn.Module):
@@ -59,6 +83,8 @@ class MoELayer(nn.Module):
     Config: ClassVar[type[LayerConfig]] = LayerConfig
     KEPT_WIDE: ClassVar[tuple[str, ...]] = ("router",)
     """What decides where tokens go: a half-precision copy for serving keeps its type, see ``kept_wide``."""
+    DECAY_GROUPS: ClassVar[Mapping[str, str]] = {"router": "routers"}
+    """Attribute → what ``train.undecayed`` calls its parameters, where neither a name (bias) nor a shape says it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -87,7 +113,7 @@ class MoELayer(nn.Module):
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         """(B, T, d) tokens and (B, T) validity (None: all valid) → ``Result``. Masked tokens arrive as zeros.
 
-        Runs with autocast off; ``dtype`` is the type for the large matrix products.
+        Runs with autocast off; ``dtype`` is the type for the large matrix products. A method may take keywords besides.
         """
         raise TypeError(f"{type(self).__name__} does not define compute()")
 
@@ -114,6 +140,9 @@ class MoELayer(nn.Module):
             raise ValueError(f"{type(self).__name__} with this configuration cannot decode token by token: {reason}")
         return None
 
+    def plan_steps(self, total: int) -> None:
+        """Called once, before training, with the run's number of optimizer steps: shares of it become steps here."""
+
     @classmethod
     def family_before_step(cls, layers: Sequence[Self], optimizer: Any, reevaluate: Any) -> None:
         """Runs after backward, before the optimizer's step, with all layers of this class in a model."""
@@ -122,10 +151,41 @@ class MoELayer(nn.Module):
     def family_after_step(cls, layers: Sequence[Self], sums: Sequence[dict[str, Tensor]], optimizer: Any) -> None:
         """Runs after the optimizer's step, with each layer's ``sums`` over the step's global batch."""
 
+    def fit_state(self, state: dict[str, Tensor], prefix: str) -> None:
+        """Called before ``state`` is loaded, with the layer's entries under ``prefix``.
+
+        A layer whose buffers follow from the length of a run takes on their shapes here, and adds to ``state`` what
+        runs of earlier versions do not have.
+        """
+
     # What every method shares.
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, state: Any = None) -> Tensor:
-        """(…, T, d) tokens, (…, T) bool validity (True: valid) → (…, T, d); masked tokens give zero."""
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start anew, parameters and buffers, as a layer that is just built from this Config starts.
+
+        What a host's own initialisation has written is undone, and a layer that was built on the meta device and then
+        given memory (``to_empty``) gets its start. Whatever a constructor draws is drawn in the same order. Parts that
+        the user has put in, which no new layer has, stay as they are.
+        """
+        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        for device in {tensor.device for tensor in own.values()}:
+            with torch.device(device):
+                fresh = type(self)(self.config)
+            values = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
+            for name, tensor in own.items():
+                if tensor.device == device and name in values and values[name].shape == tensor.shape:
+                    tensor.copy_(values[name])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
+        self.fit_state(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, state: Any = None, **inputs: Any) -> Tensor:
+        """(…, T, d) tokens, (…, T) bool validity (True: valid) → (…, T, d); masked tokens give zero.
+
+        ``inputs`` go to ``compute``: what one method alone takes, such as IntBMoE's ``conditioning``.
+        """
         self._check_input(x, mask)
         tokens = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])  # no −1: there may be no token
         if mask is not None:
@@ -134,7 +194,7 @@ class MoELayer(nn.Module):
             tokens = torch.where(mask.unsqueeze(-1), tokens, 0)
         dtype = autocast_dtype(x) or x.dtype
         with autocast_off(x):
-            result = self.compute(tokens, mask, state, dtype)
+            result = self.compute(tokens, mask, state, dtype, **inputs)
         y = result.y
         if mask is not None:
             y = torch.where(mask.unsqueeze(-1), y, 0)

@@ -3,22 +3,24 @@
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from intbmoe.layer import moe_layers, unwrap
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 
 
-def precompose(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+def precompose(model: nn.Module, dtype: torch.dtype | None = None, conditioning: Tensor | None = None) -> nn.Module:
     """A copy of ``model`` with every IntBMoE replaced by its precomposed form; the pools are not copied.
 
-    With a ``dtype`` the whole copy is cast to it, except what decides where tokens go: routers and their state.
+    With a ``dtype`` the whole copy is cast to it, except what decides where tokens go: routers and their state. Layers
+    that take a conditioning are all composed for this one.
     """
     model = unwrap(model)
     layers = [module for module in model.modules() if isinstance(module, IntBMoE)]
     if not layers:
         raise ValueError(f"{type(model).__name__} holds no IntBMoE layer, so there is nothing to precompose")
-    composed = {id(layer): layer.precompose(dtype) for layer in layers}
+    vectors = {id(layer): conditioning if layer.config.conditioning_dim else None for layer in layers}
+    composed = {id(layer): layer.precompose(dtype, vectors[id(layer)]) for layer in layers}
     served = copy.deepcopy(model, memo=dict(composed))
     if dtype is not None:
         cast_for_serving(served, dtype)

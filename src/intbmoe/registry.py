@@ -119,6 +119,16 @@ def find_method(name: str) -> Method:
     return _methods[name]
 
 
+def method_family(name: str) -> str:
+    """Under which heading pictures show a method."""
+    method = find_method(name)
+    if name == "intbmoe":
+        return "IntBMoE"
+    if getattr(method.config(dim=8, hidden=8), "experts", 1) == 1:
+        return "no experts"
+    return "all experts take part" if method.participation == "dense" else "few experts take part"
+
+
 def create(name: str, dim: int, hidden: Any, **options: Any) -> Any:
     """Build a layer by its method's name. Arguments are literal: ``experts=17`` makes 17 experts."""
     method = find_method(name)

@@ -41,14 +41,18 @@ class RecordedRouting:
             raise ValueError(f"{len(self._calls)} forwards were recorded: use .shapes")
         return self._calls[0].shape
 
+    @property
+    def tokens(self) -> int:
+        """Valid tokens of all forwards: of the N rows, those that are no padding."""
+        return sum(int(call.count) for call in self._calls)
+
     def load_statistics(self) -> LoadStatistics:
         """How evenly the recorded tokens used the experts or blocks."""
         if self.ids is None or self.choices is None:
             raise ValueError("this method does not choose experts, so it has no load")
         chosen = self.ids[self.ids >= 0]
-        tokens = sum(int(call.count) for call in self._calls)
         counts = torch.bincount(chosen, minlength=self.choices)
-        return load_statistics_of(counts, tokens, self.dropped or 0, self._opened, self._summed("untaken"))
+        return load_statistics_of(counts, self.tokens, self.dropped or 0, self._opened, self._summed("untaken"))
 
     @property
     def dropped(self) -> int | None:

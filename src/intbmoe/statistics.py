@@ -5,7 +5,6 @@ losses and counts for a whole model, ``routing.py`` shows where tokens went.
 """
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+def recomputing() -> bool:
+    """Whether a backward is under way: then a forward is one that activation checkpointing runs again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class Routing(NamedTuple):
@@ -35,13 +39,14 @@ class Result:
     """Statistics that add up over micro-batches and ranks, such as ``load``: assignments of each expert."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Record:
     """What a training forward leaves for ``aux_loss``."""
 
     losses: dict[str, Tensor]
     sums: dict[str, Tensor]
     differentiable: bool  # whether the forward ran with gradients; reentrant checkpointing runs it without
+    taken: bool = False
 
 
 class RoutedForward(NamedTuple):
@@ -72,34 +77,48 @@ class LayerStatistics:
         self.window: dict[str, Tensor] = {}  # counts of all steps since the window was last cleared, over all ranks
         self.warned: set[int] = set()  # dead experts that a warning has named
         self._calls: list[RoutedForward] | None = None
+        self._uncollected = False  # whether gradients went through a forward whose losses nobody took
 
     # What a forward does.
 
     def wants(self, training: bool) -> bool:
         # Activation checkpointing runs forwards again during backward: these were counted the first time.
-        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        return not again and (training or self._calls is not None)
+        return not recomputing() and (training or self._calls is not None)
 
     def keep(self, result: Result, count: Tensor, shape: tuple[int, ...], training: bool, layer: str) -> None:
-        """A forward of ``count`` valid tokens in (…, T) = ``shape``; ``layer`` is what a warning calls the layer."""
+        """A forward of ``count`` valid tokens in (…, T) = ``shape``; ``layer`` is what an error calls the layer."""
         if training:
-            if not torch.compiler.is_compiling() and self.record is not None and self.record.losses:
-                warnings.warn(
-                    f"{layer} ran again before aux_loss took the losses of its last forward, which are lost: call "
-                    f"intbmoe.aux_loss(model) once per forward, and use a layer once in each",
-                    stacklevel=4,
+            if self._uncollected:
+                self._uncollected = False
+                raise RuntimeError(
+                    f"{layer} was trained without its auxiliary losses: add intbmoe.aux_loss(model) to the loss once "
+                    f"per forward, or have intbmoe.connect(model) do so, and use a layer once in each forward; "
+                    f"gradients that are not for training are taken in evaluation mode"
                 )
             self.record = Record(result.losses, {"tokens": count, **result.sums}, torch.is_grad_enabled())
+            self._watch(result.y, self.record)
         if self._calls is not None:
             ids, weights = result.routing or Routing(None, None)
             routing = Routing(ids, weights if weights is None else weights.detach())
             sums = {key: value.detach() for key, value in result.sums.items()}
             self._calls.append(RoutedForward(routing, shape, count, sums))
 
+    def _watch(self, y: Tensor, record: Record) -> None:
+        """Notice when gradients go through ``y`` though nobody has collected the losses that belong to it."""
+
+        def notice(_: Tensor) -> None:
+            self._uncollected |= not record.taken
+
+        seen = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+        if seen and record.losses and y.requires_grad:
+            y.register_hook(notice)
+
     # From the record to the step, from the step to the window.
 
     def take_record(self) -> Record | None:
         record, self.record = self.record, None
+        if record is not None:
+            record.taken = True
         return record
 
     def add(self, sums: Mapping[str, Tensor]) -> None:

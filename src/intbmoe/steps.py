@@ -1,5 +1,6 @@
-"""What a training loop calls, for a whole model: ``aux_loss``, ``before_step``, ``after_step``.
+"""What a training loop calls, for a whole model: ``plan_steps``, ``aux_loss``, ``before_step``, ``after_step``.
 
+intbmoe.plan_steps(model, total_steps)                   # once, before the first step
 loss = task_loss(model(x)) + intbmoe.aux_loss(model)     # once per micro-batch
 loss.backward()
 intbmoe.before_step(model, optimizer)
@@ -14,7 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from intbmoe.checks import require_positive_int
 from intbmoe.layer import MoELayer, moe_layers
+
+
+def plan_steps(model: nn.Module, total: int) -> None:
+    """Tell every layer how many optimizer steps the run has; call once, before it (and before DDP wraps the model).
+
+    MASS and DynMoE change their pools in a share of the run only. A layer that has begun keeps the steps it has.
+    """
+    require_positive_int("total", total)
+    for _, layer in moe_layers(model):
+        layer.plan_steps(total)
 
 
 def aux_loss(model: nn.Module) -> Tensor:

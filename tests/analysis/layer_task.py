@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from intbmoe.analysis.sample import Sample
+from intbmoe.tasks.looking import View
 from intbmoe.train.distribution import Ranks
 
 
@@ -38,8 +39,12 @@ class LayerTask:
         mask = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
         self.examples = LayerExamples(x, mask, torch.arange(len(x)) % classes)
 
-    def class_names(self):
-        return tuple(str(label) for label in range(self.recipe.model.classes))
+    name = "layer"
+
+    def views(self):
+        names = tuple(str(label) for label in range(self.recipe.model.classes))
+        words = tuple((f"class {name}",) for name in names)
+        return [View("class", names, lambda b: b["labels"].unsqueeze(1), words, lambda of: of.arrays["labels"].numpy())]
 
     def split(self, name):
         return self.examples
@@ -49,9 +54,12 @@ class LayerTask:
         return batch
 
     def evaluate(self, model, batch):
+        return {name: values.sum() for name, values in self.evaluate_examples(model, batch).items()}
+
+    def evaluate_examples(self, model, batch):
         y = model(batch)
         correct = y[:, 0].argmax(-1) == batch["labels"]
-        return {"count": torch.tensor(len(y)), "accuracy": correct.sum(), "loss": y.square().mean((1, 2)).sum()}
+        return {"count": torch.ones(len(y)), "accuracy": correct, "loss": y.square().mean((1, 2))}
 
     def metrics(self, sums):
         return {name: sums[name] / sums["count"] for name in ("accuracy", "loss")}

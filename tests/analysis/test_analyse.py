@@ -126,7 +126,31 @@ def test_participation_is_on_the_evaluated_metric(run):
     found = json.loads((folder / "data" / "participation.json").read_bytes())
     assert found["full"] == pytest.approx(evaluate(run, "test")["accuracy"], abs=1e-9)
     assert [layer["layer"] for layer in found["layers"]] == ["blocks.0.moe", "blocks.2.moe"]
-    assert [len(layer["drops"]) for layer in found["layers"]] == [3, 3]
+    assert found["full_loss"] == pytest.approx(evaluate(run, "test")["loss"], abs=1e-6)
+    assert [len(layer[name]) for layer in found["layers"] for name in ("rises", "errors", "drops")] == [3] * 6
+
+
+def test_classes_and_layers_of_the_routing_pictures_are_chosen(run, capsys):
+    """The paper's Figure 4: some classes, some layers."""
+    main(["analyse", str(run), "--classes", "7", "3", "--layers", "2"])
+    routing = json.loads((run / "analysis/data/routing.json").read_bytes())
+    (view,) = routing["views"]
+    assert (view["labels"], [layer["layer"] for layer in view["layers"]]) == (["7", "3"], ["blocks.2.moe"])
+    assert routing["examples"] == 29, "all validation images of the two digits"
+    load = json.loads((run / "analysis/data/load.json").read_bytes())
+    assert len(load["layers"]) == 2, "nothing else is narrowed"
+    caption = json.loads((run / "analysis/pictures/routing-class.json").read_bytes())
+    assert "layer 2" in caption["see"]
+    assert "29 examples" in caption["how"]
+    before = files(run / "analysis")
+    for words, told in (
+        (["--classes", "12"], r"no class is called '12': did you mean '2'\?"),
+        (["--layers", "1"], r"no layer is called '1': the layers whose tokens choose are 0 \(blocks\.0\.moe\), 2"),
+        (["--redraw", "--layers", "2"], "--redraw computes nothing"),
+    ):
+        with pytest.raises(SystemExit, match=told):
+            main(["analyse", str(run), *words])
+    assert files(run / "analysis") == before
 
 
 def test_counts_of_load_and_routing_agree(analysed):
@@ -231,7 +255,12 @@ def test_an_analysis_of_an_earlier_version_is_refused_with_the_command_that_make
     data = run / "analysis" / "data"
     data.mkdir(parents=True)
     (data / "analysis.json").write_text(json.dumps({"run": {}, "parts": ["recipes"], "left_out": {}}))
-    with pytest.raises(TrainingError, match=f"earlier version of intbmoe: intbmoe analyse {run} makes it anew"):
+    again = f"earlier version of intbmoe: intbmoe analyse {run} makes it anew"
+    with pytest.raises(TrainingError, match=again):
+        redraw(run / "analysis")
+    (data / "analysis.json").write_text(json.dumps({"run": {}, "parts": ["participation"], "left_out": {}}))
+    (data / "participation.json").write_text(json.dumps({"metric": "accuracy", "layers": [{"drops": [0.1]}]}))
+    with pytest.raises(TrainingError, match=again):  # which measured accuracies alone
         redraw(run / "analysis")
 
 
@@ -249,23 +278,40 @@ def test_runs_of_old_kept_no_loads_of_single_layers(run):
     assert "older versions" in left_out["load_training"]
 
 
-def participation(drops):
-    layer = {"layer": "blocks.4.moe", "drops": drops, "mean": sum(drops) / len(drops), "smallest": min(drops)}
-    about = {"metric": "accuracy", "split": "valid", "examples": 8, "full": 0.5, "coefficients": "linear"}
-    return {**about, "layers": [{**layer, "factor_alone": 0.0}]}
+def participation(rises, errors=0.001, **more):
+    errors = [errors] * len(rises)
+    layer = {"layer": "blocks.4.moe", "rises": rises, "errors": errors, "drops": [0.0] * len(rises)}
+    layer |= {"mean": sum(rises) / len(rises), "smallest": min(rises), "factor_alone": 0.0}
+    about = {"metric": "accuracy", "split": "valid", "examples": 8, "full": 0.5, "full_loss": 0.2}
+    counts = {"hurting": 1, "helping": 0, "sure": 1}
+    return {**about, **counts, "coefficients": "linear", "layers": [layer], **more}
 
 
-@pytest.mark.parametrize("drops", [[0.0, 0.0], [0.25, -0.125, 0.0], [-0.5], [1e-6, 0.5]])
-def test_negative_drops_are_drawn_below_zero(drops):
-    (picture,) = draw_participation(participation(drops))
-    (axes,) = picture.figure.axes
-    assert [bar.get_height() for bar in axes.patches] == [100 * drop for drop in drops]
+@pytest.mark.parametrize("rises", [[0.0, 0.0], [0.25, -0.125, 0.0], [-0.5], [1e-6, 0.5]])
+def test_bars_begin_at_zero_on_a_plain_axis(rises):
+    (picture,) = draw_participation(participation(rises))
+    axes = picture.figure.axes[0]
+    assert [bar.get_height() for bar in axes.patches] == rises
     low, high = axes.get_ylim()
-    assert low <= 100 * min(drops)
-    assert high >= 100 * max(drops)
-    assert axes.get_yscale() == "symlog"
-    assert f"worse in {sum(drop > 0 for drop in drops)} of {len(drops)} cases" in picture.see
+    assert low <= min(rises) - 0.002 <= max(rises) + 0.002 <= high, "with two standard errors"
+    assert axes.get_yscale() == "linear"
     assert "layer 4" in picture.see
+
+
+def test_a_thousandth_of_the_loss_does_not_look_large():
+    (picture,) = draw_participation(participation([0.0002, 0.0001], errors=1e-5))
+    low, high = picture.figure.axes[0].get_ylim()
+    assert 0.1 * (high - low) > 0.0002
+
+
+def test_a_caption_says_how_sure_it_is():
+    (picture,) = draw_participation(participation([0.01] * 16, hurting=12, helping=1, sure=9))
+    assert "rises by more than two standard errors in 12 of 16 cases and falls by as much in 1" in picture.see
+    assert "by chance alone it would be about 0.4 each" in picture.see
+    assert "Corrected for 16 comparisons, 9 of the rises are certain." in picture.see
+    assert "By accuracy the model is worse by +0.00 points to +0.00 points." in picture.see
+    (alone,) = draw_participation(participation([0.01], errors=None, examples=1))
+    assert "A single example has no standard error" in alone.see
 
 
 def test_one_block_is_drawn_without_a_cosine():

@@ -3,6 +3,7 @@ import torch
 from layer_task import LayerTask, OneLayer, force, sample_of
 
 import intbmoe
+from intbmoe.analysis.drawing import draw_load
 from intbmoe.analysis.loads import choosing_layers, evaluated_load, training_curves, unit_of
 from small_intbmoe import make, tokens
 
@@ -110,3 +111,12 @@ def test_what_is_left_out_is_said_and_drawn():
     assert [bar.get_height() for bar in choices.figure.axes[0].patches] == [50, 50]
     kept = asdict(evaluated_load(OneLayer(make(top_k=2)), sample_of(LayerTask(tokens(3, 10)))))
     assert [picture.name for picture in draw_load(kept)] == ["load"], "all tokens have two blocks"
+
+
+@pytest.mark.parametrize(("dead", "told"), [([2], "1 block got no token (an orange cross)."), ([1, 2], "2 blocks got")])
+def test_blocks_without_a_token_are_counted_in_words(dead, told):
+    counts = [0 if block in dead else 6 for block in range(3)]
+    layer = {"layer": "moe", "counts": counts, "present": [0, 1, 2], "dead": dead, "active": 1.0, "worst_case": 2.0}
+    layer |= {"tokens": 6, "tokens_by_choices": [0, 6], "dropped": None, "untaken": 0.0}
+    picture = draw_load({"unit": "block", "split": "valid", "examples": 6, "layers": [layer]})[0]
+    assert told in picture.see

@@ -41,12 +41,24 @@ def test_without_options_the_recipe_is_as_it_stands(name):
 def test_every_kind_of_setting_can_be_overruled():
     digits = load_recipe("digits")
     recipe, own = parse(
-        *("digits", "--root", "elsewhere", "--name", "mine", "--train.epochs", "3", "--train.decay-all", "False"),
-        *("--train.betas", "0.8", "0.9", "--train.clip", "None", "--train.device-batch", "16", "--model.dim", "24"),
+        *("digits", "--root", "elsewhere", "--name", "mine", "--train.epochs", "3"),
+        *(
+            "--train.undecayed",
+            "biases",
+            "--train.betas",
+            "0.8",
+            "0.9",
+            "--train.clip",
+            "None",
+            "--train.device-batch",
+            "16",
+            "--model.dim",
+            "24",
+        ),
         *("--model.moe-layers", "1", "--data.augmentation.label-smoothing", "0.2", "--moe.experts", "5"),
     )
     assert own == Own(Path("elsewhere"))
-    train = replace(digits.train, epochs=3.0, decay_all=False, betas=(0.8, 0.9), clip=None, device_batch=16)
+    train = replace(digits.train, epochs=3.0, undecayed=("biases",), betas=(0.8, 0.9), clip=None, device_batch=16)
     augmentation = replace(digits.data.augmentation, label_smoothing=0.2)
     assert recipe == replace(
         digits,

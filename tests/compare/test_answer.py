@@ -39,8 +39,13 @@ def test_a_win():
     assert on_what == "digits (vision), 2 epochs, 40 steps each; accuracy on the test split, higher is better."
     assert won == "B, 90.00 ± 1.27 %."
     assert how_much.startswith("10.00 percentage points over A, the next.")
-    assert how_much.endswith("It has 2.5 times the FLOPs and 0.5 times the parameters of A.")
+    assert how_much.endswith("It has 2.5 times as many FLOPs and 0.5 times as many parameters as A.")
     assert how_sure.startswith("Its 95 % interval overlaps no other (2 seeds, Student's t).")
+
+
+def test_equal_costs_are_told_as_such():
+    rows = [contender("A", 0.7, flops=1e6, params=100_000), contender("B", 0.8, flops=1e6, params=100_010)]
+    assert texts(answer(question(), rows))[3].endswith("It has as many FLOPs and about as many parameters as A.")
 
 
 def test_a_tie_is_a_tie_however_far_apart_the_means():

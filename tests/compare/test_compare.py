@@ -25,7 +25,7 @@ from intbmoe.compare.table import brief_table, file_stem, floors_table, write_fi
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import find_variants
 from intbmoe.report.numbers import format_metric
-from intbmoe.tasks import make_task
+from intbmoe.tasks import find_task, make_task
 from intbmoe.train import load, train
 
 SMALL = [
@@ -112,6 +112,32 @@ def test_the_files_agree_with_the_runs(compared):
         rows = list(csv.DictReader(file))
     assert [float(row["mean"]) for row in rows[:2]] == [record["mean"] for record in records[:2]]
     assert (results / "remoe+intbmoe.png").read_bytes().startswith(PNG)
+
+
+def test_every_rendering_has_every_column_of_the_papers_table(compared):
+    folder, output = compared
+    results = folder / "runs/digits/compare"
+    runs = [json.loads((folder / f"runs/digits/intbmoe/{seed}/done.json").read_text()) for seed in (0, 1)]
+    values = [run["test"]["accuracy5"] for run in runs]
+    mean, reach = sum(values) / 2, confidence_interval(values)
+    record = json.loads((results / "remoe+intbmoe.json").read_text())[1]
+    with open(results / "remoe+intbmoe.csv", newline="") as file:
+        row = list(csv.DictReader(file))[1]
+    assert (record["accuracy5"], record["accuracy5_interval_95"]) == (mean, reach)
+    assert (float(row["accuracy5"]), float(row["accuracy5_interval_95"])) == (mean, reach)
+    assert "ACC@5" in output
+    markdown = (results / "remoe+intbmoe.md").read_text().replace("**", "")
+    assert "| ACC@5 |" in markdown
+    assert f"| {mean * 100:.2f} ± {reach * 100:.2f} % |" in markdown
+    assert "ACC@5" in (results / "remoe+intbmoe/report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("task", "headings"),
+    [("vision", ["ACC@5"]), ("language", ["PPL"]), ("travel", ["HR@1", "NDCG@5"])],
+)
+def test_the_papers_columns_of_each_task(task, headings):
+    assert list(find_task(task).reported.values()) == headings
 
 
 def test_costs_are_those_of_the_trained_models(compared):
@@ -234,6 +260,11 @@ def test_the_table_fits_into_80_columns(compared):
     shown = console.file.getvalue()
     assert "…" not in shown
     assert "94.50 ± 57.18 %" in shown
+    assert "precomposed" in shown
+    travel = {**longest, "reported": {"HR@1": "HR@1", "NDCG@5": "NDCG@5"}, "metric": "HR@5"}
+    travel["metrics"] = {name: {"mean": 0.5, "interval_95": 0.1} for name in travel["reported"]}
+    console.print(brief_table([travel, summaries[1]], "two columns more", True).terminal(compact=True))
+    assert "…" not in console.file.getvalue()
 
 
 def test_a_table_says_what_it_is(compared, recipe, tmp_path):

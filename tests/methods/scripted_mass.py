@@ -9,9 +9,12 @@ DIM, HIDDEN = 6, 5
 UP = [[1.0, 1.0, 0.0, 0.0]] * 12 + [[1.0, 10.0, 0.0, 0.0]] * 5  # expert 1 drifts at the last of these
 
 
+PHASES = {"warmup": 50, "window": 200, "expansion_steps": 1000}
+
+
 def make(**options):
     torch.manual_seed(0)
-    return intbmoe.create("mass", DIM, HIDDEN, **{"experts": 4, **options}).double()
+    return intbmoe.create("mass", DIM, HIDDEN, **{"experts": 4, **PHASES, **options}).double()
 
 
 def growing(**options):

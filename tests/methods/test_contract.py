@@ -229,6 +229,25 @@ def test_compiles_whole(name, backend):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("way", ["a host wrote over it", "without memory at first"])
+def test_a_reset_layer_starts_as_a_new_one(name, way):
+    new = make(name, torch.float32)
+    if way == "a host wrote over it":
+        layer = make(name, torch.float32)
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            tensor.detach().fill_(1)
+    else:
+        with torch.device("meta"):
+            layer = make(name, torch.float32)
+        layer.to_empty(device="cpu")
+    torch.manual_seed(1)
+    layer.reset_parameters()
+    assert new.state_dict().keys() == layer.state_dict().keys()
+    for key, value in new.state_dict().items():
+        assert torch.equal(layer.state_dict()[key], value), key
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_state_dict_round_trip_is_exact(name):
     layer = make(name)
     other = intbmoe.create(name, DIM, HIDDEN, **TINY.get(name, {})).double()
@@ -304,7 +323,9 @@ def test_the_three_quantities_and_active_parameters_are_plausible(name):
     quantities = layer.quantities()
     assert quantities.participation >= 1
     assert quantities.execution >= 1
-    assert quantities.materialization >= 0
+    one, batch, longer = quantities.sets(1, 10), quantities.sets(3, 10), quantities.sets(3, 40)
+    assert 0 <= one <= batch <= longer
+    assert (one == longer) == isinstance(quantities.materialization, int)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -286,3 +286,110 @@ def test_bad_options_are_named():
     for option, value in (("temperature", 0.0), ("update_every", 0), ("auxiliary", float("nan"))):
         with pytest.raises(ValueError, match=f"{option}="):
             make(**{option: value})
+
+
+# Until when the pool changes, how often, and the authors' other gate.
+
+
+def starving(layer, count):
+    """The number of open experts after each of ``count`` steps in which expert 0 alone is used."""
+    batch, found = one_sided(layer), []
+    for _ in range(count):
+        steps(layer, [batch])
+        found.append(int(layer.active.sum()))
+    return found
+
+
+@pytest.mark.parametrize(("total", "changes"), [(5, False), (6, True), (None, True)])
+def test_the_pool_is_final_after_half_of_the_run(total, changes):
+    layer = make(update_every=3, initial_experts=2)
+    if total is not None:
+        intbmoe.plan_steps(layer, total)
+    assert starving(layer, 6)[-1] == (1 if changes else 2)
+    assert (layer.activations == 0).all()
+
+
+def test_adaptation_may_last_to_the_end_and_a_run_that_goes_on_keeps_its_end():
+    layer = make(update_every=3, initial_experts=2, adaptation=1.0)
+    intbmoe.plan_steps(layer, 3)
+    assert starving(layer, 3) == [2, 2, 1]
+    begun = make(update_every=3, initial_experts=2)
+    intbmoe.plan_steps(begun, 8)
+    steps(begun, [one_sided(begun)])
+    intbmoe.plan_steps(begun, 2)
+    resumed = make(update_every=3, initial_experts=2)
+    resumed.load_state_dict(begun.state_dict())
+    assert resumed.end == begun.end == 4
+    assert starving(resumed, 2) == [2, 1]
+
+
+def test_a_state_of_an_earlier_version_loads_and_has_no_end():
+    old = {name: value for name, value in make().state_dict().items() if name not in ("taken", "end")}
+    layer = make()
+    intbmoe.plan_steps(layer, 10)
+    layer.load_state_dict(old)
+    assert layer.end == -1
+    assert layer.taken == 0
+
+
+def test_the_official_cadence_looks_at_the_second_of_three_spans():
+    layer = make(update_every=2, cadence="official", initial_experts=2)
+    both = layer.embeddings[:2].detach().sum(0).expand(1, 4, DIM)
+    lone = one_sided(layer)
+    found = []
+    for batch in [both, both, lone, lone, lone, lone]:
+        steps(layer, [batch])
+        found.append(int(layer.active.sum()))
+    assert found == [2, 2, 2, 1, 1, 1]  # what the first span used does not count
+    assert layer.steps == 0
+    ignored = make(update_every=2, cadence="official", initial_experts=2)
+    steps(ignored, [lone, lone, lone, both])
+    assert int(ignored.active.sum()) == 2  # used in the recorded span
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores):
+        return scores.sign()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_the_tutel_gate_learns_its_temperature_and_divides_with_gradient():
+    options = {"temperature": 10.0, "learn_temperature": True, "denominator_gradient": True, "auxiliary": 0.0}
+    layer = make(initial_experts=3, **options)
+    with torch.no_grad():
+        layer.thresholds.copy_(torch.tensor([0.05, -0.1, 0.02, 0.0]))
+    twin, x = copy.deepcopy(layer), tokens(1, 20)
+    tau = twin.log_temperature.clamp(max=math.log(100)).exp()
+    cosine = F.normalize(x[0], dim=1) @ F.normalize(twin.embeddings, dim=1).t()
+    scores = Sign.apply(F.relu((tau * cosine).sigmoid() * twin.active - (tau * twin.thresholds).sigmoid()))
+    assert {1, 2} <= set(scores.sum(1).int().tolist())
+    weights = scores / scores.sum(1, keepdim=True).clamp(min=1e-12)
+    expected = torch.einsum("te,etd->td", weights, twin.experts.batch(x.expand(4, -1, -1)))
+    y = layer(x)
+    torch.testing.assert_close(y[0], expected, rtol=0, atol=1e-12)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    for (name, p), q in zip(layer.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12, msg=name)
+    assert layer.log_temperature.grad.abs() > 1e-4
+    plain = make(initial_experts=3, temperature=10.0)
+    plain.load_state_dict({n: v for n, v in layer.state_dict().items() if n != "log_temperature"})
+    assert torch.equal(plain(x), layer(x))  # the same numbers, other gradients
+    plain(x).square().sum().backward()
+    assert (plain.embeddings.grad - layer.embeddings.grad).abs().max() > 1e-4
+
+
+def test_a_learned_temperature_stops_at_a_hundred_and_keeps_its_moments():
+    layer = make(update_every=1, initial_experts=2, learn_temperature=True)
+    with torch.no_grad():
+        layer.log_temperature.fill_(math.log(1e4))
+    assert layer._temperature().item() == pytest.approx(100.0)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.0)
+    steps(layer, [one_sided(layer)], optimizer)
+    optimizer.state[layer.log_temperature]["exp_avg"].fill_(3.0)
+    steps(layer, [-one_sided(layer)], optimizer)
+    assert optimizer.state[layer.log_temperature]["exp_avg"] != 0  # no slot's, so never reset

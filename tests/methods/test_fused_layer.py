@@ -24,6 +24,13 @@ SWITCHES = {
     "three layers": {"hidden": (20, 13)},
     "one block": {"blocks": 1, "top_k": 1},
     "all blocks": {"blocks": 3, "top_k": 3},
+    "linear hypernetwork": {"hypernetwork": "linear"},
+    "no bias": {"bias": False},
+    "shared mlp": {"shared_kind": "mlp"},
+    "two shared": {"shared_experts": 2},
+    "gate LayerNorm": {"gate_norm": "layer"},
+    "gate without norm": {"gate_norm": "none"},
+    "no LayerNorm": {"layer_norm": False},
 }
 
 
@@ -65,7 +72,10 @@ def inputs(tokens=17):
 
 
 @on_device
-@pytest.mark.parametrize(("switch", "recompute"), [*((s, False) for s in SWITCHES), ("plain", True), ("no gate", True)])
+@pytest.mark.parametrize(
+    ("switch", "recompute"),
+    [*((s, False) for s in SWITCHES), ("plain", True), ("no gate", True), ("gate LayerNorm", True)],
+)
 def test_every_switch(device, switch, recompute):
     layer = make(**SWITCHES[switch])
     exact = copy.deepcopy(layer).double()
@@ -78,6 +88,19 @@ def test_every_switch(device, switch, recompute):
     agree(found, expected)
     composed = layer.precompose()
     assert (composed(x.to(device), mask.to(device)) - found[0]).norm() <= 1e-5 * found[0].norm()
+
+
+@on_device
+@pytest.mark.parametrize("switch", ["gate LayerNorm", "gate without norm", "no LayerNorm"])
+def test_forms_without_kernels_leave_rows_of_no_block_alone(device, switch, monkeypatch):
+    """As on a GPU, where nobody asks how many rows masked tokens leave: they stay there, as rows of no block."""
+    monkeypatch.setattr("intbmoe.parts.dispatch.readable", lambda ids: False)
+    layer = make(**SWITCHES[switch])
+    exact = copy.deepcopy(layer).double()
+    exact.backend = "naive"
+    x, mask, probe = inputs()
+    expected = outputs_and_gradients(exact, x.double(), mask, probe.double())
+    agree(outputs_and_gradients(layer.to(device), x.to(device), mask.to(device), probe.to(device)), expected)
 
 
 @on_device

@@ -1,10 +1,13 @@
 """Lory, against a loop over segments written from the equations."""
 
+import warnings
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import intbmoe
+from intbmoe.budget import match_budget
 
 DIM, HIDDEN, E, S = 6, 10, 3, 4
 firsts = pytest.mark.parametrize("first", ["uniform", "stop_gradient"])
@@ -183,3 +186,86 @@ def test_bad_options():
         intbmoe.create("lory", DIM, HIDDEN, segment=0)
     with pytest.raises(ValueError, match=r"first_segment='own'.*'uniform' or 'stop_gradient'"):
         intbmoe.create("lory", DIM, HIDDEN, first_segment="own")
+
+
+# A segment that holds everything, and generation by the prompt.
+
+
+def test_a_segment_that_swallows_the_input_is_told_in_training():
+    layer = make(segment=8).train()
+    with pytest.warns(UserWarning, match=r"segment=8 holds a whole input.*choose a segment shorter"):
+        layer(tokens(2, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(tokens(2, 9))
+        layer.eval()(tokens(2, 8))
+        layer(tokens(2, 3), state=layer.new_state(2))
+
+
+def test_the_budget_gives_short_inputs_segments_that_route():
+    options = match_budget("lory", DIM, HIDDEN, experts=E, tokens=4)  # the patches of a digit
+    layer = intbmoe.create("lory", DIM, **options).double()
+    assert layer.segment == 2
+    layer(tokens(3, 4)).square().sum().backward()
+    assert layer.router.weight.grad.abs().max() > 0
+    for count in (196, 17, None):
+        options = match_budget("lory", DIM, HIDDEN, experts=E, tokens=count)
+        assert intbmoe.create("lory", DIM, **options).segment == 16
+
+
+def test_a_trained_layer_keeps_the_segment_it_was_trained_with():
+    """Runs of earlier versions kept a segment that swallowed the input; only the state tells them apart."""
+    old, x = make(segment=16), tokens(2, 4)
+    new = make(segment=16, tokens=4)
+    new.load_state_dict(old.state_dict())
+    assert torch.equal(new(x), old(x))
+    cut = make(segment=16, tokens=4)
+    again = make(segment=16, tokens=4)
+    again.load_state_dict(cut.state_dict())
+    assert again.segment == cut.segment == 2
+    assert torch.equal(again(x), cut(x))
+    assert not torch.equal(again(x), old(x))
+    assert set(make(segment=2, tokens=4).state_dict()) == set(old.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_prompt_chooses_one_expert_for_all_that_follows(kind, masked):
+    layer, prompt, rest = make(generation="prompt", expert=kind), tokens(3, 7), tokens(3, 5)
+    mask = None
+    valid = torch.ones(3, 7, dtype=torch.bool)
+    if masked:
+        valid[0, :4] = valid[2] = False
+        mask = valid
+    state = layer.new_state(3)
+    found = [layer(prompt, mask, state), layer(rest[:, :1], None, state), layer(rest[:, 1:], None, state)]
+    for b in range(3):
+        chosen = prompt[b][valid[b]]
+        mean = chosen.mean(0) if len(chosen) else torch.zeros(DIM, dtype=torch.float64)
+        a = (layer.router.weight @ mean).softmax(0)
+        read = torch.cat([prompt[b], rest[b]])
+        expected = torch.stack([merged_expert(layer, a, z) for z in read])
+        expected[:7] *= valid[b].unsqueeze(-1)
+        torch.testing.assert_close(torch.cat([part[b] for part in found]), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(layer(prompt), make_twin(layer)(prompt), rtol=0, atol=0)  # scoring stays by segment
+
+
+def make_twin(layer):
+    twin = make(expert=layer.config.expert)
+    twin.load_state_dict(layer.state_dict())
+    return twin
+
+
+def test_one_composition_serves_a_request(monkeypatch):
+    layer, built = make(generation="prompt"), []
+    compose = layer.experts.compose
+    monkeypatch.setattr(layer.experts, "compose", lambda *arguments: built.append(1) or compose(*arguments))
+    state = layer.new_state(2)
+    for _ in range(4):
+        layer(tokens(2, 3), state=state)
+    assert built == [1]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        layer(tokens(2, 1), state=state)
+    assert counter.get_total_flops() == 2 * 2 * 3 * DIM * HIDDEN  # two dense SwiGLU tokens
+    with pytest.raises(ValueError, match=r"state was made for 2 sequences, but x holds 3"):
+        layer(tokens(3, 1), state=state)

@@ -185,3 +185,66 @@ def test_bad_options_are_named(name, options, message):
 def test_the_three_quantities():
     for form in FORMS:
         assert make(form).quantities() == (E, 1, 0)
+
+
+# The authors' BatchNorm gate.
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_batch_norm_gate_is_torchs_batch_norm_over_valid_tokens(form):
+    layer = make(form, gate_norm="batch")
+    norm = torch.nn.BatchNorm1d(E, affine=False).double()
+    for seed in range(3):
+        x = torch.randn(2, N, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        mask = torch.ones(2, N, dtype=torch.bool)
+        mask[1, 4:] = False
+        expected = norm(x[mask] @ layer.gate)
+        found = layer.gate_weights(x.reshape(-1, D), mask)[mask.flatten()]
+        for a, scores in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, entmax_by_bisection(scores), rtol=0, atol=1e-10)
+        y = layer(x, mask)
+        torch.testing.assert_close(y[mask], layer.block(x[mask], found), rtol=0, atol=1e-12)
+        (y.square().sum() + intbmoe.aux_loss(layer)).backward()
+        intbmoe.after_step(layer)
+    torch.testing.assert_close(layer.gate_mean, norm.running_mean, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(layer.gate_variance, norm.running_var, rtol=1e-10, atol=1e-12)
+    layer.eval(), norm.eval()
+    x = tokens(4)
+    expected = torch.stack([entmax_by_bisection(scores) for scores in norm(x[0] @ layer.gate)])
+    torch.testing.assert_close(layer.gate_weights(x[0]), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_batch_norm_gate_has_the_gradients_of_its_equations(training):
+    layer = make("mumoe_cp", gate_norm="batch", gate_affine=True).train(training)
+    x = tokens(6).requires_grad_()
+    names = [name for name, _ in layer.named_parameters()]
+
+    def run(x, *values):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(run, (x, *layer.parameters()), fast_mode=True)
+
+
+def test_running_means_move_once_a_step_whatever_the_accumulation():
+    whole, parts = make("mumoe_cp", gate_norm="batch"), make("mumoe_cp", gate_norm="batch")
+    parts.load_state_dict(whole.state_dict())
+    x = torch.randn(4, 5, D, dtype=torch.float64)
+    for layer, pieces in ((whole, [x]), (parts, x.chunk(2))):
+        for piece in pieces:
+            layer(piece)
+            intbmoe.aux_loss(layer)
+        assert (layer.gate_mean == 0).all()  # a forward moves nothing
+        intbmoe.after_step(layer)
+    assert (whole.gate_mean != 0).all()
+    torch.testing.assert_close(parts.state_dict(), whole.state_dict())
+
+
+def test_the_batch_norm_gate_is_not_for_causal_models_and_leaves_the_default_alone():
+    assert "gate_norm='layer'" in make("mumoe_tr", gate_norm="batch").config.noncausal_reason()
+    plain = make("mumoe_tr")
+    assert plain.config.noncausal_reason() is None
+    assert not [name for name, _ in plain.named_buffers()]
+    half = make("mumoe_cp", gate_norm="batch").bfloat16()
+    assert half.gate_mean.dtype == torch.float32
+    assert half(tokens().bfloat16()).dtype == torch.bfloat16

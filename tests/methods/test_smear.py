@@ -170,3 +170,37 @@ def test_bad_options():
         intbmoe.create("smear", DIM, HIDDEN, level="word")
     with pytest.raises(ValueError, match=r"expert_dropout=1"):
         intbmoe.create("smear", DIM, HIDDEN, expert_dropout=1)
+
+
+# The authors' router.
+
+
+def layer_norm(x, norm):
+    spread = (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    return (x - x.mean(-1, keepdim=True)) / spread * norm.weight + norm.bias
+
+
+@both
+def test_the_official_router_normalises_its_input_and_its_rows(name):
+    layer, x = make(name, router_norm=True), tokens(3, 5).requires_grad_()
+    routed = x.mean(1) if name == "smear" else x.view(-1, DIM)
+    logits = layer_norm(routed, layer.input_norm) @ layer_norm(layer.router.weight, layer.row_norm).t()
+    a = logits.softmax(-1)
+    rows = a.repeat_interleave(5, 0) if name == "smear" else a
+    expected = torch.stack([merged_expert(layer, row, z) for row, z in zip(rows, x.view(-1, DIM), strict=True)])
+    found = layer(x).view(-1, DIM)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    leaves = [x, *layer.parameters()]
+    grads = [torch.autograd.grad(y.square().sum(), leaves) for y in (found, expected)]
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-10, atol=1e-11)
+    assert (found - make(name)(x).view(-1, DIM)).abs().max() > 1e-3
+
+
+def test_the_official_router_starts_with_a_gain_of_a_hundredth_and_is_an_option():
+    layer = intbmoe.create("smear", 192, 8, experts=17, router_norm=True)
+    assert (layer.row_norm.weight == 0.01).all()
+    assert (layer.input_norm.weight == 1).all()
+    plain = intbmoe.create("smear", 192, 8, experts=17)
+    assert not hasattr(plain, "row_norm")
+    extra = sum(p.numel() for p in layer.parameters()) - sum(p.numel() for p in plain.parameters())
+    assert extra == 4 * 192  # in four layers 24.070 M become 24.073 M, which the paper does not print

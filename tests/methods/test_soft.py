@@ -179,3 +179,16 @@ def test_bad_options():
         intbmoe.create("soft_causal", DIM, HIDDEN, slots=2)
     with pytest.raises(ValueError, match="slots=0"):
         intbmoe.create("soft", DIM, HIDDEN, slots=0)
+
+
+def test_a_trained_model_brings_its_number_of_slots():
+    """Runs of earlier versions have other slots than the budget gives now."""
+    old = intbmoe.create("soft", 8, 6, experts=3, slots=2).double().eval()
+    new = intbmoe.create("soft", 8, 6, experts=3, slots=4).double().eval()
+    new.load_state_dict(old.state_dict())
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    assert torch.equal(new(x), old(x))
+    assert new.config.slots == 2
+    training = intbmoe.create("soft", 8, 6, experts=3, slots=4).double()
+    with pytest.raises(RuntimeError, match="size mismatch for phi"):
+        training.load_state_dict(old.state_dict())

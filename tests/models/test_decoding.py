@@ -262,6 +262,34 @@ def test_a_gpu_continues_as_the_cpu_does(name):
     assert torch.equal(model.cuda().generate(tokens.cuda(), mask.cuda(), max_new_tokens=12).cpu(), expected)
 
 
+@torch.no_grad()
+def test_lory_composes_once_for_a_request_where_that_is_asked_for():
+    """Each layer's expert is chosen by the mean of what the prompt was there, and stays for the whole continuation."""
+    torch.manual_seed(1)
+    model = Llama(SIZES, lambda: intbmoe.create("lory", 12, 8, segment=3, generation="prompt")).double().eval()
+    (tokens, mask, alone), composed = left_padded([9, 4]), []
+
+    def watch(layer, arguments, y):
+        composed.append(arguments[2].experts["up"][0])
+
+    watchers = [layer.mlp.register_forward_hook(watch) for layer in model.layers]
+    for prompt in alone:
+        composed.clear()
+        model.generate(prompt, max_new_tokens=6)
+        assert len(composed) == 6 * len(model.layers)
+        assert {id(weight) for weight in composed[:2]} == {id(weight) for weight in composed}
+    for watcher in watchers:
+        watcher.remove()
+    together = model.generate(tokens, mask, max_new_tokens=6)
+    assert together.tolist() == [model.generate(prompt, max_new_tokens=6)[0].tolist() for prompt in alone]
+    by_segment = Llama(SIZES, lambda: intbmoe.create("lory", 12, 8, segment=3)).double().eval()
+    by_segment.load_state_dict(model.state_dict())
+    for layer in (*model.layers, *by_segment.layers):
+        layer.mlp.router.weight.mul_(30)
+    torch.testing.assert_close(by_segment(tokens), model(tokens), rtol=0, atol=0)
+    assert not torch.equal(by_segment.generate(tokens, max_new_tokens=20), model.generate(tokens, max_new_tokens=20))
+
+
 # What the model keeps to itself.
 
 

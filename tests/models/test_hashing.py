@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from intbmoe.models.hashing import PRIME, MultiHashEmbedding
+from intbmoe.models.hashing import PRIME, ConcatenatedHashEmbedding, MultiHashEmbedding
 
 
 def test_a_vector_is_the_sum_of_its_rows_and_zero_is_missing():
@@ -83,3 +83,20 @@ def test_bad_sizes_are_named():
         MultiHashEmbedding(0, 4)
     with pytest.raises(ValueError, match=r"hashes=1\.5"):
         MultiHashEmbedding(4, 4, 1.5)
+
+
+def test_concatenated_rows_are_the_remainders_laid_end_to_end():
+    """Against the plain way: one table for each prime, indexed by the remainder."""
+    table = ConcatenatedHashEmbedding((5, 7, 11), 6, std=0.001)
+    parts = table.tables[:-1].split([5, 7, 11])
+    for number in (1, 5, 35, 12_345, 7_291_872):
+        expected = torch.cat([part[number % prime] for part, prime in zip(parts, (5, 7, 11), strict=True)])
+        assert torch.equal(table(torch.tensor(number)), expected)
+    vectors = table(torch.tensor([[0, 3], [4, 0]]))
+    assert vectors.shape == (2, 2, 6)
+    assert (vectors[0, 0] == 0).all()
+    vectors.sum().backward()
+    assert (table.tables.grad[-1] == 0).all()
+    assert ConcatenatedHashEmbedding((5003, 5009), 4, std=0.001).tables.std().item() == pytest.approx(0.001, rel=0.05)
+    with pytest.raises(ValueError, match=r"moduli=\(5, 7\).*divide dim \(3\)"):
+        ConcatenatedHashEmbedding((5, 7), 3)

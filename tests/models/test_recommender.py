@@ -9,6 +9,8 @@ from torch import nn
 import intbmoe
 from intbmoe.budget import match_budget
 from intbmoe.models.recommender import Recommender, RecommenderConfig
+from intbmoe.models.sequence import SequenceConfig
+from intbmoe.models.travel import TravelConfig, TravelModel
 
 SMALL = RecommenderConfig(dim=12, depth=2, heads=2, hidden=20, max_length=48)
 CAUSAL = ["switch", "deepseek", "remoe", "dynmoe", "mass", "soft_causal", "smear_token", "lory"]
@@ -178,3 +180,13 @@ def test_bad_arguments_are_named():
         small()(tokens(), torch.ones(2, 8, dtype=torch.bool))
     with pytest.raises(TypeError, match=r"expected torch\.bool"):
         small()(tokens(), torch.ones(2, 9))
+
+
+@pytest.mark.parametrize(("std", "expected"), [(None, 1 / (3 * 96) ** 0.5), (0.02, 0.02)])
+def test_how_dense_ffns_start_is_a_setting(std, expected):
+    config = TravelConfig(depth=1, ffn_std=std, place_rows=8, cell_rows=8, code_rows=8)
+    backbone = TravelModel(config).backbone
+    for ffn in (backbone.blocks[0].ffn, backbone.head):
+        assert ffn.experts.up.weight.std().item() == pytest.approx(expected, rel=0.05)
+        assert ffn.experts.up.bias.abs().max() == 0
+    assert SequenceConfig(items=3, ffn_std=std).backbone().ffn_std == std

@@ -285,3 +285,11 @@ def test_bad_sizes_are_named(options, message):
 def test_an_image_of_another_size_is_refused():
     with pytest.raises(ValueError, match=r"\(2, 3, 8, 12\): expected \(batch, 3, 8, 8\)"):
         small()(torch.zeros(2, 3, 8, 12))
+
+
+@pytest.mark.parametrize(("std", "expected"), [(0.02, 0.02), (0.1, 0.1), (None, 1 / math.sqrt(3 * 192))])
+def test_how_dense_ffns_start_is_a_setting(std, expected):
+    block = ViT(ViTConfig(depth=1, moe_layers=(0,), ffn_std=std)).blocks[0]
+    assert block.mlp.fc1.weight.std().item() == pytest.approx(expected, rel=0.05)
+    assert block.mlp.fc1.bias.abs().max() == 0
+    assert block.attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05), "the rest of the backbone is as it was"

@@ -199,7 +199,7 @@ def test_a_layer_without_gradients_takes_it(options, dtype, masked, calls):
     assert not calls.called
     with torch.inference_mode():
         found, composed = layer(x, mask), layer.precompose()(x, mask)
-        assert calls.call_count == 2
+        assert calls.call_count == (2 if layer.config.has_kernels else 0)
         layer.backend = "naive"
         assert_near(found, layer(x, mask))
     assert_near(found, with_gradients)

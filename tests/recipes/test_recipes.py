@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import yaml
@@ -7,7 +8,8 @@ from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.recipes import describe_recipe, list_recipes, load_recipe, recipe_from_dict, recipe_to_dict
 from intbmoe.tasks import make_task
-from intbmoe.tasks.recipe import MoESettings
+from intbmoe.tasks.recipe import DecayGroup, MoESettings
+from intbmoe.train.run import differing_keys
 
 
 @pytest.mark.parametrize("name", list_recipes())
@@ -39,7 +41,6 @@ def test_imagenet_is_the_appendix():
         "decay to": (train.final_lr, 1e-5),
         "Adam's betas": (train.betas, (0.9, 0.999)),
         "weight decay": (train.weight_decay, 0.05),
-        "on every parameter": (train.decay_all, True),
         "seeds": (recipe.seeds, (214797, 531770, 635451)),
         "first seed": (train.seed, 214797),
         "H": (model.depth, 8),
@@ -66,6 +67,67 @@ def test_imagenet_is_the_appendix():
     }
     assert {name: found for name, (found, _) in stated.items()} == {name: value for name, (_, value) in stated.items()}
     assert {"rand", "m9", "n2", "mstd0.5"} <= set(augmentation.rand_augment.split("-"))
+
+
+def test_where_the_appendix_is_silent_the_released_code_speaks():
+    images, text, travel = (load_recipe(name) for name in ("imagenet", "minipile", "inttravel"))
+    assert images.train.undecayed == ("biases", "norms", "scales", "positions", "routers")
+    assert text.train.undecayed == ("biases", "norms")
+    assert travel.train.undecayed == ()
+    assert (images.train.clip, text.train.clip) == (1.0, 1.0)
+    assert (images.train.precision, text.train.precision) == ("bfloat16", "bfloat16")
+    assert text.train.warmup_lr == 0
+    assert images.data.valid_fraction == 0
+    assert images.train.report == "last"
+
+
+def test_imagenet_released_differs_from_imagenet_in_what_the_two_disagree_on():
+    ours, released = load_recipe("imagenet"), load_recipe("imagenet-released")
+    differing = differing_keys(recipe_to_dict(ours), recipe_to_dict(released))
+    assert {key: new for key, (_, new) in differing.items()} == {
+        "name": "imagenet-released",
+        "train.epochs": 210.0,
+        "train.cooldown": 10.0,
+        "train.lr": 5e-4 * ours.train.batch / 512,
+        "train.schedule": "epoch-cosine",
+        "train.report": "best",
+    }
+
+
+def test_minipile_released_differs_in_name_alone():
+    ours, released = load_recipe("minipile"), load_recipe("minipile-released")
+    assert replace(released, name=ours.name) == ours
+
+
+def test_a_recipe_of_ones_own_on_top_of_another(tmp_path):
+    base, own = tmp_path / "base.yaml", tmp_path / "own.yaml"
+    base.write_text("base: digits\nname: base\ntrain: {lr: 0.5}\nmoe: {options: {top_k: 1}}\n")
+    own.write_text(f"base: {base}\nname: own\ntrain: {{epochs: 2}}\nseeds: [7]\n")
+    digits, recipe = load_recipe("digits"), load_recipe(own)
+    assert (recipe.name, recipe.seeds) == ("own", (7,))
+    assert recipe.train == replace(digits.train, lr=0.5, epochs=2.0)
+    assert recipe.moe.options == {"blocks": 8, "top_k": 1}
+    assert (recipe.data, recipe.model) == (digits.data, digits.model)
+
+
+def test_a_base_that_is_not_there_or_is_the_recipe_itself(tmp_path):
+    own, other = tmp_path / "own.yaml", tmp_path / "other.yaml"
+    own.write_text("base: digts\nname: own\n")
+    with pytest.raises(ValueError, match=r"own\.yaml: base: no recipe is called 'digts': did you mean 'digits'"):
+        load_recipe(own)
+    own.write_text(f"base: {other}\nname: own\n")
+    other.write_text(f"base: {own}\nname: other\n")
+    with pytest.raises(ValueError, match="is built on this recipe itself"):
+        load_recipe(own)
+
+
+@pytest.mark.parametrize(("old", "new"), [(True, ()), (False, get_args(DecayGroup))])
+def test_runs_of_earlier_versions_are_read(old, new):
+    recipe = load_recipe("digits")
+    data = recipe_to_dict(recipe)
+    del data["train"]["undecayed"]
+    data["train"]["decay_all"] = old
+    assert recipe_from_dict(data) == replace(recipe, train=replace(recipe.train, undecayed=new))
 
 
 def test_imagenet_builds_the_papers_model():

@@ -36,9 +36,13 @@ def made_up_row(title, label, *values, flops=1_000_000, method="switch", **more)
         "participation": 2.0,
         "execution": 1.0,
         "materialization": 0.0,
+        "materialization_per": None,
         "active_experts": None,
         "seconds": 1.5 if values else None,
         "metrics": {"accuracy": {"mean": sum(values) / len(values), "interval_95": None}} if values else {},
+        "reported": {},
+        "validated": True,
+        "report": "last",
         **more,
     }
 

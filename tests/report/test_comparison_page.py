@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,8 @@ from intbmoe.compare.compare import compare
 from intbmoe.compare.page import collect, comparison_page, redraw_comparison, thin, write_comparison_page
 from intbmoe.compare.pictures import draw_comparison
 from intbmoe.compare.plan import CompareOptions, sort_out
-from intbmoe.compare.summary import shares_of
-from intbmoe.compare.table import file_stem
+from intbmoe.compare.table import file_stem, notes, results_table
+from intbmoe.counting import shares_of
 from intbmoe.files import digest
 from intbmoe.report import trace
 from intbmoe.report.page import render
@@ -79,8 +80,17 @@ def test_shares_are_those_of_the_layers(compared, trained):
     assert shares["IntBMoE"] == shares["IntBMoE, precomposed"] == (2, 2, 4)
     assert shares["Switch Transformer"] == (1, 1, 0)
     model = load(trained / "digits/switch/0")
-    assert shares_of(model, active=1.25) == (1.25, 1.25, 0), "where the trained router decides"
-    assert shares_of(torch.nn.Linear(2, 2), active=None) == (1, 1, 0), "a plain FFN"
+    assert shares_of(model, (), active=1.25) == (1.25, 1.25, 0, None), "where the trained router decides"
+    assert shares_of(torch.nn.Linear(2, 2), ()) == (1, 1, 0, None), "a plain FFN"
+
+
+def test_materialization_says_what_it_grows_with():
+    segments = {"materialization": 13.0, "materialization_per": "segment"}
+    rows = [made_up_row("A", "a", 0.5, **segments), made_up_row("B", "b", 0.5, materialization=8.0)]
+    older = {name: value for name, value in made_up_row("C", "c", 0.5).items() if name != "materialization_per"}
+    table = results_table([*rows, older], "").select("materialization")
+    found = [(row[0].text, row[0].small, row[0].value) for row in table.rows]
+    assert found == [("1 per segment", "13 for one example", 13.0), ("8", None, 8.0), ("0", None, 0.0)]
 
 
 def damage_config(run):
@@ -253,6 +263,56 @@ def test_names_in_the_cost_picture_never_cover_each_other(number):
         assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
 
 
+def test_equal_costs_have_no_panel_and_are_told():
+    rows = [made_up_row(f"M{i}", f"m{i}", 0.5 + 0.01 * i, flops=10**6 * (i + 1), seconds=1.0 + i) for i in range(4)]
+    (cost,) = draw_comparison(made_up(*rows), [])
+    assert [axes.get_xlabel() for axes in cost.figure.axes] == ["FLOPs of one example (M)", "training, seconds a run"]
+    assert "Not drawn, because it is about the same for all: parameters (M), 0.5." in cost.see
+    several = [{**row, "params": 10**6 * (place + 1)} for place, row in enumerate(rows)]
+    assert len(draw_comparison(made_up(*several), [])[0].figure.axes) == 3
+    same = [{**row, "flops": 10**6, "seconds": 1.0} for row in rows]
+    assert len(draw_comparison(made_up(*same), [])[0].figure.axes) == 1, "one is left where all are equal"
+
+
+def lines_by_colour(axes):
+    return Counter(line.get_color() for line in axes.lines)
+
+
+def test_of_many_methods_few_lines_stand_out():
+    names = ["intbmoe", "dense", *(f"m{i}" for i in range(12))]
+    rows = [made_up_row(name.upper(), name, 0.3 + 0.02 * place, 0.4) for place, name in enumerate(names)]
+    data = made_up(*rows)
+    curves, load = draw_comparison(data, made_up_curves(data))[1:]
+    for picture in (curves, load):
+        assert lines_by_colour(picture.figure.axes[0]) == {
+            "#bbbbbb": 18, "#d55e00": 2, **dict.fromkeys(("#0072b2", "#009e73", "#cc79a7", "#e69f00"), 2)
+        }  # fmt: skip
+        texts = [text.get_text() for text in picture.figure.legends[0].get_texts()]
+        assert texts == ["INTBMOE", "DENSE", "M9", "M10", "M11", "9 others"], "the best by the table"
+        assert "Grey: M0, M1," in picture.see
+    few = made_up(*rows[:5])
+    without_load = [one for one in made_up_curves(few) if one["label"] != "dense" or one["name"] == "loss"]
+    picture, load = draw_comparison(few, without_load)[1:]
+    colours = [[handle.get_color() for handle in of.figure.legends[0].legend_handles] for of in (picture, load)]
+    assert colours[0][:1] + colours[0][2:] == colours[1], "a method keeps its colour where another has no line"
+    assert len(lines_by_colour(picture.figure.axes[0])) == 5
+    assert "Grey" not in picture.see
+
+
+def test_intbmoe_has_a_star_in_the_table(tmp_path):
+    rows = [made_up_row("A", "a", 0.5), *ABLATIONS, made_up_row("IntBMoE, precomposed", "intbmoe", method="intbmoe")]
+    page = comparison_page(made_up(*rows), tmp_path)
+    (table,) = sections(page)["results"].blocks
+    assert [cells(table, "Method")[place] for place in sorted(table.starred)] == [
+        "IntBMoE", "IntBMoE, w/o gate", "IntBMoE, precomposed"
+    ]  # fmt: skip
+    assert "★: IntBMoE and its forms." in table.notes
+    assert render(page).count(' starred"') == 3
+    (without,) = sections(comparison_page(made_up(rows[0]), tmp_path))["results"].blocks
+    assert not without.starred
+    assert not any("★" in note for note in without.notes)
+
+
 def test_thinning_keeps_the_ends():
     assert thin(list(range(5)), 9) == [0, 1, 2, 3, 4]
     found = thin(list(range(1000)), 11)
@@ -263,3 +323,19 @@ def test_refused_variants_are_named(compared):
     refused = replace(compared, plan=replace(compared.plan, refused={"Lory": "it looks ahead"}))
     data = collect(refused)["comparison"]
     assert data["left_out"] == [{"title": "Lory", "path": "", "reason": "it looks ahead"}]
+
+
+def test_tables_and_page_say_that_nothing_was_validated_and_that_the_best_was_chosen(tmp_path):
+    plain = made_up_row("Dense", "dense", 0.9)
+    assert not any("Nothing was validated" in note for note in notes([plain]))
+    other = made_up_row("Switch", "switch", 0.8, validated=False, report="best")
+    on_page = comparison_page(made_up(plain, other), tmp_path).sections[0].blocks[0].notes
+    for found in (notes([plain, other]), on_page):
+        assert any("Nothing was validated" in note for note in found)
+        assert any("chosen on that split" in note for note in found)
+    assert "The last step is reported." in notes([made_up_row("Switch", "switch", 0.8, validated=False)])
+
+
+def test_the_data_of_a_comparison_made_before_these_notes_is_still_drawn(tmp_path):
+    old = {k: v for k, v in made_up_row("Dense", "dense", 0.9).items() if k not in ("reported", "validated", "report")}
+    assert comparison_page(made_up(old), tmp_path).sections

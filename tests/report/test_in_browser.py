@@ -180,3 +180,26 @@ def test_the_headings_can_be_hit_by_a_finger(comparison, open_page):
     page = open_page(comparison, PHONE)
     sizes = page.eval_on_selector_all(HEADINGS, "all => all.map((one) => one.getBoundingClientRect().height)")
     assert min(sizes) >= 24
+
+
+def settles(page, script, expected):
+    """Whether a script gives what is expected within a second; waiting in the page itself is against its policy."""
+    for _ in range(50):
+        if (found := page.evaluate(script)) == expected:
+            return True
+        page.wait_for_timeout(20)
+    raise AssertionError(f"{script} is {found!r}, not {expected!r}")
+
+
+def test_a_picture_that_goes_on_beyond_the_screen_says_so(comparison, open_page):
+    def told(page):
+        return page.eval_on_selector_all(".slide", "all => all.map((one) => one.dataset.more)")
+
+    assert set(told(open_page(comparison, WIDE))) == {""}
+    page = open_page(comparison, PHONE)
+    assert set(told(page)) == {"right"}
+    first = "document.querySelector('.slide')"
+    assert settles(page, f"getComputedStyle({first}, '::after').opacity", "1")
+    for moved, more in ((40, "left right"), (1_000_000, "left")):
+        page.evaluate(f"document.querySelector('.plate').scrollLeft = {moved}")
+        assert settles(page, f"{first}.dataset.more", more)

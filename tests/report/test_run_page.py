@@ -89,7 +89,8 @@ def test_the_answer_of_a_run_makes_no_claim():
         "higher_is_better": False, "test": {"loss": 1.5, "accuracy": 0.5}, "examples": 8, "examples_of_split": 9,
     }  # fmt: skip
     layer = {"present": [0, 1, 2], "dead": [2], "worst_case": 2.25}
-    parts = {"participation": {"layers": [{"drops": [0.1, -0.1, 0.0]}]}, "load": {"unit": "block", "layers": [layer]}}
+    removals = {"layers": [{"rises": [0.1, -0.1, 0.0]}], "examples": 8, "hurting": 1, "helping": 1, "sure": 0}
+    parts = {"participation": removals, "load": {"unit": "block", "layers": [layer]}}
     answer = answer_run(summary, parts)
     what, on_what, result, inside, sure = (text for _, text in answer.lines)
     assert answer.verdict == "one run"
@@ -97,7 +98,8 @@ def test_the_answer_of_a_run_makes_no_claim():
     assert "8 of 9 valid examples" in on_what
     assert result == "loss 1.5000 on the test split, lower is better. Also accuracy 50.00 %."
     assert inside == (
-        "Without one expert base the model is worse in 1 of 3 cases. "
+        "Without one expert base the loss rises by more than two standard errors in 1 of 3 cases and falls by as much "
+        "in 1; by chance alone it would be about 0.1 each. Corrected for 3 comparisons, none of the rises are certain. "
         "1 of 3 blocks got no token; the fullest has 2.25 times the mean load."
     )
     assert sure.startswith("One seed says nothing about the method")

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import math
 import re
 import shutil
 import tomllib
@@ -149,3 +150,35 @@ def test_everything_can_be_reached_and_has_a_name(recommender, open_page):
     page.locator("#go").focus()
     page.keyboard.press("Enter")
     page.wait_for_selector("ol.results li")
+
+
+@pytest.mark.parametrize("width", [375, 1200])
+def test_places_with_coordinates_are_drawn_on_a_map(recommender, open_page, width):
+    """Across the antimeridian, on a plane whose scale bar is right in both directions."""
+    page = open_page(recommender.url, width=width)
+    places = {1: (179.9, 60.0), 2: (-179.9, 60.0), 3: (179.9, 60.05), 5: (180.0, 60.05)}
+    results = [{"id": rank, "score": 1 / rank, "name": f"place {rank}"} for rank in range(1, 6)]
+    for rank, (longitude, latitude) in places.items():
+        results[rank - 1] |= {"longitude": longitude, "latitude": latitude}
+    box = {"west": 179.9, "south": 60.0, "east": -179.9, "north": 60.05}
+    page.evaluate("(answer) => forms.history.show(answer)", {"results": results, "viewport": box})
+    assert page.locator(".results li").nth(3).inner_text().startswith("4. place 4")
+    drawn = page.evaluate(
+        """() => [...document.querySelectorAll(".map g")].map((g) => [g.querySelector("text").textContent,
+          g.querySelector("title").textContent, ...g.getAttribute("transform").match(/[-\\d.]+/g).map(Number)])"""
+    )
+    at = {int(rank): (x, y) for rank, _, x, y in drawn}
+    assert set(at) == set(places)
+    assert drawn[-1][1].startswith("1. place 1: 60.00000, 179.90000")  # the best is drawn last, on top
+    bar = page.locator(".map path.scale").get_attribute("d")
+    start, _, _, end, _ = (float(number) for number in re.findall(r"[-\d.]+", bar))
+    kilometre = (end - start) / float(page.locator(".map text.scale").text_content().removesuffix(" km"))
+    east = 0.2 * 111.195 * math.cos(math.radians(60.025))
+    assert (at[2][0] - at[1][0]) / kilometre == pytest.approx(east, rel=0.01)
+    assert (at[1][1] - at[3][1]) / kilometre == pytest.approx(0.05 * 111.195, rel=0.03)
+    assert at[5][0] == pytest.approx((at[1][0] + at[2][0]) / 2, abs=0.1)
+    _, _, wide, high = map(float, page.locator(".map").get_attribute("viewBox").split())
+    assert all(9 <= x <= wide - 9 and 9 <= y <= high - 9 for x, y in at.values())
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.evaluate("(answer) => forms.history.show(answer)", {"results": results[3:4]})
+    assert page.locator(".map").count() == 0

@@ -1,5 +1,6 @@
 """What holds for every task, because it is registered: data, model, loss and metrics; serving; looking."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -82,6 +83,18 @@ def test_losses_and_metrics_come_from_sums(task, model):
     assert all(isinstance(value, float) for value in metrics.values())
     with pytest.raises(ValueError, match="count"):
         task.metrics(dict.fromkeys(whole, 0.0))
+
+
+def test_each_example_by_itself_adds_up_to_the_batch(task, model):
+    batch = batch_of(task)
+    with torch.no_grad():
+        whole, each = task.evaluate(model, batch), task.evaluate_examples(model, batch)
+        alone = [task.evaluate(model, batch_of(task, [index])) for index in FEW]
+    assert each.keys() == whole.keys()
+    for name, values in each.items():
+        assert values.shape == (len(FEW),), name
+        assert float(values.double().sum()) == pytest.approx(float(whole[name]), rel=1e-5), name
+        assert values.double().tolist() == pytest.approx([float(of[name]) for of in alone], rel=1e-4, abs=1e-5), name
 
 
 def test_a_training_batch_reaches_every_parameter(task):
@@ -173,7 +186,8 @@ def test_a_task_that_only_learns_says_what_else_it_cannot(monkeypatch):
     task = make_task(Recipe("test", "bare", None, SimpleNamespace()))
     with pytest.raises(ValueError, match="the task 'bare' cannot be served: it defines no predictor"):
         task.find_predictor()
-    for lacking in (task.make_model, lambda: task.split("test"), lambda: task.loss(None, {})):
+    evaluate = partial(task.evaluate_examples, None, {})
+    for lacking in (task.make_model, lambda: task.split("test"), lambda: task.loss(None, {}), evaluate):
         with pytest.raises(NotImplementedError, match="Bare does not define"):
             lacking()
     assert (task.views(), task.shown([]), task.floors()) == ([], None, {})

@@ -56,6 +56,17 @@ def test_another_configuration_is_refused_by_the_keys_that_differ(run):
     assert run.recipe == tiny_recipe()
 
 
+def test_a_run_of_an_earlier_version_goes_on(run):
+    """It says ``decay_all``, and nothing of settings that have come since."""
+    begin(run)
+    config = yaml.safe_load(run.config_path.read_text())
+    del config["train"]["undecayed"], config["train"]["cooldown"]
+    run.config_path.write_text(yaml.safe_dump({**config, "train": {**config["train"], "decay_all": True}}))
+    run.claim(tiny_recipe())
+    with pytest.raises(RunConflictError, match=r"train\.undecayed: \[\] there, \['norms'\] now"):
+        run.claim(tiny_recipe(undecayed=("norms",)))
+
+
 @pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/step-00000003/state.json", "done.json"])
 def test_before_anything_is_trained_settings_may_be_corrected(run, left):
     run.metrics_path.touch()

@@ -122,10 +122,18 @@ OPTIONS = {
     "switch": {"jitter": 0.0},
     "deepseek": {"bias_speed": 0.01},
     "remoe": {"sparsity_strength": 1e-3},
-    "dynmoe": {"update_every": 3},
+    "dynmoe": {"update_every": 3, "adaptation": 1.0},
     # Drift is looked for from the third step on and nearly always found, so that pools grow in these few steps. With a
     # mass of 0.5 tokens would have one expert, routers no gradient, and a copy would tie with its source for long.
-    "mass": {"top_p": 0.9, "window": 3, "warmup": 1, "significance": 0.6, "similarity": 1.0, "patience": 2},
+    "mass": {
+        "top_p": 0.9,
+        "window": 3,
+        "warmup": 1,
+        "significance": 0.6,
+        "similarity": 1.0,
+        "patience": 2,
+        "expansion": 1.0,
+    },
 }
 """Options under which a method's state moves within a few steps."""
 

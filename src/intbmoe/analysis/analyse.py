@@ -19,7 +19,7 @@ from torch import nn
 from intbmoe.analysis.bases import collect_coefficients, measure_participation
 from intbmoe.analysis.loads import choosing_layers, evaluated_load, load_history, training_curves, unit_of
 from intbmoe.analysis.page import run_page
-from intbmoe.analysis.routing import example_routing, routing_shares
+from intbmoe.analysis.routing import Chosen, choose, example_routing, routing_shares
 from intbmoe.analysis.run_cost import measure_run_cost
 from intbmoe.analysis.sample import Sample
 from intbmoe.files import replacing_folder, to_json
@@ -52,6 +52,9 @@ Tell = Callable[[str], None]
 class AnalyseOptions:
     split: str = "valid"
     examples: int = 1000  # at most so many, evenly spread over the split
+    classes: tuple[str, ...] = ()
+    """Of the routing shares, by name or number; all if empty. They are then counted on examples of these classes."""
+    layers: tuple[str, ...] = ()  # of the routing shares, by name or number; all if empty
     draw: bool = True
     """Without it the numbers alone are left, which needs no matplotlib; ``redraw`` draws them, elsewhere too."""
 
@@ -73,11 +76,12 @@ def analyse(
     model = model.to(ranks.device)
     size = min(recipe.train.device_batch or recipe.train.batch, BATCH)
     sample = Sample(task, options.split, options.examples, ranks, size)
+    chosen = choose(model, sample, options.classes, options.layers)  # first: a wrong name is told at once
     found, left_out = {}, {}
     for name in PARTS:
         tell(name)
         try:
-            found[name] = _compute(name, run, recipe, model, sample, tell)
+            found[name] = _compute(name, run, recipe, model, sample, chosen, tell)
         except LeftOut as reason:
             left_out[name] = str(reason)
     summary = {**_describe(run, recipe, sample), "parts": list(found), "left_out": left_out}
@@ -102,7 +106,8 @@ def redraw(folder: str | Path) -> list[Path]:
     if not (folder / "data" / "analysis.json").is_file():
         raise TrainingError(f"{folder} holds no analysis: it has no data/analysis.json; intbmoe analyse RUN makes one")
     summary = read_summary(folder)
-    if "run" not in summary or "recipes" in (*summary["parts"], *summary["left_out"]):
+    of_accuracy = "participation" in summary["parts"] and "sure" not in read_json(folder / "data/participation.json")
+    if "run" not in summary or "recipes" in (*summary["parts"], *summary["left_out"]) or of_accuracy:
         again = shlex.join(["intbmoe", "analyse", str(folder.parent)])
         raise TrainingError(f"{folder} is of an earlier version of intbmoe: {again} makes it anew")
     with full_disk_is_explained(folder, "free some space and draw again"):
@@ -146,7 +151,9 @@ def _describe(run: RunDirectory, recipe: Recipe, sample: Sample) -> dict[str, An
     }
 
 
-def _compute(name: str, run: RunDirectory, recipe: Recipe, model: nn.Module, sample: Sample, tell: Tell) -> Any:
+def _compute(
+    name: str, run: RunDirectory, recipe: Recipe, model: nn.Module, sample: Sample, chosen: Chosen, tell: Tell
+) -> Any:
     """One part, as a dataclass that can be written as JSON and, by its ``rows``, as CSV."""
     layers, task = [layer for _, layer in moe_layers(model)], sample.task
     if name in OF_CHOICES and not choosing_layers(model):
@@ -166,8 +173,8 @@ def _compute(name: str, run: RunDirectory, recipe: Recipe, model: nn.Module, sam
     if name == "load":
         return evaluated_load(model, sample)
     if name == "routing":
-        if views := task.views():
-            return routing_shares(model, sample, views)
+        if chosen.views:
+            return routing_shares(model, chosen)
         raise LeftOut(f"the task {task.name!r} defines no views, which tell its tokens apart")
     if name == "examples":
         if shown := task.shown(sample.source):
@@ -176,9 +183,11 @@ def _compute(name: str, run: RunDirectory, recipe: Recipe, model: nn.Module, sam
     if name == "coefficients":
         return collect_coefficients(model)
     if name == "participation":
-        if min(bases) > 1:
-            return measure_participation(model, sample, tell)
-        raise LeftOut("a layer has a single expert base, without which nothing is left")
+        if min(bases) == 1:
+            raise LeftOut("a layer has a single expert base, without which nothing is left")
+        if type(task).evaluate_examples is Task.evaluate_examples:
+            raise LeftOut(f"the task {task.name!r} defines no evaluate_examples, the loss of each example by itself")
+        return measure_participation(model, sample, tell)
     found = measure_run_cost(recipe, sample.ranks.device)
     if not found.sweep:
         raise LeftOut("the model has too many parameters to be built anew here, with a single base even")

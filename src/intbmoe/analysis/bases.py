@@ -1,32 +1,46 @@
 """Expert bases: how much of each goes into each block, and what a trained model loses without one of them.
 
-A base is taken out of all block compositions of one MoE layer at a time, without retraining, and the task's deciding
-metric is taken again:
+A base is taken out of all block compositions of one MoE layer at a time, without retraining, and the loss of every
+example is taken again:
 
     linear coefficients     α_e = 0, and 1/√E becomes 1/√(E−1), as in the paper: fewer terms, same magnitude
     softmax coefficients    α_e = 0, and the others are divided by their sum: the softmax over the bases that are left
 
 Both are what a layer with the E−1 other bases would compute. The change of the factor has an effect of its own, which a
 base with zero coefficients shows alone; ``factor_alone`` says how large it is, so that it is not taken for a base's.
+
+The rise of the loss is that of the mean, Δ = Σ(s′ᵢ − sᵢ) / Σnᵢ over examples with losses sᵢ of nᵢ units (an image is
+one unit, a text has its tokens). Its standard error is a paired one, as both models see the same examples: it comes
+from the residuals of the differences, √(N/(N−1) Σ(s′ᵢ − sᵢ − Δnᵢ)²) / Σnᵢ. Whole examples count as independent, not the
+tokens of a text. The deciding metric is taken too, but of few examples it cannot show small effects: an accuracy moves
+by whole images.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from scipy.special import stdtr
 from torch import Tensor, nn
 
 from intbmoe.analysis.sample import Sample
 from intbmoe.checks import require
 from intbmoe.layer import moe_layers
-from intbmoe.methods.intbmoe import ComposedMoE, Hypernetwork, IntBMoE
+from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 from intbmoe.ops.compose import Coefficients
+from intbmoe.parts.hypernetwork import Hypernetwork
 from intbmoe.precomposition import precompose
+from intbmoe.report.numbers import axis_scale
+from intbmoe.tasks import Task
 
 PATHS = ("value", "gate")
+ROUNDING = 1e-6  # of the loss: no standard error is taken to be smaller
+LEVEL = 0.05  # how often all sure claims together may be wrong
 
 
 @dataclass(frozen=True)
@@ -79,14 +93,24 @@ def mean_cosine(rows: Tensor) -> float | None:
     return float((unit[first] * unit[second]).sum(1).mean())
 
 
+class Rise(NamedTuple):
+    """How much higher the mean loss is than the whole model's; below 0 it is lower."""
+
+    loss: float
+    error: float | None  # paired standard error; None of a single example
+    drop: float  # how much worse the deciding metric is
+
+
 @dataclass(frozen=True)
 class LayerParticipation:
     layer: str
-    drops: list[float]  # how much worse the metric is without each base; below 0 it is better
-    mean: float
+    rises: list[float]  # of the loss, without each base
+    errors: list[float | None]
+    drops: list[float]  # of the deciding metric
+    mean: float  # of the rises
     smallest: float
     factor_alone: float
-    """How much worse it is with 1/√(E−1) and all bases; 0 with softmax coefficients, which take no factor."""
+    """The rise with 1/√(E−1) and all bases; 0 with softmax coefficients, which take no factor."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +120,46 @@ class Participation:
     split: str
     examples: int
     full: float  # the metric of the whole model on these examples
+    full_loss: float
     coefficients: str
+    hurting: int  # removals that raise the loss by more than two standard errors
+    helping: int  # that lower it by more than two
+    sure: int
+    """Those that raise it for sure: by Holm's procedure all of these claims together are wrong in 5 % of cases."""
     layers: list[LayerParticipation]
 
     def rows(self) -> list[dict[str, Any]]:
+        factor, unit = axis_scale(self.metric)
+        drop = f"{self.metric}_drop{'_points' if unit else ''}"  # as the page has it, not in another unit
         return [
-            {"layer": layer.layer, "base": base, "metric": self.metric, "drop": drop}
-            for layer in self.layers
-            for base, drop in enumerate(layer.drops)
+            {"layer": of.layer, "base": base, "loss_rise": of.rises[base], "standard_error": of.errors[base]}
+            | {drop: factor * of.drops[base]}
+            for of in self.layers
+            for base in range(len(of.rises))
         ]
+
+
+def paired_rise(whole: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> tuple[float, float | None]:
+    """The rise of the mean loss from one model to another on the same examples, and its standard error."""
+    units, difference = whole["count"], other["loss"] - whole["loss"]
+    examples, total = len(units), float(units.sum())
+    rise = float(difference.sum()) / total
+    if examples < 2:
+        return rise, None
+    residuals = difference - rise * units
+    return rise, math.sqrt(examples / (examples - 1) * float(residuals.square().sum())) / total
+
+
+def count_sure(rises: Sequence[float], errors: Sequence[float | None], examples: int) -> int:
+    """How many rises are above 0 at 5 %, one-sided by Student's t, after Holm's correction for all of them."""
+    if examples < 2:
+        return 0
+    chances = sorted(
+        float(stdtr(examples - 1, -rise / error)) if error else float(rise <= 0)
+        for rise, error in zip(rises, errors, strict=True)
+    )
+    passed = (chance <= LEVEL / (len(chances) - place) for place, chance in enumerate(chances))
+    return sum(1 for _ in takewhile(bool, passed))
 
 
 class _ChangedCoefficients(nn.Module):
@@ -119,9 +174,9 @@ class _ChangedCoefficients(nn.Module):
         whole = self.hypernetwork(codebook)
         value, gate = self._without_base(whole.value), whole.gate
         gate = None if gate is None else self._without_base(gate)
-        if self.hypernetwork.config.coefficients == "softmax":
+        if self.hypernetwork.coefficients == "softmax":
             return Coefficients(_share_out(value), None if gate is None else _share_out(gate), 1.0)
-        return Coefficients(value, gate, (self.hypernetwork.config.experts - 1) ** -0.5)
+        return Coefficients(value, gate, (self.hypernetwork.experts - 1) ** -0.5)
 
     def _without_base(self, coefficients: Tensor) -> Tensor:
         if self.base is None:
@@ -160,23 +215,49 @@ def measure_participation(
     layers = {name: layer for name, layer in moe_layers(model) if isinstance(layer, IntBMoE)}
     require(len(layers) > 0, "model", type(model).__name__, "a model with IntBMoE layers: only those have bases")
     served = precompose(model)
-    full = sample.metrics(served)[task.metric]
+    whole = sample.evaluate_examples(served)
+    full = _metric(task, whole)
     sign = 1 if task.higher_is_better else -1
 
-    def drop(name: str, composed: ComposedMoE) -> float:
-        whole = served.get_submodule(name)
+    def rise(name: str, composed: ComposedMoE) -> Rise:
+        own = served.get_submodule(name)
         served.set_submodule(name, composed)
         try:
-            return sign * (full - sample.metrics(served)[task.metric])
+            found = sample.evaluate_examples(served)
         finally:
-            served.set_submodule(name, whole)
+            served.set_submodule(name, own)
+        return Rise(*paired_rise(whole, found), sign * (full - _metric(task, found)))
 
     found = []
     for name, layer in layers.items():
         tell(f"participation: {name}, {layer.config.experts} bases")
-        drops = [drop(name, without_base(layer, base)) for base in range(layer.config.experts)]
+        each = [rise(name, without_base(layer, base)) for base in range(layer.config.experts)]
+        losses, errors, drops = (list(column) for column in zip(*each, strict=True))
         linear = layer.config.coefficients == "linear"
-        alone = drop(name, without_base(layer, None)) if linear else 0.0
-        found.append(LayerParticipation(name, drops, fmean(drops), min(drops), alone))
-    coefficients = next(iter(layers.values())).config.coefficients
-    return Participation(task.metric, task.higher_is_better, sample.split, sample.examples, full, coefficients, found)
+        alone = rise(name, without_base(layer, None)).loss if linear else 0.0
+        found.append(LayerParticipation(name, losses, errors, drops, fmean(losses), min(losses), alone))
+    full_loss = float(whole["loss"].sum() / whole["count"].sum())
+    # A base that does nothing changes the last bits of every loss, and all alike: that is no effect, however regular.
+    pairs = [
+        (rise, max(error, ROUNDING * abs(full_loss)))
+        for of in found
+        for rise, error in zip(of.rises, of.errors, strict=True)
+        if error is not None
+    ]
+    return Participation(
+        metric=task.metric,
+        higher_is_better=task.higher_is_better,
+        split=sample.split,
+        examples=sample.examples,
+        full=full,
+        full_loss=full_loss,
+        coefficients=next(iter(layers.values())).config.coefficients,
+        hurting=sum(rise > 2 * error for rise, error in pairs),
+        helping=sum(rise < -2 * error for rise, error in pairs),
+        sure=count_sure(*zip(*pairs, strict=True), sample.examples) if pairs else 0,
+        layers=found,
+    )
+
+
+def _metric(task: Task, each: Mapping[str, Tensor]) -> float:
+    return float(task.metrics({name: float(values.sum()) for name, values in each.items()})[task.metric])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from intbmoe.counting import count, count_flops, peak_memory
+from intbmoe.counting import Shares, count, count_flops, peak_memory, shares_of
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 from intbmoe.precomposition import precompose
 from intbmoe.registry import find_method
@@ -72,6 +72,7 @@ class Row:
     activated: int
     flops: int
     flops_executed: int
+    shares: Shares
     paper: Figures
     assumed_active: float | None  # experts a token was assumed to have on average; None where the method fixes it
     notes: tuple[str, ...]
@@ -87,7 +88,7 @@ class Row:
         """For JSON, whose order of names is this one."""
         counts = {name: getattr(self, name) for name in ("method", "params", "activated", "flops", "flops_executed")}
         beside = {"assumed_active": self.assumed_active, "notes": list(self.notes)}
-        return {**counts, "paper": asdict(self.paper), "agrees": self.agrees, **beside}
+        return {**counts, **self.shares._asdict(), "paper": asdict(self.paper), "agrees": self.agrees, **beside}
 
 
 def measure(setting: Setting, method: str, *, attention: bool = False) -> Row:
@@ -100,11 +101,13 @@ def measure(setting: Setting, method: str, *, attention: bool = False) -> Row:
         if method == PRECOMPOSED:
             model = _precomposed(setting, model)
         counts = count(model, inputs, set_aside=setting.set_aside(model), active=active, attention=attention)
+        shares = shares_of(model, inputs, active)
     title = find_method(name).title
     return Row(
         method=method,
         title=f"{title} (precomposed)" if method == PRECOMPOSED else title,
         **counts._asdict(),
+        shares=shares,
         paper=setting.paper.get(method, Figures()),
         assumed_active=active,
         notes=setting.notes.get(method, ()),

@@ -39,10 +39,13 @@ def cost_table(setting: Setting, rows: Sequence[Row], *, attention: bool) -> Tab
             if attention
             else "attention's score and value products are left out (--attention counts them)."
         ),
+        "Participation: experts that contribute to a token's output. Execution: experts or blocks computed for it. "
+        "Materialization: expert-sized weight sets built for an input.",
         *setting.remarks,
     ]
     below += [f"{number}. {note}" for number, note in enumerate(notes, 1)]
-    header = ("Method", "Params (M)", "paper", "Activated (M)", "paper", "FLOPs (G)", "paper", "run (G)", "notes")
+    counts = ("Params (M)", "paper", "Activated (M)", "paper", "FLOPs (G)", "paper", "run (G)")
+    header = ("Method", *counts, "Participation", "Execution", "Materialization", "notes")
     return Table.of_texts(setting.title, header, body, notes=below, records=[row.as_dict() for row in rows])
 
 
@@ -54,7 +57,10 @@ def _cells(row: Row, notes: list[str]) -> tuple[str, ...]:
         printed = getattr(row.paper, column)
         cells.append(NOTHING if printed is None else f"{printed:.3f} {'✓' if agrees else '✗'}")
     same = row.flops_executed == row.flops
-    return (*cells, "" if same else f"{row.flops_executed / UNITS['flops']:.3f}", ", ".join(notes))
+    cells.append("" if same else f"{row.flops_executed / UNITS['flops']:.3f}")
+    about = "~" if row.assumed_active is not None else ""
+    cells += [f"{about}{row.shares.participation:g}", f"{about}{row.shares.execution:g}"]
+    return (*cells, row.shares.materialization_text(), ", ".join(notes))
 
 
 def print_sweep(setting_name: str, picture: Path, *, form: Form = "text", attention: bool = False) -> None:

@@ -28,11 +28,12 @@ THEMES = {
     "training": ("Training", "How did loss and metric go?"),
 }
 SINGLE = (str, int, float)
+ONE_SIDED = 0.0228  # of a normal distribution, beyond two standard deviations on one side
 COLUMN_TITLES = {
     "active": "experts a token",
     "worst_case": "largest load / mean",
-    "smallest": "smallest drop",
-    "mean": "mean drop",
+    "smallest": "smallest rise of the loss",
+    "mean": "mean rise of the loss",
     "factor_alone": "factor alone",
     "mean_cosine": "mean cosine",
 }
@@ -67,7 +68,8 @@ def answer_run(summary: Mapping[str, Any], parts: Mapping[str, Any]) -> Answer:
     others = [f"{name} {format_metric(name, value)}" for name, value in summary["test"].items() if name != metric]
     also = f" Also {', '.join(others)}." if others else ""
     share = f"{summary['examples']} of {summary['examples_of_split']}"
-    inside = [text for text in (_told_participation(parts), _told_load(parts)) if text]
+    inside = [told_participation(parts["participation"])] if "participation" in parts else []
+    inside += [told_load(parts["load"])] if "load" in parts else []
     lines = (
         ("What", f"{summary['title']}, seed {summary['seed']}: one run, compared with nothing."),
         (
@@ -84,21 +86,22 @@ def answer_run(summary: Mapping[str, Any], parts: Mapping[str, Any]) -> Answer:
     return Answer("one run", f"{summary['title']} on {summary['recipe']}, seed {summary['seed']}", lines)
 
 
-def _told_participation(parts: Mapping[str, Any]) -> str:
-    layers = parts.get("participation", {}).get("layers", [])
-    drops = [drop for layer in layers for drop in layer["drops"]]
-    if not drops:
-        return ""
-    return f"Without one expert base the model is worse in {sum(drop > 0 for drop in drops)} of {len(drops)} cases."
+def told_participation(found: Mapping[str, Any]) -> str:
+    """How many removals hurt, by standard errors, and what of that is chance."""
+    cases = sum(len(layer["rises"]) for layer in found["layers"])
+    if found["examples"] < 2:
+        return "A single example has no standard error: nothing can be said of what a base does."
+    sure = f"{found['sure'] or 'none'} of the rises {'is' if found['sure'] == 1 else 'are'} certain"
+    return (
+        f"Without one expert base the loss rises by more than two standard errors in {found['hurting']} of {cases} "
+        f"cases and falls by as much in {found['helping']}; by chance alone it would be about "
+        f"{ONE_SIDED * cases:.1f} each. Corrected for {cases} comparisons, {sure}."
+    )
 
 
-def _told_load(parts: Mapping[str, Any]) -> str:
-    load = parts.get("load", {})
-    layers = load.get("layers", [])
-    if not layers:
-        return ""
-    unit, total = load["unit"], sum(len(layer["present"]) for layer in layers)
-    dead = sum(len(layer["dead"]) for layer in layers)
+def told_load(load: Mapping[str, Any]) -> str:
+    layers, unit = load["layers"], load["unit"]
+    total, dead = (sum(len(layer[kind]) for layer in layers) for kind in ("present", "dead"))
     worst = max(layer["worst_case"] or 0 for layer in layers)
     return f"{dead or 'None'} of {total} {unit}s got no token; the fullest has {worst:.2f} times the mean load."
 

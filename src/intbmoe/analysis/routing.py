@@ -9,8 +9,9 @@ Single examples, which the task chooses and names the tokens of (``Task.shown``)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +32,7 @@ class LayerShares:
 @dataclass(frozen=True)
 class SharesOfView:
     name: str
+    chosen: bool  # whether someone asked for these labels: then a picture shows all of them
     labels: list[str]
     layers: list[LayerShares]
 
@@ -54,9 +56,51 @@ class RoutingShares:
         ]
 
 
-def routing_shares(model: nn.Module, sample: Sample, views: Sequence[View]) -> RoutingShares:
+class Chosen(NamedTuple):
+    """What of the routing is looked at."""
+
+    views: list[View]
+    layers: list[str]
+    sample: Sample
+    view: str | None = None  # whose labels were chosen
+
+
+def choose(model: nn.Module, sample: Sample, classes: Sequence[str] = (), layers: Sequence[str] = ()) -> Chosen:
+    """Some classes and layers, given by their names or numbers; all where none is given."""
+    task, names = sample.task, list(choosing_layers(model))
+    if not names and (classes or layers):
+        raise ValueError("there are no classes or layers to choose: the tokens of this model do not choose experts")
+    views = task.views() if names else []
+    found = _choose_layers(names, layers) if layers else names
+    if not classes:
+        return Chosen(views, found, sample)
+    view = next((view for view in views if view.words), None)
+    if view is None:
+        told = f"; its tokens are told apart by {', '.join(view.name for view in views)}" if views else ""
+        raise ValueError(f"classes={list(classes)} cannot be chosen: the task {task.name!r} has none{told}")
+    places = view.places_of(classes)
+    if view.of_examples is not None:
+        among = np.flatnonzero(np.isin(view.of_examples(sample.source), places))
+        sample = Sample(task, sample.split, sample.wanted, sample.ranks, sample.batch_size, among)
+    kept = [view.narrowed(places) if one is view else one for one in views]
+    return Chosen(kept, found, sample, view.name)
+
+
+def _choose_layers(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """By their whole names, or by what pictures call them: the last number of the name, or its last word."""
+    short = {name: ([part for part in name.split(".") if part.isdigit()] or name.split("."))[-1] for name in names}
+    found = [name for word in wanted for name in names if word in (name, short[name])]
+    unknown = [word for word in wanted if word not in short and word not in short.values()]
+    if unknown:
+        known = ", ".join(f"{short[name]} ({name})" for name in names)
+        raise ValueError(f"no layer is called {unknown[0]!r}: the layers whose tokens choose are {known}")
+    return list(dict.fromkeys(found))
+
+
+def routing_shares(model: nn.Module, chosen: Chosen) -> RoutingShares:
     """Count where the sample's tokens go, in one pass for all views."""
-    layers = choosing_layers(model)
+    views, sample = chosen.views, chosen.sample
+    layers = {name: layer for name, layer in choosing_layers(model).items() if name in chosen.layers}
     counts = {
         (view.name, name): torch.zeros(len(view.labels), layer.choices, dtype=torch.int64)
         for view in views
@@ -72,8 +116,9 @@ def routing_shares(model: nn.Module, sample: Sample, views: Sequence[View]) -> R
     found = [
         SharesOfView(
             view.name,
+            view.name == chosen.view,
             list(view.labels),
-            [_shares(name, layer, counts[view.name, name]) for name, layer in layers.items()],
+            [_shares(name, layers[name], counts[view.name, name]) for name in chosen.layers],
         )
         for view in views
     ]

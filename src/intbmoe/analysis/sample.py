@@ -4,34 +4,45 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from intbmoe.checks import require_positive_int
 from intbmoe.routing import RecordedRouting, record_routing
 from intbmoe.tasks.base import Batch, Task
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import TrainingError
+from intbmoe.train.evaluation import read_split
 
 
 class Sample:
-    """At most ``examples`` of a split, evenly spread over it, read once and run as often as needed."""
+    """At most ``examples`` of a split, or ``among`` some of it, evenly spread; read once and run as often as needed."""
 
-    def __init__(self, task: Task, split: str, examples: int, ranks: Ranks, batch_size: int = 256) -> None:
+    def __init__(
+        self,
+        task: Task,
+        split: str,
+        examples: int,
+        ranks: Ranks,
+        batch_size: int = 256,
+        among: Sequence[int] | None = None,
+    ) -> None:
         require_positive_int("examples", examples)
         self.task = task
         self.split = split
         self.ranks = ranks
         self.batch_size = batch_size
-        self.source = task.split(split)  # all examples of the split
-        self.total = len(self.source)  # examples of the whole split
+        self.source = read_split(task, split)  # all examples of the split
+        self.among = range(len(self.source)) if among is None else among
+        self.total = len(self.among)  # examples that could be taken
         if self.total == 0:
-            raise TrainingError(f"the {split} split is empty")
+            raise TrainingError(f"the {split} split has no example{'' if among is None else ' of these classes'}")
+        self.wanted = examples
         self.examples = min(examples, self.total)
 
     @cached_property
     def _read(self) -> list[Batch]:
         # Spread, not the first ones: a split may be sorted by class or by time.
-        indices = [place * self.total // self.examples for place in range(self.examples)]
+        indices = [int(self.among[place * self.total // self.examples]) for place in range(self.examples)]
         starts = range(0, self.examples, self.batch_size)
         return [self.source.batch(indices[start : start + self.batch_size], epoch=0, seed=0) for start in starts]
 
@@ -40,13 +51,16 @@ class Sample:
         for batch in self._read:
             yield self.task.prepare(self.ranks.to_device(batch), None)
 
-    def metrics(self, model: nn.Module) -> dict[str, float]:
-        """The task's metrics of a model in evaluation mode."""
-        totals: dict[str, float] = {}
+    @torch.no_grad()
+    def evaluate_examples(self, model: nn.Module) -> dict[str, Tensor]:
+        """The task's ``evaluate_examples`` of the whole sample, in float64 on the CPU."""
+        found: dict[str, list[Tensor]] = {}
         for batch in self.batches():
-            for name, value in self._run(model, batch).items():
-                totals[name] = totals.get(name, 0.0) + float(value.double())
-        return {name: float(value) for name, value in self.task.metrics(totals).items()}
+            with self.ranks.autocast():
+                each = self.task.evaluate_examples(model, batch)
+            for name, values in each.items():
+                found.setdefault(name, []).append(values.double().cpu())
+        return {name: torch.cat(parts) for name, parts in found.items()}
 
     def routed(self, model: nn.Module) -> Iterator[tuple[Batch, Mapping[str, RecordedRouting]]]:
         """Each batch with what every layer's router decided on it."""

@@ -17,6 +17,8 @@ def _build_vit(method: str, experts: int) -> ViT:
     if method == "dense":
         return ViT(config)
     options = match_budget(method, config.dim, config.hidden, experts=experts, tokens=config.patches)
+    if method == "soft":
+        options["slots"] = config.patches // (experts + 1)  # what the printed parameters fit
     return ViT(config, lambda: create(method, config.dim, **options))
 
 
@@ -65,7 +67,10 @@ IMAGENET = Setting(
             f"{_ROUTER.format(5.12)} That mean was read off the paper's Activated, whose agreement is therefore no "
             f"evidence. {_ATTENTION_COUNTED}, and the same mean.",
         ),
-        "soft": ("Three products of tokens with slots run (logits, dispatch, combine); the paper's FLOPs fit four.",),
+        "soft": (
+            "11 slots per expert, which the paper's Params fit; the authors' rounding, and training here, makes 12. "
+            "Three products of tokens with slots run (logits, dispatch, combine); the paper's FLOPs fit four.",
+        ),
         "lory": ("196 patches make 13 segments of 16, the last one padded: 208 tokens run.",),
         "mumoe_cp": (
             f"{_ATTENTION_COUNTED}. Rank 2594, the nearest to Switch's total, with one expert factor for both layers. "
@@ -135,8 +140,8 @@ MINIPILE = Setting(
         **_MINIPILE_NOTES,
         "lory": ("64 segments of 16 tokens, each with a merged expert of its own.",),
         "intbmoe": (
-            "Blocks of inner width 2844, as the paper says, though 3072 would match the backbone's SwiGLU of width "
-            "2048: an expert has 7.4 % fewer weights than in the other rows.",
+            "Blocks of inner width 2844, as the paper says, though 3072 would match the SwiGLU of width 2048 that the "
+            "released code's backbone has: an expert has 7.4 % fewer weights than in the other rows.",
             *_MINIPILE_NOTES["intbmoe"],
         ),
     },

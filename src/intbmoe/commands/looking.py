@@ -19,6 +19,8 @@ def analyse(
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
     split: Literal["valid", "test"] = "valid",
     examples: int = 1000,
+    classes: tuple[str, ...] = (),
+    layers: tuple[str, ...] = (),
     numbers_only: bool = False,
     redraw: bool = False,
 ) -> None:
@@ -28,6 +30,8 @@ def analyse(
         run: A run directory: runs/<recipe>/<method>/<seed>.
         split: Which examples.
         examples: At most so many of them, evenly spread; more make small differences surer.
+        classes: Of the routing pictures, by name or number; counted on examples of these classes. Default: all.
+        layers: Of the routing pictures, by number or name. Default: all.
         numbers_only: Draw nothing, for a machine without matplotlib; --redraw does it later, elsewhere too.
         redraw: Compute nothing, draw the pictures again from the data of an earlier analysis.
     """
@@ -40,11 +44,14 @@ def analyse(
     with explained(*kinds), moved_data_is_explained(run):
         if numbers_only and redraw:
             raise ValueError("--numbers-only draws nothing and --redraw computes nothing: give one of them")
+        if redraw and (classes or layers):
+            raise ValueError("--classes and --layers choose what is computed, --redraw computes nothing: leave it out")
         if redraw:
             say("\n".join(str(path) for path in analysis.redraw(run / analysis.FOLDER)))
             return
         with Console(stderr=True).status("") as status:
-            folder = analysis.analyse(run, analysis.AnalyseOptions(split, examples, not numbers_only), status.update)
+            options = analysis.AnalyseOptions(split, examples, classes, layers, draw=not numbers_only)
+            folder = analysis.analyse(run, options, status.update)
     for part, reason in analysis.read_summary(folder)["left_out"].items():
         say(f"left out: {part}: {reason}")
     draw = f"draw it: intbmoe analyse {shlex.quote(str(run))} --redraw"
@@ -68,25 +75,48 @@ def recipes() -> None:
     show(table)
 
 
-def methods(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False) -> None:
-    """List the methods that intbmoe.create() knows, with their traits.
+def methods(
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    picture: Path | None = None,
+) -> None:
+    """List the methods that intbmoe.create() knows, with their traits and three quantities.
+
+    The quantities are those at the paper's budget on images: participation (experts that contribute to a token's
+    output), execution (experts or blocks computed for it), materialization (weight sets built for an input).
 
     Args:
         as_json: Print a JSON list instead of a table.
+        picture: Draw the quantities too, into this file: .png, or .svg, which adapts to dark screens.
     """
-    rows = []
+    from intbmoe.analysis.quantities import quantities_of
+
+    rows, found = [], []
     for method in map(find_method, list_methods()):
+        found.append(quantities_of(method))
         about = {"name": method.name, "title": method.title, "participation": method.participation}
         reason = method.noncausal_reason()
-        rows.append({**about, "causal": reason is None, "noncausal_reason": reason, "paper": method.paper})
+        three = {name: getattr(found[-1], name) for name in ("participation", "execution", "materialization")}
+        causal = {"causal": reason is None, "noncausal_reason": reason, "paper": method.paper}
+        rows.append({**about, "dynamic": method.dynamic, "quantities": three, **causal})
     if as_json:
         say(json.dumps(rows, indent=2, ensure_ascii=False))
-        return
-    table = Table("name", "title", "participation", "causal", "paper")
-    for row in rows:
-        causal = "yes" if row["causal"] else f"no: {row['noncausal_reason']}"
-        table.add_row(row["name"], row["title"], row["participation"], causal, row["paper"])
-    show(table)
+    else:
+        table = Table("name", "title", "participation", "execution", "materialization", "causal", "paper")
+        for row in rows:
+            three, about = row["quantities"], "~" if row["dynamic"] else ""
+            numbers = f"{about}{three['participation']:g}", f"{about}{three['execution']:g}"
+            causal = "yes" if row["causal"] else f"no: {row['noncausal_reason']}"
+            table.add_row(row["name"], row["title"], *numbers, str(three["materialization"]), causal, row["paper"])
+        show(table)
+    if picture is not None:
+        with explained(ModuleNotFoundError, ValueError, OSError):
+            from intbmoe.analysis.cost_report import require_matplotlib
+
+            require_matplotlib()
+            from intbmoe.analysis.drawing.quantities import draw_quantities, save_picture
+
+            save_picture(draw_quantities(found), picture)
+        sys.stderr.write(f"drawn: {picture}\n")
 
 
 def cost(

@@ -70,6 +70,31 @@ def parse_recipe(command: str, options: Options, args: Sequence[str], descriptio
     return replace(recipe, moe=moe, **changed), parsed.command
 
 
+def take_method_options(args: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """``--options.METHOD.OPTION VALUE …`` of ``compare``: checked options by method, and the other arguments."""
+    words: dict[str, list[str]] = {}
+    rest: list[str] = []
+    target = rest
+    for argument in args:
+        if argument.startswith("--"):
+            target = rest
+        if argument.startswith("--options."):
+            name, dot, option = argument.removeprefix("--options.").partition(".")
+            method = find_method(name).name
+            if not dot:
+                raise ValueError(f"{argument}: an option of {method} comes after it: --options.{method}.OPTION VALUE")
+            require_options(method, [option.partition("=")[0].replace("-", "_")], f"--options.{method}")
+            target, argument = words.setdefault(method, []), f"--{option}"
+        target.append(argument)
+    return {method: _method_options(method, given) for method, given in words.items()}, rest
+
+
+def _method_options(method: str, words: Sequence[str]) -> dict[str, Any]:
+    kind, where = _options_type(method), f"--options.{method}"
+    found = tyro.cli(kind, args=words, prog=where, config=(tyro.conf.FlagConversionOff,), registry=PARSERS)
+    return check_options(method, found, where)
+
+
 def _given(args: Sequence[str], option: str) -> bool:
     return any(argument.partition("=")[0] == option for argument in args)
 

@@ -81,15 +81,16 @@ def compare(args: Unparsed) -> None:
 
     Trains what is not finished, several runs side by side, and prints accuracy, parameters and FLOPs. --methods takes
     methods and sets (all, ablations, compute, place, K, k, E, L) with commas between them. Every setting of the recipe
-    is an option.
+    is an option; --options.METHOD.OPTION VALUE is one of another method than the recipe's.
     """
     with explained(KeyError, ValueError, OSError, ModuleNotFoundError):
-        from intbmoe.commands.overrides import parse_recipe
+        from intbmoe.commands.overrides import parse_recipe, take_method_options
         from intbmoe.compare.compare import compare as run_comparison
         from intbmoe.compare.plan import CompareOptions
         from intbmoe.tasks import DataError
         from intbmoe.train import TrainingError
 
+        own, args = take_method_options(args)
         recipe, options = parse_recipe("compare", CompareOptions(), args, _first_line(compare))
         if recipe.moe.label is not None:
             raise ValueError("--moe.label is the comparison's own choice: give it a name with --name")
@@ -99,7 +100,8 @@ def compare(args: Unparsed) -> None:
                 f"({', '.join(map(str, recipe.seeds))}), which a .yaml file of yours can set (seeds:)"
             )
     with explained(TrainingError, DataError, ValueError, KeyError, OSError, ModuleNotFoundError):
-        status = run_comparison(recipe, options, _without(args, "--methods", "--seeds", "--jobs", "--root"))
+        settings = _without(args, "--methods", "--seeds", "--jobs", "--root")
+        status = run_comparison(recipe, options, settings, own)
     sys.exit(status)
 
 

@@ -8,11 +8,13 @@ whatever is ahead is no claim.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from intbmoe.report.numbers import NOTHING, format_difference, format_metric
+from intbmoe.report.numbers import NOTHING, counted, format_difference, format_metric
 from intbmoe.report.page import Answer, Verdict
 from intbmoe.report.trace import trained_for
 
 MOST_NAMED, MOST_LISTED = 3, 13
+ALIKE = 0.02  # costs that differ by less are called about equal
+COSTS = {"flops": "FLOPs", "params": "parameters"}
 Data = Mapping[str, Any]  # what ``page.collect`` calls a comparison, or a row of it
 
 
@@ -49,11 +51,11 @@ def _what(data: Data, order: Sequence[Data]) -> str:
     numbers = [len(row["values"]) for row in order]
     seeds = f"{min(numbers)} to {max(numbers)} seeds"
     if min(numbers) == max(numbers):
-        seeds = f"{_counted(numbers[0], 'seed')} each"
+        seeds = f"{counted(numbers[0], 'seed')} each"
     names = name_list(_titles(order)) if len(order) <= MOST_LISTED else f"{len(order)} variants"
-    text = f"{names}; {seeds}, {_counted(sum(numbers), 'run')}."
+    text = f"{names}; {seeds}, {counted(sum(numbers), 'run')}."
     left_out = sum(bool(one["path"]) for one in data["left_out"])
-    return f"{text} {_counted(left_out, 'run')} left out, named below." if left_out else text
+    return f"{text} {counted(left_out, 'run')} left out, named below." if left_out else text
 
 
 def _on_what(data: Data) -> str:
@@ -98,8 +100,15 @@ def _how_much(metric: str, order: Sequence[Data]) -> str:
         text += f"; {gaps[1]} over {worst['title']}, the last"
     if not (best["flops"] and second["flops"] and best["params"] and second["params"]):
         return f"{text}."
-    flops, params = best["flops"] / second["flops"], best["params"] / second["params"]
-    return f"{text}. It has {flops:.3g} times the FLOPs and {params:.3g} times the parameters of {second['title']}."
+    costs = " and ".join(_times(best[name], second[name], word) for name, word in COSTS.items())
+    return f"{text}. It has {costs} as {second['title']}."
+
+
+def _times(own: float, other: float, word: str) -> str:
+    """ "1.2 times as many FLOPs", "about as many parameters"."""
+    if own == other:
+        return f"as many {word}"
+    return f"about as many {word}" if abs(own / other - 1) < ALIKE else f"{own / other:.3g} times as many {word}"
 
 
 def _how_sure(verdict: Verdict, best: Data, others: Sequence[Data], overlapping: Sequence[Data]) -> str:
@@ -117,7 +126,7 @@ def _how_sure(verdict: Verdict, best: Data, others: Sequence[Data], overlapping:
         return f"{text}; clearly behind: {_few(behind)}." if behind else f"{text}."
     seeds = len(best["values"])
     few = " With few seeds the intervals themselves are rough." if seeds < 5 else ""
-    return f"Its 95 % interval overlaps no other ({_counted(seeds, 'seed')}, Student's t).{few}"
+    return f"Its 95 % interval overlaps no other ({counted(seeds, 'seed')}, Student's t).{few}"
 
 
 def _headline(verdict: Verdict, recipe: str, best: Data, overlapping: Sequence[Data]) -> str:
@@ -146,7 +155,3 @@ def _titles(rows: Sequence[Data]) -> list[str]:
 
 def _few(rows: Sequence[Data]) -> str:
     return name_list(_titles(rows)) if len(rows) <= MOST_NAMED else f"{len(rows)} others"
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"

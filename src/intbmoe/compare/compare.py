@@ -15,19 +15,21 @@ from intbmoe.compare.page import Comparison, write_comparison_page
 from intbmoe.compare.plan import CompareOptions, Job, Plan, make_plan, sort_out
 from intbmoe.compare.summary import summarise
 from intbmoe.compare.table import brief_table, file_stem, floors_table, write_files
-from intbmoe.recipes.sets import PLACED
+from intbmoe.recipes.sets import PLACED, Options
 from intbmoe.tasks import find_task, make_task
 from intbmoe.tasks.recipe import Recipe
 
 
-def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = ()) -> int:
+def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (), own: Options | None = None) -> int:
     """Plan, train, summarise, report; returns the exit status.
 
-    ``settings`` are the recipe and its settings as given on the command line, for the commands shown at the end.
+    ``settings`` are the recipe and its settings as given on the command line, for the commands shown at the end;
+    ``own`` are options of methods that are not the recipe's.
     """
+    own = own or {}
     started = time.monotonic()
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    plan = make_plan(make_task(recipe).resolve(), options)
+    plan = make_plan(make_task(recipe).resolve(), options, own)
     waiting = [job for job in plan.jobs if not job.run.finished]
     jobs = choose_jobs(plan, len(waiting), options.jobs)
     _announce(console, plan, waiting, jobs, options)
@@ -39,7 +41,7 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
     sound, left_out = sort_out(plan.jobs)
     rows = [summary.record() for summary in summarise(sound)]
     if rows:
-        chosen = ["--methods", options.methods, "--seeds", str(options.seeds)]
+        chosen = [*_own_words(own), "--methods", options.methods, "--seeds", str(options.seeds)]
         command = shlex.join(["intbmoe", "compare", *_with_root(plan, options, settings), *chosen])
         _report(console, Comparison(plan, sound, rows, {}, left_out, options.methods, command))
     damaged = _tell_damaged(console, plan, left_out)
@@ -48,7 +50,7 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
         console.print(f"Nothing is left of --methods {options.methods} to compare: choose others.", markup=False)
     console.print(f"Done in {_duration(time.monotonic() - started)}.")
     if rows and not failures:
-        console.print(f"\nNext:\n{what_next(plan, options, settings)}", markup=False, soft_wrap=True)
+        console.print(f"\nNext:\n{what_next(plan, options, settings, own)}", markup=False, soft_wrap=True)
     return 1 if failures or damaged or not rows else 0
 
 
@@ -100,16 +102,26 @@ def _tell_damaged(console: Console, plan: Plan, left_out: Sequence[Mapping[str, 
     return len(damaged)
 
 
-def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> str:
+def _own_words(own: Options) -> list[str]:
+    words = []
+    for method, given in own.items():
+        for option, value in given.items():
+            values = value if isinstance(value, list) else [value]
+            words += [f"--options.{method}.{option.replace('_', '-')}", *map(str, values)]
+    return words
+
+
+def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str], own: Options | None = None) -> str:
     program = shlex.quote("intbmoe" if shutil.which("intbmoe") else os.path.relpath(sys.argv[0]))
     recipe = shlex.join(_with_root(plan, options, settings))
+    same = shlex.join([*_with_root(plan, options, settings), *_own_words(own or {})])
     last = plan.jobs[-1]
     # Options belong to one method, the recipe's where none is named.
     named = any(setting.startswith(("--moe.name", "--moe.options.")) for setting in settings)
     own = f"{'' if named else f'--moe.name {last.variant.moe.name} '}--moe.experts 32 --moe.label more-experts"
     more = 3 if options.seeds < 3 else options.seeds + 2
     steps = [
-        (f"compare {recipe} --methods {shlex.quote(options.methods)} --seeds {more}", "more seeds, for intervals"),
+        (f"compare {same} --methods {shlex.quote(options.methods)} --seeds {more}", "more seeds, for intervals"),
         (f"compare {recipe} --methods ablations", "IntBMoE with one part left out at a time"),
         (f"train {recipe} {own}", "a run of your own"),
         (f"eval {shlex.quote(str(last.run.path))}", "the metrics of a trained model"),
@@ -119,7 +131,7 @@ def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> s
     if "dense" in labels and PLACED not in labels and find_task(plan.recipe.task).dense_in_place:
         beside = shlex.quote(f"{options.methods},place")
         about = "dense with all that a mixture gets besides its experts"
-        steps.insert(1, (f"compare {recipe} --methods {beside} --seeds {options.seeds}", about))
+        steps.insert(1, (f"compare {same} --methods {beside} --seeds {options.seeds}", about))
     return "\n".join(f"  {program} {command}   # {purpose}" for command, purpose in steps)
 
 

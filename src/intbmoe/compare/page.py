@@ -12,7 +12,16 @@ from typing import Any
 
 from intbmoe.compare.answer import answer_comparison
 from intbmoe.compare.plan import Job, Plan
-from intbmoe.compare.table import SHARES, anchor, file_stem, floors_table, number_cell, other_metric_cell, results_table
+from intbmoe.compare.table import (
+    SHARES,
+    anchor,
+    file_stem,
+    floors_table,
+    number_cell,
+    other_metric_cell,
+    protocol_notes,
+    results_table,
+)
 from intbmoe.files import replace_file, to_json
 from intbmoe.recipes.sets import SETS
 from intbmoe.report.numbers import NOTHING, format_difference, format_metric
@@ -167,6 +176,7 @@ def _results(data: Data, leaders: Sequence[str]) -> Section:
         "descending" if data["higher_is_better"] else "ascending",
         notes=_result_notes(data, leaders),
         marked=frozenset(index for index, row in enumerate(rows) if row["title"] in leaders),
+        starred=frozenset(index for index, row in enumerate(rows) if row["method"] == "intbmoe"),
     )
     return Section("results", "Results", "Click a heading to sort by it. A method's name leads to its runs.", [table])
 
@@ -185,6 +195,9 @@ def _result_notes(data: Data, leaders: Sequence[str]) -> list[str]:
         "FLOPs: one example by itself, without attention's score and value products. Seconds: training, mean over "
         "runs, of which several may have shared the machine.",
     ]
+    if any(row["method"] == "intbmoe" for row in data["rows"]):
+        notes.insert(0, "★: IntBMoE and its forms.")
+    notes += protocol_notes(data["rows"])
     if leaders:
         notes.insert(0, "Tinted rows: the best mean, and what is tied with it because their intervals overlap.")
     if any(row["active_experts"] is not None for row in data["rows"]):

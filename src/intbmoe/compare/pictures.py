@@ -9,54 +9,35 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from intbmoe.registry import find_method
-from intbmoe.report.canvas import BLUE, GREY, GRID, LOAD_TITLES, Data, Picture, tidy
+from intbmoe.registry import method_family
+from intbmoe.report.canvas import BLUE, FAMILIES, GREY, GRID, LOAD_TITLES, Data, Picture, add_legend, tidy
 from intbmoe.report.canvas import ORANGE as OWN
 from intbmoe.report.numbers import axis_scale, flops_unit
 
 COLOURS = (BLUE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", GREY)
 """Okabe and Ito's, but for yellow, which white swallows, and orange, which is IntBMoE's."""
-LINES = ("-", "--", ":")
-FAMILIES = {
-    "IntBMoE": (OWN, "*"),
-    "all experts take part": (BLUE, "s"),
-    "few experts take part": ("#e69f00", "o"),
-    "no experts": (GREY, "D"),
-}
-"""The marker says again what the colour says."""
+OTHERS = {"color": "#bbbbbb", "linewidth": 1.0, "zorder": 2}
 AROUND = (
     *((9, 0, "left"), (-9, 0, "right"), (0, 11, "center"), (0, -11, "center")),
     *((8, 10, "left"), (8, -10, "left"), (-8, 10, "right"), (-8, -10, "right")),
     *((9, 20, "left"), (9, -20, "left"), (-9, 20, "right"), (-9, -20, "right")),
 )
 """Where a point's name may stand, the best place first: points to the right and up, and its side that is there."""
+ALIKE = 1.05  # the largest over the smallest of costs that are called equal
+MOST_COLOURED, MOST_NAMED = 7, 5  # lines that an eye can follow; of more methods the others are grey
 GRID_TITLES = {"K": "blocks K", "k": "blocks a token k", "E": "expert bases E", "L": "layers in a block L"}
 
 
 def draw_comparison(data: Data, curves: Sequence[Data]) -> list[Picture]:
-    return [*_draw_cost(data), *_draw_curves(data, curves), *_draw_load(curves), *_draw_sensitivity(data)]
+    return [*_draw_cost(data), *_draw_curves(data, curves), *_draw_load(data, curves), *_draw_sensitivity(data)]
 
 
 def _trained(rows: Sequence[Data]) -> list[Data]:
     return [row for row in rows if row["mean"] is not None]
 
 
-def _family(row: Data) -> str:
-    if row["method"] == "intbmoe":
-        return "IntBMoE"
-    if row["method"] in ("dense", "swiglu"):
-        return "no experts"
-    full = find_method(row["method"]).participation == "dense"
-    return "all experts take part" if full else "few experts take part"
-
-
 def _add_legend(figure: Figure, rows: Sequence[Data]) -> None:
-    shown = {name: style for name, style in FAMILIES.items() if any(_family(row) == name for row in rows)}
-    handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle="", markersize=8, label=name)
-        for name, (colour, marker) in shown.items()
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    add_legend(figure, {method_family(row["method"]) for row in rows})
 
 
 # The table as a picture: how good, and at what cost, one line per variant, the best on top.
@@ -91,7 +72,7 @@ def _draw_dots(axes: Axes, rows: Sequence[Data], factor: float) -> tuple[float, 
     reach = high - low or 0.1 * abs(high) or 1
     start = low - 0.08 * reach
     for place, row in enumerate(rows):
-        colour, marker = FAMILIES[_family(row)]
+        colour, marker = FAMILIES[method_family(row["method"])]
         mean, interval = row["mean"] * factor, (row["interval_95"] or 0) * factor
         axes.plot([start, mean], [place, place], color=GRID, linewidth=1, zorder=1)
         if interval:
@@ -107,7 +88,11 @@ def _draw_dots(axes: Axes, rows: Sequence[Data], factor: float) -> tuple[float, 
 def _draw_bars(axes: Axes, rows: Sequence[Data], column: str, unit: float, title: str) -> None:
     values = [row[column] / unit for row in rows]
     bars = axes.barh(
-        range(len(rows)), values, height=0.6, color=[FAMILIES[_family(row)][0] for row in rows], alpha=0.85
+        range(len(rows)),
+        values,
+        height=0.6,
+        color=[FAMILIES[method_family(row["method"])][0] for row in rows],
+        alpha=0.85,
     )
     axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=3, fontsize=9)
     axes.set_xlim(0, max(values) * 1.2)
@@ -147,8 +132,10 @@ def _draw_cost(data: Data) -> list[Picture]:
         ("flops", flops, f"FLOPs of one example ({letter})"),
         ("seconds", 1, "training, seconds a run"),
     )
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True)
+    equal = [axis for axis in axes_of if _alike(rows, axis[0])]  # points of one place in a heap say nothing
+    axes_of = tuple(axis for axis in axes_of if axis not in equal) or axes_of[1:2]
+    figure = Figure(figsize=(max(5.5, 3.7 * len(axes_of)), 4.6), layout="constrained")
+    panels = figure.subplots(1, len(axes_of), sharey=True, squeeze=False)[0]
     for axes, (column, scale, title) in zip(panels, axes_of, strict=True):
         values = [row[column] / scale for row in rows]
         if min(values) > 0 and max(values) > 3 * min(values):
@@ -169,6 +156,7 @@ def _draw_cost(data: Data) -> list[Picture]:
         _label(axes, places, [row["title"] for row in first])
     corner = "upper" if data["higher_is_better"] else "lower"
     see = f"The best place is the {corner} left corner: good and cheap. {_undominated(data, rows)}"
+    see += "".join(_told_equal(rows, *axis) for axis in equal if axis not in axes_of)
     how = (
         "Each point is the mean over its seeds, the bar its 95 % interval. Parameters and FLOPs are counted on the "
         "trained model, FLOPs for one example by itself; seconds are the measured time of a training run, and runs "
@@ -177,8 +165,19 @@ def _draw_cost(data: Data) -> list[Picture]:
     return [Picture("cost", "What quality costs", see, how, figure)]
 
 
+def _alike(rows: Sequence[Data], column: str) -> bool:
+    values = [row[column] for row in rows]
+    return max(values) <= ALIKE * min(values)
+
+
+def _told_equal(rows: Sequence[Data], column: str, scale: float, title: str) -> str:
+    low, high = (end(row[column] for row in rows) / scale for end in (min, max))
+    span = f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g} to {high:.3g}"
+    return f" Not drawn, because it is about the same for all: {title}, {span}."
+
+
 def _point(axes: Axes, row: Data, value: float, factor: float) -> None:
-    colour, marker = FAMILIES[_family(row)]
+    colour, marker = FAMILIES[method_family(row["method"])]
     reach = (row["interval_95"] or 0) * factor
     if reach:
         axes.errorbar(value, row["mean"] * factor, yerr=reach, color=colour, linewidth=1.5, alpha=0.55, zorder=2)
@@ -223,17 +222,17 @@ def _draw_curves(data: Data, curves: Sequence[Data]) -> list[Picture]:
     if metric != "loss":
         wanted.append(("valid", metric, f"validation {metric}"))
     see = (
-        "One line for each run; seeds of a method have its colour and dashes, so that their distance shows what chance "
-        "does. Where validation turns up while training falls, a model learns by heart."
+        "One line for each run; seeds of a method have its colour, so that their distance shows what chance does. "
+        "Where validation turns up while training falls, a model learns by heart."
     )
     how = (
         "From each run's metrics.jsonl, at most 400 points of a curve. Training values are means since the line "
         "before, without auxiliary losses; validation is of the whole split."
     )
-    return _draw_over_training(curves, wanted, "curves", "Loss of all runs over training", see, how)
+    return _draw_over_training(data, curves, wanted, "curves", "Loss of all runs over training", see, how)
 
 
-def _draw_load(curves: Sequence[Data]) -> list[Picture]:
+def _draw_load(data: Data, curves: Sequence[Data]) -> list[Picture]:
     dropping = any(c["name"] == "dropped" and any(c["values"]) for c in curves)
     wanted = [("train", name, title) for name, title in LOAD_TITLES.items() if name != "dropped" or dropping]
     see = (
@@ -244,40 +243,58 @@ def _draw_load(curves: Sequence[Data]) -> list[Picture]:
         "From each run's metrics.jsonl: loads since the line before, means over the layers that choose. Methods whose "
         "tokens do not choose have no load and no line."
     )
-    return _draw_over_training(curves, wanted, "load", "Load over training", see, how)
+    return _draw_over_training(data, curves, wanted, "load", "Load over training", see, how)
 
 
-def _draw_over_training(curves: Sequence[Data], wanted: Sequence[tuple[str, str, str]], *caption: str) -> list[Picture]:
+def _draw_over_training(
+    data: Data,
+    curves: Sequence[Data],
+    wanted: Sequence[tuple[str, str, str]],
+    name: str,
+    title: str,
+    see: str,
+    how: str,
+) -> list[Picture]:
     """A panel for each of the curves (split, name, title) that there are; nothing where there is none."""
     kinds = {(curve["split"], curve["name"]) for curve in curves}
-    wanted = [(split, name, title) for split, name, title in wanted if (split, name) in kinds]
+    wanted = [(split, kind, words) for split, kind, words in wanted if (split, kind) in kinds]
     if not wanted:
         return []
-    every = list(dict.fromkeys(curve["label"] for curve in curves))
-    shown = {(split, name) for split, name, _ in wanted}
+    shown = {(split, kind) for split, kind, _ in wanted}
     titles = {curve["label"]: curve["title"] for curve in curves if (curve["split"], curve["name"]) in shown}
-    rows = -(-len(titles) // 5)
-    figure = Figure(figsize=(11, 3.3 + 0.22 * rows), layout="constrained")
+    styles = _styles(data, list(dict.fromkeys(curve["label"] for curve in curves)))  # the same in all pictures
+    named = {label: words for label, words in titles.items() if label in styles}
+    figure = Figure(figsize=(11, 3.3 + 0.22 * -(-len(named) // 5)), layout="constrained")
     panels = figure.subplots(1, len(wanted), squeeze=False)[0]
-    for axes, (split, name, title) in zip(panels, wanted, strict=True):
+    for axes, (split, kind, words) in zip(panels, wanted, strict=True):
         for curve in curves:
-            if (curve["split"], curve["name"]) == (split, name):
-                style = _style(curve["label"], every)
+            if (curve["split"], curve["name"]) == (split, kind):
+                style = styles.get(curve["label"], OTHERS)
                 single = {"marker": "o", "markersize": 5} if len(curve["steps"]) == 1 else {}
-                axes.plot(curve["steps"], curve["values"], linewidth=1.5, alpha=0.9, **style, **single)
-        axes.set_title(title, loc="left", fontsize=10)
+                axes.plot(curve["steps"], curve["values"], **style, **single)
+        axes.set_title(words, loc="left", fontsize=10)
         axes.set_xlim(0, 1.03 * max(step for curve in curves for step in curve["steps"]))
         tidy(axes, xlabel="step", ticks=5, grid="y", size=8.5)
-    handles = [Line2D([], [], linewidth=2, label=title, **_style(label, every)) for label, title in titles.items()]
+    handles = [Line2D([], [], label=words, **styles[label]) for label, words in named.items()]
+    others = [words for label, words in titles.items() if label not in styles]
+    if others:
+        handles.append(Line2D([], [], label=f"{len(others)} others", **OTHERS))
+        see += f" In colour: IntBMoE, dense and the best of the others by the table above. Grey: {', '.join(others)}."
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9, handlelength=2.6)
-    return [Picture(*caption, figure)]
+    return [Picture(name, title, see, how, figure)]
 
 
-def _style(label: str, labels: Sequence[str]) -> dict[str, Any]:
-    if label == "intbmoe":
-        return {"color": OWN, "linestyle": "-", "zorder": 3}
-    place = [other for other in labels if other != "intbmoe"].index(label)
-    return {"color": COLOURS[place % len(COLOURS)], "linestyle": LINES[place // len(COLOURS) % len(LINES)]}
+def _styles(data: Data, labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How the lines of a method look; where there are too many to follow, only of some, which stand out."""
+    means = {row["label"]: row["mean"] for row in _trained(data["rows"])}
+    sign = -1 if data["higher_is_better"] else 1
+    first = [label for label in ("intbmoe", "dense") if label in labels]
+    others = sorted((one for one in labels if one in means and one not in first), key=lambda one: sign * means[one])
+    few = {*first, *others[: MOST_NAMED - len(first)]}
+    kept = [label for label in labels if label in few or len(labels) <= MOST_COLOURED]
+    colours = iter(COLOURS)
+    own, other = {"color": OWN, "linewidth": 2.2, "zorder": 4}, {"linewidth": 1.5, "zorder": 3}
+    return {label: own if label == "intbmoe" else {"color": next(colours), **other} for label in kept}
 
 
 # IntBMoE's four numbers.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from intbmoe.recipes import recipe_to_dict
-from intbmoe.recipes.sets import Variant, find_variants
+from intbmoe.recipes.sets import Options, Variant, find_variants
 from intbmoe.report.trace import find_flaw
 from intbmoe.settings import Checked, PositiveInt
 from intbmoe.tasks import find_task, make_task
@@ -52,10 +52,13 @@ class Plan:
     largest: int  # parameters of the largest model
 
 
-def make_plan(recipe: Recipe, options: CompareOptions) -> Plan:
-    """All runs of the comparison; raises if one stands in its place with other settings."""
+def make_plan(recipe: Recipe, options: CompareOptions, own: Options | None = None) -> Plan:
+    """All runs of the comparison; raises if one stands in its place with other settings.
+
+    ``own`` are options of methods that are not the recipe's.
+    """
     jobs, refused, largest = [], {}, 0
-    for variant in find_variants(recipe, options.methods):
+    for variant in find_variants(recipe, options.methods, own):
         varied = replace(recipe, moe=variant.moe)
         try:
             model = make_task(varied).make_model()

@@ -2,17 +2,16 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from scipy.special import stdtrit
 from torch import nn
 
 from intbmoe.compare.plan import Job
-from intbmoe.counting import Counts, count
-from intbmoe.layer import moe_layers
+from intbmoe.counting import Counts, Shares, count, shares_of
 from intbmoe.models.vit import ViT, class_token_ffns
 from intbmoe.precomposition import precompose
 from intbmoe.registry import find_method
@@ -22,14 +21,6 @@ from intbmoe.train import load
 
 ROUTED_EXAMPLES = 64
 """Test examples on which the experts of a token are counted, where a trained router decides on their number."""
-
-
-class Shares(NamedTuple):
-    """``layer.quantities()``, as means over the layers."""
-
-    participation: float
-    execution: float
-    materialization: float
 
 
 @dataclass(frozen=True)
@@ -45,6 +36,8 @@ class Summary:
     counts: Counts
     active: float | None  # experts a token had on average, where the trained router decides
     shares: Shares
+    reported: Mapping[str, str]
+    """Further metrics of the tables, with their headings (``Task.reported``)."""
 
     def record(self) -> dict[str, Any]:
         """As plain data with all digits: what tables, pictures and the page are made from."""
@@ -65,6 +58,9 @@ class Summary:
             "seconds": statistics.fmean(result["seconds"] for result in self.results) if self.results else None,
             "results": list(self.results),
             "metrics": {name: _mean_and_interval([test[name] for test in tests]) for name in names},
+            "reported": dict(self.reported),
+            "validated": all(result.get("valid") for result in self.results),
+            "report": "best" if any(result.get("report") == "best" for result in self.results) else "last",
         }
 
 
@@ -103,7 +99,8 @@ def summarise(jobs: Iterable[Job]) -> list[Summary]:
             results=results,
             counts=_count(task, _untrained(task) if active else model, active),
             active=active,
-            shares=shares_of(model, active),
+            shares=shares_of(model, task.example_inputs(), active),
+            reported=task.reported,
         )
         summaries.append(summary)
         if method.composes and first.variant.moe.label is None:
@@ -112,15 +109,6 @@ def summarise(jobs: Iterable[Job]) -> list[Summary]:
                 replace(summary, title=f"{summary.title}, precomposed", values=(), results=(), counts=counts)
             )
     return summaries
-
-
-def shares_of(model: nn.Module, active: float | None) -> Shares:
-    """Means over the model's MoE layers; ``active`` experts where the trained router decides on their number."""
-    found = [layer.quantities() for _, layer in moe_layers(model)]
-    if not found:
-        return Shares(1, 1, 0)  # a plain FFN is one expert that every token has
-    means = Shares(*(statistics.fmean(column) for column in zip(*found, strict=True)))
-    return means if active is None else means._replace(participation=active, execution=active)
 
 
 def _untrained(task: Task) -> nn.Module:
@@ -140,10 +128,10 @@ def _count(task: Task, model: nn.Module, active: float | None) -> Counts:
 
 @torch.no_grad()
 def active_experts(task: Task, model: nn.Module) -> float:
-    """Experts that a token of the test split has on average, over all layers."""
+    """Experts that a valid token of the test split has on average, over all layers; padding has none to count."""
     test = task.split("test")
     batch = test.batch(range(min(ROUTED_EXAMPLES, len(test))), epoch=0, seed=0)
     with record_routing(model.eval()) as log:
         task.evaluate(model, task.prepare(batch, None))
-    choices = [record.ids for record in log.values()]
-    return sum(int((ids >= 0).sum()) for ids in choices) / sum(len(ids) for ids in choices)
+    chosen = sum(int((record.ids >= 0).sum()) for record in log.values())
+    return chosen / sum(record.tokens for record in log.values())

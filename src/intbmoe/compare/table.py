@@ -7,19 +7,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from intbmoe.layer import OnePer
 from intbmoe.report.numbers import NOTHING, flops_unit, format_metric
 from intbmoe.report.tables import Cell, Column, Span, Table
 
 Row = Mapping[str, Any]  # one of ``Summary.record``, or of a page's data
 Floors = Mapping[str, Mapping[str, float]]
-BRIEF = ("title", "mean", "params", "activated", "flops", "seconds")
 SHARES = {
     "participation": "how many experts contribute to a token's output",
     "execution": "how many experts or blocks are computed for a token",
-    "materialization": "how many expert-sized weight sets are merged from experts",
+    "materialization": "how many expert-sized weight sets are built from experts, of one example by itself",
 }
 IN_CSV = (
-    *("label", "title", "method", "metric", "mean", "interval_95", "seeds", "values", *SHARES),
+    *("label", "title", "method", "metric", "mean", "interval_95", "seeds", "values", *SHARES, "materialization_per"),
     *("params", "activated", "flops", "flops_executed", "active_experts", "seconds"),
 )
 STEMS = {"K": "blocks", "k": "top_k", "E": "experts", "L": "layers"}
@@ -34,6 +34,7 @@ def results_table(rows: Sequence[Row], title: str, order: str | None = None, **m
     metric = trained[0]["metric"]
     unit, letter = flops_unit(row["flops"] for row in rows)
     others = [name for name in trained[0]["metrics"] if name != metric]
+    headings = trained[0].get("reported", {})  # not in the data of early comparisons
     columns = [
         Column("Method", numeric=False, name="title"),
         Column(metric, sorted=order, name="mean"),
@@ -42,7 +43,7 @@ def results_table(rows: Sequence[Row], title: str, order: str | None = None, **m
         Column("Activated (M)", hint="parameters that one token uses", name="activated"),
         Column(f"FLOPs ({letter})", hint=f"of one example by itself, {WITHOUT_ATTENTION}", name="flops"),
         Column("Seconds", hint="measured time of one training run", name="seconds"),
-        *(Column(name) for name in others),
+        *(Column(headings.get(name, name), name=name) for name in others),
     ]
     scale = _scale(trained)
     cells = [
@@ -63,11 +64,22 @@ def results_table(rows: Sequence[Row], title: str, order: str | None = None, **m
 
 def brief_table(rows: Sequence[Row], title: str, higher_is_better: bool) -> Table:
     """What the screen and Markdown have room for, the best mean in bold; its records are the whole results."""
-    records = [{key: row[key] for key in row if key != "metrics"} for row in rows]
+    records = [_record(row) for row in rows]
     trained = [place for place, row in enumerate(rows) if row["mean"] is not None]
     best = (max if higher_is_better else min)(trained, key=lambda place: rows[place]["mean"])
     marked = frozenset([best])
-    return results_table(rows, title, notes=notes(rows), marked=marked, records=records).select(*BRIEF)
+    first = rows[trained[0]]
+    beside = [name for name in first["reported"] if name in first["metrics"]]
+    shown = ("title", "mean", *beside, "params", "activated", "flops", "seconds")
+    return results_table(rows, title, notes=notes(rows), marked=marked, records=records).select(*shown)
+
+
+def _record(row: Row) -> dict[str, Any]:
+    """The row with the mean and interval of each metric as entries of their own, which is what a CSV can hold."""
+    flat = {key: row[key] for key in row if key not in ("metrics", "reported")}
+    for name, found in row["metrics"].items():
+        flat |= {name: found["mean"], f"{name}_interval_95": found["interval_95"]}
+    return flat
 
 
 def _about(row: Row) -> str:
@@ -94,9 +106,11 @@ def _metric_cell(row: Row, scale: tuple[float, float]) -> Cell:
 
 
 def _share_cell(row: Row, name: str) -> Cell:
-    value = row[name]
-    decided = row["active_experts"] is not None and name != "materialization"
-    return Cell(f"~{value:.2f}" if decided else f"{value:g}", value)
+    value, unit = row[name], row.get("materialization_per")  # which the data of older comparisons lack
+    if name == "materialization":
+        small = f"{value:g} for one example"
+        return Cell(f"{value:g}", value) if unit is None else Cell(str(OnePer(unit)), value, small=small)
+    return Cell(f"{value:g}" if row["active_experts"] is None else f"~{value:.2f}", value)
 
 
 def other_metric_cell(row: Row, name: str) -> Cell:
@@ -136,15 +150,33 @@ def notes(rows: Sequence[Row]) -> list[str]:
     else:
         told.append("One seed, so no interval: differences of this size may be chance (--seeds 3 gives intervals).")
     told.append(f"FLOPs: one example, {WITHOUT_ATTENTION}. Seconds: training, one run.")
+    told += protocol_notes(rows)
     active = [f"{row['title']} {row['active_experts']:.2f}" for row in rows if row["active_experts"] is not None]
     if active:
         told.append(f"~: at the experts a test token had on average, which the router decides: {', '.join(active)}.")
     return told
 
 
+def protocol_notes(rows: Sequence[Row]) -> list[str]:
+    """How the reported numbers were chosen, where that is not as usual; rows of early comparisons do not say."""
+    trained, told = [row for row in rows if row["mean"] is not None], []
+    if not all(row.get("validated", True) for row in trained):
+        told.append("Nothing was validated: no example was held out of training.")
+    if any(row.get("report") == "best" for row in trained):
+        told.append("The best of all evaluations on the test split is reported, chosen on that split: an upper bound.")
+    elif told:
+        told.append("The last step is reported.")
+    return told
+
+
 def file_stem(methods: str) -> str:
     names = [STEMS.get(name.strip(), name.strip()) for name in methods.split(",") if name.strip()]
     return "+".join(dict.fromkeys(names))[:LONGEST_STEM]
+
+
+def _metric_columns(rows: Sequence[Row]) -> list[str]:
+    names = dict.fromkeys(name for row in rows for name in row["metrics"])
+    return [column for name in names for column in (name, f"{name}_interval_95")]
 
 
 def write_files(
@@ -154,7 +186,7 @@ def write_files(
     table = brief_table(rows, title, higher_is_better)
     below = [floors_table(floors, "")] if floors else []
     contents = {
-        "csv": table.csv(IN_CSV, line_end="\r\n"),
+        "csv": table.csv((*IN_CSV, *_metric_columns(rows)), line_end="\r\n"),
         "json": table.json(),
         "md": table.markdown_document(*below),
     }

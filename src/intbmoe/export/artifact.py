@@ -97,13 +97,13 @@ class Artifact:
     def model(self, device: str | torch.device = "cpu") -> nn.Module:
         """In evaluation mode; laid out without memory and given the file's tensors, so that no pool is allocated."""
         _require_device(str(device))
-        model = make_skeleton(self.recipe, precomposed=self.about["precomposed"])
+        model = make_skeleton(self.recipe, precomposed=self.about["precomposed"]).eval()
         tensors = self.read_tensors(MODEL, device)
         try:
             model.load_state_dict(tensors, assign=True)
         except RuntimeError as error:
             raise ArtifactError(f"{self.path / MODEL} is of another model: {error}; {EXPORT_AGAIN}") from error
-        return model.requires_grad_(False).eval()
+        return model.requires_grad_(False)
 
     def encoder(self) -> Predictor:
         """What checks and encodes requests, without the weights, for a process that has no model."""

@@ -56,7 +56,7 @@ def export_run(
     task = make_task(run.recipe)
     task.find_predictor()
     trained = load(run).requires_grad_(False)
-    tell("looking for validation inputs that reach every block")
+    tell("looking for held-out inputs that reach every block")
     parity = Parity(task, trained, DTYPES[dtype])
     with (
         replacing_folder(to, _require_replaceable) as folder,
@@ -83,10 +83,10 @@ def describe(written: Artifact) -> str:
     lines = [f"exported: {written.path} (version {written.version})"]
     lines += [f"{name}: {(written.path / name).stat().st_size:,} bytes" for name in written.about["files"]]
     outputs = parity["outputs"]
-    checked = f"{parity['examples']} validation examples, error {outputs['error']:.2g}"
+    checked = f"{parity['examples']} held-out examples, error {outputs['error']:.2g}"
     lines.append(f"compared with the trained model: {checked}, tolerance {outputs['tolerance']:.2g}")
     for layer, blocks in parity["unreached_blocks"].items():
-        lines.append(f"no validation input reaches {layer}: {', '.join(map(str, blocks))}")
+        lines.append(f"no held-out input reaches {layer}: {', '.join(map(str, blocks))}")
     return "\n".join([*lines, f"serve it: intbmoe serve {shlex.quote(str(written.path))}"])
 
 
@@ -122,7 +122,7 @@ def _write_model(folder: Path, run: RunDirectory, trained: nn.Module, dtype: str
         "recipe": {**plain, "data": data},
         "dtype": dtype,
         "precomposed": precompose and any(isinstance(module, IntBMoE) for module in trained.modules()),
-        "metrics": {split: result[split] for split in ("valid", "test") if split in result},
+        "metrics": {split: result[split] for split in ("valid", "test") if result.get(split)},
         "trained_model_sha256": result["sha256"]["model.safetensors"],
     }
     _write_about(folder, about)

@@ -1,4 +1,4 @@
-"""Golden requests: validation inputs with the answers an artifact gave when it was exported.
+"""Golden requests: held-out inputs with the answers an artifact gave when it was exported.
 
 A server asks them again before it trusts an artifact. Its machine may round otherwise, so scores are compared to a
 tolerance, and entries of a ranking may change places where their scores differ by less. How much rounding can do to
@@ -20,7 +20,7 @@ WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}  # twice t
 
 
 def make_golden(predictor: Predictor, task: Task, count: int = COUNT) -> list[dict[str, Any]]:
-    """Requests from the validation split with this predictor's answers, each asked alone."""
+    """Requests from the held-out examples with this predictor's answers, each asked alone."""
     requests = task.golden_requests(predictor, count)
     wider_model = copy.deepcopy(predictor.model).to(WIDER.get(predictor.dtype, predictor.dtype))
     wider = predictor.with_model(wider_model)

@@ -1,4 +1,4 @@
-"""Whether an exported model does what the trained one did, on validation inputs that reach every block.
+"""Whether an exported model does what the trained one did, on held-out inputs that reach every block.
 
 The trained model in float32 is the measure. Three comparisons, all by relative error in the Euclidean norm:
 
@@ -43,7 +43,7 @@ ROUTING_FACTOR = 4
 
 @dataclass(frozen=True)
 class Inputs:
-    """Validation batches that together reach every block that any validation input reaches."""
+    """Held-out batches that together reach every block that any input of their split reaches."""
 
     batches: list[Batch]
     examples: int  # in these batches
@@ -53,9 +53,9 @@ class Inputs:
 
 def choose_inputs(task: Task, trained: nn.Module) -> Inputs:
     """Batches in a fixed random order: the first few, and then each that reaches something new."""
-    split = task.split("valid")
+    split = task.held_out()
     if len(split) == 0:
-        raise ExportError("the validation split is empty: there is nothing to compare the exported model on")
+        raise ExportError("the test split is empty: there is nothing to compare the exported model on")
     order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0)).tolist()
     missing = {name: _open_choices(layer) for name, layer in moe_layers(trained) if layer.choices}
     kept: list[Batch] = []
@@ -136,7 +136,7 @@ class Parity:
 
     def describe(self) -> dict[str, Any]:
         return {
-            "against": "the trained model in float32, on inputs of the validation split",
+            "against": "the trained model in float32, on held-out inputs",
             "examples": self.inputs.examples,
             "examples_looked_at": self.inputs.looked_at,
             "unreached_blocks": self.inputs.unreached,
@@ -265,7 +265,7 @@ def _compare_blocks(
     ids = torch.arange(count).repeat(len(tokens)).unsqueeze(1)
     pair = []
     for layer, rows in ((trained, x), (served, x.to(dtype))):
-        backend = choose_backend(rows, wanted=layer.backend, has_native=True)
+        backend = choose_backend(rows, wanted=layer.backend, has_native=layer.config.has_kernels)
         ones = torch.ones(len(ids), 1)
         blocks = layer.blocks(rows.dtype, backend)
         pair.append(run_blocks(rows, ids, ones, None, blocks, backend, complete=True, dtype=rows.dtype)[0])

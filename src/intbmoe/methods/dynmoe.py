@@ -19,9 +19,20 @@ Every ``update_every`` optimizer steps, from what these steps recorded, R_E (act
 the inputs of tokens that no expert took): close every expert with R_E = 0, then, if R_S ≠ 0 and a slot is
 free, open the first free one with w = R_S/‖R_S‖, G = 0 and the weights it happens to hold.
 
-Choices and differences. The authors record every third span of 300 forwards, or update at every step, or once an epoch;
-here each span of ``update_every`` *optimizer* steps is recorded, globally and whatever the accumulation, and used. τ is
-fixed (the authors' Tutel gate learns it, from 10). Their Tutel gate divides by Σ g with its gradient, their DeepSpeed
+When. The IntBMoE paper updates every 300 optimizer steps, and so does the default: each span is recorded, globally and
+whatever the accumulation, and used. The authors' DeepSpeed code takes three spans of 300 forwards in turn: it ignores
+the first, records the second, updates at its end and ignores the third (``cadence="official"``). Their Tutel code
+updates at every step in vision (``update_every=1``) and once an epoch on GLUE.
+
+Until when. The authors never stop. But a new expert comes with untrained weights and gets a full share of its tokens:
+one opened at step 900 of 942 raised a loss from 5.9 to 23, with no learning rate left to mend it. So the pool is final
+after half of the run (``adaptation``): a cosine schedule then still holds 18 % of its summed learning rate, where 2.5 %
+are left after three quarters and 0.2 % after nine tenths. ``adaptation=1`` is the authors' form, and also what a loop
+gets that never calls ``plan_steps``.
+
+Choices and differences. τ is fixed, as in the IntBMoE paper and the authors' DeepSpeed code; their Tutel gate learns
+log τ, held below log 100, from τ = 10 (``temperature=10, learn_temperature=True``). That gate also divides by Σ g with
+its gradient (``denominator_gradient=True``; theirs skips it in a batch where no token has two experts), their DeepSpeed
 one by the count, as here. If a whole span activated no expert, the pool is kept, and one may still be opened. Opening
 and closing reset the slot's optimizer moments; weight decay and the length penalty still reach a closed slot. Experts
 start independently (DeepSpeed: as copies). In evaluation g has its true derivative, zero. A forward makes room for N·E
@@ -30,9 +41,10 @@ rows. ``active_parameters`` counts the mean number of experts of the last traini
 in evaluation); before training half the pool, as for isotropic inputs.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +56,9 @@ from intbmoe.parts.router import pack_choices, top_k
 from intbmoe.parts.slots import PoolConfig, PoolLayer, require_whole, reset_moments, unit
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
-from intbmoe.settings import Positive, PositiveInt
+from intbmoe.settings import Positive, PositiveInt, Probability
+
+LARGEST_TEMPERATURE = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +67,16 @@ class DynMoEConfig(PoolConfig):
 
     temperature: Positive = 1.0
     """τ, multiplies the cosine and the threshold."""
+    learn_temperature: bool = False
+    """Learn τ, from ``temperature`` on and up to 100, as the authors' Tutel gate does."""
+    denominator_gradient: bool = False
+    """Let the gradient flow through k_t too, as in the authors' Tutel gate."""
     update_every: PositiveInt = 300
-    """Optimizer steps between two changes of the pool."""
+    """Optimizer steps in a span."""
+    cadence: Literal["paper", "official"] = "paper"
+    """Change the pool after every span (IntBMoE's paper), or after the second of every three (authors' code)."""
+    adaptation: Probability = 0.5
+    """Share of the run after which the pool is final; 1 for none (authors)."""
     auxiliary: float = 0.01
     """α, the coefficient of the auxiliary losses together."""
     load_balance: float = 0.0
@@ -68,7 +90,8 @@ class DynMoE(PoolLayer):
     """Top-any token choice by cosine and threshold, with a pool that follows what tokens ask for."""
 
     Config = DynMoEConfig
-    KEPT_WIDE = ("embeddings", "thresholds")
+    KEPT_WIDE = ("embeddings", "thresholds", "log_temperature")
+    DECAY_GROUPS: ClassVar = {"embeddings": "routers", "thresholds": "scales", "log_temperature": "scales"}
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -77,10 +100,29 @@ class DynMoE(PoolLayer):
         self.thresholds = nn.Parameter(torch.zeros(c.experts))
         with torch.no_grad():  # not in place: torch has no QR of half-precision matrices
             self.embeddings.copy_(nn.init.orthogonal_(wide(torch.empty_like(self.embeddings))))
-        # What the current span of steps has recorded.
+        if c.learn_temperature:
+            self.log_temperature = nn.Parameter(torch.full((1,), math.log(c.temperature)))  # FSDP2 shards no scalars
+        self.register_buffer("taken", torch.zeros((), dtype=torch.int64))  # steps of the run so far
+        self.register_buffer("end", torch.tensor(-1))  # of them, how many may change the pool; −1 for all
+        # Steps since the last span, or the last of three, ended, and what has been recorded in them.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("activations", torch.zeros(c.experts, dtype=torch.int64))  # R_E
         self.register_buffer("uncovered_input", torch.zeros(c.dim, dtype=torch.float32))  # R_S
+
+    def plan_steps(self, total: int) -> None:
+        if self.taken == 0:
+            self.end.fill_(int(total * self.config.adaptation))
+
+    def fit_state(self, state: dict[str, Tensor], prefix: str) -> None:
+        early = state.get(f"{prefix}steps")  # runs of earlier versions have no end
+        if early is not None:
+            state.setdefault(f"{prefix}taken", torch.zeros_like(early))
+            state.setdefault(f"{prefix}end", torch.full_like(early, -1))
+
+    def _temperature(self) -> Tensor | float:
+        if not self.config.learn_temperature:
+            return self.config.temperature
+        return wide(self.log_temperature).clamp(max=math.log(LARGEST_TEMPERATURE)).exp()
 
     def _expected_choices(self) -> float:
         return max(1.0, self.config.start / 2)
@@ -89,8 +131,9 @@ class DynMoE(PoolLayer):
         c = self.config
         seen = wide(x).reshape(-1, c.dim)
         cosine = linear(unit(seen), unit(wide(self.embeddings)))
-        scores = torch.where(self.active, (c.temperature * cosine).sigmoid(), 0)
-        margin = F.relu(scores - (c.temperature * wide(self.thresholds)).sigmoid())
+        temperature = self._temperature()
+        scores = torch.where(self.active, (temperature * cosine).sigmoid(), 0)
+        margin = F.relu(scores - (temperature * wide(self.thresholds)).sigmoid())
         gates = margin.sign()
         if self.training:
             gates = gates + (margin - margin.detach())  # the sign, whose gradient passes unchanged
@@ -105,7 +148,10 @@ class DynMoE(PoolLayer):
             best = top_k(cosine.detach().masked_fill(~self.active, -torch.inf), 1)
             alone = best == torch.arange(c.experts, device=x.device)
             chosen = torch.where(uncovered, alone.to(gates.dtype), gates)
-        ids, weights = pack_choices(chosen / count.clamp(min=1), chosen.detach() > 0)
+        divisor = count.clamp(min=1)
+        if c.denominator_gradient:  # the same number, with a gradient
+            divisor = torch.where(count > 0, gates.sum(-1, keepdim=True), 1)
+        ids, weights = pack_choices(chosen / divisor, chosen.detach() > 0)
         y, load = self.experts.route(x.reshape(-1, c.dim).to(dtype), ids, weights)
         lost = torch.where(uncovered, seen.detach(), 0).sum(0)
         sums = {"load": load, "uncovered": uncovered.sum(), "uncovered_input": lost}
@@ -137,14 +183,28 @@ class DynMoE(PoolLayer):
         for layer, recorded in zip(layers, sums, strict=True):
             require_whole(layer)
             layer._measure_choices(recorded["load"].sum() + recorded["uncovered"], recorded["tokens"])
-            layer.activations += recorded["load"]
-            layer.uncovered_input += recorded["uncovered_input"]
-            layer.steps += 1
-            if layer.steps >= layer.config.update_every:
-                layer._adapt(optimizer)
+            layer._count_step(recorded, optimizer)
+
+    def _count_step(self, recorded: dict[str, Tensor], optimizer: Any) -> None:
+        """Record the step if its span is recorded, and change the pool where that span ends."""
+        span, official = self.config.update_every, self.config.cadence == "official"
+        first, last, cycle = (span, 2 * span, 3 * span) if official else (0, span, span)
+        self.taken += 1
+        self.steps += 1
+        at = int(self.steps)
+        if first < at <= last:
+            self.activations += recorded["load"]
+            self.uncovered_input += recorded["uncovered_input"]
+        if at == last:
+            if not 0 <= self.end < self.taken:
+                self._adapt(optimizer)
+            self.activations.zero_()
+            self.uncovered_input.zero_()
+        if at >= cycle:
+            self.steps.zero_()
 
     def _adapt(self, optimizer: Any) -> None:
-        """Close what nobody used, open one for those whom nobody served, and start a new span."""
+        """Close what nobody used, and open one for those whom nobody served."""
         used = self.active & (self.activations > 0)
         changed = self.active & ~used if used.any() else torch.zeros_like(used)
         self.active &= ~changed
@@ -154,6 +214,5 @@ class DynMoE(PoolLayer):
             self.embeddings[slot] = wide(self.uncovered_input) / length
             self.thresholds[slot] = 0
             self.active[slot] = changed[slot] = True
-        reset_moments(optimizer, self.parameters(), changed)
-        for record in (self.steps, self.activations, self.uncovered_input):
-            record.zero_()
+        stacked = (self.embeddings, self.thresholds, *self.experts.parameters())
+        reset_moments(optimizer, stacked, changed)

@@ -11,23 +11,24 @@ Full-Participation Mixture-of-Experts", 2026. In our letters (``docs/method.md``
     between       z^l = LN(z̃^l) for l < L,  z^L = z̃^L = F_b(x_t)
     output        y_t = Σ_{b ∈ B_t} π_{t,b} F_b(x_t) + S(x_t)                    S: shared SwiGLU, always on
 
+The authors' released module has forms that the paper does not describe, all off by default: ``conditioning_dim`` (a
+vector for the whole call, joined to every c_b above), ``shared_kind`` and ``shared_experts``, a linear
+``hypernetwork``, another ``gate_norm`` than RMSNorm, no ``bias``, no ``layer_norm``.
+
 ``BlockLayer.compute`` takes the tokens from router to output, ``parts/blocks.py`` through the blocks. The forward to
 read is ``ops/blocks/naive.py``, a loop over blocks: ``layer.backend = "naive"`` runs it, and every other backend is
 tested against it.
 
-The released module also holds a LayerNorm after the last internal layer that nothing uses;
-``load_reference_state_dict`` and ``to_reference_state_dict`` translate.
+Parameters under the authors' names: ``load_reference_state_dict``, ``to_reference_state_dict``.
 """
 
 import copy
-import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from intbmoe.checks import require, require_state
@@ -36,14 +37,16 @@ from intbmoe.ops import native
 from intbmoe.ops.backend import BACKENDS, Backend, choose_backend
 from intbmoe.ops.blocks import Blocks
 from intbmoe.ops.choose import choose
-from intbmoe.ops.compose import Coefficients, compose
-from intbmoe.ops.composed_mm import Pooled
 from intbmoe.parts.blocks import run_blocks
-from intbmoe.parts.experts import StackedLinear, SwiGLU
+from intbmoe.parts.hypernetwork import Hypernetwork
+from intbmoe.parts.linear import Linear
+from intbmoe.parts.pool import Pool
+from intbmoe.parts.reference import reference_names, unused_in_reference
 from intbmoe.parts.router import MLPRouter, mask_choices
+from intbmoe.parts.shared import SharedKind, make_shared, run_shared
 from intbmoe.precision import autocast_off, cast, linear, wide
 from intbmoe.registry import register
-from intbmoe.settings import AtMost, MustBe, PositiveInt
+from intbmoe.settings import AtMost, MustBe, NonNegativeInt, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class IntBMoEConfig(LayerConfig):
     hyper_dim: PositiveInt = 16
     """Inner width of the hypernetwork that makes coefficients of codebook entries."""
     shared_hidden: PositiveInt | None = None
-    """Inner width of the shared SwiGLU; None matches its weights to one expert's."""
+    """Inner width of a shared expert; None matches its weights to one expert's. A linear one has none."""
     residual_scale: float = 1.0
     """λ at the start."""
     learn_scale: bool = True
@@ -76,9 +79,23 @@ class IntBMoEConfig(LayerConfig):
     filter: bool = True
     """Whether a token is filtered for the block that it enters."""
     shared: bool = True
-    """Whether there is a shared SwiGLU that every token passes."""
+    """Whether there is a shared expert that every token passes. For one of your own: ``layer.shared = module``."""
     coefficients: Literal["linear", "softmax"] = "linear"
     """Unconstrained with 1/√E, or a softmax over the bases for each path."""
+    conditioning_dim: NonNegativeInt = 0
+    """Width of ``layer(x, conditioning=vector)``, joined to every block's code; 0 for no conditioning."""
+    hypernetwork: Literal["two_layer", "linear"] = "two_layer"
+    """Two layers with a LayerNorm between them, or one linear map for each path."""
+    gate_norm: Literal["rms", "layer", "none"] = "rms"
+    """The gating path's norm: RMSNorm, LayerNorm or none."""
+    layer_norm: bool = True
+    """Whether a LayerNorm stands between internal layers."""
+    bias: bool = True
+    """Whether the expert bases, and so the blocks, have biases."""
+    shared_kind: SharedKind = "swiglu"
+    """The shared expert: SwiGLU without biases, an MLP with SiLU, or one linear map."""
+    shared_experts: PositiveInt = 1
+    """How many shared experts, each of ``shared_hidden``; their outputs are added."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,7 +114,26 @@ class IntBMoEConfig(LayerConfig):
 
     @property
     def shared_width(self) -> int:
-        return self.shared_hidden or max(1, round(self.expert_weights / (3 * self.dim)))
+        matrices = 3 if self.shared_kind == "swiglu" else 2
+        return self.shared_hidden or max(1, round(self.expert_weights / (matrices * self.dim)))
+
+    @property
+    def code_width(self) -> int:
+        """Of a block's code with the call's conditioning."""
+        return self.code_dim + self.conditioning_dim
+
+    @property
+    def paths(self) -> int:
+        return 2 if self.gate else 1
+
+    @property
+    def has_kernels(self) -> bool:
+        """As ``Blocks.has_kernels``."""
+        return (self.gate_norm == "rms" or not self.gate) and (self.layer_norm or not self.hidden)
+
+    def make_hypernetwork(self) -> Hypernetwork:
+        hidden = self.hyper_dim if self.hypernetwork == "two_layer" else None
+        return Hypernetwork(self.code_width, hidden, self.experts, gate=self.gate, coefficients=self.coefficients)
 
     def ablations(self) -> dict[str, "IntBMoEConfig"]:
         """The paper's six ablations of this configuration, by name."""
@@ -113,29 +149,6 @@ class IntBMoEConfig(LayerConfig):
         }
 
 
-class Hypernetwork(nn.Module):
-    """From a block's code to its coefficients: one for each base and path."""
-
-    def __init__(self, config: IntBMoEConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.trunk = nn.Linear(config.code_dim, config.hyper_dim)
-        self.norm = nn.LayerNorm(config.hyper_dim)
-        self.value = nn.Linear(config.hyper_dim, config.experts)
-        self.gate = nn.Linear(config.hyper_dim, config.experts) if config.gate else None
-
-    def forward(self, codebook: Tensor) -> Coefficients:
-        """(K, code_dim) codes → the coefficients of each path in the wide type."""
-        trunk = linear(wide(codebook), self.trunk.weight, self.trunk.bias)
-        norm = wide(self.norm.weight), wide(self.norm.bias)
-        q = F.relu(F.layer_norm(trunk, self.norm.normalized_shape, *norm, self.norm.eps))
-        value = linear(q, self.value.weight, self.value.bias)
-        gate = None if self.gate is None else linear(q, self.gate.weight, self.gate.bias)
-        if self.config.coefficients == "softmax":
-            return Coefficients(value.softmax(-1), None if gate is None else gate.softmax(-1), 1.0)
-        return Coefficients(value, gate, 1 / math.sqrt(self.config.experts))
-
-
 class BlockLayer(MoELayer):
     """What IntBMoE and its precomposed form share: router, norms, λ, shared expert, and the way of a token."""
 
@@ -145,9 +158,12 @@ class BlockLayer(MoELayer):
         super().__init__(*args, **options)
         config = self.config
         self.router = MLPRouter(config.dim, config.router_dim, config.blocks)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for width in config.hidden)
-        self.shared = SwiGLU(config.dim, config.shared_width) if config.shared else None
-        self.gate_norms = nn.ParameterList(nn.Parameter(torch.ones(w)) for w in config.widths[1:] if config.gate)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for width in config.hidden if config.layer_norm)
+        shared = config.shared_kind, config.dim, config.shared_width, config.shared_experts
+        self.shared = make_shared(*shared) if config.shared else None
+        gate_norm = config.gate_norm if config.gate else "none"
+        self.gate_norms = nn.ParameterList(torch.ones(w) for w in config.widths[1:] if gate_norm != "none")
+        self.gate_shifts = nn.ParameterList(torch.zeros(w) for w in config.widths[1:] if gate_norm == "layer")
         scale = torch.full((1,), float(config.residual_scale))
         if not config.gate:
             self.scale = None
@@ -171,20 +187,22 @@ class BlockLayer(MoELayer):
     def choices(self) -> int:
         return self.config.blocks
 
-    def blocks(self, dtype: torch.dtype, backend: Backend = "tiled") -> Blocks:
+    def blocks(self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None) -> Blocks:
         """The K blocks, large tensors in ``dtype``, laid out for ``backend``."""
         raise TypeError(f"{type(self).__name__} does not define blocks()")
 
-    def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
+    def compute(
+        self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype, conditioning: Tensor | None = None
+    ) -> Result:
         rows = x.reshape(-1, self.config.dim)
-        backend = choose_backend(rows, dtype, self._backend, has_native=True)
+        backend = choose_backend(rows, dtype, self._backend, has_native=self.config.has_kernels)
         scores, tokens = self.router(rows, dtype, backend)
         ids, weights = choose(scores, self.config.top_k, backend)
         if mask is not None:
             ids = mask_choices(ids, mask)
             weights = torch.where(ids < 0, 0, weights)
-        shared = None if self.shared is None else self.shared(tokens, backend)
-        blocks = self.blocks(dtype, backend)
+        shared = None if self.shared is None else run_shared(self.shared, tokens, backend)
+        blocks = self.blocks(dtype, backend, conditioning)
         y, load = run_blocks(tokens, ids, weights, shared, blocks, backend, complete=mask is None, dtype=x.dtype)
         return Result(y.view(x.shape), Routing(ids, weights), sums={"load": load})
 
@@ -195,6 +213,7 @@ class BlockLayer(MoELayer):
         """The part of ``Blocks`` that all blocks share, in the wide type."""
         return {
             "gains": tuple(wide(gain) for gain in self.gate_norms),
+            "gate_shifts": tuple(wide(shift) for shift in self.gate_shifts),
             "scale": None if self.scale is None else wide(self.scale),
             "norms": tuple((wide(norm.weight), wide(norm.bias)) for norm in self.norms),
         }
@@ -203,7 +222,11 @@ class BlockLayer(MoELayer):
         c = self.config
         widths = "→".join(str(width) for width in c.widths)
         backend = self.backend or ("auto" if native.LIBRARY else "auto without the compiled library")
-        return f"{widths}, experts={c.experts}, blocks={c.blocks}, top_k={c.top_k}, backend={backend}"
+        shown = ("dim", "hidden", "experts", "blocks", "top_k")
+        named = [(f.name, getattr(c, f.name)) for f in fields(c) if f.name in shown[2:] or f.name not in shown]
+        changed = {f.name for f in fields(c) if getattr(c, f.name) != f.default}
+        options = [f"{name}={value}" for name, value in named if name in shown or name in changed]
+        return ", ".join([widths, *options, f"backend={backend}"])
 
 
 @register("intbmoe", title="IntBMoE", paper="Cheng et al., 2026", participation="dense", composes=True)
@@ -211,14 +234,15 @@ class IntBMoE(BlockLayer):
     """The trainable layer: K blocks are composed from the pools at every forward."""
 
     KEPT_WIDE = ("router", "codebook", "hypernetwork")
+    DECAY_GROUPS: ClassVar = {"router": "routers", "gate_norms": "norms", "scale": "scales"}
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         c = self.config
         self.codebook = nn.Parameter(torch.randn(c.blocks, c.code_dim))
-        self.hypernetwork = Hypernetwork(c)
-        self.pools = nn.ModuleList(StackedLinear(c.experts, a, b, bias=True) for a, b in pairwise(c.widths))
-        self.filter = nn.Linear(c.dim + c.code_dim, c.dim) if c.filter else None
+        self.hypernetwork = c.make_hypernetwork()
+        self.pools = nn.ModuleList(Pool(c.experts, a, b, bias=c.bias) for a, b in pairwise(c.widths))
+        self.filter = Linear(c.dim + c.code_width, c.dim) if c.filter else None
         self.recompute = False
         """Whether the backends fused and grouped compose again in backward, instead of keeping what they composed."""
 
@@ -226,94 +250,68 @@ class IntBMoE(BlockLayer):
     def weight_dtype(self) -> torch.dtype:
         return self.pools[0].weight.dtype
 
-    def coefficients(self) -> list[Tensor]:
+    def coefficients(self, conditioning: Tensor | None = None) -> list[Tensor]:
         """The composition coefficients (K, E) of each path, as they multiply the bases."""
         with autocast_off(self.codebook):
-            return self.hypernetwork(self.codebook).paths
+            return self.hypernetwork(self._codes(conditioning)).paths
 
-    def blocks(self, dtype: torch.dtype, backend: Backend = "tiled") -> Blocks:
+    def blocks(self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None) -> Blocks:
         """Compose the K blocks in the wide type; the matrices are then cast once."""
-        coefficients = self.hypernetwork(self.codebook)
+        codes = self._codes(conditioning)
+        coefficients = self.hypernetwork(codes)
         token_filter = block_filter = None
         if self.filter is not None:
-            token_filter, code_filter = self.filter.weight.split([self.config.dim, self.config.code_dim], dim=1)
-            block_filter = linear(wide(self.codebook), code_filter, self.filter.bias).to(dtype)
+            token_filter, code_filter = self.filter.weight.split([self.config.dim, self.config.code_width], dim=1)
+            block_filter = linear(codes, code_filter, self.filter.bias).to(dtype)
+        weights, biases = zip(*(pool(coefficients, dtype, backend, self.recompute) for pool in self.pools), strict=True)
         return Blocks(
-            weights=tuple(self._compose(coefficients, pool.weight, dtype, backend) for pool in self.pools),
-            biases=tuple(self._compose_bias(coefficients, pool.bias, backend) for pool in self.pools),
+            weights=weights,
+            biases=biases,
             token_filter=token_filter,
             block_filter=block_filter,
             **self._row_parameters(),
         )
 
-    def _compose(self, alpha: Coefficients, pool: Tensor, dtype: torch.dtype, backend: Backend) -> Tensor | Pooled:
-        if self.recompute and torch.is_grad_enabled() and backend in ("fused", "grouped"):
-            return Pooled(alpha, pool)
-        return compose(alpha, pool, dtype, backend)
+    def _codes(self, conditioning: Tensor | None) -> Tensor:
+        """(K, code_width), in the wide type: the codebook, with the conditioning joined to every entry."""
+        codes, width = wide(self.codebook), self.config.conditioning_dim
+        if conditioning is None and width == 0:
+            return codes
+        if conditioning is None or conditioning.shape != (width,):
+            found = None if conditioning is None else f"a tensor of shape {tuple(conditioning.shape)}"
+            allowed = f"a vector of conditioning_dim={width} numbers" if width else "None where conditioning_dim is 0"
+            require(False, "conditioning", found, f"{allowed}, one for the whole call")
+        return torch.cat([codes, cast(conditioning, codes.dtype).expand(len(codes), -1)], dim=1)
 
-    def _compose_bias(self, alpha: Coefficients, pool: Tensor, backend: Backend) -> Tensor:
-        """(E, o) → (K, P·o), in the wide type."""
-        return compose(alpha, pool.unsqueeze(1), wide(pool).dtype, backend).squeeze(1).contiguous()
-
-    def precompose(self, dtype: torch.dtype | None = None) -> "ComposedMoE":
+    def precompose(self, dtype: torch.dtype | None = None, conditioning: Tensor | None = None) -> "ComposedMoE":
         """A frozen layer with the same outputs, without pools and hypernetwork: its cost does not depend on E.
 
         ``dtype`` is the type of the composed weights and of its inputs (default: this layer's). The router keeps
-        its own, so that a half-precision copy sends tokens where this layer would.
+        its own, so that a half-precision copy sends tokens where this layer would. A layer with ``conditioning_dim``
+        is composed for one ``conditioning``.
         """
-        return ComposedMoE.of(self, dtype or self.weight_dtype)
+        return ComposedMoE.of(self, dtype or self.weight_dtype, conditioning)
 
     def load_reference_state_dict(self, state: Mapping[str, Tensor]) -> list[str]:
-        """Take parameters under the authors' names, strictly; returns the keys of their unused last LayerNorm.
+        """Take parameters under the authors' names, strictly; returns the keys that their module holds but never uses.
 
-        Unknown keys, missing keys and wrong shapes raise before anything is changed.
+        Unknown keys, missing keys, wrong shapes and twins that differ raise before anything is changed.
         """
-        names = self._reference_names()
-        unused = [key for key in self._unused_reference_keys() if key in state]
-        own = self.state_dict()
-        expected = {reference: own[name] for name, reference in names.items()}
-        require_state("reference", state, expected | dict.fromkeys(unused, self.pools[-1].bias[0]))
-        self.load_state_dict({name: state[reference] for name, reference in names.items()})
-        return unused
+        own, names, unused = self.state_dict(), reference_names(self), unused_in_reference(self)
+        expected = {theirs: own[ours] for ours, found in names.items() for theirs in found}
+        require_state("reference", state, expected | {key: unused[key] for key in unused if key in state})
+        for first, *twins in names.values():
+            for twin in twins:
+                if not torch.equal(state[first], state[twin]):
+                    raise ValueError(f"reference parameters {first!r} and {twin!r} differ: they must be one parameter")
+        self.load_state_dict({ours: state[found[0]] for ours, found in names.items()})
+        return [key for key in unused if key in state]
 
     def to_reference_state_dict(self) -> dict[str, Tensor]:
-        """The parameters under the authors' names, their unused last LayerNorm as ones and zeros."""
+        """The parameters under the authors' names, and what their module holds unused as it starts there."""
         own = self.state_dict()
-        state = {reference: own[name].clone() for name, reference in self._reference_names().items()}
-        weight, bias = self._unused_reference_keys()
-        like = self.pools[-1].bias.detach()[0]
-        return state | {weight: torch.ones_like(like), bias: torch.zeros_like(like)}
-
-    def _unused_reference_keys(self) -> tuple[str, str]:
-        last = len(self.pools) - 1
-        return f"layer_norms.{last}.weight", f"layer_norms.{last}.bias"
-
-    def _reference_names(self) -> dict[str, str]:
-        """Our parameter names → the authors'."""
-        prefixes = {
-            "codebook": "block_embeddings.weight",
-            "scale": "composition_alpha",
-            "hypernetwork.trunk.": "basis_weight_projection.0.",
-            "hypernetwork.norm.": "basis_weight_projection.1.",
-            "hypernetwork.value.": "value_basis_projection.",
-            "hypernetwork.gate.": "gate_basis_projection.",
-            "router.hidden.": "router.0.",
-            "router.scores.": "router.2.",
-            "pools.": "basis_layers.",
-            "filter.": "feature_filter.",
-            "norms.": "layer_norms.",
-            "shared.gate.": "shared_experts.0.gate_proj.",
-            "shared.up.": "shared_experts.0.up_proj.",
-            "shared.down.": "shared_experts.0.down_proj.",
-        }
-        names = {}
-        for name in self.state_dict():
-            if name.startswith("gate_norms."):
-                names[name] = f"composition_{name}.scale"
-            else:
-                ours = next(prefix for prefix in prefixes if name.startswith(prefix))
-                names[name] = prefixes[ours] + name.removeprefix(ours)
-        return names
+        state = {theirs: own[ours].clone() for ours, found in reference_names(self).items() for theirs in found}
+        return state | unused_in_reference(self)
 
 
 class ComposedMoE(BlockLayer):
@@ -324,29 +322,27 @@ class ComposedMoE(BlockLayer):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        c, paths = self.config, 2 if self.config.gate else 1
+        c, paths = self.config, self.config.paths
         pairs = list(pairwise(c.widths))
         self.block_weights = nn.ParameterList(torch.zeros(c.blocks, a, paths * b) for a, b in pairs)
-        self.block_biases = nn.ParameterList(torch.zeros(c.blocks, paths * b) for _, b in pairs)
+        self.block_biases = nn.ParameterList(torch.zeros(c.blocks, paths * b) for _, b in pairs if c.bias)
         self.token_filter = nn.Parameter(torch.zeros(c.dim, c.dim)) if c.filter else None
         self.block_filter = nn.Parameter(torch.zeros(c.blocks, c.dim)) if c.filter else None
         self.requires_grad_(False)
 
     @classmethod
-    def of(cls, layer: IntBMoE, dtype: torch.dtype) -> "ComposedMoE":
+    def of(cls, layer: IntBMoE, dtype: torch.dtype, conditioning: Tensor | None = None) -> "ComposedMoE":
         """Compose ``layer``'s blocks, once."""
         with torch.device("meta"):  # every tensor is replaced below; drawing none leaves the random state alone
             composed = cls(layer.config).train(layer.training)
         with torch.no_grad(), autocast_off(layer.codebook):
-            blocks = layer.blocks(dtype)
+            blocks = layer.blocks(dtype, conditioning=conditioning)
         composed.backend = layer.backend
-        for name in ("router", "norms", "gate_norms", "scale"):
+        for name in ("router", "norms", "gate_norms", "gate_shifts", "scale"):
             setattr(composed, name, copy.deepcopy(getattr(layer, name)))
         composed.shared = copy.deepcopy(layer.shared).to(dtype) if layer.shared is not None else None
-        composed.block_weights, composed.block_biases = (
-            nn.ParameterList(blocks.weights),
-            nn.ParameterList(blocks.biases),
-        )
+        composed.block_weights = nn.ParameterList(blocks.weights)
+        composed.block_biases = nn.ParameterList(blocks.biases if layer.config.bias else ())
         if blocks.token_filter is not None:
             composed.token_filter = nn.Parameter(blocks.token_filter.detach().to(dtype, copy=True))
             composed.block_filter = nn.Parameter(blocks.block_filter.detach())
@@ -356,10 +352,14 @@ class ComposedMoE(BlockLayer):
     def weight_dtype(self) -> torch.dtype:
         return self.block_weights[0].dtype
 
-    def blocks(self, dtype: torch.dtype, backend: Backend = "tiled") -> Blocks:
+    def blocks(self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None) -> Blocks:
+        if conditioning is not None:
+            raise ValueError("conditioning is part of a precomposed layer: leave it out, or precompose for this one")
+        zeros = (weight.new_zeros(len(weight), weight.shape[2]) for weight in self.block_weights)
+        biases = self.block_biases if self.config.bias else zeros
         return Blocks(
             weights=tuple(cast(weight, dtype) for weight in self.block_weights),
-            biases=tuple(wide(bias) for bias in self.block_biases),
+            biases=tuple(wide(bias) for bias in biases),
             token_filter=self.token_filter,
             block_filter=None if self.block_filter is None else cast(self.block_filter, dtype),
             **self._row_parameters(),

@@ -8,25 +8,33 @@ Pre-training", COLM 2024.
 
 The first segment has none before it. The paper gives it a_1 = stop_gradient(e_1): its tokens then see the mean of
 their own segment, later tokens among them (``first_segment="stop_gradient"``). Here the default is strictly causal:
-a_1 is uniform, 1/E each, so the first segment runs the mean expert.
+a_1 is uniform, 1/E each, so the first segment runs the mean expert. An input of one segment is therefore not routed at
+all, and the router learns nothing from it. Where the length of inputs is fixed (``tokens``), a segment that would hold
+all of it is cut to half of it; elsewhere such an input is warned about in training.
+
+Decoding with a state is by segment too. With ``generation="prompt"`` it is as in the paper's generation: what the first
+call of a state reads is the prompt, a = softmax(W_r mean of the prompt) is chosen once for it and all that follows, and
+one expert is merged for the whole request, so that each new token costs what a dense FFN costs (and the merged weights
+of every request are held). The paper finds little difference in quality. Training and scoring stay by segment.
 
 Choices: T need not be a multiple of S; the last segment is padded. Means are over valid tokens; a segment without any
-hands on the weights it was given itself. Segments are counted by position, padding included, and routing is by segment
-in evaluation and decoding too (the paper also keeps the prompt's one decision for a whole generation, and finds little
-difference). The router has no bias. Similarity batching of documents and dense warm-up are not part of the layer; there
+hands on the weights it was given itself. Segments are counted by position, padding included, in evaluation too. The
+router has no bias. Similarity batching of documents and dense warm-up are not part of the layer; there
 is no public code to differ from. Of the merged weight sets, one per segment, only some exist at a time (the backward
 pass merges them again), or none where segments are short for the device (``ops/merged_mm``).
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from intbmoe.layer import MoELayer, Quantities, Result
-from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.layer import MoELayer, OnePer, Quantities, Result
+from intbmoe.parts.experts import Composed, ExpertsConfig
+from intbmoe.parts.linear import Linear
 from intbmoe.parts.state import check_batch
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
@@ -40,8 +48,17 @@ class LoryConfig(ExpertsConfig):
     expert: Literal["gelu", "swiglu"] = "swiglu"
     segment: PositiveInt = 16
     """S, tokens in a segment (the Lory paper: 256)."""
+    tokens: PositiveInt | None = None
+    """Tokens of every input, where that is fixed; a segment of so many or more becomes half of them."""
     first_segment: Literal["uniform", "stop_gradient"] = "uniform"
     """Weights of the first segment: uniform, or its own without gradient, as in the paper."""
+    generation: Literal["segment", "prompt"] = "segment"
+    """Decoding: merge an expert for every segment, or one for a whole text by the mean of its prompt (the paper)."""
+
+    @property
+    def routing_segment(self) -> int:
+        swallows = self.tokens is not None and self.tokens <= self.segment
+        return max(1, self.tokens // 2) if swallows else self.segment
 
     def noncausal_reason(self) -> str | None:
         if self.first_segment == "uniform":
@@ -62,6 +79,14 @@ class LoryState:
     weights: Tensor  # (B, E), the expert weights in force
 
 
+@dataclass
+class PromptState:
+    """The experts merged for a batch of prompts; None before the prompts were read."""
+
+    batch: int
+    experts: Composed | None = None
+
+
 @register("lory", title="Lory", paper="Zhong et al., 2024", participation="dense")
 class Lory(MoELayer):
     """One merged expert per segment."""
@@ -70,12 +95,30 @@ class Lory(MoELayer):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
+        self.router = Linear(self.config.dim, self.config.experts, bias=False)
         self.experts = self.config.make_experts()
+        self.segment = self.config.routing_segment
+        if self.segment != self.config.segment:  # noted, because runs of earlier versions kept the long one
+            self.register_buffer("cut_segment", torch.tensor(self.segment))
 
-    def compute(self, x: Tensor, mask: Tensor | None, state: LoryState | None, dtype: torch.dtype) -> Result:
+    def fit_state(self, state: dict[str, Tensor], prefix: str) -> None:
+        if self.segment != self.config.segment and f"{prefix}router.weight" in state:
+            held = state.setdefault(f"{prefix}cut_segment", torch.tensor(self.config.segment))
+            self.segment = int(held)
+
+    def compute(
+        self, x: Tensor, mask: Tensor | None, state: LoryState | PromptState | None, dtype: torch.dtype
+    ) -> Result:
+        if isinstance(state, PromptState):
+            return Result(self._by_prompt(x, mask, state, dtype))
         batch, tokens, dim = x.shape
-        size = self.config.segment
+        size = self.segment
+        if self.training and state is None and 1 < tokens <= size and not torch.compiler.is_compiling():
+            warnings.warn(  # the same words for every length, so that they are said once
+                f"segment={size} holds a whole input of Lory: nothing in it is routed and the router learns nothing "
+                f"from it; choose a segment shorter than the inputs",
+                stacklevel=2,
+            )
         start = 0 if state is None else state.position
         end = start + tokens
         segments = -(-end // size)
@@ -113,16 +156,28 @@ class Lory(MoELayer):
             first = weights[:, :1].detach()
         return torch.cat([first, weights], 1)
 
-    def new_state(self, batch: int) -> LoryState:
+    def _by_prompt(self, x: Tensor, mask: Tensor | None, state: PromptState, dtype: torch.dtype) -> Tensor:
+        """The first tokens that ``state`` is given choose the expert for themselves and for all after them."""
+        check_batch(state.batch, x.shape[0])
+        if state.experts is None:
+            count = x.shape[1] if mask is None else mask.sum(1, keepdim=True).clamp(min=1)
+            a = linear(wide(x).sum(1) / count, self.router.weight).softmax(-1)  # padding is zero
+            state.experts = self.experts.compose(a, dtype)
+        return self.experts.composed(x.to(dtype), state.experts)
+
+    def new_state(self, batch: int) -> LoryState | PromptState:
         """The state of ``batch`` sequences before their first token. ``forward`` moves it; gradients flow through."""
         super().new_state(batch)  # refuses the form that is not causal
         c = self.config
+        if c.generation == "prompt":
+            return PromptState(batch)
         total = wide(self.router.weight.detach().new_zeros(batch, c.dim))
         count = torch.zeros(batch, dtype=torch.int64, device=total.device)
         return LoryState(0, total, count, total.new_full((batch, c.experts), 1 / c.experts))
 
     def quantities(self) -> Quantities:
-        return Quantities(participation=self.config.experts, execution=1, materialization=1)
+        segments = OnePer("segment", tokens=self.config.segment)
+        return Quantities(participation=self.config.experts, execution=1, materialization=segments)
 
 
 def _skip_empty(in_force: Tensor, filled: Tensor) -> Tensor:

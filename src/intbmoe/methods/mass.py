@@ -7,8 +7,8 @@ Park and Park, "How Many Experts Are Enough? Towards Optimal Semantic Specializa
     y_t = Σ_{e∈N_t} (r_{t,e} / Σ_{N_t} r_t) f_e(x_t)
     loss = β Σ_{(i,j)} cos(w_i, w_j)² over the pairs (source, copy), w the rows of W_r; while the pool may grow
 
-Between backward and the optimizer's step, for the first ``expansion_steps`` steps, each layer, W being the *first*
-matrix of an expert (the one into GELU; for SwiGLU the gate, the one into SiLU):
+Between backward and the optimizer's step, for the first tenth of the run (``expansion``), each layer, W being the
+*first* matrix of an expert (the one into GELU; for SwiGLU the gate, the one into SiLU):
 
     γ_e = ‖∇W_e‖_F goes into a window of ω norms; once e has waited ``warmup`` steps,
     z_e = (γ_e − mean of window) / standard deviation of window (γ_e included, unbiased) goes into a second window of ω
@@ -19,7 +19,13 @@ gradient the source keeps the part along its weights (of W unit by unit: the d w
 gets the whole; the other gradients stay with the source. The source waits anew and keeps its windows, the copy's are
 empty and its optimizer moments zero. Before another expansion the expert added last must prove useful: if the loss of
 the same batch without it is not higher, it is closed, and that costs one of ``patience``; when none is left, the pool
-is final, as it is when it is full.
+is final, as it is when it is full or the phase is over; its windows are then dropped.
+
+The authors' scripts set the steps by the length of the run: warm-up max(100, 5 %) and ω = max(200, 9 %) on images,
+max(30, 5 %) and max(60, 9 %) on text, where the first added expert is not checked. ``domain`` says which, and
+``plan_steps`` makes steps of the shares. The IntBMoE paper writes of "the previous 200 optimizer steps" and of no
+phase: ``window=200`` is that, whatever the length. A loop that never calls ``plan_steps`` gets the least windows and a
+phase of 1000 steps, with a warning; a number in place of None is taken as it is.
 
 Choices and differences. The paper weighs by r, the authors' dispatcher renormalises in batches where some token has two
 experts: here always, or never with ``renormalize=False``. The paper divides the redundancy loss by the number of pairs,
@@ -27,35 +33,52 @@ their code and ours do not. A sample is one optimizer step's gradient in ``.grad
 parallelism reduces it): call ``before_step`` before any clipping and after a GradScaler's ``unscale_``. Norms that are
 not finite are passed over; norms equal up to rounding give z = 0 (theirs divide by 0), and an expert without any
 gradient does not drift. The usefulness check compares two evaluations under the same random numbers (theirs: one,
-against the loss of training), from the first added expert on (``check_after``); it needs ``before_step(…,
-reevaluate=f)``, f() being the loss of the batch, without ``aux_loss``; without f no expert is ever closed. An expert
-closed when patience has run out is closed for good, also in the count (theirs: masked only). The redundancy loss is
-part of the edited gradients (theirs is added after). In their code the copy in effect gets the projected gradient too,
-because the edit overwrites a view of the original. The phase is 10 % of training in their scripts: a recipe sets it in
-steps. No balance loss, as in their language script; dropless. All decisions use rank 0's norms. A forward makes room
-for N·E rows, of which the grouped kernel computes the chosen ones. Parameters sharded by FSDP2 are refused: slots are
-single rows. ``active_parameters`` counts the mean number of experts of the last training step; before training
-⌈p·open⌉, as for a uniform router.
+against the loss of training); it needs ``before_step(…, reevaluate=f)``, f() being the loss of the batch, without
+``aux_loss``; without f no expert is ever closed. An expert closed when patience has run out is closed for good, also in
+the count (theirs: masked only). The redundancy loss is part of the edited gradients (theirs is added after). In their
+code the copy in effect gets the projected gradient too, because the edit overwrites a view of the original. No balance
+loss, as in their language script; dropless. All decisions use rank 0's norms. A forward makes room for N·E rows, of
+which the grouped kernel computes the chosen ones. Parameters sharded by FSDP2 are refused: slots are single rows.
+``active_parameters`` counts the mean number of experts of the last training step; before training ⌈p·open⌉, as for a
+uniform router.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from intbmoe.layer import Result, Routing
+from intbmoe.parts.linear import Linear
 from intbmoe.parts.losses import sum_over_ranks
 from intbmoe.parts.router import mask_choices, top_k
 from intbmoe.parts.slots import PoolConfig, PoolLayer, require_whole, reset_moments, unit
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
-from intbmoe.settings import MustBe, NonNegativeInt, Positive, PositiveInt
+from intbmoe.settings import MustBe, NonNegativeInt, Positive, PositiveInt, Probability
 
+
+class Least(NamedTuple):
+    """What a script of the authors starts from, however short the run."""
+
+    warmup: int
+    window: int
+    check_after: int
+
+
+LEAST = {"vision": Least(100, 200, 0), "language": Least(30, 60, 1)}
+UNPLANNED_EXPANSION = 1000  # steps, where nobody said how long the run is
+UNPLANNED = (
+    "MASS counts its phases in shares of the run, whose length it was not told: the pool may grow in the first "
+    f"{UNPLANNED_EXPANSION} steps, with the shortest windows. Call intbmoe.plan_steps(model, total_steps) before it"
+)
+EARLY_WARMUP = 50  # of runs whose state holds no plan
 ROUNDING = torch.finfo(torch.float32).eps  # a spread of norms below this share of the norm is no drift
 
 
@@ -69,20 +92,37 @@ class MASSConfig(PoolConfig):
     """Whether the weights of the chosen experts are scaled to sum to 1."""
     redundancy: float = 0.01
     """β, the coefficient of the redundancy loss."""
-    window: Annotated[int, MustBe("an integer of at least 2, for a standard deviation", lambda value: value > 1)] = 200
-    """ω, optimizer steps in a window."""
-    warmup: PositiveInt = 50
-    """Steps before an expert's drift is looked at, at the start and after it was copied."""
+    domain: Literal["vision", "language"] = "vision"
+    """Which of the authors' scripts sets what is None below."""
+    expansion: Probability = 0.1
+    """Share of the run in which the pool may grow."""
+    expansion_steps: NonNegativeInt | None = None
+    """The same as a number of optimizer steps; None for the share."""
+    window_share: Probability = 0.09
+    """Share of the run in a window, unless ``window`` is given."""
+    window: Annotated[int, MustBe("an integer of at least 2, for a standard deviation", lambda n: n > 1)] | None = None
+    """ω, optimizer steps in a window; None for the share, at least 200 (vision) or 60 (language)."""
+    warmup_share: Probability = 0.05
+    """Share of the run in a warm-up, unless ``warmup`` is given."""
+    warmup: PositiveInt | None = None
+    """Steps before an expert's drift is looked at, at the start and after it was copied; None for the share, at least
+    100 (vision) or 30 (language)."""
     significance: Annotated[float, MustBe("a number in (0, 1)", lambda value: 0 < value < 1)] = 0.01
     """Largest p-value that counts as a drift."""
     similarity: Positive = 0.001
     """Largest |cosine| of weights and gradient of an expert that is copied."""
     patience: NonNegativeInt = 3
     """How many useless experts may be replaced before the pool is final."""
-    check_after: NonNegativeInt = 0
-    """Added experts beyond which the last one must prove useful (authors: 0 for images, 1 for text)."""
-    expansion_steps: NonNegativeInt = 1000
-    """Optimizer steps in which the pool may grow (authors: a tenth of training)."""
+    check_after: NonNegativeInt | None = None
+    """Added experts beyond which the last one must prove useful; None for 0 (vision) or 1 (language)."""
+
+    def resolve_steps(self, total: int | None) -> tuple[int, int, int]:
+        """Warm-up, window and expansion phase in steps of a run of ``total``; None if nobody knows."""
+        least, known = LEAST[self.domain], total or 0
+        warmup = self.warmup or max(least.warmup, int(known * self.warmup_share))
+        window = self.window or max(least.window, int(known * self.window_share))
+        phase = UNPLANNED_EXPANSION if total is None else int(total * self.expansion)
+        return warmup, window, phase if self.expansion_steps is None else self.expansion_steps
 
 
 @register("mass", title="MASS", paper="Park and Park, 2026", participation="sparse", dynamic=True)
@@ -94,17 +134,49 @@ class MASS(PoolLayer):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         c = self.config
-        self.router = nn.Linear(c.dim, c.experts, bias=False)
+        self.router = Linear(c.dim, c.experts, bias=False)
+        self.planned = None not in (c.warmup, c.window, c.expansion_steps)
+        plan = c.resolve_steps(None)
+        self.register_buffer("plan", torch.tensor(plan))  # steps of warm-up, window and phase
         # The open slots are always the first ones: only the last added is ever closed.
         self.register_buffer("source", torch.full((c.experts,), -1))
-        self.register_buffer("norms", torch.zeros(c.experts, c.window, dtype=torch.float32))
-        self.register_buffer("scores", torch.zeros(c.experts, c.window, dtype=torch.float32))
+        self.register_buffer("norms", torch.zeros(c.experts, plan[1], dtype=torch.float32))
+        self.register_buffer("scores", torch.zeros(c.experts, plan[1], dtype=torch.float32))
         self.register_buffer("norms_seen", torch.zeros(c.experts, dtype=torch.int64))
         self.register_buffer("scores_seen", torch.zeros(c.experts, dtype=torch.int64))
         self.register_buffer("waited", torch.zeros(c.experts, dtype=torch.int64))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("patience", torch.tensor(c.patience))
         self.register_buffer("final", torch.tensor(False))
+
+    def plan_steps(self, total: int) -> None:
+        self.planned = True
+        if self.steps > 0:
+            return
+        _, window, phase = plan = self.config.resolve_steps(total)
+        if phase < window:
+            warnings.warn(
+                f"MASS can never add an expert in a run of {total} steps: its phase of {phase} steps ends before a "
+                f"window of {window} is full. A larger moe.options.expansion or a shorter window would let it",
+                stacklevel=3,
+            )
+        self.plan.copy_(torch.tensor(plan))
+        self._resize_windows(window)
+
+    def fit_state(self, state: dict[str, Tensor], prefix: str) -> None:
+        norms = state.get(f"{prefix}norms")
+        if norms is None or norms.dim() != 2:
+            return
+        self._resize_windows(norms.shape[1])
+        if f"{prefix}plan" not in state:
+            early = [self.config.warmup or EARLY_WARMUP, norms.shape[1], self.config.resolve_steps(None)[2]]
+            state[f"{prefix}plan"] = torch.tensor(early, device=norms.device)
+
+    def _resize_windows(self, length: int) -> None:
+        """Empty windows of ``length``, unless they have it."""
+        for name in ("norms", "scores"):
+            if (window := self._buffers[name]).shape[1] != length:
+                self._buffers[name] = window.new_zeros(window.shape[0], length)
 
     def _expected_choices(self) -> float:
         return float(math.ceil(self.config.top_p * self.config.start))
@@ -133,7 +205,7 @@ class MASS(PoolLayer):
         """Σ cos² of the router rows of each copy and its source; 0 once the phase is over."""
         rows = unit(wide(self.router.weight))
         pairs = self.source.unsqueeze(1) == torch.arange(self.config.experts, device=rows.device)
-        counted = pairs & (self.steps < self.config.expansion_steps)
+        counted = pairs & (self.steps < self.plan[2])
         return torch.where(counted, (rows @ rows.t()).square(), 0).sum()
 
     @classmethod
@@ -143,7 +215,11 @@ class MASS(PoolLayer):
     ) -> None:
         for layer in layers:
             require_whole(layer)
-            if layer._may_grow():
+            if layer._is_over():
+                layer._resize_windows(0)
+            elif layer._first.requires_grad:
+                if not layer.planned and layer.steps == 0:
+                    warnings.warn(UNPLANNED, stacklevel=4)
                 norms, cosines = layer._gradients()
                 layer._observe(norms)
                 source = layer._drifting(norms, cosines)
@@ -157,10 +233,9 @@ class MASS(PoolLayer):
             layer._measure_choices(recorded["load"].sum(), recorded["tokens"])
             layer.steps += 1
 
-    def _may_grow(self) -> bool:
-        """Whether the phase lasts, a slot is free, patience is left and the experts are trained at all."""
-        over = self.final | self.active.all() | (self.steps >= self.config.expansion_steps)
-        return self._first.requires_grad and not over
+    def _is_over(self) -> bool:
+        """Whether the phase has ended, no slot is free or no patience is left: the pool is final."""
+        return bool(self.final | self.active.all() | (self.steps >= self.plan[2]))
 
     @property
     def _first(self) -> nn.Parameter:
@@ -184,15 +259,16 @@ class MASS(PoolLayer):
         seen = self.active & norms.isfinite()
         self._push(self.norms, self.norms_seen, slots, norms, seen)
         self.waited += seen
-        count = self.norms_seen.clamp(max=self.config.window)
-        held = torch.arange(self.config.window, device=norms.device) < count.unsqueeze(1)
+        window = self.norms.shape[1]
+        count = self.norms_seen.clamp(max=window)
+        held = torch.arange(window, device=norms.device) < count.unsqueeze(1)
         # Measured from the newest norm, so that equal norms deviate by exactly 0, whatever the rounding of a mean.
         distance = torch.where(held, self.norms.double() - norms.double().unsqueeze(1), 0)
         mean = distance.sum(1) / count.clamp(min=1)
         variance = torch.where(held, (distance - mean.unsqueeze(1)).square(), 0).sum(1) / (count - 1).clamp(min=1)
         spread = variance.sqrt()
         scores = torch.where(spread > ROUNDING * norms.double(), -mean / spread, 0)
-        self._push(self.scores, self.scores_seen, slots, scores, seen & (self.waited >= self.config.warmup))
+        self._push(self.scores, self.scores_seen, slots, scores, seen & (self.waited >= self.plan[0]))
 
     @staticmethod
     def _push(window: Tensor, pushed: Tensor, slots: Tensor, values: Tensor, where: Tensor) -> None:
@@ -202,18 +278,19 @@ class MASS(PoolLayer):
         pushed += where
 
     def _drifting(self, norms: Tensor, cosines: Tensor) -> int | None:
-        c = self.config
-        statistic = self.scores.double().sum(1) / math.sqrt(c.window)
+        c, window = self.config, self.norms.shape[1]
+        statistic = self.scores.double().sum(1) / math.sqrt(window)
         passes = (statistic > NormalDist().inv_cdf(1 - c.significance)) & (cosines.abs() < c.similarity)
-        ready = self.active & (self.waited >= c.warmup) & (self.norms_seen >= c.window)
+        ready = self.active & (self.waited >= self.plan[0]) & (self.norms_seen >= window)
         found = (passes & ready & norms.isfinite() & (norms > 0)).nonzero()
         return int(found[0]) if len(found) else None
 
     def _expand(self, source: int, optimizer: Any, reevaluate: Callable[[], Tensor] | None) -> None:
         """Copy ``source``, after closing the expert added last if it proved useless."""
         opened = int(self.active.sum())
-        last, added = opened - 1, opened - self.config.start
-        if reevaluate is not None and added > self.config.check_after and self._is_useless(last, reevaluate):
+        c, last, added = self.config, opened - 1, opened - self.config.start
+        unchecked = LEAST[c.domain].check_after if c.check_after is None else c.check_after
+        if reevaluate is not None and added > unchecked and self._is_useless(last, reevaluate):
             self._vacate(last, optimizer)
             opened -= 1
             if self.patience == 0:

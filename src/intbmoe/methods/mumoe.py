@@ -18,8 +18,10 @@ entmax gives exact zeros, so a token may leave experts out, but nothing is skipp
 Start: G = 0, hence a = 1/E at step 0 (and ±1-sized scores after the first step, because of the norm); A ~ N(1, 1) in
 CP, diagonal matrices of N(1, 1) in TR; B ~ U(±1/√inputs), its bias row included; C ~ U(±1/√(ranks it sums over)).
 
-Choices. The gate is normalised by LayerNorm, as in the authors' language models. Their default for images, BatchNorm,
-would make a token depend on later ones in training, and the result on the gradient accumulation. CP shares the expert
+Choices. The gate is normalised by LayerNorm, as in the authors' language models. Their default for images is BatchNorm
+without affine (``gate_norm="batch"``): an expert's scores are normalised over the valid tokens of a forward, of all
+ranks, and in evaluation by running means, which move by a tenth after each step (theirs: in each forward).
+It makes a token depend on later ones in training, so that a causal model refuses it. CP shares the expert
 factor A between both layers (``share_expert_factor``): the authors' code has one per layer, but the parameter count
 that the IntBMoE paper prints for CP fits one shared factor with R = 2594 and no single rank with two. TR is laid out as
 in the authors' code, but factors hold their mode first, (E, R_1, R_2) for (R_1, E, R_2), so that each is applied as a
@@ -28,18 +30,23 @@ experts' input in their GPT-2, which replaces the block's norm, is left to the h
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result
+from intbmoe.layer import LayerConfig, Quantities, Result
 from intbmoe.parts.entmax import entmax15
+from intbmoe.parts.losses import count_valid, global_sum, masked_sum
+from intbmoe.parts.state import WideBuffers
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
 from intbmoe.settings import PositiveInt
+
+MOMENTUM = 0.1  # of BatchNorm's running means, torch's default
 
 
 @dataclass(frozen=True)
@@ -53,11 +60,18 @@ class MuMoEConfig(LayerConfig):
     """E, how many experts."""
     rank: PositiveInt | None = None
     """R of CP, R_3 of TR: what sets the size of the layer. None takes the authors' share of dim."""
+    gate_norm: Literal["layer", "batch"] = "layer"
+    """What normalises the gate's scores: LayerNorm over experts, or BatchNorm over tokens (the authors' on images)."""
     gate_affine: bool = False
-    """Give the gate's LayerNorm a gain and a bias."""
+    """Give the gate's norm a gain and a bias."""
 
     RANK_SHARE: ClassVar[float] = 0.75
     """Of dim, where ``rank`` is None."""
+
+    def noncausal_reason(self) -> str | None:
+        if self.gate_norm == "layer":
+            return None
+        return "in training its gate is normalised over all tokens, later ones too (gate_norm='layer' is causal)"
 
     @property
     def resolved_rank(self) -> int:
@@ -123,32 +137,65 @@ class TRFactors(nn.Module):
         return linear(torch.bmm(mixed.to(z.dtype), inner).flatten(1), self.outputs.flatten(1))
 
 
-class MuMoE(MoELayer):
+class MuMoE(WideBuffers):
     """Gate and block; a subclass holds the factors and runs the block."""
 
     Config = MuMoEConfig
+    DECAY_GROUPS: ClassVar = {"gate": "routers"}
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         c = self.config
         self.gate = nn.Parameter(torch.zeros(c.dim, c.experts))
-        self.gate_norm = nn.LayerNorm(c.experts, elementwise_affine=c.gate_affine)
+        self.gate_norm = nn.LayerNorm(c.experts, elementwise_affine=c.gate_affine)  # of BatchNorm, gain and bias
+        if c.gate_norm == "batch":
+            self.register_buffer("gate_mean", torch.zeros(c.experts))
+            self.register_buffer("gate_variance", torch.ones(c.experts))
 
     def block(self, x: Tensor, a: Tensor) -> Tensor:
         """(N, d) tokens and (N, E) gate weights in the wide type → (N, d), in the type of ``x``."""
         raise TypeError(f"{type(self).__name__} does not define block()")
 
-    def gate_weights(self, x: Tensor) -> Tensor:
-        """(N, d) tokens → (N, E) weights a, in the wide type."""
-        scores = wide(x) @ self.gate.to(wide(x).dtype)
-        norm = self.gate_norm
+    def gate_weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(N, d) tokens and their validity, N entries in all → (N, E) weights a, in the wide type."""
+        scores, norm = self._scores(x), self.gate_norm
         affine = (wide(norm.weight), wide(norm.bias)) if self.config.gate_affine else (None, None)
-        return entmax15(F.layer_norm(scores, norm.normalized_shape, *affine, norm.eps))
+        if self.config.gate_norm == "layer":
+            return entmax15(F.layer_norm(scores, norm.normalized_shape, *affine, norm.eps))
+        mean, variance = self.gate_mean, self.gate_variance
+        if self.training:
+            count = global_sum(count_valid(scores.unsqueeze(0), mask).to(scores.dtype)).clamp(min=1)
+            mean = global_sum(masked_sum(scores, mask)) / count
+            variance = global_sum(masked_sum((scores - mean).square(), mask)) / count
+        normal = (scores - mean) * (variance + norm.eps).rsqrt()
+        return entmax15(normal if affine[0] is None else normal * affine[0] + affine[1])
+
+    def _scores(self, x: Tensor) -> Tensor:
+        return wide(x) @ self.gate.to(wide(x).dtype)
+
+    @torch.no_grad()
+    def _gate_sums(self, x: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+        """What moves the running means: sums of the scores' distance from them, whose squares lose no digits."""
+        distance = self._scores(x) - self.gate_mean
+        return {"gate": masked_sum(distance, mask), "gate_squares": masked_sum(distance.square(), mask)}
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         tokens = x.reshape(-1, self.config.dim)
-        y = self.block(tokens.to(dtype), self.gate_weights(tokens))
-        return Result(y.view(x.shape))
+        y = self.block(tokens.to(dtype), self.gate_weights(tokens, mask)).view(x.shape)
+        moving = self.training and self.config.gate_norm == "batch"
+        return Result(y, sums=self._gate_sums(tokens, mask) if moving else {})
+
+    @classmethod
+    @torch.no_grad()
+    def family_after_step(cls, layers: Sequence[Self], sums: Sequence[dict[str, Tensor]], optimizer: Any) -> None:
+        for layer, recorded in zip(layers, sums, strict=True):
+            if layer.config.gate_norm == "batch":
+                count = recorded["tokens"]
+                shift, squares = recorded["gate"] / count.clamp(min=1), recorded["gate_squares"]
+                unbiased = (squares - count * shift.square()) / (count - 1).clamp(min=1)
+                share = MOMENTUM * (count > 1).to(layer.gate_mean.dtype)  # one token has no variance
+                layer.gate_variance += share * (unbiased - layer.gate_variance)
+                layer.gate_mean += share * shift
 
     def quantities(self) -> Quantities:
         return Quantities(participation=self.config.experts, execution=1, materialization=0)

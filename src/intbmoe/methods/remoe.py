@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from intbmoe.checks import require
 from intbmoe.layer import Quantities, Result, Routing
 from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.linear import Linear
 from intbmoe.parts.losses import count_valid, global_sum
 from intbmoe.parts.router import pack_choices
 from intbmoe.parts.state import WideBuffers
@@ -63,7 +64,7 @@ class ReMoE(WideBuffers):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         c = self.config
-        self.router = nn.Linear(c.dim, c.experts, bias=False)
+        self.router = Linear(c.dim, c.experts, bias=False)
         if c.router_std is not None:
             nn.init.normal_(self.router.weight, std=c.router_std)
         self.experts = c.make_experts()

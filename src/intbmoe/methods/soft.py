@@ -22,8 +22,8 @@ bfloat16). The number of slots is given, and there is no noise on the logits (th
 sums of exp(L) hold in float32 up to |scale| of about 70, far from where it starts.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,7 @@ class Soft(MoELayer):
     """Every expert on weighted means of the tokens; every token a weighted mean of the experts' outputs."""
 
     Config = SoftConfig
+    DECAY_GROUPS: ClassVar = {"phi": "routers", "scale": "scales"}
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -81,6 +82,15 @@ class Soft(MoELayer):
         self.phi = nn.Parameter(torch.randn(c.experts, c.slots, c.dim) * c.dim**-0.5)
         self.scale = nn.Parameter(torch.ones(1))  # FSDP2 shards no scalars
         self.experts = c.make_experts()
+
+    def fit_state(self, state: dict[str, Tensor], prefix: str) -> None:
+        """Take a trained model's number of slots: ``match_budget`` of earlier versions cut off where it rounds now."""
+        phi = state.get(f"{prefix}phi")
+        if self.training or phi is None or phi.dim() != 3 or phi.shape[::2] != self.phi.shape[::2]:
+            return  # a training cannot go on with others: its optimizer holds the parameter
+        if phi.shape != self.phi.shape:
+            self.config = replace(self.config, slots=phi.shape[1])
+            self.phi = nn.Parameter(self.phi.detach().new_empty(phi.shape), self.phi.requires_grad)
 
     def compute(self, x: Tensor, mask: Tensor | None, state: SoftState | None, dtype: torch.dtype) -> Result:
         logits = linear(_unit(wide(x)), _unit(wide(self.phi)).flatten(0, 1) * wide(self.scale))

@@ -7,9 +7,13 @@ An id shares each of its rows with about ids/R others, but all h of them with ha
 added, not laid end to end, so that each has the full width. The first function is i mod R: where ids are below R, every
 id has a row of its own in T_1, as in a plain embedding, so the number of ids need not be known to build a table.
 The a_j and b_j come from SHA-256 and the arithmetic stays below 2⁶³: an id has the same rows everywhere.
+
+``ConcatenatedHashEmbedding`` is the form of the released code: row_j(i) = i mod p_j in a table of p_j rows, and the
+narrower rows laid end to end.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +51,30 @@ class MultiHashEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rows={self.rows}, dim={self.tables.shape[1]}, hashes={len(self.constants)}"
+
+
+class ConcatenatedHashEmbedding(nn.Module):
+    """(…) ids from 0 → (…, dim); 0 means missing and gives zero. Of each ``moduli`` come dim / len(moduli) numbers."""
+
+    def __init__(self, moduli: Sequence[int], dim: int, std: float = 1.0) -> None:
+        super().__init__()
+        for modulus in moduli:
+            require_positive_int("moduli", modulus)
+        require(len(moduli) > 0 and dim % len(moduli) == 0, "moduli", moduli, f"as many as divide dim ({dim})")
+        require_finite("std", std)
+        self.moduli, self.starts = tuple(moduli), [sum(moduli[:j]) for j in range(len(moduli))]
+        tables = torch.empty(sum(moduli) + 1, dim // len(moduli)).normal_(std=std)
+        tables[-1] = 0  # for what is missing, without a gradient
+        self.tables = nn.Parameter(tables)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        ids, missing = ids.long(), len(self.tables) - 1
+        rows = torch.stack([ids % p + start for p, start in zip(self.moduli, self.starts, strict=True)], -1)
+        rows = torch.where(ids.unsqueeze(-1) != 0, rows, missing)
+        return F.embedding(rows, self.tables, padding_idx=missing).flatten(-2)
+
+    def extra_repr(self) -> str:
+        return f"moduli={self.moduli}, dim={len(self.moduli) * self.tables.shape[1]}"
 
 
 def _constants(number: int) -> tuple[int, int]:

@@ -46,7 +46,7 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines, (T, w/2) each
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(Checked):
-    """Sizes of the decoder; the defaults are the paper's on MiniPile."""
+    """Sizes of the decoder; the defaults are the paper's on MiniPile, and ``hidden`` its released code's."""
 
     vocabulary: PositiveInt | None = 32_000
     """V, how many different tokens there are; None for as many as the tokenizer of the data has."""

@@ -20,6 +20,7 @@ and kept here; and sequences run from old to new, there from new to old.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from intbmoe.checks import require
 from intbmoe.layer import moe_layers
 from intbmoe.models.causal import apply_ffn, check_mask, require_causal, visible_tokens
 from intbmoe.registry import create
-from intbmoe.settings import Checked, PositiveInt
+from intbmoe.settings import Checked, Positive, PositiveInt
 
 BIAS_STD = 0.02
 
@@ -48,6 +49,8 @@ class RecommenderConfig(Checked):
     """Inner width of the dense FFNs, the head's included."""
     max_length: PositiveInt = 126
     """L: 40 sessions of three tokens and six profile tokens."""
+    ffn_std: Positive | None = None
+    """Of the normal law that the dense model's FFNs start from; None for nn.Linear's, by which mixtures start."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +59,8 @@ class RecommenderConfig(Checked):
 
 class Attention(nn.Module):
     """Causal multi-head self-attention with a learned bias for each distance."""
+
+    DECAY_GROUPS: ClassVar = {"relative_bias": "positions"}
 
     def __init__(self, config: RecommenderConfig) -> None:
         super().__init__()
@@ -97,6 +102,14 @@ class Block(nn.Module):
         return x + apply_ffn(self.ffn, self.norm2(x), mask)
 
 
+def _dense(config: RecommenderConfig) -> nn.Module:
+    layer = create("dense", config.dim, config.hidden)
+    if config.ffn_std is not None:
+        for part in (layer.experts.up, layer.experts.down):
+            nn.init.normal_(part.weight, std=config.ffn_std)  # biases are zero already
+    return layer
+
+
 class Recommender(nn.Module):
     """Embedded tokens to one prediction per token. ``make_ffn`` makes each FFN and the head; without it all are dense.
 
@@ -106,7 +119,7 @@ class Recommender(nn.Module):
     def __init__(self, config: RecommenderConfig, make_ffn: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
         self.config = config
-        make = make_ffn or (lambda: create("dense", config.dim, config.hidden))
+        make = make_ffn or (lambda: _dense(config))
         self.blocks = nn.ModuleList(Block(config, require_causal(make())) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.dim)
         self.head = require_causal(make())

@@ -18,6 +18,7 @@ and β start at 0, where the second term is the share of each item in the histor
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from intbmoe.models.causal import visible_tokens
 from intbmoe.models.recommender import Recommender, RecommenderConfig
 from intbmoe.precision import autocast_off, wide
-from intbmoe.settings import Checked, PositiveInt, Share
+from intbmoe.settings import Checked, Positive, PositiveInt, Share
 
 PADDING = -1
 INIT_STD = 0.02
@@ -48,6 +49,8 @@ class SequenceConfig(Checked):
     """Attention heads of a block."""
     hidden: PositiveInt = 384
     """Inner width of the dense FFNs, the head's included."""
+    ffn_std: Positive | None = None
+    """Of the normal law that the dense model's FFNs start from; None for nn.Linear's, by which mixtures start."""
     dropout: Share = 0.0
     """Of the backbone's inputs and outputs."""
     copy: bool = False
@@ -58,12 +61,14 @@ class SequenceConfig(Checked):
         self.backbone()  # checks that the sizes go together
 
     def backbone(self) -> RecommenderConfig:
-        sizes = {name: getattr(self, name) for name in ("dim", "depth", "heads", "hidden")}
+        sizes = {name: getattr(self, name) for name in ("dim", "depth", "heads", "hidden", "ffn_std")}
         return RecommenderConfig(**sizes, max_length=self.length)
 
 
 class SequenceModel(nn.Module):
     """Items to the next item. ``make_ffn`` makes each FFN and the head; without it all are dense."""
+
+    DECAY_GROUPS: ClassVar = {"item_bias": "biases"}
 
     def __init__(self, config: SequenceConfig, make_ffn: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
@@ -121,6 +126,8 @@ class SequenceModel(nn.Module):
 
 class Pointer(nn.Module):
     """Where in the history to copy from, and whether to."""
+
+    DECAY_GROUPS: ClassVar = {"distance": "positions"}
 
     def __init__(self, config: SequenceConfig) -> None:
         super().__init__()

@@ -12,22 +12,29 @@ Letters: ``B`` users, ``S`` sessions of each, from old to new, ``C`` candidates 
                  what was known before the user chose
     score        ⟨y_s, e(c)⟩ / √d for a candidate c, with the same e that intention tokens have
 
+Other tasks are heads on the same backbone, each a linear map of one of its outputs:
+
+    how          mode of travel, from y_s
+    when         hours until the user sets out, from y_s: 0 to 47, or later than that
+    via          the place of session s + 1, from the output at intention_s, scored as above
+
 Everything comes as codes, small integers with 0 for missing; a place is five of them. Cells and regions are the same
 whether a user is there or a place. Embeddings are multi-hash (``hashing.py``), so a model can be built without the
 data. All fields but ids and cells share one table, in which each code of each field is an id of its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.models.hashing import MultiHashEmbedding
+from intbmoe.checks import require
+from intbmoe.models.hashing import ConcatenatedHashEmbedding, MultiHashEmbedding
 from intbmoe.models.recommender import Recommender, RecommenderConfig
 from intbmoe.precision import autocast_off, wide
-from intbmoe.settings import Checked, PositiveInt
+from intbmoe.settings import Checked, Positive, PositiveInt
 
 PROFILE_TOKENS = 6
 SESSION_TOKENS = 3
@@ -37,6 +44,8 @@ FEEDBACK = ("mode", "action")
 PROFILE = tuple(f"profile{number}" for number in range(1, PROFILE_TOKENS + 1))
 # The fields that share one table.
 FIELDS = ("category", "region", "score", "weather", "hour", "weekday", "gap", *FEEDBACK, *PROFILE)
+TASKS = ("where", "how", "when", "via")
+DEPARTURES = 49  # classes of "when"
 KINDS = (*PROFILE, "scenario", "intention", "feedback")
 EMBEDDING_STD = 0.1
 
@@ -53,6 +62,8 @@ class TravelConfig(Checked):
     """Attention heads of a block."""
     hidden: PositiveInt = 384
     """Inner width of the dense FFNs, the head's included."""
+    ffn_std: Positive | None = None
+    """Of the normal law that the dense model's FFNs start from; None for nn.Linear's, by which mixtures start."""
     sessions: PositiveInt = 40
     """Most sessions of a sequence, three tokens each; six profile tokens come before them."""
     place_rows: PositiveInt = 262_144
@@ -63,48 +74,87 @@ class TravelConfig(Checked):
     """Rows of each table for all other codes; 15 times the largest code leaves none without a row of its own."""
     hashes: PositiveInt = 2
     """Tables of each kind."""
+    primes: tuple[PositiveInt, ...] = ()
+    """Places and cells have a table for each, of so many rows, whose vectors are laid end to end, as in the released
+    code; empty: ``hashes`` tables of place_rows and cell_rows, whose vectors are added."""
+    table_std: Positive = EMBEDDING_STD
+    """Of the entries that places and cells start with."""
+    modes: PositiveInt = 6
+    """Modes of travel that the task "how" tells apart."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        fits = not self.primes or self.dim % len(self.primes) == 0
+        require(fits, "primes", self.primes, f"none, or as many as divide dim ({self.dim})")
         self.backbone()  # checks that the sizes go together
 
     def backbone(self) -> RecommenderConfig:
-        sizes = {name: getattr(self, name) for name in ("dim", "depth", "heads", "hidden")}
+        sizes = {name: getattr(self, name) for name in ("dim", "depth", "heads", "hidden", "ffn_std")}
         return RecommenderConfig(**sizes, max_length=PROFILE_TOKENS + SESSION_TOKENS * self.sessions)
 
 
 class TravelModel(nn.Module):
     """Sessions to predictions and scores. ``make_ffn`` makes each FFN and the head; without it all are dense."""
 
-    def __init__(self, config: TravelConfig, make_ffn: Callable[[], nn.Module] | None = None) -> None:
+    def __init__(
+        self,
+        config: TravelConfig,
+        make_ffn: Callable[[], nn.Module] | None = None,
+        tasks: Sequence[str] = ("where",),
+    ) -> None:
         super().__init__()
         self.config = config
-        sizes = {"dim": config.dim, "hashes": config.hashes, "std": EMBEDDING_STD}
-        self.places = MultiHashEmbedding(config.place_rows, **sizes)
-        self.cells = MultiHashEmbedding(config.cell_rows, **sizes)
-        self.codes = MultiHashEmbedding(config.code_rows, **sizes)
+        self.places = self._table(config.place_rows)
+        self.cells = self._table(config.cell_rows)
+        self.codes = MultiHashEmbedding(config.code_rows, config.dim, config.hashes, EMBEDDING_STD)
         self.kinds = nn.Parameter(torch.randn(len(KINDS), config.dim) * EMBEDDING_STD)
         self.place_norm = nn.LayerNorm(config.dim)
         self.place_map = nn.Linear(config.dim, config.dim)
         self.backbone = Recommender(config.backbone(), make_ffn)
+        sizes = {"how": config.modes, "when": DEPARTURES, "via": config.dim}
+        self.heads = nn.ModuleDict({task: nn.Linear(config.dim, sizes[task]) for task in tasks if task != "where"})
 
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def _table(self, rows: int) -> nn.Module:
+        config = self.config
+        if config.primes:
+            return ConcatenatedHashEmbedding(config.primes, config.dim, config.table_std)
+        return MultiHashEmbedding(rows, config.dim, config.hashes, config.table_std)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
         """Scores (N, C) of the candidates of N target sessions, or, in a batch without, predictions (B, S, d).
+
+        With other tasks besides "where", the scores of each: (N, modes), (N, 49), and for "via" those of the candidates
+        of the targets that have a session before them in the batch, from which they are predicted.
 
         profile (B, 6), scenario (B, S, 6), place (B, S, 5), feedback (B, S, 2), via (B, S, 5), candidates (B, S, C, 5)
         are codes; mask (B, S) is True where there is a session, targets (B, S) where its candidates are to be scored.
         What stands at padding has no influence.
         """
-        predictions = self.predict(batch)
+        outputs = self._outputs(batch)
+        predictions = outputs[:, PROFILE_TOKENS::SESSION_TOKENS]
         if "candidates" not in batch:
             return predictions
-        targets = batch["targets"]
-        return self.score(predictions[targets], batch["candidates"][targets])
+        targets, candidates = batch["targets"], batch["candidates"]
+        where = self.score(predictions[targets], candidates[targets])
+        if not self.heads:
+            return where
+        scores = {"where": where}
+        for task, head in self.heads.items():
+            if task == "via":
+                following = targets[:, 1:]
+                intentions = outputs[:, PROFILE_TOKENS + 1 :: SESSION_TOKENS][:, :-1]
+                scores[task] = self.score(head(intentions[following]), candidates[:, 1:][following])
+            else:
+                scores[task] = head(predictions[targets])
+        return scores
 
     def predict(self, batch: Mapping[str, Tensor]) -> Tensor:
         """(B, S, d): the output at each session's scenario token."""
+        return self._outputs(batch)[:, PROFILE_TOKENS::SESSION_TOKENS]
+
+    def _outputs(self, batch: Mapping[str, Tensor]) -> Tensor:
         tokens, mask = self.tokens(batch)
-        return self.backbone(tokens, mask)[:, PROFILE_TOKENS::SESSION_TOKENS]
+        return self.backbone(tokens, mask)
 
     def tokens(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The sequence (B, 6 + 3S, d), and which of its tokens are valid."""

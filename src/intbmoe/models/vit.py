@@ -19,13 +19,14 @@ Parameters carry timm's names, so that weights of its DeiT models load without r
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from intbmoe.checks import require, require_state
-from intbmoe.settings import Checked, PositiveInt, Share
+from intbmoe.settings import Checked, Positive, PositiveInt, Share
 
 NORM_EPS = 1e-6
 INIT_STD = 0.02
@@ -55,6 +56,9 @@ class ViTConfig(Checked):
     """Which blocks hold a mixture, when the model is given one."""
     drop_path: Share = 0.1
     """Rate of stochastic depth in the last block; it grows linearly from 0 in the first."""
+    ffn_std: Positive | None = INIT_STD
+    """Of the truncated normal that the dense FFNs start from, the class token's too; None for nn.Linear's law, by which
+    mixtures start."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,10 +74,11 @@ class ViTConfig(Checked):
         return (self.image_size // self.patch_size) ** 2
 
 
-def _linear(inputs: int, outputs: int) -> nn.Linear:
-    """A linear map as DeiT starts it: weights from a truncated normal, bias zero."""
+def _linear(inputs: int, outputs: int, std: float | None = INIT_STD) -> nn.Linear:
+    """A linear map as DeiT starts it, weights from a truncated normal; as ``nn.Linear`` does for None. Bias zero."""
     layer = nn.Linear(inputs, outputs)
-    nn.init.trunc_normal_(layer.weight, std=INIT_STD)
+    if std is not None:
+        nn.init.trunc_normal_(layer.weight, std=std)
     nn.init.zeros_(layer.bias)
     return layer
 
@@ -109,8 +114,8 @@ class Mlp(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.fc1 = _linear(config.dim, config.hidden)
-        self.fc2 = _linear(config.hidden, config.dim)
+        self.fc1 = _linear(config.dim, config.hidden, config.ffn_std)
+        self.fc2 = _linear(config.hidden, config.dim, config.ffn_std)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x)))
@@ -158,6 +163,8 @@ class Block(nn.Module):
 
 class ViT(nn.Module):
     """Images to class scores. ``make_ffn`` makes the mixture of each MoE layer; without it the model is dense."""
+
+    DECAY_GROUPS: ClassVar = {"cls_token": "positions", "pos_embed": "positions"}
 
     def __init__(self, config: ViTConfig, make_ffn: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()

@@ -34,11 +34,11 @@ def choose_backend(
     """The fastest backend for numbers of ``dtype`` (None: that of ``x``) on the device of ``x``, here and now.
 
     None of them waits for the device or has a shape that depends on the data. A ``wanted`` one is returned if it can
-    run, else an error says why it cannot. ``has_native`` says that the caller can use the compiled library.
+    run, else an error says why it cannot. ``has_native`` says that the compiled library can do what the caller needs.
     """
     dtype = dtype or x.dtype
     if wanted is not None:
-        _require(wanted, x, dtype)
+        _require(wanted, x, dtype, has_native)
         return wanted
     plain = exporting() or transformed()  # an exported program must not need our kernels; torch.func does not know them
     if not plain and triton_runs(x.device, dtype):
@@ -63,7 +63,7 @@ def _native_runs(x: Tensor, dtype: torch.dtype) -> bool:
     return unobserved(x) and native.LIBRARY is not None and dtype in native.DTYPES
 
 
-def _require(backend: Backend, x: Tensor, dtype: torch.dtype) -> None:
+def _require(backend: Backend, x: Tensor, dtype: torch.dtype, has_native: bool) -> None:
     if backend in ("fused", "grouped") and has_dual_numbers():  # torch would drop their tangents without a word
         raise RuntimeError(
             f"backend {backend!r} has no forward-mode derivative: leave layer.backend None, or take 'tiled'"
@@ -73,6 +73,11 @@ def _require(backend: Backend, x: Tensor, dtype: torch.dtype) -> None:
         raise RuntimeError(
             f"backend 'fused' needs Triton and a CUDA device (or the CPU in Triton's interpreter, TRITON_INTERPRET=1), "
             f"in float32, bfloat16 or float16; {found}: leave layer.backend None to have it chosen"
+        )
+    if backend == "native" and not has_native:
+        raise RuntimeError(
+            "backend 'native' has no code for this layer's options (see repr(layer)): the compiled library runs the "
+            "paper's blocks only; leave layer.backend None to have one chosen"
         )
     if backend == "native" and native.LIBRARY is None:
         raise RuntimeError(f"backend 'native' needs the compiled library, which is {native.STATUS}")

@@ -1,12 +1,14 @@
 """How tokens run through composed blocks, backend by backend (``ops/backend.py``); all compute the same.
 
-fused and native are in ``ops/blocks/``, as is the specification, ``naive.py``; grouped and tiled are here.
+fused and native are in ``ops/blocks/``, as is the specification, ``naive.py``; grouped and tiled are here, and fused
+for the forms of a block that Triton's kernels do not know: then only its products and its dispatch are kernels.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from intbmoe.checks import require
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.blocks import Blocks, naive, native
 from intbmoe.ops.composed_mm import multiply
@@ -33,12 +35,13 @@ def run_blocks(
     ``complete`` says that no id is −1; ``dtype`` is a type that the caller casts to, which a backend may spare it.
     """
     count = blocks.weights[0].shape[0]
-    if backend == "fused":
+    if backend == "fused" and blocks.has_kernels:
         from intbmoe.ops.blocks import fused
 
         plan = permute(ids, count, backend)
         return fused.run_blocks(x, weights, shared, blocks, plan, dtype), plan.counts
     if backend == "native":
+        require(blocks.has_kernels, "backend", backend, "another for blocks that are not the paper's")
         return native.run_blocks(x, ids, weights, shared, blocks)
     if backend == "naive":
         y, load = naive.run_blocks(x, ids, weights, blocks), count_choices(ids, count)
@@ -58,15 +61,20 @@ def _run_rows(x: Tensor, blocks: Blocks, plan: Permutation) -> Tensor:
         z = multiply(cast(z, x.dtype), weight, plan.ends, plan.backend, complete=plan.complete)
         z = wide(z).add_(spread(bias, plan))
         if blocks.scale is not None:
-            z = dprg(z, blocks.gains[layer], blocks.scale)
+            gain = blocks.gains[layer] if blocks.gains else None
+            z = dprg(z, gain, blocks.scale, blocks.gate_shifts[layer] if blocks.gate_shifts else None)
         if layer < len(blocks.norms):
             z = F.layer_norm(z, z.shape[-1:], *blocks.norms[layer], naive.LAYER_NORM_EPS)
     return z
 
 
-def dprg(vg: Tensor, gain: Tensor, scale: Tensor) -> Tensor:
+def dprg(vg: Tensor, gain: Tensor | None, scale: Tensor, shift: Tensor | None = None) -> Tensor:
     """As ``naive.dprg``, on (M, 2·o) rows [v | g] → (M, o)."""
     v, g = vg.chunk(2, dim=-1)
+    if shift is not None:
+        return torch.addcmul(v, v, scale * F.silu(F.layer_norm(g, gain.shape, gain, shift, naive.LAYER_NORM_EPS)))
+    if gain is None:
+        return torch.addcmul(v, v, scale * F.silu(g))
     if torch.is_grad_enabled() or transformed():
         return torch.addcmul(v, v, scale * F.silu(F.rms_norm(g, gain.shape, gain, naive.RMS_EPS)))
     # Without gradients nothing need be kept: one buffer is written over and over.

@@ -5,6 +5,7 @@ A stacked network is written once, over an open linear map that ``rows``, ``batc
     rows      rows sorted by expert, each through its expert           sparse methods
     batch     (E, S, d), each expert on its own S inputs               Soft MoE, Expert Choice
     merged    (G, S, d), group g through the expert Σ_e a_{g,e} θ_e    parameters merged
+    composed  the same, of experts that ``compose`` built before       one composition for a whole text
 """
 
 import math
@@ -23,6 +24,7 @@ from intbmoe.ops.merged_mm import merged_mm
 from intbmoe.ops.permute import Permutation
 from intbmoe.ops.swiglu import swiglu
 from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
+from intbmoe.parts.linear import Linear, called, untouched
 from intbmoe.precision import linear
 from intbmoe.settings import PositiveInt
 
@@ -38,6 +40,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, backend: Backend | None = None) -> Tensor:
         """(…, d) → (…, d), in the type of ``x``; ``backend`` None chooses by the input."""
+        if not untouched(self.gate, self.up, self.down):
+            return called(x, lambda x: self.down(F.silu(self.gate(x)) * self.up(x)), self)
         inner = swiglu(x, self.gate.weight, self.up.weight, backend or choose_backend(x))
         return linear(inner, self.down.weight)
 
@@ -58,23 +62,33 @@ class StackedLinear(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def rows(self, z: Tensor, plan: Permutation) -> Tensor:
+    def forward(self, z: Tensor, way: Literal["rows", "batch", "merged"], *given: Any) -> Tensor:
+        """In one of three ways. Through the module's own call, where hooks, adapters and parametrisations expect it."""
+        return {"rows": self._rows, "batch": self._batch, "merged": self._merged}[way](z, *given)
+
+    def _rows(self, z: Tensor, plan: Permutation) -> Tensor:
         """(M, i) rows sorted by expert → (M, o)."""
         out = grouped_mm(z, self.weight.to(z.dtype), plan.ends, plan.backend, complete=plan.complete)
         return out if self.bias is None else out + spread(self.bias.to(z.dtype), plan)
 
-    def batch(self, z: Tensor) -> Tensor:
+    def _batch(self, z: Tensor) -> Tensor:
         """(E, S, i) → (E, S, o), expert e on its own inputs."""
         out = torch.bmm(z, self.weight.to(z.dtype))
         return out if self.bias is None else out + self.bias.to(z.dtype).unsqueeze(1)
 
-    def merged(self, z: Tensor, a: Tensor) -> Tensor:
+    def _merged(self, z: Tensor, a: Tensor) -> Tensor:
         """(G, S, i) inputs and (G, E) coefficients → (G, S, o)."""
         out = merged_mm(z, a, self.weight)
         return out if self.bias is None else out + (a @ self.bias.to(a.dtype)).to(z.dtype).unsqueeze(1)
 
+    def compose(self, a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """(G, E) coefficients → (G, i, o) weights and (G, 1, o) biases, merged in the type of ``a``."""
+        weight = torch.einsum("ge,eio->gio", a, self.weight.to(a.dtype)).to(dtype)
+        return weight, None if self.bias is None else (a @ self.bias.to(a.dtype)).to(dtype).unsqueeze(1)
+
 
 Apply = Callable[[StackedLinear, Tensor], Tensor]
+Composed = dict[str, tuple[Tensor, Tensor | None]]  # weight and bias of each linear map, by its name
 
 
 class StackedExperts(nn.Module):
@@ -89,13 +103,27 @@ class StackedExperts(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define network()")
 
     def rows(self, z: Tensor, plan: Permutation) -> Tensor:
-        return self.network(z, lambda layer, z: layer.rows(z, plan))
+        return self.network(z, lambda layer, z: layer(z, "rows", plan))
 
     def batch(self, z: Tensor) -> Tensor:
-        return self.network(z, lambda layer, z: layer.batch(z))
+        return self.network(z, lambda layer, z: layer(z, "batch"))
 
     def merged(self, z: Tensor, a: Tensor) -> Tensor:
-        return self.network(z, lambda layer, z: layer.merged(z, a))
+        return self.network(z, lambda layer, z: layer(z, "merged", a))
+
+    def compose(self, a: Tensor, dtype: torch.dtype) -> Composed:
+        """The experts that (G, E) coefficients merge, one per group, for any number of calls of ``composed``."""
+        return {name: layer.compose(a, dtype) for name, layer in self.named_children()}
+
+    def composed(self, z: Tensor, built: Composed) -> Tensor:
+        """(G, S, d) → (G, S, d), each group through its own."""
+        names = {layer: name for name, layer in self.named_children()}
+
+        def apply(layer: StackedLinear, z: Tensor) -> Tensor:
+            weight, bias = built[names[layer]]
+            return torch.bmm(z, weight) if bias is None else torch.baddbmm(bias, z, weight)
+
+        return self.network(z, apply)
 
     def route(self, x: Tensor, ids: Tensor, weights: Tensor, complete: bool = False) -> tuple[Tensor, Tensor]:
         """(N, d) tokens, (N, k) chosen experts (−1: none) and weights → weighted sums (N, d), load (E,).
@@ -153,7 +181,7 @@ class RoutedLayer(MoELayer):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.router = nn.Linear(self.config.dim, self.config.experts, bias=False)
+        self.router = Linear(self.config.dim, self.config.experts, bias=False)
         self.experts = self.config.make_experts()
 
     @property

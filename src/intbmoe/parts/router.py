@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from intbmoe.ops.backend import Backend, choose_backend
 from intbmoe.ops.choose import MOST_IN_ONE_KERNEL
 from intbmoe.ops.scores import router_scores
+from intbmoe.parts.linear import Linear
 
 
 class MLPRouter(nn.Module):
@@ -13,8 +14,8 @@ class MLPRouter(nn.Module):
 
     def __init__(self, dim: int, router_dim: int, choices: int) -> None:
         super().__init__()
-        self.hidden = nn.Linear(dim, router_dim)
-        self.scores = nn.Linear(router_dim, choices)
+        self.hidden = Linear(dim, router_dim)
+        self.scores = Linear(router_dim, choices)
 
     def forward(
         self, x: Tensor, dtype: torch.dtype | None = None, backend: Backend | None = None

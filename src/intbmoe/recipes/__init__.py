@@ -9,7 +9,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -17,7 +17,7 @@ from intbmoe.checks import did_you_mean
 from intbmoe.recipes.sets import SETS
 from intbmoe.registry import find_method, find_task, list_tasks, unknown_task
 from intbmoe.settings import field_types, from_plain, to_plain
-from intbmoe.tasks.recipe import MoESettings, Recipe, TrainSettings
+from intbmoe.tasks.recipe import DecayGroup, MoESettings, Recipe, TrainSettings
 
 __all__ = [
     "SETS",
@@ -46,20 +46,48 @@ def list_recipes() -> list[str]:
 
 def load_recipe(name: str | Path) -> Recipe:
     """The recipe of that name, or the one in a YAML file of yours: a path that ends in .yaml."""
-    path = Path(name)
-    if path.suffix not in SUFFIXES:
-        if str(name) not in list_recipes():
-            known = did_you_mean(str(name), list_recipes())
-            raise KeyError(f"no recipe is called {str(name)!r}: {known} (a file of your own ends in .yaml)")
-        path = FOLDER / f"{name}.yaml"
-    elif not path.is_file():
-        raise FileNotFoundError(f"there is no recipe file {path}")
+    path = _find(str(name))
+    data = _read(path)
     try:
-        return recipe_from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+        return recipe_from_dict(data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _find(name: str) -> Path:
+    path = Path(name)
+    if path.suffix not in SUFFIXES:
+        if name not in list_recipes():
+            known = did_you_mean(name, list_recipes())
+            raise KeyError(f"no recipe is called {name!r}: {known} (a file of your own ends in .yaml)")
+        return FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no recipe file {path}")
+    return path
+
+
+def _read(path: Path, above: tuple[Path, ...] = ()) -> Any:
+    """A file's content; ``base: NAME`` in it stands for all settings of that recipe that it does not give itself."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if not isinstance(data, Mapping) or "base" not in data:
+        return data
+    try:
+        base = _find(str(data["base"]))
+    except (KeyError, FileNotFoundError) as error:
+        raise ValueError(f"{path}: base: {error.args[0]}") from error
+    if base in (path, *above):
+        raise ValueError(f"{path}: base: {data['base']} is built on this recipe itself: name another")
+    own = {key: value for key, value in data.items() if key != "base"}
+    return _merged(_read(base, (path, *above)), own)
+
+
+def _merged(base: Any, own: Any) -> Any:
+    if not (isinstance(base, Mapping) and isinstance(own, Mapping)):
+        return own
+    return {**base, **{key: _merged(base.get(key), value) for key, value in own.items()}}
 
 
 def describe_recipe(name: str) -> str:
@@ -80,7 +108,7 @@ def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
     task = data.get("task")
     if task not in list_tasks():
         raise ValueError(f"task={task!r} is not allowed: {unknown_task(str(task))}")
-    recipe = from_plain(find_task(task).recipe_type, data, "")
+    recipe = from_plain(find_task(task).recipe_type, _in_todays_words(data), "")
     try:
         options = check_options(recipe.moe.name, recipe.moe.options)
     except KeyError as error:
@@ -106,25 +134,34 @@ def override(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     return recipe_from_dict(plain) if settings else recipe
 
 
+def _in_todays_words(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Runs of earlier versions say ``decay_all``, whose False spared all that can be spared."""
+    train = data.get("train")
+    if not isinstance(train, Mapping) or "decay_all" not in train:
+        return data
+    rest = {name: value for name, value in train.items() if name != "decay_all"}
+    return {**data, "train": {"undecayed": [] if train["decay_all"] else get_args(DecayGroup), **rest}}
+
+
 def option_types(method: str) -> dict[str, Any]:
     """What ``moe.options`` may set for a method, with types: the fields of its Config, all but the width ``dim``."""
     return {name: kind for name, kind in field_types(find_method(method).layer.Config).items() if name != "dim"}
 
 
-def require_options(method: str, names: Iterable[str]) -> None:
+def require_options(method: str, names: Iterable[str], where: str = "moe.options") -> None:
     known = option_types(method)
     for name in names:
         if name not in known:
-            raise ValueError(f"moe.options.{name}: {method} has no such option: {did_you_mean(name, known)}")
+            raise ValueError(f"{where}.{name}: {method} has no such option: {did_you_mean(name, known)}")
 
 
-def check_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def check_options(method: str, options: Mapping[str, Any], where: str = "moe.options") -> dict[str, Any]:
     """``options`` with names, types and values checked against the method's Config, as plain data."""
-    require_options(method, options)
+    require_options(method, options, where)
     known = option_types(method)
-    typed = {name: from_plain(known[name], value, f"moe.options.{name}") for name, value in options.items()}
+    typed = {name: from_plain(known[name], value, f"{where}.{name}") for name, value in options.items()}
     try:
         find_method(method).config(**{"dim": 8, "hidden": 8, **typed})  # sizes that any option goes with
     except ValueError as error:
-        raise ValueError(f"moe.options: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
     return {name: to_plain(value) for name, value in typed.items()}

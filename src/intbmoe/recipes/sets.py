@@ -12,9 +12,10 @@ where L = 2 is d → 4d → d), and a single layer, which has no inner width, ge
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 from intbmoe.budget import TABLE_1, TABLE_2
 from intbmoe.checks import did_you_mean
@@ -57,8 +58,14 @@ class VariantSet:
     make: Callable[[Recipe], list[Variant]]
 
 
-def find_variants(recipe: Recipe, choice: str) -> list[Variant]:
-    """The variants that ``choice`` names: methods and sets, with commas between them; each label once."""
+Options = Mapping[str, Mapping[str, Any]]  # by method
+
+
+def find_variants(recipe: Recipe, choice: str, options: Options | None = None) -> list[Variant]:
+    """The variants that ``choice`` names: methods and sets, with commas between them; each label once.
+
+    ``options`` of a method go to its plain row, on top of the budget, and into the title of that row.
+    """
     names = [name.strip() for name in choice.split(",") if name.strip()]
     if not names:
         raise KeyError("no method was named: all, or names from intbmoe methods with commas between them")
@@ -73,6 +80,14 @@ def find_variants(recipe: Recipe, choice: str) -> list[Variant]:
             raise KeyError(f"no method and no set is called {name!r}: {known}")
         for variant in variants:
             found.setdefault(variant.label, variant)
+    for name, given in (options or {}).items():
+        if name == recipe.moe.name:
+            raise ValueError(f"--options.{name}: it is the recipe's own method: --moe.options.{next(iter(given))}")
+        if name not in found:
+            raise ValueError(f"--options.{name}: not among --methods {choice}: add {name} there")
+        plain = found[name]
+        told = ", ".join(f"{option} = {value}" for option, value in given.items())
+        found[name] = Variant(f"{plain.title}, {told}", replace(plain.moe, options={**plain.moe.options, **given}))
     return list(found.values())
 
 

@@ -1,7 +1,7 @@
 """What the pictures share: the picture itself, colours, panels, axes."""
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from intbmoe.files import to_json
@@ -20,6 +21,13 @@ BLUE, ORANGE, GREY, GRID = "#0072b2", "#d55e00", "#777777", "#dddddd"
 EIGHT = (BLUE, "#e69f00", "#009e73", "#cc79a7", "#56b4e9", ORANGE, "#f0e442", "#999999")
 SHADES = (0.0, -0.45, 0.5)  # of the eight colours, where there are more blocks: as they are, darker, lighter
 DIVERGING = "RdBu_r"
+FAMILIES = {
+    "IntBMoE": (ORANGE, "*"),
+    "all experts take part": (BLUE, "s"),
+    "few experts take part": ("#e69f00", "o"),
+    "no experts": (GREY, "D"),
+}
+"""Colour and marker of a method's family (``registry.method_family``); the marker says again what the colour says."""
 FORMATS = ("png", "svg")
 LOAD_TITLES = {
     "utilisation": "utilisation (1: all get tokens)",
@@ -61,6 +69,16 @@ def save_pictures(pictures: Iterable[Picture], folder: Path) -> None:
         for form in FORMATS:
             (folder / f"{picture.name}.{form}").write_bytes(picture.content(form))
         (folder / f"{picture.name}.json").write_bytes(to_json(picture.caption()))
+
+
+def add_legend(figure: Figure, families: Container[str]) -> None:
+    """Below the figure: the ``families`` that are in it."""
+    handles = [
+        Line2D([], [], color=colour, marker=marker, linestyle="", markersize=8, label=name)
+        for name, (colour, marker) in FAMILIES.items()
+        if name in families
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
 
 
 def layer_title(name: str) -> str:

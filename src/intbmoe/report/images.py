@@ -61,11 +61,16 @@ def _from_svg(text: str) -> Image:
         raise ValueError("an SVG file without an svg element")
     sizes = [re.search(rf'\b{side}="([\d.]+)pt"', head[0]) for side in ("width", "height")]
     width, height = (round(float(size[1]) * CSS_DPI / POINTS) if size else 0 for size in sizes)
+    adapted = adapt_svg(text)
+    return Image(_uri("svg+xml", adapted.encode()), width, height, adapts=adapted != text)
+
+
+def adapt_svg(text: str) -> str:
+    """The SVG with colours of its own for dark screens, if it has no colours but those of ``DARK``."""
     drawn = re.sub(HEAT_MAP, "", text.lower(), flags=re.DOTALL)  # on whose cells nothing is written
-    adapts = set(re.findall(r"#[0-9a-f]{6}\b", drawn)) <= {WHITE, *DARK}
-    if adapts:
-        text = text[: head.end()] + _dark_style() + text[head.end() :]
-    return Image(_uri("svg+xml", text.encode()), width, height, adapts)
+    if not set(re.findall(r"#[0-9a-f]{6}\b", drawn)) <= {WHITE, *DARK}:
+        return text
+    return re.sub(r"<svg\b[^>]*>", lambda head: head[0] + _dark_style(), text, count=1)
 
 
 def _dark_style() -> str:

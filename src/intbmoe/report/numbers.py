@@ -20,6 +20,10 @@ def format_difference(metric: str, difference: float, points: str, sign: str = "
     return f"{difference:{sign}.4f}".replace("-", "−")
 
 
+def counted(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
 def axis_scale(metric: str) -> tuple[float, str]:
     """What a metric is multiplied by on an axis, and what is added to the axis's title."""
     return (100, " (%)") if metric.startswith("accuracy") else (1, "")

@@ -22,3 +22,13 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   });
 }
+// A picture wider than the screen moves under the finger; its frame says on which sides there is more of it.
+for (const plate of document.querySelectorAll(".plate")) {
+  const tell = () => {
+    const hidden = { left: plate.scrollLeft, right: plate.scrollWidth - plate.clientWidth - plate.scrollLeft };
+    plate.parentElement.dataset.more = Object.keys(hidden).filter((side) => hidden[side] > 2).join(" ");
+  };
+  plate.addEventListener("scroll", tell, { passive: true });
+  new ResizeObserver(tell).observe(plate);
+  tell();
+}

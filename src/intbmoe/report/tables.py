@@ -66,6 +66,7 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[str] = ()
     marked: frozenset[int] = frozenset()  # rows that stand out
+    starred: frozenset[int] = frozenset()  # rows whose name has a star on a page, as their points have in its pictures
     anchors: Sequence[str] = ()  # an id for each row, for links to it
     folded: bool = False  # shown on a page on request only
     records: Sequence[Mapping[str, Any]] = ()  # the rows as plain data, for CSV and JSON
@@ -100,13 +101,18 @@ class Table:
         return replace(self, columns=[self.columns[place] for place in places], rows=rows)
 
     def terminal(self, compact: bool = False) -> RichTable:
-        """For rich to print; a compact one has no frame, and headings on two lines, to fit into 80 columns."""
-        style = {"title_style": "bold", "box": SIMPLE_HEAD, "pad_edge": False} if compact else {"box": HEAVY_HEAD}
+        """For rich to print; a compact one has no frame and headings on two lines, to fit into 80 columns.
+
+        Where it does not fit all the same, long names are broken, never numbers.
+        """
+        bare = {"title_style": "bold", "box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
+        style = bare if compact else {"box": HEAVY_HEAD}
         table = RichTable(title=self.title, title_justify="left", **style)
         for column in self.columns:
             heading = column.title.replace(" (", "\n(") if compact else column.title
-            side = "right" if column.numeric else "left"
-            table.add_column(heading, justify=side, no_wrap=compact, vertical="bottom" if compact else "top")
+            side, foot = "right" if column.numeric else "left", "bottom" if compact else "top"
+            whole = compact and column.numeric
+            table.add_column(heading, justify=side, no_wrap=whole, overflow="fold", vertical=foot)
         for place, row in enumerate(self.rows):
             table.add_row(*(cell.text for cell in row), style="bold" if place in self.marked else None)
         return table
@@ -116,7 +122,7 @@ class Table:
         lines = [[column.title for column in self.columns], ["--:" if c.numeric else ":--" for c in self.columns]]
         for place, row in enumerate(self.rows):
             bold = "**" if place in self.marked else ""
-            lines.append([f"{bold}{cell.text}{bold}" for cell in row])
+            lines.append([f"{bold}{' '.join(filter(None, (cell.text, cell.small)))}{bold}" for cell in row])
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def markdown_document(self, *below: "Table") -> str:
@@ -132,7 +138,7 @@ class Table:
             writer = csv.writer(buffer, lineterminator=line_end)
             writer.writerow(header)
             for record in self.records:
-                values = (record[name] for name in header)
+                values = (record.get(name) for name in header)
                 writer.writerow([" ".join(map(str, v)) if isinstance(v, list) else v for v in values])
         return buffer.getvalue()
 

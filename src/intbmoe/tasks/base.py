@@ -45,6 +45,8 @@ class Task:
     metric: ClassVar[str] = "loss"
     """The metric that decides, such as "accuracy", one of those ``metrics`` gives."""
     higher_is_better: ClassVar[bool] = False
+    reported: ClassVar[Mapping[str, str]] = {}
+    """Further metrics that every table shows beside it, with their headings: those of the paper's tables."""
     causal: ClassVar[bool] = False
     """Whether the model predicts what comes next, so that no layer of it may look ahead."""
     dense_in_place: ClassVar[str | None] = None
@@ -81,13 +83,18 @@ class Task:
         raise self._lacks("make_model()")
 
     def read_split(self, name: str) -> Examples:
-        """``train`` (augmented), ``valid`` (held out of the training data) or ``test``."""
+        """``train`` (augmented), ``valid`` (held out of the training data, may be empty) or ``test``."""
         raise self._lacks("read_split(name)")
 
     def split(self, name: str) -> Examples:
         if name not in SPLITS:
             raise KeyError(f"no split is called {name!r}: {did_you_mean(name, SPLITS)}")
         return self.read_split(name)
+
+    def held_out(self) -> Examples:
+        """What no training saw, for checks that choose nothing: the validation split, or without one the test split."""
+        valid = self.split("valid")
+        return valid if len(valid) else self.split("test")
 
     def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:
         """What is done to a whole batch on its device before the model sees it (mixup, cutmix); None in evaluation."""
@@ -102,6 +109,14 @@ class Task:
         total, count = self.loss(model, batch)
         return {"count": count, "loss": total}
 
+    def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """``evaluate`` for each example by itself: (B,) sums, ``count`` and ``loss`` among them.
+
+        Two models are compared on the same examples with these, so that the error of their difference is known. What
+        needs it is left out of an analysis where a task does not define it.
+        """
+        raise self._lacks("evaluate_examples(model, batch)", "comparing two models on the same examples needs")
+
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Metrics from summed ``evaluate``: each sum divided by ``count``."""
         count = float(sums["count"])
@@ -114,7 +129,7 @@ class Task:
 
     def example_inputs(self) -> tuple[Any, ...]:
         """Inputs of one forward at batch 1, for counting FLOPs."""
-        return tuple(self._inputs_of(self.split("valid").batch([0], epoch=0, seed=0)))
+        return tuple(self._inputs_of(self.held_out().batch([0], epoch=0, seed=0)))
 
     # ---- export and serving -----------------------------------------------------------------------------------------
 
@@ -131,7 +146,7 @@ class Task:
         return Catalogue()
 
     def golden_requests(self, predictor: Predictor, count: int) -> list[Request]:
-        """Requests from the validation split, whose answers a server checks before it trusts an artifact."""
+        """Requests made of ``held_out`` examples, whose answers a server checks before it trusts an artifact."""
         return list(predictor.request_schema["examples"])
 
     def graph(self) -> Graph:
@@ -159,5 +174,5 @@ class Task:
             raise self._lacks("inputs, the entries of a batch that its model is called with")
         return [batch[name] for name in self.inputs]
 
-    def _lacks(self, what: str) -> NotImplementedError:
-        return NotImplementedError(f"{type(self).__name__} does not define {what}, which every task needs")
+    def _lacks(self, what: str, who: str = "every task needs") -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} does not define {what}, which {who}")

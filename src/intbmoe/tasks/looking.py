@@ -1,15 +1,18 @@
 """How a task's tokens are told apart and its examples are shown, for ``intbmoe analyse``."""
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 NO_LABEL = -1  # the label of tokens that a view does not count: padding, and what it does not speak of
 BUCKETS = 8
 MOST_EXAMPLES = 3
+MOST_LISTED = 30  # names in an error message
 Batch = dict[str, Tensor]
 
 
@@ -18,6 +21,50 @@ class View:
     name: str
     labels: tuple[str, ...]
     find: Callable[[Batch], Tensor]  # batch → (B, T) or (B, 1) places in ``labels``, or ``NO_LABEL``
+    words: tuple[tuple[str, ...], ...] = ()
+    """What else each label is called, where ``--classes`` may choose among them; empty where it may not."""
+    of_examples: Callable[[Any], np.ndarray] | None = None
+    """Examples → the one label of each, where all tokens of an example have it: others need not be read then."""
+
+    def places_of(self, wanted: Sequence[str]) -> list[int]:
+        """Where the wanted labels stand, each given by the label, another of its names, or its number."""
+        known: dict[str, list[int]] = {}
+        for place, words in enumerate(zip(self.labels, *zip(*self.words, strict=True), strict=True)):
+            for word in {word.casefold() for word in words}:
+                known.setdefault(word, []).append(place)
+        found = []
+        for word in wanted:
+            number = [int(word)] if word.isdecimal() and int(word) < len(self.labels) else []
+            places = known.get(word.casefold(), number)
+            if not places:
+                names = [words[0] for words in self.words]
+                near = difflib.get_close_matches(word.casefold(), known, n=1)
+                hint = f"did you mean {self.words[known[near[0]][0]][0]!r}?" if near else _some(names)
+                raise ValueError(f"no {self.name} is called {word!r}: {hint}")
+            if len(places) > 1:
+                numbers = ", ".join(map(str, places))
+                raise ValueError(f"{len(places)} labels of {self.name} are called {word!r}: give a number, {numbers}")
+            found += places
+        return list(dict.fromkeys(found))
+
+    def narrowed(self, places: Sequence[int]) -> "View":
+        """The labels at ``places`` alone, in that order; tokens of the others have no label."""
+        table = torch.full((len(self.labels) + 1,), NO_LABEL)  # whose last entry is that of NO_LABEL, −1
+        table[list(places)] = torch.arange(len(places))
+        labels = tuple(self.labels[place] for place in places)
+        words = tuple(self.words[place] for place in places)
+
+        def find(batch: Batch) -> Tensor:
+            found = self.find(batch)
+            return table.to(found.device)[found]
+
+        return View(self.name, labels, find, words)
+
+
+def _some(names: Sequence[str]) -> str:
+    if len(names) <= MOST_LISTED:
+        return f"known: {', '.join(names)}"
+    return f"there are {len(names)}, such as {', '.join(names[:3])}; their numbers 0 to {len(names) - 1} will do too"
 
 
 def position_view(length: int, valid: Callable[[Batch], Tensor]) -> View:

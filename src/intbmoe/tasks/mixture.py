@@ -15,7 +15,7 @@ def ffn_maker(moe: MoESettings, dim: int, hidden: int, **backbone: Any) -> Calla
     """What makes one layer of the recipe's method under the paper's budget; None for "dense", the backbone itself.
 
     With ``moe.options.hidden`` "dense" is a GELU FFN of that width where the others have their mixture. ``backbone``
-    says more of the FFN that is replaced, as ``match_budget`` takes it: ``expert``, ``tokens``.
+    says more of the FFN that is replaced, as ``match_budget`` takes it: ``expert``, ``tokens``, ``domain``.
     """
     find_method(moe.name)
     if moe.name == "dense":

@@ -14,6 +14,8 @@ def _names_a_folder(text: str) -> bool:
     return text.strip() not in ("", ".", "..") and not set(text) & set("/\\\0")
 
 
+DecayGroup = Literal["biases", "norms", "scales", "positions", "routers"]
+"""What ``train.undecayed`` may spare; modules say with ``DECAY_GROUPS`` what their parameters are."""
 FolderName = Annotated[str, MustBe("usable as the name of a folder", _names_a_folder)]
 
 
@@ -52,20 +54,22 @@ class TrainSettings(Checked):
     """Most examples one device takes at a time; None for all of its share. Accumulation follows from it."""
     lr: Positive = 1e-3
     """Peak learning rate."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """What the learning rate does after the warm-up."""
+    schedule: Literal["cosine", "epoch-cosine", "constant"] = "cosine"
+    """After the warm-up. epoch-cosine is timm's: one rate an epoch, and the cosine starts with the warm-up."""
     warmup: NonNegative = 0.0
     """Epochs of linear warm-up from warmup_lr."""
     warmup_lr: NonNegative = 1e-6
     """Where the warm-up starts."""
     final_lr: NonNegative = 1e-5
     """Where the cosine ends."""
+    cooldown: NonNegative = 0.0
+    """How many of the last epochs stay at final_lr, after a cosine that is shorter by as much."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates of the two moments."""
     weight_decay: NonNegative = 0.05
     """AdamW's weight decay."""
-    decay_all: bool = True
-    """Decay every parameter, as the paper states; False spares norms, biases, routers and codebooks."""
+    undecayed: tuple[DecayGroup, ...] = ()
+    """What weight decay spares; scales are single numbers and vectors: λ, thresholds. Nothing for plain AdamW."""
     clip: Positive | None = 1.0
     """Largest norm of the gradient; None for no clipping."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -80,6 +84,9 @@ class TrainSettings(Checked):
     """Epochs between evaluations on the validation split; the end is always evaluated."""
     checkpoint_every: PositiveInt = 500
     """Optimizer steps between checkpoints."""
+    report: Literal["last", "best"] = "last"
+    """Which evaluation of the test split counts: that of the last step, the only one; or the best of all, chosen on
+    the test split itself, as in the log of the released image code."""
     keep_checkpoints: PositiveInt = 2
     """How many of the latest checkpoints stay."""
     log_every: PositiveInt = 20
@@ -91,8 +98,12 @@ class TrainSettings(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        idle = self.cooldown and self.schedule == "constant"
+        require(not idle, "cooldown", self.cooldown, "0 with schedule 'constant', which never comes down to final_lr")
         if self.steps is None:
             require(self.warmup <= self.epochs, "warmup", self.warmup, f"at most epochs ({self.epochs})")
+            rest = self.epochs - self.warmup
+            require(self.cooldown <= rest, "cooldown", self.cooldown, f"at most epochs without the warm-up ({rest:g})")
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from intbmoe.layer import moe_layers, unwrap
+from intbmoe.layer import unwrap
 from intbmoe.precision import bfloat16_is_slow
+from intbmoe.steps import plan_steps
 from intbmoe.tasks.base import Examples, Task
 from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.data import BatchPlan, derive_seed, plan_batches
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.step import Stepper
 
-ROUTING_PARAMETERS = frozenset({"router", "codebook", "phi", "embeddings", "gate"})
-"""An MoE layer's attributes that decide where tokens go; ``experts.gate`` is a SwiGLU expert's matrix, and decays."""
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
 class Built(NamedTuple):
@@ -33,7 +33,9 @@ def build(task: Task, ranks: Ranks) -> Built:
     examples = task.split("train")
     plan = plan_batches(len(examples), settings, ranks.world)
     torch.manual_seed(derive_seed(settings.seed, "model"))
-    model = ranks.place(task.make_model().train(), settings)
+    model = task.make_model().train()
+    plan_steps(model, plan.steps)  # before the model is placed: a replica holds on to the buffers it was made with
+    model = ranks.place(model, settings)
     optimizer = make_optimizer(unwrap(model), settings)
     return Built(examples, plan, model, optimizer, Stepper(task, model, optimizer, ranks, settings))
 
@@ -53,24 +55,31 @@ def doubts(settings: TrainSettings, plan: BatchPlan, device: torch.device) -> It
         )
 
 
-def spared_from_decay(model: nn.Module) -> set[str]:
-    """Names of norms, biases (those of stacked experts have two dimensions), scales, thresholds and routing."""
-    spared = {name for name, value in model.named_parameters() if value.dim() <= 1 or name.rpartition(".")[2] == "bias"}
-    for prefix, layer in moe_layers(model):
-        for name, _ in layer.named_parameters():
-            if name.partition(".")[0] in ROUTING_PARAMETERS:
-                spared.add(f"{prefix}.{name}" if prefix else name)
-    return spared
+def decay_group(model: nn.Module, name: str) -> str:
+    """What ``train.undecayed`` calls the parameter ``name`` of ``model``; "weights" for what always decays.
+
+    Biases go by their name and norms by their module; for the rest the module that holds a parameter, or one around it,
+    says what it is (``DECAY_GROUPS``); of what nobody speaks for, single numbers and vectors are scales.
+    """
+    path = name.split(".")
+    owners = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
+    if path[-1] == "bias":  # those of stacked experts have two dimensions
+        return "biases"
+    if isinstance(owners[-1], NORMS):
+        return "norms"
+    for owner, attribute in zip(reversed(owners), reversed(path), strict=True):
+        if attribute in getattr(owner, "DECAY_GROUPS", {}):
+            return owner.DECAY_GROUPS[attribute]
+    return "scales" if model.get_parameter(name).dim() <= 1 else "weights"
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW that decays every parameter (``decay_all``), or has a second group of parameters that it does not decay."""
-    spared = set() if settings.decay_all else spared_from_decay(model)
-    decayed, plain = [], []
+    """AdamW; the parameters that ``undecayed`` spares, if there are any, are a second group."""
+    decayed, spared = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (plain if name in spared else decayed).append(parameter)
-    groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+            (spared if decay_group(model, name) in settings.undecayed else decayed).append(parameter)
+    groups = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=settings.lr,
@@ -81,11 +90,14 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ada
 
 
 def learning_rate(step: int, settings: TrainSettings, plan: BatchPlan) -> float:
-    """Of step ``step``, from 0: a line up to ``lr``, then constant or half a cosine, at ``final_lr`` after the end."""
-    warmup = round(settings.warmup * plan.steps_per_epoch)
+    """Of step ``step``, from 0: a line up to ``lr``, then constant or half a cosine down to ``final_lr``."""
+    warmup = start = round(settings.warmup * plan.steps_per_epoch)
+    end = plan.steps - round(settings.cooldown * plan.steps_per_epoch)
+    if settings.schedule == "epoch-cosine":
+        step, start = step - step % plan.steps_per_epoch, 0
     if step < warmup:
         return settings.warmup_lr + (settings.lr - settings.warmup_lr) * step / warmup
     if settings.schedule == "constant":
         return settings.lr
-    progress = (step - warmup) / max(1, plan.steps - warmup)
+    progress = min(1.0, (step - start) / max(1, end - start))
     return settings.final_lr + (settings.lr - settings.final_lr) * (1 + math.cos(math.pi * progress)) / 2

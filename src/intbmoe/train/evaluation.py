@@ -7,7 +7,7 @@ from torch import nn
 
 from intbmoe.layer import unwrap
 from intbmoe.tasks import make_task
-from intbmoe.tasks.base import Task
+from intbmoe.tasks.base import Examples, Task
 from intbmoe.train.data import evaluation_batches, read_ahead
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import TrainingError
@@ -40,9 +40,18 @@ def _load(run: RunDirectory) -> tuple[Task, nn.Module]:
     tensors = read_tensors(run.model_path, run.result["sha256"]["model.safetensors"])
     task = make_task(run.recipe)
     with torch.random.fork_rng(devices=[]):  # making a model draws random numbers; loading one should not
-        model = task.make_model()
+        model = task.make_model().eval()
     restore_model(model, tensors, str(run.model_path))
-    return task, model.eval()
+    return task, model
+
+
+def read_split(task: Task, split: str) -> Examples:
+    """The split, if it has examples; a recipe need not hold anything out for validation."""
+    examples = task.split(split)
+    if len(examples) == 0:
+        why = "nothing was held out for validation (take --split test)" if split == "valid" else "check the data"
+        raise TrainingError(f"the {split} split is empty: {why}")
+    return examples
 
 
 @torch.no_grad()
@@ -50,9 +59,7 @@ def evaluate_split(
     task: Task, model: nn.Module, split: str, ranks: Ranks, size: int, seed: int, workers: int
 ) -> dict[str, float]:
     """The task's metrics of ``split``, each example counted once; each rank takes ``size`` examples at a time."""
-    examples = task.split(split)
-    if len(examples) == 0:
-        raise TrainingError(f"the {split} split is empty")
+    examples = read_split(task, split)
     model = unwrap(model)
     mode = model.training
     model.eval()

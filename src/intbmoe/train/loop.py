@@ -85,6 +85,7 @@ class Training:
             for doubt in doubts(self.settings, self.plan, ranks.device):
                 self.progress.warn(doubt)
         self.checkpoints = CheckpointFolder(run.path / "checkpoints", self.settings.keep_checkpoints)
+        self.validates = len(self.task.split("valid")) > 0
         self.at, self.saved_step = self._resume()
         self.log: MetricsLog | None = None
         if ranks.main:
@@ -129,7 +130,7 @@ class Training:
             if last or at.step % settings.log_every == 0:
                 self._log_training(rate)
             if last or at.step % evaluate_every == 0:
-                at.valid = self._evaluate("valid")
+                self._look()
             self.progress.advance(at.step)
             if last or at.step % settings.checkpoint_every == 0:
                 self.save()
@@ -158,6 +159,16 @@ class Training:
         if self.log is not None:
             self.log.write_loads(self.at.step, loads)
 
+    def _look(self) -> None:
+        """Evaluate on the validation split, if there is one; and on the test split where the best is reported."""
+        if self.validates:
+            self.at.valid = self._evaluate("valid")
+        if self.settings.report == "best":
+            values, metric = self._evaluate("test"), self.task.metric
+            sign = 1 if self.task.higher_is_better else -1
+            if self.at.best is None or sign * values[metric] > sign * self.at.best[metric]:
+                self.at.best, self.at.best_step = values, self.at.step
+
     def _evaluate(self, split: str) -> dict[str, float]:
         size, seed, workers = self.plan.micro, self.settings.seed, self.settings.workers
         values = evaluate_split(self.task, self.model, split, self.ranks, size, seed, workers)
@@ -182,8 +193,9 @@ class Training:
         raise TrainingInterrupted(signum, message)
 
     def finish(self) -> None:
-        """Evaluate on the test split, for the first and only time, and write the results."""
-        test = self._evaluate("test")
+        """Evaluate on the test split, unless ``_look`` did so all along, and write the results."""
+        best = self.settings.report == "best"
+        test = self.at.best if best else self._evaluate("test")
         tensors = model_tensors(unwrap(self.model))
         if self.ranks.main:
             self.log.sync()
@@ -197,6 +209,8 @@ class Training:
                 "higher_is_better": self.task.higher_is_better,
                 "valid": self.at.valid,
                 "test": test,
+                "report": self.settings.report,
+                "test_step": self.at.best_step if best else self.plan.steps,
                 "params": sum(parameter.numel() for parameter in self.model.parameters()),
                 "steps": self.plan.steps,
                 "epochs": self.plan.steps / self.plan.steps_per_epoch,

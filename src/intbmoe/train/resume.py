@@ -112,6 +112,8 @@ class Standing:
     valid: dict[str, float] | None = None  # the last metrics on the validation split
     lengths: dict[str, int] = field(default_factory=dict)
     """Of the files of metrics and loads, as ``MetricsLog`` names them."""
+    best: dict[str, float] | None = None  # the best metrics on the test split, where these are reported
+    best_step: int = 0
 
 
 def make_checkpoint(standing: Standing, epoch: float, model: nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
@@ -135,6 +137,8 @@ def make_checkpoint(standing: Standing, epoch: float, model: nn.Module, optimize
         "seconds": standing.seconds,
         "window": standing.window.sums,
         "valid": standing.valid,
+        "best": standing.best,
+        "best_step": standing.best_step,
         "warned": {name: sorted(found) for name, layer in moe_layers(model) if (found := layer.statistics.warned)},
         **standing.lengths,
         "optimizer": [
@@ -162,10 +166,14 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
         layer.statistics.restore(window, state["warned"].get(name, ()))
     # Runs begun before there were loads have no length of theirs.
     lengths = {name: state[name] for name in ("metrics_length", "loads_length") if name in state}
-    return Standing(checkpoint.step, state["seconds"], Window(state["window"]), state["valid"], lengths)
+    window, best = Window(state["window"]), (state.get("best"), state.get("best_step", 0))
+    return Standing(checkpoint.step, state["seconds"], window, state["valid"], lengths, *best)
 
 
 def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    tensors = dict(tensors)
+    for name, layer in moe_layers(model):
+        layer.fit_state(tensors, f"{name}." if name else "")
     own = model.state_dict()
     try:
         require_state("its", tensors, own, dtypes=True)

@@ -54,8 +54,8 @@ def prepare(folder: Path) -> dict:
     result = {}
     for user, rows in users.items():
         rows.sort(key=lambda row: int(row["timestamp"]))  # stable: ties stay as they are in the table
-        sessions, before = [], None
-        for row in rows:
+        sessions, before, starts = [], None, []
+        for number, row in enumerate(rows):
             place, via, time = row_of[row["poi_id"]], row_of[row["via_poi_id"]], int(row["timestamp"])
             action, cell, region, weather, mode = (code(row, name) for name in CODED)
             joins = before is not None and place >= 0 and via < 0 and before[1:] == (place, via)
@@ -63,7 +63,11 @@ def prepare(folder: Path) -> dict:
                 sessions[-1] = (*sessions[-1][:1], action, *sessions[-1][2:6], mode or sessions[-1][6], via)
             else:
                 sessions.append((time, action, place, cell, region, weather, mode, via))
+                starts.append(number)
             before = (time, place, via)
+        ends = [*starts[1:], len(rows)] if starts else []
+        departures = [depart(rows, start, end) for start, end in zip(starts, ends, strict=True)]
+        sessions = [(*session, when) for session, when in zip(sessions, departures, strict=True)]
         profile = profiles.get(str(user))
         features = tuple(code(profile, name) if profile else 0 for name in profile_columns[1:])
         result[user] = (features, sessions)
@@ -72,6 +76,18 @@ def prepare(folder: Path) -> dict:
         for poi, place in places.items()
     }
     return {"places": described, "users": result, "sizes": {name: len(known) + 1 for name, known in codes.items()}}
+
+
+def depart(rows: list[dict[str, str]], start: int, end: int) -> int:
+    """1 + hours from row ``start`` until the user sets out for its place, 49 for two days and more or never."""
+    first = rows[start]
+    if not first["poi_id"]:
+        return 0
+    own = [row for row in rows[start:end] if row["action_type"] == "3"]
+    same = [row for row in rows[start:] if all(row[name] == first[name] for name in ("poi_id", "geographic_id"))]
+    for row in own + [row for row in same if row["action_type"] == "3"]:
+        return 1 + min((int(row["timestamp"]) - int(first["timestamp"])) // 3_600_000, 48)
+    return 49
 
 
 def shard_of(user: np.ndarray, shards: int) -> np.ndarray:

@@ -16,16 +16,17 @@ import numpy as np
 import pytest
 
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.travel.duck import Budget
+from intbmoe.tasks.travel.examples import JourneyReader
 from intbmoe.tasks.travel.generator import make_journeys
 from intbmoe.tasks.travel.inttravel import prepare
+from intbmoe.tasks.travel.rows import Budget
 from intbmoe.tasks.travel.store import open_journeys, read_json, shard_folder, write_json
 from intbmoe.tasks.travel.tables import POI_BY_CELL, POI_INFO, USER_ACTION, USER_PROFILE
-from intbmoe.tasks.travel.write import write_tables
+from inttravel_tables import write_tables
 
 pytest.importorskip("duckdb")
 TINY = Budget(chunk_bytes=20_000, shard_rows=2_000)
-FIELDS = ("time", "action", "place", "cell", "region", "weather", "mode", "via")
+FIELDS = ("time", "action", "place", "cell", "region", "weather", "mode", "via", "depart")
 
 
 def run(source: Path, target: Path, skip_bad: bool = False, budget: Budget | None = None, progress=None):
@@ -105,7 +106,7 @@ def write_random_tables(folder: Path, choose: random.Random) -> None:
         [
             choose.choice(users),
             choose.choice(minutes) * 60_000,
-            some((0, 1, 2, 7)),
+            some((0, 1, 2, 3, 7)),
             some(sorted(known)[:4], 0.1),
             some([*cells, 5]),
             some([*regions, 9]),
@@ -307,6 +308,17 @@ def test_a_table_changed_after_an_interruption_is_read_again(journeys, raw, tmp_
     run(tmp_path / "raw", tmp_path / "out", budget=TINY)
     run(raw, tmp_path / "fresh", budget=TINY)
     assert digest(tmp_path / "out") == digest(tmp_path / "fresh")
+
+
+def test_folders_prepared_before_departures_and_locations_were_there_still_open(raw, tmp_path):
+    run(raw, tmp_path)
+    for name in ("places/names", "places/longitude", "places/latitude", "shards/00000/depart"):
+        (tmp_path / f"{name}.npy").unlink()
+    data = open_journeys(tmp_path)
+    assert (data.places.longitude, data.places.names, data.shards[0].depart) == (None, None, None)
+    JourneyReader(data, 8)
+    with pytest.raises(DataError, match=r"do not say when users set out.*repeat intbmoe prepare inttravel"):
+        JourneyReader(data, 8, departures=True)
 
 
 def test_folders_that_cannot_be_opened_say_what_to_do(raw, tmp_path):

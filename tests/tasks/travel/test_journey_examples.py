@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from fake_journeys import HOUR, PLACES, fake_journeys, fake_places
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.travel.candidates import Candidates, session_keys
-from intbmoe.tasks.travel.examples import SPLITS, JourneyExamples, JourneyReader, find_windows, place_codes
+from intbmoe.tasks.travel.examples import (
+    SPLITS,
+    JourneyExamples,
+    JourneyReader,
+    find_windows,
+    place_codes,
+    split_ranges,
+)
 
 SESSIONS = 8
 
@@ -50,9 +57,10 @@ def test_every_session_is_a_target_of_its_own_split_exactly_once(counts, session
 @given(st.lists(st.integers(0, 25), min_size=1, max_size=8), st.integers(1, 9))
 @settings(deadline=None, max_examples=40)
 def test_windows_stay_with_their_user_and_have_as_much_history_as_there_is(counts, sessions):
-    shard = fake_journeys((counts,)).shards[0]
+    data = replace(fake_journeys((counts,)), test_from=600 * HOUR)
+    shard = data.shards[0]
     aimed = max(1, sessions // 2)
-    windows = find_windows(shard, 600 * HOUR, None, sessions, aimed)
+    windows = find_windows(shard, *split_ranges(data, shard, "test"), sessions, aimed)
     oldest, newest = shard.offsets[windows.user], shard.offsets[windows.user + 1]
     start = windows.stop - windows.length
     assert (windows.length <= sessions).all()
@@ -62,6 +70,29 @@ def test_windows_stay_with_their_user_and_have_as_much_history_as_there_is(count
     # The first target has sessions/2 before it, or all of the user's.
     history = windows.length - windows.targets
     assert ((history >= sessions - aimed) | (start == oldest)).all()
+
+
+@given(st.lists(st.integers(0, 25), min_size=1, max_size=8), st.integers(1, 9))
+@settings(deadline=None, max_examples=40)
+def test_the_newest_session_of_each_user_is_the_test(counts, sessions):
+    data = fake_journeys((counts, (4, 12)))
+    expected = {split: [] for split in SPLITS}
+    for number, shard in enumerate(data.shards):
+        for user in range(len(shard.offsets) - 1):
+            own = [(number, session) for session in range(shard.offsets[user], shard.offsets[user + 1])]
+            expected["train"] += own[:-2]
+            expected["valid"] += own[-2:-1]
+            expected["test"] += own[-1:]
+    reader = JourneyReader(data, sessions, by="newest")
+    for split in SPLITS:
+        windows = JourneyExamples(reader, split).windows
+        found = [
+            (number, session)
+            for number, part in enumerate(windows)
+            for stop, count in zip(part.stop.tolist(), part.targets.tolist(), strict=True)
+            for session in range(stop - count, stop)
+        ]
+        assert sorted(found) == expected[split]
 
 
 def test_no_target_of_training_comes_after_validation_begins():
@@ -163,6 +194,13 @@ def test_negatives_are_distinct_and_half_of_them_neighbours(cell):
     assert (near == np.maximum(np.minimum(32, size - 1), 64 - (PLACES - size))).all()
 
 
+def test_more_negatives_can_be_neighbours():
+    """The released code draws 50 of 64 in the true place's cell."""
+    places = fake_places(np.r_[np.ones(60), np.full(30, 2)])
+    drawn = Candidates(places, near=50).draw(np.arange(60), session_keys(1, 2, 3, np.arange(60)))
+    assert (places.cell[drawn[:, 1:]] == 1).sum(1).tolist() == [50] * 60
+
+
 def test_all_places_are_drawn_equally_often():
     places = fake_places(np.arange(90) % 2 + 1)
     drawn = Candidates(places, negatives=20).draw(np.zeros(9000, int), session_keys(0, 0, 0, np.arange(9000)))
@@ -205,6 +243,6 @@ def test_the_index_of_a_million_users_is_made_at_once():
     shard = fake_journeys(((3,),)).shards[0]
     repeated = {f.name: np.tile(getattr(shard, f.name), users) for f in fields(shard) if f.name in ("time", "place")}
     many = replace(shard, offsets=np.arange(users + 1) * 3, **repeated)
-    windows = find_windows(many, None, None, 40, 40)
+    windows = find_windows(many, many.offsets[:-1], many.offsets[1:], 40, 40)
     assert len(windows) == users
     assert sum(array.nbytes for array in vars(windows).values()) == 16 * users

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.travel.duck import Budget
 from intbmoe.tasks.travel.inttravel import prepare
+from intbmoe.tasks.travel.rows import Budget
 from intbmoe.tasks.travel.store import open_journeys
 
 pytest.importorskip("duckdb")
@@ -38,7 +38,9 @@ BY_CELL = rows("500 10,0.25,4,7", "501 11,1,0,7;12,0.5,4,8;13,0.125,4,8")
 CHUNKS = [Budget(), Budget(chunk_bytes=60)]
 
 
-def write(folder: Path, actions=ACTIONS, profiles=PROFILES, places=PLACES, by_cell=BY_CELL) -> Path:
+def write(
+    folder: Path, actions=ACTIONS, profiles=PROFILES, places=PLACES, by_cell=BY_CELL, locations: str | None = None
+) -> Path:
     folder.mkdir(exist_ok=True)
     for name, text in (
         ("user_action.csv", actions),
@@ -47,6 +49,8 @@ def write(folder: Path, actions=ACTIONS, profiles=PROFILES, places=PLACES, by_ce
         ("poi_info_groupby_geographic.csv", by_cell),
     ):
         (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    if locations is not None:
+        (folder / "poi_location.csv").write_text(locations)
     return folder
 
 
@@ -113,7 +117,24 @@ MALFORMED_CELLS = [
     (change(BY_CELL, 1, 0, "501"), "row 1, field geographic_id: 501, but place 10 has 500", "differs from poi_info"),
     (BY_CELL + rows("502 13,0.125,4,8"), "row 3, field geographic_id: place 13 has 502, but 501", "repeated place"),
 ]
+LOCATIONS = rows("poi_id longitude latitude name", "10 179.5 -16.5 Café", "13 -179 90 -", "12 - - x")
+MALFORMED_LOCATIONS = [
+    (change(LOCATIONS, 2, 1, "181"), "row 2, field longitude: place 10 lies beyond 180°", "not on Earth"),
+    (
+        change(LOCATIONS, 2, 2, ""),
+        "row 2, field longitude: place 10 has a longitude or",
+        "half a location",
+    ),
+    (change(LOCATIONS, 3, 2, "north"), "row 3, field latitude: 'north' is not a number", "not a number"),
+    (change(LOCATIONS, 4, 0, "99"), "row 4, field poi_id: place 99 is not a place of poi_info", "unknown place"),
+    (change(LOCATIONS, 4, 3, "x" * 201), "row 4, field name: 'x+…' is longer than 200 bytes", "long name"),
+    (LOCATIONS + rows("10 - - y"), "row 5, field poi_id: place 10 is already in .*row 2", "repeated place"),
+]
 MALFORMED_ELSEWHERE = [
+    *(
+        ("locations", "poi_location.csv", text, message, f"poi_location: {kind}")
+        for text, message, kind in MALFORMED_LOCATIONS
+    ),
     *(
         ("profiles", "user_info.csv", text, message, f"user_profile: {kind}")
         for text, message, kind in MALFORMED_PROFILES
@@ -145,6 +166,14 @@ def test_other_malformed_rows_stop_or_are_left_out(tmp_path, table, file, text, 
     with pytest.raises(DataError, match=rf"{source}/{file}, {message}.*--skip-bad"):
         run(source, tmp_path / "out")
     assert run(source, tmp_path / "out", skip_bad=True)[kind] == 1
+
+
+def test_places_carry_coordinates_and_names_where_they_are_given(tmp_path):
+    run(write(tmp_path / "raw", locations=LOCATIONS), tmp_path / "out")
+    places = open_journeys(tmp_path / "out").places  # 10, 11, 12, 13
+    assert [name.decode() for name in places.names.tolist()] == ["Café", "", "x", ""]
+    assert np.array_equal(places.longitude, [179.5, np.nan, np.nan, -179], equal_nan=True)
+    assert np.array_equal(places.latitude, [-16.5, np.nan, np.nan, 90], equal_nan=True)
 
 
 def test_several_malformed_rows_are_all_counted(tmp_path):

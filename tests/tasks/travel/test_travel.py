@@ -23,8 +23,8 @@ from intbmoe.tasks.travel.examples import JourneyExamples, JourneyReader
 from intbmoe.tasks.travel.floors import VisitCounter, floor_scores
 from intbmoe.tasks.travel.generator import make_journeys
 from intbmoe.tasks.travel.task import TravelData, TravelRecipe, ranking_sums
-from intbmoe.tasks.travel.write import write_tables
 from intbmoe.train import train
+from inttravel_tables import write_tables
 
 SMALL = TravelConfig(dim=16, depth=1, heads=2, hidden=24, sessions=8, place_rows=31, cell_rows=8, code_rows=64)
 
@@ -51,7 +51,10 @@ class Scores(nn.Module):
 def scored(rows):
     """A batch of one user whose sessions have these scores, the true place's first; all are targets but the last."""
     scores = torch.tensor([rows])
-    return {"scores": scores, "targets": torch.arange(len(rows)).unsqueeze(0) < len(rows) - 1}
+    targets = torch.arange(len(rows)).unsqueeze(0) < len(rows) - 1
+    candidates = torch.zeros(*scores.shape, 5, dtype=torch.int32)
+    candidates[..., 2] = torch.arange(scores.shape[2]) % 3 + 1  # the categories: 1, 2, 3, 1, 2, …
+    return {"scores": scores, "targets": targets, "candidates": candidates}
 
 
 def test_metrics_by_hand():
@@ -63,7 +66,10 @@ def test_metrics_by_hand():
     assert sums["count"] == 5
     assert metrics["HR@1"] == 1 / 5
     assert metrics["HR@5"] == 3 / 5
+    assert metrics["HR@2"] == metrics["NDCG@2"] == 1 / 5
     assert metrics["NDCG@5"] == pytest.approx((1 + 1 / math.log2(4) + 1 / math.log2(6)) / 5)
+    # Of the right category are the true place and the third and sixth of the others, which stand at rank 3 or 4.
+    assert [metrics[f"CIR@{n}"] for n in (1, 2, 5, 10)] == [4 / 5, 4 / 5, 0, 0]
     expected = F.cross_entropy(batch["scores"][0, :5], torch.zeros(5, dtype=torch.int64))
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-6)
     assert task.metric in metrics
@@ -71,12 +77,20 @@ def test_metrics_by_hand():
         task.metrics({"count": 0, "loss": 0, "HR@1": 0, "HR@5": 0, "NDCG@5": 0})
 
 
+def test_category_inconsistency_leaves_unknown_categories_out_and_counts_ties_against():
+    category = torch.tensor([[1, 2, 2], [0, 2, 2], [2, 2, 1]])
+    sums = ranking_sums(torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 2.0], [1.0, 1.0, 0.0]]), category)
+    assert sums["categories"] == 2
+    assert (sums["CIR@1"], sums["CIR@2"]) == (1, 0)
+
+
 def test_ties_and_what_is_no_number_count_against():
     flat = torch.zeros(1, 65)
-    assert ranking_sums(flat)["HR@5"] == 0
-    assert ranking_sums(torch.full((1, 65), torch.nan))["HR@5"] == 0
+    assert ranking_sums(flat, flat)["HR@5"] == 0
+    assert ranking_sums(torch.full((1, 65), torch.nan), flat)["HR@5"] == 0
     tied = torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, 0.0]])
-    assert (ranking_sums(tied)["HR@1"], ranking_sums(tied)["HR@5"]) == (0, 1)
+    sums = ranking_sums(tied, tied)
+    assert (sums["HR@1"], sums["HR@5"]) == (0, 1)
 
 
 def test_loss_is_a_sum_over_targets_and_sums_add_up():
@@ -138,7 +152,7 @@ def test_floors_are_counts_before_the_session(fake):
     expected = []
     for candidates in batch["candidates"][batch["targets"]][..., 0].tolist():
         expected.append([popular[c - 1] for c in candidates])
-    chunks = list(floor_scores(fake))
+    chunks = [scores for scores, _ in floor_scores(fake)]
     found = np.concatenate([chunk["popularity"] for chunk in chunks])
     assert sorted(found.tolist()) == sorted(expected)
     counted = np.concatenate([chunk["visit counter"] for chunk in chunks])
@@ -163,7 +177,7 @@ def test_floors_have_the_metrics_of_the_models(fake):
     floors = make_task(recipe()).floors()
     assert set(floors) == {"popularity", "visit counter"}
     for values in floors.values():
-        assert set(values) == {"HR@1", "HR@5", "NDCG@5"}
+        assert set(values) == {"HR@1", "HR@2", "HR@5", "NDCG@2", "NDCG@5", *(f"CIR@{n}" for n in (1, 2, 5, 10))}
         assert 0 <= values["HR@1"] <= values["NDCG@5"] <= values["HR@5"] <= 1
 
 
@@ -205,6 +219,14 @@ def test_inttravel_is_the_appendix():
     assert {name: found for name, (found, _) in stated.items()} == {name: value for name, (_, value) in stated.items()}
 
 
+def test_inttravel_released_is_the_released_code():
+    one, appendix = load_recipe("inttravel-released"), load_recipe("inttravel")
+    assert one.model.primes == (5_008_057, 5_008_121, 5_008_259, 5_008_433)
+    assert (one.model.dim // len(one.model.primes), one.model.table_std) == (24, 0.001)
+    assert (one.data.tasks, one.data.split, one.data.near_negatives) == (("where",), "newest", 50)
+    assert (one.train.lr, one.train.weight_decay, one.moe) == (1e-4, 1e-6, appendix.moe)
+
+
 def test_the_paper_size_model_takes_a_real_step(monkeypatch):
     """On two sequences of 40 sessions among places numbered up to 7.3 million."""
     small = fake_journeys(((45, 60),))
@@ -242,6 +264,9 @@ def test_the_paper_size_model_takes_a_real_step(monkeypatch):
     [
         (lambda: TravelData(source="yelp"), "source='yelp'.*'journeys' or 'inttravel'"),
         (lambda: TravelData(users=0), "users=0"),
+        (lambda: TravelData(tasks=("how",)), r"tasks=.*where among them"),
+        (lambda: TravelData(tasks=("where", "why")), r"tasks.*'why'"),
+        (lambda: TravelConfig(primes=(5, 7, 11, 13, 17)), r"primes=.*divide dim \(96\)"),
         (lambda: TravelData(utc_offset=25), "utc_offset=25"),
         (lambda: replace(recipe(), task="vision"), "task='vision'"),
         (lambda: TravelConfig(sessions=0), "sessions=0"),

@@ -186,3 +186,14 @@ def test_a_missing_timm_is_an_error_that_says_what_to_install(monkeypatch):
 def test_settings_are_checked(settings, message):
     with pytest.raises(ValueError, match=message):
         Augmentation(**settings)
+
+
+def test_timm_leaves_colour_jitter_out_beside_rand_augment():
+    """The released code asks for jitter 0.4 as well: what it gets is our transform, which asks for none."""
+    make = timm_data.timm_data().create_transform
+    asked = make(224, is_training=True, color_jitter=0.4, auto_augment="rand-m9-mstd0.5-inc1")
+    names = [type(step).__name__ for step in asked.transforms]
+    assert "RandAugment" in names
+    assert "ColorJitter" not in names
+    alone = make(224, is_training=True, color_jitter=0.4)
+    assert "ColorJitter" in [type(step).__name__ for step in alone.transforms]

@@ -1,5 +1,6 @@
 """Any folder of class folders: layouts, sizes, and the mistakes people make."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -133,11 +134,18 @@ def test_a_resolved_recipe_builds_its_model_without_the_data(tmp_path):
 
 def test_names_of_classes_may_be_given(tmp_path):
     folder = save_images(tmp_path / "pets")
-    (folder / "classes.txt").write_text("a cat\na dog\na cat\n", encoding="utf-8")
-    assert task_of(folder).class_names() == ("a cat (cat)", "a dog", "a cat (fish)")
-    (folder / "classes.txt").write_text("a cat\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"classes\.txt has 1 names, but there are 3 class folders"):
+    names = [{"label": label, "name": name} for label, name in enumerate(("a cat", "a dog", "a cat"))]
+    (folder / "classes.json").write_text(json.dumps(names), encoding="utf-8")
+    assert task_of(folder).class_names() == ("a cat (0)", "a dog", "a cat (2)")
+    (folder / "classes.json").write_text("a cat\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"classes\.json is not a list of objects with label, name"):
         task_of(folder).class_names()
+
+
+def test_nothing_need_be_held_out_for_validation(tmp_path):
+    save_images(tmp_path / "train", count=1)
+    save_images(tmp_path / "test", count=1)
+    assert lengths(task_of(tmp_path, valid_fraction=0)) == {"train": 3, "valid": 0, "test": 3}
 
 
 def test_other_files_are_another_fingerprint_and_are_refused(tmp_path):

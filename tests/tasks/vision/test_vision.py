@@ -160,7 +160,7 @@ def test_with_fewer_than_five_classes_the_top_five_are_all():
     ("make", "message"),
     [
         (lambda: VisionData(source="mnist"), "source='mnist'.*'digits', 'tiny-imagenet', 'imagenet'"),
-        (lambda: VisionData(valid_fraction=0.0), "valid_fraction=0.0"),
+        (lambda: VisionData(valid_fraction=-0.1), "valid_fraction=-0.1"),
         (lambda: VisionData(valid_fraction=1.0), "valid_fraction=1.0"),
         (lambda: recipe(augmentation=Augmentation(kind="deit")), "'none' or 'light' with 1 channel"),
         (lambda: recipe(augmentation=Augmentation(kind="light", pad=8)), r"pad=8 .*below image_size \(8\)"),

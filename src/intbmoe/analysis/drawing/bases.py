@@ -1,18 +1,18 @@
 """IntBMoE's expert bases: how blocks are composed of them, what is lost without each, what more of them cost."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from intbmoe.analysis.page import told_participation
 from intbmoe.report import canvas
 from intbmoe.report.canvas import BLUE, ORANGE, Data, Picture, layer_title, make_panels, tidy
-from intbmoe.report.numbers import flops_unit
+from intbmoe.report.numbers import flops_unit, format_difference
 
-FRACTIONS = ("accuracy", "HR@", "NDCG@")  # beginnings of metrics that are shares: their differences are in points
+SMALLEST_AXIS = 0.01  # of the whole loss: what the axis of participation reaches at least
 MIB = 2**20
 FORMS = {"": ("composed in every forward", BLUE, "-", "o"), "_precomposed": ("precomposed", ORANGE, "--", "s")}
 
@@ -55,71 +55,66 @@ def draw_coefficients(data: Data) -> list[Picture]:
 
 
 def draw_participation(data: Data) -> list[Picture]:
-    layers, metric = data["layers"], data["metric"]
-    factor, unit = (100, "percentage points") if metric.startswith(FRACTIONS) else (1, "nats")
-    drops = [[factor * drop for drop in layer["drops"]] for layer in layers]
-    told = f"loss of {metric}" if metric != "loss" else "rise of the loss"
-    figure, panels = make_panels(len(layers), canvas.bars_width(max(map(len, drops))), 2.8, f"{told}\n({unit})")
-    scale = signed_log_axis([drop for layer in drops for drop in layer if drop])
-    for axes, layer, values in zip(panels, layers, drops, strict=True):
-        # Logarithmic on both sides of zero: a base whose removal helps is shown, not cut off.
-        scale(axes)
-        better = [value < 0 for value in values]
-        bars = axes.bar(range(len(values)), values, color=[ORANGE if less else BLUE for less in better], width=0.75)
-        for bar, less in zip(bars, better, strict=True):
-            bar.set_hatch("///" if less else None)
-            bar.set_edgecolor("white")
-        canvas.mark(axes, [base for base, value in enumerate(values) if value == 0], "o", canvas.GREY)
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.axhline(factor * layer["mean"], color="black", linewidth=1, linestyle="--")
-        if layer["factor_alone"]:
-            axes.axhline(factor * layer["factor_alone"], color=canvas.GREY, linewidth=1, linestyle=":")
-        means = f"mean {factor * layer['mean']:.3g}, smallest {factor * layer['smallest']:.3g}"
-        tidy(axes, f"{layer_title(layer['layer'])}\n{means}", "expert base", ticks=8)
-    every = [
-        (value, layer["layer"], base)
-        for layer, row in zip(layers, drops, strict=True)
-        for base, value in enumerate(row)
-    ]
-    smallest, most = min(every), max(every)
-    helpful = sum(value > 0 for value, _, _ in every)
-    see = (
-        f"Without one base the model is worse in {helpful} of {len(every)} cases. The largest drop is {most[0]:.3g} "
-        f"{unit} (base {most[2]} of {layer_title(most[1])}), the smallest {smallest[0]:.3g}. "
-        f"Orange, hatched bars below zero: better without the base. Grey dots: no difference. "
-        f"Dashed: the layer's mean. Dotted: what the change of the factor does by itself."
+    """Bars from zero on a plain axis, each with two standard errors, and beside it what they are of the whole loss."""
+    layers, loss = data["layers"], data["full_loss"]
+    width = canvas.bars_width(max(len(layer["rises"]) for layer in layers))
+    figure, panels = make_panels(len(layers), width, 2.8, "rise of the loss")
+    reach = [(rise, 2 * (error or 0)) for of in layers for rise, error in zip(of["rises"], of["errors"], strict=True)]
+    # A rise of a thousandth of the loss should look like one, however small the others are.
+    ends = (
+        min(-SMALLEST_AXIS * loss / 4, *(rise - error for rise, error in reach)),
+        max(SMALLEST_AXIS * loss, *(rise + error for rise, error in reach)),
     )
+    for axes, layer in zip(panels, layers, strict=True):
+        axes.set_ylim(*(1.08 * end for end in ends))
+        _draw_rises(axes, layer)
+        means = f"mean {layer['mean']:.3g}, smallest {layer['smallest']:.3g}"
+        tidy(axes, f"{layer_title(layer['layer'])}\n{means}", "expert base", ticks=8, grid="y")
+    if loss > 0:
+        share = panels[-1].secondary_yaxis("right", functions=(lambda y: 100 * y / loss, lambda y: y * loss / 100))
+        share.set_ylabel("% of the loss with all bases", fontsize=8)
+        share.tick_params(labelsize=8)
+        share.spines["right"].set_visible(False)
     rule = (
         "its coefficients set to 0 and 1/√E to 1/√(E−1)"
         if data["coefficients"] == "linear"
         else "its coefficients set to 0 and the others divided by their sum"
     )
     how = (
-        f"Each expert base is taken out of all blocks of one layer at a time ({rule}), without retraining; {metric} of "
-        f"{data['examples']} examples of the {data['split']} split, which is {data['full']:.4f} with all bases. "
-        f"The axis is logarithmic on both sides of zero."
+        f"Each expert base is taken out of all blocks of one layer at a time ({rule}), without retraining; the mean "
+        f"loss of {data['examples']} examples of the {data['split']} split, which is {loss:.4g} with all bases. Both "
+        f"models see the same examples, so the standard error is that of their paired differences; it is about other "
+        f"examples, not about other trainings. Certain: Student's t, one-sided, with Holm's correction at 5 %."
     )
-    return [Picture("participation", "What the model loses without each expert base", see, how, figure)]
+    see = f"{_told_removals(data)} Whiskers: two standard errors. Dashed: the layer's mean. "
+    see += "Dotted: what the change of the factor does by itself. " if any(of["factor_alone"] for of in layers) else ""
+    return [Picture("participation", "What the model loses without each expert base", see.strip(), how, figure)]
 
 
-def signed_log_axis(values: Sequence[float]) -> Callable[[Axes], None]:
-    """What makes an axis logarithmic on both sides of zero, linear only below the smallest of the values."""
-    sizes = [abs(value) for value in values] or [1.0]
-    low, high = (math.floor(math.log10(size)) for size in (min(sizes), max(sizes)))
-    steps = (1, 2, 5) if high - low < 2 else (1,)
-    marks = [step * 10.0**power for power in range(low, high + 1) for step in steps]
-    marks = [mark for mark in marks if min(sizes) / 2 <= mark <= 1.5 * max(sizes)]
-    ends = [1.5 * sign * max([sign * value for value in values if sign * value > 0], default=0) for sign in (-1, 1)]
-    ticks = [tick for tick in (*(-mark for mark in marks), 0, *marks) if ends[0] <= tick <= ends[1]]
+def _draw_rises(axes: Axes, layer: Data) -> None:
+    rises, errors = layer["rises"], [2 * (error or 0) for error in layer["errors"]]
+    bars = axes.bar(range(len(rises)), rises, color=[ORANGE if rise < 0 else BLUE for rise in rises], width=0.75)
+    for bar, rise in zip(bars, rises, strict=True):
+        bar.set_hatch("///" if rise < 0 else None)
+        bar.set_edgecolor("white")
+    axes.errorbar(range(len(rises)), rises, yerr=errors, fmt="none", ecolor="#333333", elinewidth=1, capsize=2)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.axhline(layer["mean"], color="black", linewidth=1, linestyle="--")
+    if layer["factor_alone"]:
+        axes.axhline(layer["factor_alone"], color=canvas.GREY, linewidth=1, linestyle=":")
 
-    def apply(axes: Axes) -> None:
-        axes.set_yscale("symlog", linthresh=min(sizes), linscale=0.5)
-        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.set_yticks([], minor=True)
-        axes.set_ylim(*(ends if any(ends) else (-1, 1)))
-        axes.grid(axis="y", color=canvas.GRID, linewidth=0.6)
 
-    return apply
+def _told_removals(data: Data) -> str:
+    """How many removals hurt, how sure that is, and what the deciding metric says beside it."""
+    every = [(rise, layer["layer"], base) for layer in data["layers"] for base, rise in enumerate(layer["rises"])]
+    most, least = max(every), min(every)
+    drops = [drop for layer in data["layers"] for drop in layer["drops"]]
+    low, high = (format_difference(data["metric"], end, "points", "+") for end in (min(drops), max(drops)))
+    beside = "" if data["metric"] == "loss" else f" By {data['metric']} the model is worse by {low} to {high}."
+    return (
+        f"{told_participation(data)} The largest rise is {most[0]:.3g} (base {most[2]} of {layer_title(most[1])}), the "
+        f"smallest {least[0]:.3g}; orange, hatched bars below zero: a lower loss without the base.{beside}"
+    )
 
 
 def draw_cost(data: Data) -> list[Picture]:

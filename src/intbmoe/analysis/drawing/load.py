@@ -8,6 +8,7 @@ from matplotlib.ticker import MaxNLocator
 
 from intbmoe.report import canvas
 from intbmoe.report.canvas import BLUE, ORANGE, Data, Picture, layer_title, make_panels, tidy
+from intbmoe.report.numbers import counted
 
 MOST_LAYERS = 8  # lines in a panel; of more layers, so many are shown, evenly spread
 PANELS = {
@@ -39,11 +40,12 @@ def draw_load(data: Data) -> list[Picture]:
         canvas.number_columns(axes, layer["present"], unit)
         tidy(axes, f"{layer_title(layer['layer'])}\n{active}")
     dead = sum(len(layer["dead"]) for layer in layers)
+    crosses = "an orange cross" if dead == 1 else "orange crosses"
     worst = max(layers, key=lambda layer: layer["worst_case"] or 0)
     see = (
         f"Bars of equal height are an even load (dashed: the mean). The most uneven is {layer_title(worst['layer'])}, "
         f"whose fullest {unit} has {worst['worst_case'] or 0:.2f} times the mean. "
-        + (f"{dead} {unit}s got no token (orange crosses)." if dead else f"Every {unit} got tokens.")
+        + (f"{counted(dead, unit)} got no token ({crosses})." if dead else f"Every {unit} got tokens.")
         + _left_out(layers)
     )
     how = (

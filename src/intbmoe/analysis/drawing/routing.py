@@ -51,7 +51,7 @@ def _draw_view(view: Data, data: Data) -> Picture:
 def _farthest(view: Data) -> list[int]:
     """The rows to show, in their order: all, or the ``MOST_ROWS`` with the largest deviation in any layer."""
     rows = range(len(view["labels"]))
-    if len(rows) <= MOST_ROWS:
+    if len(rows) <= MOST_ROWS or view.get("chosen"):
         return list(rows)
 
     def distance(row: int) -> float:

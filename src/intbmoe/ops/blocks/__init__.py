@@ -14,8 +14,15 @@ class Blocks:
         Any, ...
     ]  # (K, d_{l−1}, P·d_l), value path and, if P = 2, gate path beside it: tensors or ``Pooled``
     biases: tuple[Tensor, ...]  # (K, P·d_l)
-    gains: tuple[Tensor, ...]  # (d_l,) gains of the gate's RMSNorm; empty without a gate
+    gains: tuple[Tensor, ...]  # (d_l,) gains of the gate's norm; empty without a gate or without its norm
     scale: Tensor | None  # λ, shape (1,); None without a gate
-    norms: tuple[tuple[Tensor, Tensor], ...]  # LayerNorm weight and bias after every internal layer but the last
+    norms: tuple[tuple[Tensor, Tensor], ...]  # LayerNorms' weights and biases between internal layers, or empty
     token_filter: Tensor | None  # W_x (d, d), the filter's map of the token; None without a filter
     block_filter: Tensor | None  # (K, d), the filter's term W_c c + b of each block; None without a filter
+    gate_shifts: tuple[Tensor, ...] = ()  # (d_l,) where the gate's norm is a LayerNorm; empty: it is the RMSNorm
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether these are the paper's blocks, for which there are kernels and compiled code."""
+        rms_gate = self.scale is None or (bool(self.gains) and not self.gate_shifts)
+        return rms_gate and len(self.norms) == len(self.weights) - 1

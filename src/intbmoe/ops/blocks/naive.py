@@ -31,12 +31,16 @@ def run_block(x: Tensor, blocks: Blocks, b: int) -> Tensor:
         z = z.to(weight.dtype) @ weight[b] + bias[b]
         if blocks.scale is not None:
             v, g = z.chunk(2, dim=-1)
-            z = dprg(v, g, blocks.gains[layer], blocks.scale)
+            gain = blocks.gains[layer] if blocks.gains else None
+            z = dprg(v, g, gain, blocks.scale, blocks.gate_shifts[layer] if blocks.gate_shifts else None)
         if layer < len(blocks.norms):
-            gain, shift = blocks.norms[layer]
-            z = z - z.mean(-1, keepdim=True)
-            z = z / torch.sqrt(z.square().mean(-1, keepdim=True) + LAYER_NORM_EPS) * gain + shift
+            z = layer_norm(z, *blocks.norms[layer])
     return z
+
+
+def layer_norm(z: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
+    z = z - z.mean(-1, keepdim=True)
+    return z / torch.sqrt(z.square().mean(-1, keepdim=True) + LAYER_NORM_EPS) * gain + shift
 
 
 def filter_tokens(x: Tensor, token_term: Tensor, block_term: Tensor) -> Tensor:
@@ -44,8 +48,14 @@ def filter_tokens(x: Tensor, token_term: Tensor, block_term: Tensor) -> Tensor:
     return x * torch.sigmoid(token_term + block_term)
 
 
-def dprg(v: Tensor, g: Tensor, gain: Tensor, scale: Tensor) -> Tensor:
-    """Dual-Path Residual Gating, value and gate (…, o) → v ⊙ (1 + λ·SiLU(RMSNorm(g)))."""
-    g = g / torch.sqrt(g.square().mean(-1, keepdim=True) + RMS_EPS) * gain
+def dprg(v: Tensor, g: Tensor, gain: Tensor | None, scale: Tensor, shift: Tensor | None = None) -> Tensor:
+    """Dual-Path Residual Gating, value and gate (…, o) → v ⊙ (1 + λ·SiLU(RMSNorm(g))).
+
+    With a ``shift`` the norm is a LayerNorm, without a ``gain`` there is none.
+    """
+    if shift is not None:
+        g = layer_norm(g, gain, shift)
+    elif gain is not None:
+        g = g / torch.sqrt(g.square().mean(-1, keepdim=True) + RMS_EPS) * gain
     silu = g * torch.sigmoid(g)
     return v * (1 + scale * silu)

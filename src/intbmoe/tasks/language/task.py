@@ -101,6 +101,7 @@ class LanguageTask(Task):
     causal = True
     dense_in_place = "swiglu"
     inputs = ("ids",)
+    reported: ClassVar = {"perplexity": "PPL"}
     preparations: ClassVar[Mapping[str, Preparation]] = {
         "minipile": Preparation(
             "a folder of MiniPile's parquet files, as Hugging Face has them", "intbmoe.tasks.language.minipile:prepare"
@@ -128,7 +129,7 @@ class LanguageTask(Task):
     def make_model(self) -> nn.Module:
         config = self.recipe.model
         require_known(config.vocabulary, "model.vocabulary")
-        return Llama(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, expert="swiglu"))
+        return Llama(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, expert="swiglu", domain="language"))
 
     def read_split(self, name: str) -> Examples:
         """``train``, ``valid`` or ``test``: other documents each, and always the same."""
@@ -158,6 +159,12 @@ class LanguageTask(Task):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         targets = batch["targets"]
         return cross_entropy_sum(model(batch["ids"]), targets), targets.new_full((), targets.numel(), dtype=torch.int64)
+
+    def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        targets = batch["targets"]
+        parts = zip(model(batch["ids"]), targets, strict=True)
+        losses = torch.stack([cross_entropy_sum(*part) for part in parts])
+        return {"count": torch.full_like(losses, targets.shape[1], dtype=torch.int64), "loss": losses}
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Mean cross-entropy of a token in nats, and its exponential."""

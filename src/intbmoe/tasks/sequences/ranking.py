@@ -24,12 +24,17 @@ def rank_of(scores: Tensor, target: Tensor) -> Tensor:
     return scores.shape[1] - below.sum(1)
 
 
-def ranking_sums(ranks: Tensor, new: Tensor) -> dict[str, Tensor]:
-    """Sums over the targets by metric, with ``count`` and ``count new``."""
+def ranking_gains(ranks: Tensor, new: Tensor) -> dict[str, Tensor]:
+    """(B,) what each target adds to each metric's sum, to ``count`` and to ``count new``."""
     gains = {f"HR@{k}": (ranks <= k).double() for k in HITS}
     gains[f"NDCG@{NDCG}"] = torch.where(ranks <= NDCG, 1 / torch.log2(1 + ranks.double()), 0)
     gains["count"] = torch.ones_like(ranks, dtype=torch.float64)
-    return {f"{name}{part}": (gain * of).sum() for part, of in (("", 1), (NEW, new)) for name, gain in gains.items()}
+    return {f"{name}{part}": gain * of for part, of in (("", 1), (NEW, new)) for name, gain in gains.items()}
+
+
+def ranking_sums(ranks: Tensor, new: Tensor) -> dict[str, Tensor]:
+    """Sums over the targets by metric, with ``count`` and ``count new``."""
+    return {name: gain.sum() for name, gain in ranking_gains(ranks, new).items()}
 
 
 def ranking_metrics(sums: Mapping[str, float]) -> dict[str, float]:

@@ -29,7 +29,7 @@ from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.sequences.datasets import save_events
 from intbmoe.tasks.sequences.examples import HeldOutEvents, TrainingWindows, require_splits
 from intbmoe.tasks.sequences.floors import item_floors
-from intbmoe.tasks.sequences.ranking import rank_of, ranking_metrics, ranking_sums
+from intbmoe.tasks.sequences.ranking import rank_of, ranking_gains, ranking_metrics
 from intbmoe.tasks.sequences.serving import ItemPredictor
 from intbmoe.tasks.sequences.source import ItemSequences, read_check_ins, read_item_lists
 from intbmoe.tasks.sequences.table import TableSettings, read_table
@@ -75,6 +75,7 @@ class SequencesRecipe(Recipe):
 class SequencesTask(Task):
     recipe_type: ClassVar[type[Recipe]] = SequencesRecipe
     metric = "HR@10"
+    reported: ClassVar = {"HR@1": "HR@1", "NDCG@10": "NDCG@10"}
     higher_is_better = True
     causal = True
     inputs = ("items",)
@@ -95,7 +96,7 @@ class SequencesTask(Task):
     def make_model(self) -> nn.Module:
         config = self.recipe.model
         require_known(config.items, "model.items")
-        return SequenceModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden))
+        return SequenceModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, domain="language"))
 
     def read_split(self, name: str) -> Examples:
         """``train`` (windows), ``valid`` (each user's last event but one) or ``test`` (the last)."""
@@ -131,9 +132,12 @@ class SequencesTask(Task):
         return -found.sum(), torch.tensor(len(found), device=found.device)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        return {name: values.sum() for name, values in self.evaluate_examples(model, batch).items()}
+
+    def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         scores, target = model(batch["items"]), batch["target"]
-        sums = ranking_sums(rank_of(scores, target), batch["new"])
-        return {**sums, "loss": -scores.gather(1, target.unsqueeze(1)).sum()}
+        gains = ranking_gains(rank_of(scores, target), batch["new"])
+        return {**gains, "loss": -scores.gather(1, target.unsqueeze(1)).squeeze(1)}
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {**ranking_metrics(sums), "loss": float(sums["loss"]) / float(sums["count"])}

@@ -58,8 +58,55 @@ forms["history"] = {
     if (form.visited) found.visited = form.visited.value;
     return found;
   },
-  show: showResults,
+  show(answer) {
+    showResults(answer);
+    for (const [name, title] of [["how", "How"], ["when", "When"]]) {
+      const found = (answer[name] ?? []).filter((one) => one.score >= 0.005);
+      if (found.length) $("answer").append(make("p", {}, make("strong", {}, title + ": "), found.map(likely).join(", ")));
+    }
+    if (!answer.viewport) return;
+    document.querySelectorAll(".results .bar + span").forEach((name, at) => name.prepend(`${at + 1}. `));
+    $("answer").append(drawMap(answer));
+  },
 };
+
+function likely(one) {
+  const hours = one.hours === 0 ? "within the hour" : one.hours >= 48 ? "in two days or never" : `in ${one.hours} h`;
+  return `${one.hours === undefined ? "mode " + one.id : hours} (${Math.round(100 * one.score)} %)`;
+}
+
+// The places as numbered points on a plane, without any map behind them: longitudes shrink with the cosine of the
+// latitude, and a viewport that crosses the antimeridian goes on beyond 180°.
+function drawMap({ results, viewport }) {
+  const KM = 111.195, WIDTH = 320, EDGE = 22, degrees = (d) => (d * Math.PI) / 180;
+  const wide = (longitude) => (longitude - viewport.west + 360) % 360;
+  const shrink = Math.max(0.01, Math.cos(degrees((viewport.south + viewport.north) / 2)));
+  const across = wide(viewport.east) * shrink * KM, along = (viewport.north - viewport.south) * KM;
+  const shown = Math.max(across, along, 0.1);  // kilometres of the longer side
+  const scale = (WIDTH - 2 * EDGE) / shown, height = Math.max(along * scale, 60) + 2 * EDGE + 22;
+  const left = (WIDTH - across * scale) / 2, top = (height - 22 - along * scale) / 2;
+  const draw = (tag, attributes, ...inside) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    element.append(...inside);
+    return element;
+  };
+  const points = results.map((one, at) => [one, at + 1]).filter(([one]) => one.longitude !== undefined);
+  const size = (km) => (km >= 1 ? `${Number(km.toPrecision(2))} km` : `${Math.round(km * 1000)} m`);
+  const map = draw("svg", { viewBox: `0 0 ${WIDTH} ${height}`, class: "map", role: "img",
+    "aria-label": `A map of ${points.length} places, ${size(across)} by ${size(along)}` });
+  for (const [one, rank] of points.reverse()) {  // the best lies on top
+    const x = left + wide(one.longitude) * shrink * KM * scale, y = top + (viewport.north - one.latitude) * KM * scale;
+    map.append(draw("g", { transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})` },
+      draw("title", {}, `${rank}. ${one.name ?? one.id}: ${one.latitude.toFixed(5)}, ${one.longitude.toFixed(5)}`),
+      draw("circle", { r: 9 }), draw("text", { dy: ".35em" }, String(rank))));
+  }
+  const most = (WIDTH / 3) / scale, power = 10 ** Math.floor(Math.log10(most));
+  const length = power * [5, 2, 1].find((step) => step * power <= most), y = height - 8;
+  map.append(draw("path", { class: "scale", d: `M ${EDGE} ${y - 5} V ${y} H ${(EDGE + length * scale).toFixed(1)} V ${y - 5}` }),
+    draw("text", { class: "scale", x: EDGE + length * scale + 6, y }, size(length)));
+  return map;
+}
 
 function shortTime(time) { return time === undefined ? "?" : new Date(time).toISOString().slice(0, 16).replace("T", " "); }
 

@@ -11,16 +11,18 @@ import numpy as np
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.travel.data import Places
 
-NEGATIVES = 64
+NEGATIVES, NEAR = 64, 32
 
 
 class Candidates:
-    def __init__(self, places: Places, negatives: int = NEGATIVES) -> None:
+    def __init__(self, places: Places, negatives: int = NEGATIVES, near: int | None = None) -> None:
+        """``near`` of the negatives are neighbours; None for half of them."""
         total = len(places.cell_places)
         if total <= negatives:
             raise DataError(f"there are {total} places: {negatives} negatives and a true one need {negatives + 1}")
         self.places = places
         self.negatives = negatives
+        self.near = negatives // 2 if near is None else near
         self._position = np.empty(total, np.int64)  # where a place stands in ``cell_places``
         self._position[places.cell_places] = np.arange(total)
 
@@ -31,8 +33,8 @@ class Candidates:
         cell = self.places.cell[answers]
         start, stop = self.places.cell_offsets[cell], self.places.cell_offsets[cell + 1]
         near, far = stop - start - 1, total - (stop - start)
-        # Half are neighbours; fewer where there are fewer, more where there is hardly anything else.
-        neighbours = np.maximum(np.minimum(n // 2, near), n - far)
+        # Fewer are neighbours where there are fewer, more where there is hardly anything else.
+        neighbours = np.maximum(np.minimum(self.near, near), n - far)
         bits = _mix(keys[:, None] + np.arange(1, 2 * n + 1, dtype=np.uint64) * _STEP)
         local = start[:, None] + _distinct(bits[:, :n], near, neighbours)
         local += local >= position[:, None]  # the true place is passed over

@@ -23,6 +23,8 @@ NEIGHBOURHOODS = np.array(
 )
 SHARES = (0.4, 0.2, 0.15, 0.25)  # of the neighbourhoods, among the cells
 NEARNESS = 1.1  # how far a trip goes: the attraction of a cell falls by e for each 1.1 cells of distance
+SOUTH, WEST = 48.0, 11.0  # degrees: where the city lies is made up too
+KILOMETRE = 1 / 111.195  # in degrees of latitude
 REGION_SIDE = 4  # a region is a square of so many cells
 TASTES = (7.0, 2.0, -7.0)  # what a point of score is worth to who follows the crowd, hardly cares, avoids it
 
@@ -52,6 +54,18 @@ class City:
             wanted = np.searchsorted(appeal, low + chance[mine, 1] * (high - low), side="right") - 1
             place[mine] = np.clip(wanted, first[mine], last[mine] - 1)
         return place
+
+
+def locate(city: City, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Longitude, latitude and name of ``places``, in cells of one kilometre; nothing that a model reads."""
+    row, column = np.divmod(city.cell[places], round(len(city.region) ** 0.5))
+    inside = np.random.default_rng(len(places)).random((2, len(places)))
+    latitude = SOUTH + (row + inside[0]) * KILOMETRE
+    longitude = WEST + (column + inside[1]) * KILOMETRE / np.cos(np.radians(SOUTH))
+    kind = city.category[places]
+    number = places - np.searchsorted(city.category, kind) + 1  # places are numbered by category
+    names = [f"{CATEGORY_NAMES[k]} {n}".encode() for k, n in zip(kind.tolist(), number.tolist(), strict=True)]
+    return longitude, latitude, np.array(names)
 
 
 def make_city(random: np.random.Generator, side: int) -> City:

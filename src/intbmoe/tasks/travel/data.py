@@ -5,12 +5,14 @@ scenario (where and when the user is: known before), ``place`` is the intention 
 and ``via`` are feedback (known after).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 PROFILE_FEATURES = 6
+HOUR = 3_600_000  # milliseconds
+LATEST_DEPARTURE = 48  # hours: from here on "when" is not told apart
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,9 @@ class Places:
     region: np.ndarray  # (P,) int32: code of administrative_region_id
     cell_offsets: np.ndarray  # (C + 1,) int64: cell c has ``cell_places[cell_offsets[c]:cell_offsets[c + 1]]``
     cell_places: np.ndarray  # (P,) int32 rows, ascending within a cell
+    longitude: np.ndarray | None = None  # (P,) float64, degrees, NaN where it is not known; None: nowhere is
+    latitude: np.ndarray | None = None
+    names: np.ndarray | None = None  # (P,) UTF-8 in numpy's bytes, empty for none; None: no place has one
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Sessions:
     weather: np.ndarray
     mode: np.ndarray
     via: np.ndarray  # (S,) int32: row of Places, −1 for none
+    depart: np.ndarray | None = None  # (S,) int32: ``find_departures``; None in folders prepared before that was there
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,39 @@ class JourneyData:
     sizes: Sizes
     valid_from: int  # milliseconds: sessions before it are for training
     test_from: int  # milliseconds: sessions from here on are the test split, those in between validation
+
+
+def find_departures(rows: Mapping[str, np.ndarray], first: np.ndarray, sets_out: np.ndarray) -> np.ndarray:
+    """(S,) 1 + the hours from each session's start until the user sets out for its place; 49 for two days and more.
+
+    ``rows`` (N,) are sorted by user and time, ``first`` (S,) are those that begin a session and ``sets_out`` (N,) those
+    in which navigation starts. The first of the session counts, else the user's next one to the same place from the
+    same cell. 49 stands for never, too, and 0 for a session without a place.
+    """
+    user, place, cell, time = (rows[name] for name in ("user", "place", "cell", "time"))
+    number = len(user)
+    if not number:
+        return np.zeros(0, np.int32)
+    own = _next_true(sets_out)[first]
+    own = np.where(own < np.append(first[1:], number), own, number)
+    order = np.lexsort((cell, place, user))  # stable: by time within a group
+    changes = [column[order][1:] != column[order][:-1] for column in (user, place, cell)]
+    group = np.append(0, np.cumsum(np.logical_or.reduce(changes)))
+    later = _next_true(sets_out[order])
+    within = later < number
+    within[within] = group[later[within]] == group[within]
+    elsewhere = np.empty(number, np.int64)
+    elsewhere[order] = np.where(within, order[np.minimum(later, number - 1)], number)
+    found = np.where(own < number, own, elsewhere[first])
+    hours = (time[np.minimum(found, number - 1)] - time[first]) // HOUR
+    code = 1 + np.where(found < number, np.minimum(hours, LATEST_DEPARTURE), LATEST_DEPARTURE)
+    return np.where(place[first] >= 0, code, 0).astype(np.int32)
+
+
+def _next_true(flags: np.ndarray) -> np.ndarray:
+    """(N,) where the next True stands, at each place or after it; N for none."""
+    at = np.where(flags, np.arange(len(flags)), len(flags))
+    return np.minimum.accumulate(at[::-1])[::-1]
 
 
 def group_by_cell(cell: np.ndarray, cells: int) -> tuple[np.ndarray, np.ndarray]:

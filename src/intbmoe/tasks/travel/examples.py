@@ -2,15 +2,16 @@
 
 Letters: ``B`` windows, ``S`` sessions in the longest window, ``C`` candidates.
 
-The split is by time. A session's destination is a target of the split in whose range its time lies, of no other, and
-exactly once; the sessions before it are its history, whichever range they are from.
+The split is by time, or each user's newest session is the test and the one before it validation. A session's
+destination is a target of one split, exactly once; the sessions before it are its history, whichever split they are of.
 
     train        windows that do not overlap, from a user's last training session backwards; all sessions are targets
     valid, test  at most the last S/2 sessions of a window are targets: S/2 sessions, or all there are, come before each
 
 A batch has ``profile`` (B, 6), ``scenario`` (B, S, 6), ``place`` (B, S, 5), ``feedback`` (B, S, 2), ``via`` (B, S, 5)
 and ``candidates`` (B, S, C, 5), codes in int32 as ``models/travel.py`` describes them; ``mask`` (B, S), where there is
-a session, and ``targets`` (B, S), where its destination is to be predicted; the true one is candidate 0.
+a session, and ``targets`` (B, S), where its destination is to be predicted; the true one is candidate 0. With the task
+"when", ``depart`` (B, S) has the codes of ``find_departures``.
 """
 
 from collections.abc import Sequence
@@ -20,12 +21,13 @@ import numpy as np
 import torch
 
 from intbmoe.tasks.base import Batch
-from intbmoe.tasks.travel.candidates import Candidates, session_keys
-from intbmoe.tasks.travel.data import JourneyData, Places, Sessions
+from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.travel.candidates import NEAR, Candidates, session_keys
+from intbmoe.tasks.travel.data import HOUR, JourneyData, Places, Sessions
 
 SPLITS = ("train", "valid", "test")
-HOUR = 3_600_000  # milliseconds
 SCORE_CODES = 32
+MINUTE = 60_000  # milliseconds
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,24 @@ class Windows:
         return Windows(self.user[indices], self.stop[indices], self.length[indices], self.targets[indices])
 
 
-def find_windows(shard: Sessions, start: int | None, end: int | None, sessions: int, targets: int) -> Windows:
-    """Windows of at most ``sessions``, whose last ``targets`` or fewer have start ≤ time < end (None: no bound)."""
+def split_ranges(data: JourneyData, shard: Sessions, split: str, by: str = "time") -> tuple[np.ndarray, np.ndarray]:
+    """(U,) the first session of each user in a split, and the one after the last."""
     offsets = np.asarray(shard.offsets)
     oldest, newest = offsets[:-1], offsets[1:]
+    if by == "newest":
+        edges = {"train": oldest, "valid": np.maximum(newest - 2, oldest), "test": np.maximum(newest - 1, oldest)}
+        ends = {"train": edges["valid"], "valid": edges["test"], "test": newest}
+        return edges[split], ends[split]
+    starts = {"train": None, "valid": data.valid_from, "test": data.test_from, "end": None}
+    following = dict(zip(SPLITS, ("valid", "test", "end"), strict=True))
+    start, end = starts[split], starts[following[split]]
     first = oldest if start is None else oldest + _count_before(shard, start)
-    last = newest if end is None else oldest + _count_before(shard, end)
+    return first, newest if end is None else oldest + _count_before(shard, end)
+
+
+def find_windows(shard: Sessions, first: np.ndarray, last: np.ndarray, sessions: int, targets: int) -> Windows:
+    """Windows of at most ``sessions``, whose last ``targets`` or fewer are from ``first`` (U,) to before ``last``."""
+    oldest = np.asarray(shard.offsets)[:-1]
     number = -(-(last - first) // targets)
     user = np.repeat(np.arange(len(number), dtype=np.int32), number)
     back = np.arange(len(user)) - np.repeat(np.cumsum(number) - number, number)
@@ -77,13 +91,36 @@ def place_codes(places: Places) -> np.ndarray:
     return codes
 
 
+def time_codes(time: np.ndarray, before: np.ndarray, clock: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes of hour, weekday and gap of sessions, from their times and those of the sessions before, −1 for none."""
+    hours = (time + clock) // HOUR
+    weekday = (hours // 24 + 3) % 7  # 1 January 1970 was a Thursday, day 3 of a week from Monday
+    # 1 + ⌊log₂(1 + minutes)⌋: minutes matter after an hour, days after a week.
+    gap = 1 + np.log2(1 + (time - before) / MINUTE).astype(np.int64)
+    return 1 + hours % 24, 1 + weekday, np.where(before >= 0, gap, 0)
+
+
 class JourneyReader:
     """Reads windows of a data set into batches; holds what all splits share."""
 
-    def __init__(self, data: JourneyData, sessions: int, utc_offset: float = 0.0) -> None:
-        self.data, self.sessions = data, sessions
+    def __init__(
+        self,
+        data: JourneyData,
+        sessions: int,
+        utc_offset: float = 0.0,
+        *,
+        departures: bool = False,
+        by: str = "time",
+        near: int = NEAR,
+    ) -> None:
+        """``departures``: batches have ``depart``. ``by``: how sessions are split, by time or by newest."""
+        if departures and data.shards[0].depart is None:
+            raise DataError(
+                "the prepared journeys do not say when users set out: delete them and repeat intbmoe prepare inttravel"
+            )
+        self.data, self.sessions, self.departures, self.by = data, sessions, departures, by
         self.clock = round(utc_offset * HOUR)
-        self.candidates = Candidates(data.places)
+        self.candidates = Candidates(data.places, near=near)
         self.codes = place_codes(data.places)
 
     def new_arrays(self, size: int) -> dict[str, np.ndarray]:
@@ -92,6 +129,8 @@ class JourneyReader:
         widths["candidates"] = (1 + self.candidates.negatives, 5)
         codes = {name: np.zeros((*shape, *width), np.int32) for name, width in widths.items()}
         flags = {name: np.zeros(shape, bool) for name in ("mask", "targets")}
+        if self.departures:
+            codes["depart"] = np.zeros(shape, np.int32)
         return {"profile": np.zeros((size, 6), np.int32), **codes, **flags}
 
     def fill(
@@ -111,19 +150,17 @@ class JourneyReader:
         arrays["via"][where] = self.codes[shard.via[at] + 1]
         target = (column >= (length - windows.targets)[row]) & (shard.place[at] >= 0)
         arrays["targets"][where] = target
+        if self.departures:
+            arrays["depart"][where] = shard.depart[at]
         at = at[target]
         drawn = self.candidates.draw(shard.place[at], session_keys(seed, epoch, number, at))
         arrays["candidates"][rows[row[target]], column[target]] = self.codes[drawn + 1]
 
     def _scenario(self, shard: Sessions, at: np.ndarray, oldest: np.ndarray) -> np.ndarray:
         """(N, 6) codes of what is known before the user chooses; ``oldest`` is her first session."""
-        time = shard.time[at]
-        before = shard.time[np.maximum(at - 1, oldest)]
-        # 1 + ⌊log₂(1 + minutes)⌋: minutes matter after an hour, days after a week.
-        gap = np.where(at > oldest, 1 + np.log2(1 + (time - before) / 60_000).astype(np.int64), 0)
-        hours = (time + self.clock) // HOUR
-        weekday = (hours // 24 + 3) % 7  # 1 January 1970 was a Thursday, day 3 of a week from Monday
-        return np.stack([shard.cell[at], shard.region[at], shard.weather[at], 1 + hours % 24, 1 + weekday, gap], 1)
+        before = np.where(at > oldest, shard.time[np.maximum(at - 1, oldest)], -1)
+        times = time_codes(shard.time[at], before, self.clock)
+        return np.stack([shard.cell[at], shard.region[at], shard.weather[at], *times], 1)
 
 
 class JourneyExamples:
@@ -131,15 +168,13 @@ class JourneyExamples:
 
     def __init__(self, reader: JourneyReader, split: str, at_most: int | None = None) -> None:
         data, sessions = reader.data, reader.sessions
-        ranges = {
-            "train": (None, data.valid_from, sessions),
-            "valid": (data.valid_from, data.test_from, max(1, sessions // 2)),
-            "test": (data.test_from, None, max(1, sessions // 2)),
-        }
-        start, end, targets = ranges[split]
+        targets = sessions if split == "train" else max(1, sessions // 2)
         self.reader = reader
         self.varied = split == "train"
-        self.windows = [find_windows(shard, start, end, sessions, targets) for shard in data.shards]
+        self.windows = [
+            find_windows(shard, *split_ranges(data, shard, split, reader.by), sessions, targets)
+            for shard in data.shards
+        ]
         self._ends = np.cumsum([len(windows) for windows in self.windows])
         self.total = int(self._ends[-1]) if len(self._ends) else 0
         self._length = self.total if at_most is None else min(at_most, self.total)

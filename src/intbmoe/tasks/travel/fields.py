@@ -10,10 +10,10 @@ from torch import Tensor
 from intbmoe.models.travel import PROFILE_TOKENS, SCENARIO
 from intbmoe.tasks.serving.fields import Integer, unknown_field
 from intbmoe.tasks.serving.requests import RequestError
-from intbmoe.tasks.travel.examples import HOUR
+from intbmoe.tasks.travel.data import HOUR
+from intbmoe.tasks.travel.examples import time_codes
 
 MISSING = np.iinfo(np.int64).min
-MINUTE = HOUR // 60
 LATEST = 4_102_444_800_000
 TIME = Integer(0, LATEST, "Milliseconds since 1970, UTC.")
 SIZES = {"cell": "cells", "region": "regions", "weather": "weathers", "mode": "modes", "action": "actions"}
@@ -146,12 +146,9 @@ class JourneyFields:
 
 def scenario_codes(time: np.ndarray, clock: int) -> np.ndarray:
     """(N, 6) codes of sessions one after another: hour, weekday and gap; the others are still 0."""
-    hours = (time + clock) // HOUR
-    gap = np.zeros(len(time), np.int64)
-    gap[1:] = 1 + np.log2(1 + np.diff(time) / MINUTE).astype(np.int64)
     codes = np.zeros((len(time), len(SCENARIO)), np.int32)
-    # 1 January 1970 was a Thursday, day 3 of a week from Monday.
-    for name, column in (("hour", 1 + hours % 24), ("weekday", 1 + (hours // 24 + 3) % 7), ("gap", gap)):
+    before = np.append(-1, time[:-1])
+    for name, column in zip(("hour", "weekday", "gap"), time_codes(time, before, clock), strict=True):
         codes[:, SCENARIO.index(name)] = column
     return codes
 

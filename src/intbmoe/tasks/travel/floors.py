@@ -1,6 +1,6 @@
 """What needs no learning, on the same candidates as the models: the most visited places, and each user's own.
 
-    popularity       the place with most visits of all users before validation begins
+    popularity       the place with most visits of all users in the training split
     visit counter    the place with most visits of this user before the session, whichever split they lie in; among
                      equals the more popular
 
@@ -11,32 +11,48 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from intbmoe.tasks.travel.candidates import Candidates, session_keys
+from intbmoe.tasks.travel.candidates import NEAR, Candidates, session_keys
 from intbmoe.tasks.travel.data import JourneyData, Sessions
+from intbmoe.tasks.travel.examples import split_ranges
 
 CHUNK = 4096  # sessions looked at together
 
 
-def floor_scores(data: JourneyData) -> Iterator[dict[str, np.ndarray]]:
-    """By floor (N, 1 + negatives) exact scores, the true place's first; a visit weighs more than all popularity."""
-    candidates = Candidates(data.places)
-    popularity = _visits(data)
+def floor_scores(
+    data: JourneyData, by: str = "time", near: int = NEAR
+) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+    """By floor (N, 1 + negatives) exact scores, the true place's first, and the candidates' categories.
+
+    A visit weighs more than all popularity. ``by`` is how sessions are split.
+    """
+    candidates = Candidates(data.places, near=near)
+    popularity = _visits(data, by)
     weight = float(popularity.max() + 1)
     for number, shard in enumerate(data.shards):
         counter = VisitCounter(shard)
-        sessions = np.flatnonzero((np.asarray(shard.time) >= data.test_from) & (np.asarray(shard.place) >= 0))
+        sessions = np.flatnonzero(_of_split(data, shard, "test", by) & (np.asarray(shard.place) >= 0))
         for first in range(0, len(sessions), CHUNK):
             at = sessions[first : first + CHUNK]
             drawn = candidates.draw(shard.place[at], session_keys(0, 0, number, at))
             popular = popularity[drawn].astype(np.float64)
-            yield {"popularity": popular, "visit counter": counter.count(at, drawn) * weight + popular}
+            scores = {"popularity": popular, "visit counter": counter.count(at, drawn) * weight + popular}
+            yield scores, data.places.category[drawn]
 
 
-def _visits(data: JourneyData) -> np.ndarray:
+def _of_split(data: JourneyData, shard: Sessions, split: str, by: str) -> np.ndarray:
+    """(S,) which sessions are of the split."""
+    edges = np.zeros(len(shard.time) + 1, np.int64)
+    first, last = split_ranges(data, shard, split, by)
+    np.add.at(edges, first, 1)
+    np.add.at(edges, last, -1)
+    return edges.cumsum()[:-1] > 0
+
+
+def _visits(data: JourneyData, by: str) -> np.ndarray:
     total = np.zeros(len(data.places.cell), np.int64)
     for shard in data.shards:
         place = np.asarray(shard.place)
-        known = (np.asarray(shard.time) < data.valid_from) & (place >= 0)
+        known = _of_split(data, shard, "train", by) & (place >= 0)
         total += np.bincount(place[known], minlength=len(total))
     return total
 

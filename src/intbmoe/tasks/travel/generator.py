@@ -26,9 +26,18 @@ from intbmoe.tasks.travel.city import (
     SIGHT,
     TASTES,
     City,
+    locate,
     make_city,
 )
-from intbmoe.tasks.travel.data import PROFILE_FEATURES, JourneyData, Places, Sessions, Sizes, group_by_cell
+from intbmoe.tasks.travel.data import (
+    PROFILE_FEATURES,
+    JourneyData,
+    Places,
+    Sessions,
+    Sizes,
+    find_departures,
+    group_by_cell,
+)
 from intbmoe.tasks.travel.splits import split_times
 
 MINUTE = 60_000
@@ -261,6 +270,7 @@ def _encode(
 ) -> JourneyData:
     """The arrays, with codes that all occur: those that IntTravel's preparation would give."""
     columns = dict(columns)
+    sets_out = columns["action"] == NAVIGATE + 1
     row_of = np.random.default_rng(len(ids)).permutation(len(ids))  # else a place's number would tell its category
     place_of = np.argsort(row_of)
     place_cell, columns["cell"], cells = _compact(city.cell[place_of] + 1, columns["cell"])
@@ -272,8 +282,12 @@ def _encode(
     features = [_compact(profile[:, k]) for k in range(PROFILE_FEATURES)]
     columns["place"] = row_of[columns["place"]]
     columns["via"] = np.where(columns["via"] < 0, -1, row_of[columns["via"]])
-    time = columns.pop("time").astype(np.int64)
-    places = Places(ids, city.score[place_of], place_cell, category, place_region, *group_by_cell(place_cell, cells))
+    time = columns["time"].astype(np.int64)
+    user = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    columns["depart"] = find_departures({**columns, "user": user}, np.arange(len(time)), sets_out)
+    del columns["time"]
+    described = (ids, city.score[place_of], place_cell, category, place_region)
+    places = Places(*described, *group_by_cell(place_cell, cells), *locate(city, place_of))
     shard = Sessions(
         offsets=offsets.astype(np.int64),
         profile=np.stack([feature[0] for feature in features], axis=1),

@@ -20,7 +20,12 @@ def journey_views(categories: tuple[str, ...]) -> list[View]:
     return [
         View("token type", TYPES, token_types),
         View("hour of day", tuple(f"{hour:02}" for hour in range(24)), lambda b: _session_codes(b, "scenario", HOUR)),
-        View("category", categories, lambda b: _session_codes(b, "intention", CATEGORY)),
+        View(
+            "category",
+            categories,
+            lambda b: _session_codes(b, "intention", CATEGORY),
+            words=tuple((name,) for name in categories),
+        ),
     ]
 
 

@@ -1,7 +1,8 @@
-"""The places of IntTravel: ``poi_info``, and what ``poi_info_groupby_geographic`` adds to it.
+"""The places of IntTravel: ``poi_info``, what ``poi_info_groupby_geographic`` adds to it, and where they lie.
 
-Both tables describe places. Where both describe the same one they must agree; a place that only the second has is a
-place as well (the published sample lists in the first only places that somebody went to).
+The first two tables describe places. Where both describe the same one they must agree; a place that only the second has
+is a place as well (the published sample lists in the first only places that somebody went to). ``poi_location`` is not
+part of IntTravel: who knows coordinates or names of the places can give them there.
 """
 
 from collections.abc import Sequence
@@ -11,15 +12,13 @@ import numpy as np
 
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.preparation import Progress
-from intbmoe.tasks.travel.duck import FILE_BITS, Reader, or_missing, where
+from intbmoe.tasks.travel.rows import FILE_BITS, MISSING, Columns, Reader, find, where
 from intbmoe.tasks.travel.spill import read_note
-from intbmoe.tasks.travel.store import write_folder
-from intbmoe.tasks.travel.tables import POI_INFO, BadRows, TableFile
+from intbmoe.tasks.travel.store import NAMES, WORK_FORMAT, write_folder
+from intbmoe.tasks.travel.tables import POI_INFO, POI_LOCATION, BadRows, TableFile
 
-COLUMNS = ", ".join(POI_INFO.columns)
 ID, SCORE, CELL, CATEGORY, REGION = POI_INFO.columns
 DETAILS = (CELL, SCORE, CATEGORY, REGION)
-FIRST = f"QUALIFY row_number() OVER (PARTITION BY {ID} ORDER BY rowid) = 1"
 
 
 def load_places(
@@ -27,86 +26,106 @@ def load_places(
     folder: Path,
     files: Sequence[TableFile],
     by_cell: Sequence[TableFile],
+    locations: Sequence[TableFile],
     bad: BadRows,
     progress: Progress,
-) -> dict[str, np.ndarray]:
-    """The columns of ``poi_info``, sorted by id, MISSING for an empty field. Kept in ``folder``, and read once."""
-    stamp = [file.stamp() for file in (*files, *by_cell)]
+) -> Columns:
+    """The columns of ``poi_info`` and ``poi_location``, sorted by id. Kept in ``folder``, and read once."""
+    stamp = [WORK_FORMAT, *(file.stamp() for file in (*files, *by_cell, *locations))]
     note = read_note(folder, stamp, skip_bad=bad.skip)
     if note is None:
         own = BadRows(bad.skip)
-        _read_poi_info(reader, files, own, progress)
+        known = _first_of_each(_read(reader, files, own, progress), files, own)
+        if not len(known[ID]):
+            raise DataError(f"{files[0].path} holds no place: expected rows of {', '.join(POI_INFO.columns)}")
         for file in by_cell:
-            _add_cells(reader, file, own, progress)
-        columns = f"{ID}, {SCORE}, {or_missing((CELL, CATEGORY, REGION))}"
-        places = reader.connection.execute(f"SELECT {columns} FROM known ORDER BY {ID}").fetchnumpy()
-        reader.connection.execute("DROP TABLE known")
-        note = {"stamp": stamp, "bad": dict(own.counts)}
-        write_folder(folder, places, note)
+            known = _add_cells(known, _read(reader, [file], own, progress), file, own)
+        del known["number"]
+        if locations:
+            known |= _find_locations(known[ID], _read(reader, locations, own, progress), locations, own)
+        note = {"stamp": stamp, "bad": dict(own.counts), "columns": list(known)}
+        write_folder(folder, known, note)
     bad.counts.update(note["bad"])
-    return {name: np.load(folder / f"{name}.npy") for name in POI_INFO.columns}
+    return {name: np.load(folder / f"{name}.npy") for name in note["columns"]}
 
 
-def _load(reader: Reader, table: str, files: Sequence[TableFile], bad: BadRows, progress: Progress) -> None:
-    """Make ``table`` of the rows of ``files``, in their order."""
-    types = ", ".join(f"{name} {'FLOAT' if name == SCORE else 'BIGINT'}" for name in POI_INFO.columns)
-    reader.connection.execute(f"CREATE OR REPLACE TABLE {table} (number BIGINT, {types})")
+def _read(reader: Reader, files: Sequence[TableFile], bad: BadRows, progress: Progress) -> Columns:
+    """All rows of ``files``, in their order, with ``number`` over all files."""
+    parts = []
     for position, file in enumerate(files):
         for chunk in reader.chunks(file, file.start, file.first_row):
-            rows = f"SELECT {position << FILE_BITS} + row, {COLUMNS} FROM {reader.mended(chunk, bad)}"
-            reader.connection.execute(f"INSERT INTO {table} {rows}")
+            columns = reader.read(chunk, bad)
+            columns["number"] = columns.pop("row") + (position << FILE_BITS)
+            parts.append(columns)
             chunk.report_cut(bad)
             progress(f"reading {file.table.name} (rows)", chunk.first_row + chunk.rows - file.first_row, None)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _read_poi_info(reader: Reader, files: Sequence[TableFile], bad: BadRows, progress: Progress) -> None:
-    """Make the table ``known``."""
-    execute = reader.connection.execute
-    _load(reader, "listed", files, bad, progress)
-    execute(f"CREATE OR REPLACE TABLE known AS FROM listed {FIRST}")
-    rows, places = (execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in ("listed", "known"))
-    if not rows:
-        raise DataError(f"{files[0].path} holds no place: expected rows of {COLUMNS}")
-    if rows > places:
-        place, number, before = execute(
-            f"SELECT {ID}, l.number, k.number FROM listed l JOIN known k USING ({ID}) WHERE l.number > k.number "
-            "ORDER BY l.number LIMIT 1"
-        ).fetchone()
-        message = f"{where(files, number, ID)}: place {place} is already in {where(files, before)}"
-        bad.report(f"{POI_INFO.name}: repeated place", message, rows - places)
-    execute("DROP TABLE listed")
+def _first_of_each(rows: Columns, files: Sequence[TableFile], bad: BadRows) -> Columns:
+    """One row for each place, by id."""
+    _, first, group = np.unique(rows[ID], return_index=True, return_inverse=True)
+    again = np.delete(np.arange(len(group)), first)
+    if len(again):
+        row = again[0]
+        number, before = (int(rows["number"][at]) for at in (row, first[group[row]]))
+        message = f"{where(files, number, ID)}: place {rows[ID][row]} is already in {where(files, before)}"
+        bad.report(f"{files[0].table.name}: repeated place", message, len(again))
+    return {name: column[first] for name, column in rows.items()}
 
 
-def _add_cells(reader: Reader, file: TableFile, bad: BadRows, progress: Progress) -> None:
-    """Add the places to ``known`` that only ``file`` has; the first of several items for the same one counts."""
-    execute = reader.connection.execute
-    _load(reader, "items", [file], bad, progress)
-    for at, field in enumerate(DETAILS):
-        for row, place, value, other, _, number in _differing(reader, "known", field, DETAILS[:at]):
-            listed = f"but place {place} has {_show(other)} in {POI_INFO.name}"
-            message = f"{file.where(row, field)}: {_show(value)}, {listed}"
-            bad.report(f"{file.table.name}: differs from {POI_INFO.name}", message, number)
-    execute(f"CREATE OR REPLACE TABLE added AS FROM items WHERE {ID} NOT IN (SELECT {ID} FROM known) {FIRST}")
+def _add_cells(known: Columns, items: Columns, file: TableFile, bad: BadRows) -> Columns:
+    """``known`` and the places that only ``file`` has; the first of several items for the same one counts."""
+    at, listed = find(known[ID], items[ID])
+    same = listed.copy()
     for field in DETAILS:
-        for row, place, value, other, before, number in _differing(reader, "added", field, ()):
-            message = f"{file.where(row, field)}: place {place} has {_show(value)}, but {_show(other)} in row {before}"
-            bad.report(f"{file.table.name}: repeated place", message, number)
-    execute("INSERT INTO known FROM added")
-    execute("DROP TABLE items")
-    execute("DROP TABLE added")
+        differs = same & (items[field] != known[field][at])
+        same &= ~differs
+        if differs.any():
+            row = int(differs.argmax())
+            other = f"but place {items[ID][row]} has {_show(known[field][at[row]])} in {POI_INFO.name}"
+            message = f"{file.where(items['number'][row], field)}: {_show(items[field][row])}, {other}"
+            bad.report(f"{file.table.name}: differs from {POI_INFO.name}", message, int(differs.sum()))
+    added = {name: column[~listed] for name, column in items.items()}
+    _, first, group = np.unique(added[ID], return_index=True, return_inverse=True)
+    for field in DETAILS:
+        differs = added[field] != added[field][first][group]
+        if differs.any():
+            row, before = int(differs.argmax()), first[group[differs.argmax()]]
+            other = f"but {_show(added[field][before])} in row {added['number'][before]}"
+            place = f"place {added[ID][row]} has {_show(added[field][row])}, {other}"
+            message = f"{file.where(added['number'][row], field)}: {place}"
+            bad.report(f"{file.table.name}: repeated place", message, int(differs.sum()))
+    joined = {name: np.concatenate([column, added[name][first]]) for name, column in known.items()}
+    order = np.argsort(joined[ID])
+    return {name: column[order] for name, column in joined.items()}
 
 
-def _differing(reader: Reader, table: str, field: str, equal: Sequence[str]) -> list[tuple]:
-    """The first item that says something else than ``table``, with the number of such; none, or one in a list."""
-    conditions = [
-        f"i.{field} IS DISTINCT FROM t.{field}",
-        *(f"i.{name} IS NOT DISTINCT FROM t.{name}" for name in equal),
-    ]
-    return reader.connection.execute(
-        f"SELECT i.number, {ID}, i.{field}, t.{field}, t.number, count(*) OVER () FROM items i "
-        f"JOIN {table} t USING ({ID}) WHERE {' AND '.join(conditions)} ORDER BY i.rowid LIMIT 1"
-    ).fetchall()
+def _find_locations(ids: np.ndarray, rows: Columns, files: Sequence[TableFile], bad: BadRows) -> Columns:
+    """Longitude, latitude and name of each place; NaN and "" for what is not known."""
+    _, listed = find(ids, rows[ID])
+    beyond = (np.abs(rows["longitude"]) > 180) | (np.abs(rows["latitude"]) > 90)
+    half = np.isnan(rows["longitude"]) != np.isnan(rows["latitude"])
+    good = np.ones(len(listed), bool)
+    for wrong, kind, field, what in (
+        (~listed, "unknown place", ID, f"is not a place of {POI_INFO.name}"),
+        (beyond, "not on Earth", "longitude", "lies beyond 180° of longitude or 90° of latitude"),
+        (half, "half a location", "longitude", "has a longitude or a latitude alone"),
+    ):
+        wrong &= good
+        good &= ~wrong
+        if wrong.any():
+            row = int(wrong.argmax())
+            message = f"{where(files, int(rows['number'][row]), field)}: place {rows[ID][row]} {what}"
+            bad.report(f"{POI_LOCATION.name}: {kind}", message, int(wrong.sum()))
+    rows = _first_of_each({name: column[good] for name, column in rows.items()}, files, bad)
+    at, _ = find(ids, rows[ID])
+    found = {"longitude": np.full(len(ids), np.nan), "latitude": np.full(len(ids), np.nan)}
+    found[NAMES] = np.full(len(ids), b"", rows["name"].dtype)
+    for name, column in found.items():
+        column[at] = rows["name" if name == NAMES else name]
+    return found
 
 
-def _show(value: float | int | None) -> str:
-    return "nothing" if value is None else str(np.float32(value) if isinstance(value, float) else value)
+def _show(value: np.generic) -> str:
+    return "nothing" if value == MISSING else str(value)

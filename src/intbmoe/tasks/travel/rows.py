@@ -1,65 +1,154 @@
-"""Rows of text that DuckDB cannot be trusted with, read line by line: what is wrong is named, the rest made regular.
+"""The rows of IntTravel's tables as columns of numbers, a chunk of text at a time.
 
-DuckDB would take ``1.5``, ``1e2`` and `` 9`` for whole numbers and pass over empty lines. So it reads a chunk as it is
-only if that has no other bytes than digits, minus, tab and line feed, and all of its rows are read as numbers. Any
-other chunk, and the two small tables of places, come here first.
+DuckDB would take ``1.5``, ``1e2`` and `` 9`` for whole numbers and pass over empty lines. So it reads a chunk only if
+that has no other bytes than digits, minus, point, tab and line feed, all points are in decimal fields, and all of its
+rows are read as numbers. Any other chunk is read line by line: what is wrong is named, and the rest is kept.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from intbmoe.tasks.travel.tables import POI_INFO, BadRows, Chunk, Table, TableFile
+from intbmoe.tasks.travel.tables import NEEDS_DUCKDB, POI_BY_CELL, POI_INFO, BadRows, Chunk, Table, TableFile, cut_chunk
 
 MISSING = np.iinfo(np.int64).min
 """Stands for an empty field in a column of whole numbers."""
+FILE_BITS = 40
+"""A row's number over all files of a table is (the file's position << FILE_BITS) + its number in the file."""
 WHOLE = re.compile(rb"-?[0-9]+")
 DECIMAL = re.compile(rb"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 ITEM = ("poi_id", "normalized_score", "category_id", "administrative_region_id")
 """What poi_info_groupby_geographic says of each place of a cell, separated by commas."""
 LARGEST_DECIMAL = float(np.finfo(np.float32).max)
 LONGEST_QUOTE = 40
+LONGEST_NAME = 200  # bytes
+TYPES = {"normalized_score": np.float32, "longitude": np.float64, "latitude": np.float64, "name": np.bytes_}
+"""Of columns that are no whole numbers."""
+CSV = (
+    "auto_detect=false, header=false, delim='\t', quote='', escape='', comment='', nullstr='', "
+    "max_line_size=1_000_000, buffer_size=4_000_000"  # DuckDB's own buffers take 32 MB each
+)
+Columns = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much is in memory at a time."""
+
+    memory_bytes: int = 4 << 30
+    """DuckDB's; what is more goes to disk. The arrays of one chunk or one shard come on top of it."""
+    threads: int | None = None
+    """DuckDB's; None for as many as there are cores."""
+    chunk_bytes: int = 64 << 20
+    """Text that is read together, whose arrays take some five times as much. An interruption costs one chunk."""
+    shard_rows: int = 8_000_000
+    """Rows that are sorted together, at most about so many, of some 200 bytes each."""
+
+
+@contextmanager
+def connect(temporary: Path, budget: Budget) -> Iterator[Any]:
+    """A connection to a database in memory that spills to ``temporary``."""
+    try:
+        import duckdb
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(NEEDS_DUCKDB) from error
+    config = {"memory_limit": f"{budget.memory_bytes >> 20}MiB", "temp_directory": str(temporary)}
+    if budget.threads is not None:
+        config["threads"] = budget.threads
+    with duckdb.connect(config=config) as connection:
+        yield connection
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Cuts files into chunks, of which one at a time lies in ``temporary`` as text."""
+
+    connection: Any
+    temporary: Path
+    chunk_bytes: int
+
+    def chunks(self, file: TableFile, start: int, first_row: int) -> Iterator[Chunk]:
+        """From byte ``start`` of the text on, where row ``first_row`` begins; at least one."""
+        last = False
+        with file.open() as stream:
+            stream.seek(start)
+            while not last:
+                chunk = cut_chunk(file, stream, start, first_row, self.chunk_bytes, self.temporary / "chunk.tsv")
+                yield chunk
+                start, first_row, last = chunk.end, first_row + chunk.rows, chunk.last
+
+    def read(self, chunk: Chunk, bad: BadRows) -> Columns:
+        """The good rows: their columns, with MISSING for an empty field, and ``row``; of cells, one for each place."""
+        columns = self._read_plain(chunk) if chunk.plain and not chunk.file.table.text else None
+        return _read_lines(chunk, bad) if columns is None else columns
+
+    def _read_plain(self, chunk: Chunk) -> Columns | None:
+        """None if any row is malformed: then reading fails, or gives fewer, or leaves a required field empty."""
+        import duckdb
+
+        table = chunk.file.table
+        names = [f"unknown_{at}" if name not in table.columns else name for at, name in enumerate(chunk.file.columns)]
+        types = ", ".join(f"'{name}': '{'VARCHAR' if name in table.decimal else 'BIGINT'}'" for name in names)
+        whole = (name for name in table.columns if name not in table.decimal)
+        given = [f"coalesce({name}, ({MISSING})::BIGINT) AS {name}" for name in whole]
+        given += [f"{name}::DOUBLE AS {name}, contains({name}, '.') AS {name}_point" for name in table.decimal]
+        path = "'" + str(chunk.path).replace("'", "''") + "'"
+        query = f"SELECT {', '.join(given)} FROM read_csv({path}, {CSV}, columns={{{types}}})"
+        try:
+            columns = self.connection.execute(query).fetchnumpy()
+        except (duckdb.ConversionException, duckdb.InvalidInputException):
+            return None
+        points = 0
+        for name in table.decimal:
+            points += int(columns.pop(f"{name}_point").sum())
+            columns[name] = columns[name].astype(TYPES[name])
+        odd = any(np.ma.is_masked(column) for column in columns.values()) or points != chunk.points
+        odd = odd or any((columns[name] == MISSING).any() for name in table.required)
+        odd = odd or not all(np.isfinite(columns[name]).all() for name in table.decimal)
+        if odd or len(columns[table.columns[0]]) != chunk.rows:
+            return None
+        return columns | {"row": np.arange(chunk.first_row, chunk.first_row + chunk.rows)}
+
+    def distinct(self, values: np.ndarray) -> np.ndarray:
+        """All but MISSING, ascending; by hashing, which is quicker than sorting millions."""
+        given = {"value": values}  # noqa: F841 (SQL reads it)
+        query = f"SELECT DISTINCT value FROM given WHERE value != ({MISSING})::BIGINT"
+        return np.sort(self.connection.execute(query).fetchnumpy()["value"])
 
 
 class MalformedError(Exception):
     """(kind of mistake, field or None, what is wrong)."""
 
 
-def mend(chunk: Chunk, to: Path, bad: BadRows) -> None:
-    """Write the good rows of ``chunk`` as (row number, fields in the table's order); of cells, one for each place."""
-    file = chunk.file
-    pick = [file.columns.index(name) for name in file.table.columns]
-    usual = _usual_row(file)
-    with chunk.path.open("rb") as lines, to.open("wb") as out:
+def _read_lines(chunk: Chunk, bad: BadRows) -> Columns:
+    file, table = chunk.file, chunk.file.table
+    pick = [file.columns.index(name) for name in table.columns]
+    good: list[tuple] = []
+    with chunk.path.open("rb") as lines:
         for row, line in enumerate(lines, chunk.first_row):
-            fields, odd = line[:-1].split(b"\t"), not usual(line)
             try:
-                if odd:
-                    _check_length(file, fields)
-                fields = [fields[column] for column in pick]
-                if odd:
-                    _check_fields(file.table, fields)
+                fields = line[:-1].split(b"\t")
+                _check_length(file, fields)
+                values = _read_fields(table, [fields[column] for column in pick])
             except MalformedError as error:
                 _report(file, row, error, bad)
                 continue
-            for good in _places_of_cell(file, row, fields, bad) if file.table.text else (fields,):
-                out.write(b"%d\t%b\n" % (row, b"\t".join(good)))
+            places = _places_of_cell(file, row, *values, bad) if table is POI_BY_CELL else (values,)
+            good += ((row, *place) for place in places)
+    names = ("row", *(POI_INFO if table is POI_BY_CELL else table).columns)
+    columns = zip(*good, strict=True) if good else ((),) * len(names)
+    return {name: np.array(column, TYPES.get(name, np.int64)) for name, column in zip(names, columns, strict=True)}
 
 
 def _report(file: TableFile, row: int, error: MalformedError, bad: BadRows) -> None:
     kind, field, what = error.args
     bad.report(f"{file.table.name}: {kind}", f"{file.where(row, field)}{what}")
-
-
-def _usual_row(file: TableFile) -> Callable[[bytes], re.Match | None]:
-    """Matches lines in which nothing needs a closer look."""
-    table = file.table
-    patterns = dict.fromkeys(table.columns, rb"-?[0-9]{1,18}") | dict.fromkeys(table.text, rb"[^\t\n]*")
-    patterns |= dict.fromkeys(table.decimal, rb"-?[0-9]{1,18}(?:\.[0-9]{1,18})?")
-    patterns |= {name: b"(?:%b)?" % patterns[name] for name in table.columns if name not in table.required}
-    return re.compile(b"\t".join(patterns.get(name, rb"[^\t\n]*") for name in file.columns) + b"\n").fullmatch
 
 
 def _check_length(file: TableFile, fields: list[bytes]) -> None:
@@ -71,55 +160,66 @@ def _check_length(file: TableFile, fields: list[bytes]) -> None:
         raise MalformedError("extra column", None, f", extra field: {found} fields, expected {expected}")
 
 
-def _check_fields(table: Table, fields: list[bytes]) -> None:
-    given = {name: text for name, text in zip(table.columns, fields, strict=True) if name not in table.text}
-    for name, text in given.items():
-        if text and not _is_number(text, decimal=name in table.decimal):
+def _read_fields(table: Table, fields: list[bytes]) -> list:
+    """Numbers, and the text of ``text`` columns."""
+    values = []
+    for name, text in zip(table.columns, fields, strict=True):
+        value = text if name in table.text else _number(text, decimal=name in table.decimal)
+        if value is None:
             raise MalformedError("not a number", name, f": {_quote(text)} is not a number")
-    for name in table.required:
-        if not given[name]:
+        values.append(value)
+    for name, text, value in zip(table.columns, fields, values, strict=True):
+        if not text and name in table.required:
             raise MalformedError("empty field", name, ": an empty field where a value is needed")
-    for name in table.decimal:
-        if not _is_finite(given[name]):
-            raise MalformedError("not a number", name, f": {'-' * given[name].startswith(b'-')}inf is not finite")
+        if name in table.decimal and abs(value) > LARGEST_DECIMAL:
+            raise MalformedError("not a number", name, f": {'-' * (value < 0)}inf is not finite")
+        if name == "name" and len(text) > LONGEST_NAME:
+            raise MalformedError("long name", name, f": {_quote(text)} is longer than {LONGEST_NAME} bytes")
+    return values
 
 
-def _places_of_cell(file: TableFile, row: int, fields: list[bytes], bad: BadRows) -> Iterator[list[bytes]]:
-    """The fields of ``poi_info`` for each place of a cell."""
-    cell, text = fields
+def _places_of_cell(file: TableFile, row: int, cell: int, text: bytes, bad: BadRows) -> Iterator[list]:
+    """The values of ``poi_info`` for each place of a cell."""
     for item in filter(None, text.split(b";")):  # an empty one comes from a semicolon at the end
         parts = item.split(b",")
+        values = [_number(part, decimal=name == "normalized_score") for name, part in zip(ITEM, parts, strict=False)]
         what = ""
         if len(parts) != len(ITEM):
             what = f"does not have {len(ITEM)} parts"
-        elif not _is_place(*parts):
+        elif None in values or not (parts[0] and parts[1]) or abs(values[1]) > LARGEST_DECIMAL:
             what = "does not consist of numbers"
         if what:
             what = f": {_quote(item)} {what}; expected {','.join(ITEM)};…"
             _report(file, row, MalformedError("malformed place", "poi_info", what), bad)
         else:
-            place = dict(zip(ITEM, parts, strict=True), geographic_id=cell)
+            place = dict(zip(ITEM, values, strict=True), geographic_id=cell)
             yield [place[name] for name in POI_INFO.columns]
 
 
-def _is_place(poi: bytes, score: bytes, *codes: bytes) -> bool:
-    whole = _is_number(poi) and all(not code or _is_number(code) for code in codes)
-    return whole and _is_number(score, decimal=True) and _is_finite(score)
-
-
-def _is_number(text: bytes, *, decimal: bool = False) -> bool:
+def _number(text: bytes, *, decimal: bool = False) -> int | float | None:
+    """MISSING or NaN for an empty field, None for what is no number."""
+    if not text:
+        return math.nan if decimal else MISSING
     if decimal:
-        return DECIMAL.fullmatch(text) is not None
+        return float(text) if DECIMAL.fullmatch(text) else None
     if not WHOLE.fullmatch(text) or len(text.lstrip(b"-0")) > 19:
-        return False
-    return -(2**63) < int(b"-" * text.startswith(b"-") + (text.lstrip(b"-0") or b"0")) < 2**63
-
-
-def _is_finite(decimal: bytes) -> bool:
-    return abs(float(decimal)) <= LARGEST_DECIMAL
+        return None
+    value = int(text.lstrip(b"-0") or b"0") * (-1 if text.startswith(b"-") else 1)
+    return value if -(2**63) < value < 2**63 else None
 
 
 def _quote(text: bytes) -> str:
     """A field for a message, not too long."""
     shown = text.decode(errors="replace")
     return repr(shown if len(shown) <= LONGEST_QUOTE else shown[:LONGEST_QUOTE] + "…")
+
+
+def find(ids: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where ``wanted`` stand among the ascending ``ids``, and whether they are there at all."""
+    row = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+    return row, ids[row] == wanted
+
+
+def where(files: Sequence[TableFile], number: int, field: str | None = None) -> str:
+    """For messages: the row with a number over all files."""
+    return files[number >> FILE_BITS].where(number & ((1 << FILE_BITS) - 1), field)

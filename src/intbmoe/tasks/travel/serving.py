@@ -3,11 +3,14 @@
 A request has the sessions so far, from old to new, and ``now``: the time, and where the user is. The model reads the
 profile, the last sessions and the scenario token of ``now``; its output there is compared with those of all places.
 Fields are in the values of the original tables where the data has such (IntTravel), else in codes from 1.
+
+Results have names and coordinates where the data has them, and then the answer has a viewport, the box around them.
+Of a model with other tasks, "how" and "when" are answered too. "via" is not: it starts from the place that was chosen.
 """
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +21,12 @@ from intbmoe.models.travel import FEEDBACK, PROFILE_TOKENS, SCENARIO, SESSION_TO
 from intbmoe.precision import wide
 from intbmoe.tasks.serving.captured import CaptureError
 from intbmoe.tasks.serving.fields import EXPLAIN, REQUIRED, Many, Record, top_n_field
-from intbmoe.tasks.serving.history import HISTORY, HISTORY_FORM, MOST, TOP_N, VISITED, ranked_results
+from intbmoe.tasks.serving.history import HISTORY, HISTORY_FORM, MOST, TOP_N, VISITED
 from intbmoe.tasks.serving.predictor import Exported, Predictor, blocks_of, recording
 from intbmoe.tasks.serving.ranking import VectorIndex
 from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request, spread_evenly
 from intbmoe.tasks.travel.captured import CapturedSearch
+from intbmoe.tasks.travel.described import DescribedPlaces
 from intbmoe.tasks.travel.examples import JourneyExamples
 from intbmoe.tasks.travel.fields import JourneyFields, check_sessions, scenario_codes
 
@@ -30,6 +34,7 @@ NOW = ("time", "cell", "region", "weather")
 SESSION = (*NOW, "place", "mode", "action", "via")
 COLUMNS = (*SCENARIO, "place", *FEEDBACK, "via")  # of a session: codes; places as rows of the catalogue from 1
 PLACE_COLUMN = COLUMNS.index("place")
+CLASSES = 3  # of a task besides "where", in an answer
 ENCODED_TOGETHER = 2**17  # places whose vectors are computed at a time
 log = logging.getLogger(__name__)
 
@@ -41,12 +46,19 @@ class PlacePredictor(Predictor):
     summary = "What comes next after a history, the likeliest first."
     form = HISTORY_FORM
 
-    def __init__(self, fields: JourneyFields, sessions: int, codes: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        fields: JourneyFields,
+        sessions: int,
+        codes: Tensor | None = None,
+        described: DescribedPlaces | None = None,
+    ) -> None:
         """``sessions`` is the most that the model reads, ``now`` included.
 
         ``codes`` (1 + P, 5) are those of the places, row 0 for none: answering needs them, encoding does not.
         """
         self.fields, self.sessions, self.codes = fields, sessions, codes
+        self.described = described or DescribedPlaces()
         most = min(MOST, len(fields.place.values))
         self.limits = Limits(body_bytes=512 * 1024, top_n=most, history=HISTORY)
         session = {name: (fields.field(name), REQUIRED if name == "time" else None) for name in SESSION}
@@ -78,7 +90,9 @@ class PlacePredictor(Predictor):
     def load(cls, artifact: Exported, device: str | torch.device) -> "PlacePredictor":
         tensors = artifact.catalogue_tensors
         fields = JourneyFields.read(artifact.catalogue, tensors)
-        return cls(fields, artifact.recipe.model.sessions, tensors["codes"]).with_model(artifact.model(device))
+        described = DescribedPlaces.read(tensors)
+        sessions = artifact.recipe.model.sessions
+        return cls(fields, sessions, tensors["codes"], described).with_model(artifact.model(device))
 
     def use(self, model: TravelModel) -> None:
         super().use(model)
@@ -117,6 +131,9 @@ class PlacePredictor(Predictor):
         """On a GPU, record what ``answer`` then replays for up to so many requests; the log says what cannot be."""
         if self.device.type != "cuda":
             return
+        if self.model.heads:
+            log.info("a model with other tasks is not recorded: every batch is started kernel by kernel")
+            return
         started = time.monotonic()
         try:
             self.captured = CapturedSearch(self, requests)
@@ -134,18 +151,47 @@ class PlacePredictor(Predictor):
             return []
         if self.captured is not None and not any(encoded.payload["explain"] for encoded in batch):
             values, rows = self.captured.search(batch)
-            return self._answers(batch, values, rows, {})
+            return self._answers(batch, values, rows, {}, {})
         with recording(self.model, batch) as routing:
             predictions = self._predict(batch)
         excluded = [encoded.payload["excluded"] for encoded in batch]
         most = max(encoded.payload["top_n"] for encoded in batch)
         values, rows = self.places.search(self._queries(predictions), most, excluded)
-        return self._answers(batch, values.cpu().numpy(), rows.cpu().numpy(), routing)
+        likely = {
+            task: head(predictions).double().softmax(1).cpu().numpy()
+            for task, head in self.model.heads.items()
+            if task != "via"
+        }
+        return self._answers(batch, values.cpu().numpy(), rows.cpu().numpy(), likely, routing)
 
-    def _answers(self, batch: Sequence[Encoded], values: np.ndarray, rows: np.ndarray, routing: Any) -> list[Answer]:
-        ids = self.fields.place.values[rows]
-        ranked = zip(batch, values.tolist(), ids.tolist(), strict=True)
-        return [self._answer(number, *one, routing) for number, one in enumerate(ranked)]
+    def _answers(
+        self,
+        batch: Sequence[Encoded],
+        values: np.ndarray,
+        rows: np.ndarray,
+        likely: Mapping[str, np.ndarray],
+        routing: Any,
+    ) -> list[Answer]:
+        answers = []
+        for number, encoded in enumerate(batch):
+            payload = encoded.payload
+            answer = self.described.results(rows[number], values[number], self.fields.place.values, payload["top_n"])
+            answer |= {task: self._classes(task, shares[number]) for task, shares in likely.items()}
+            if payload["explain"]:
+                answer["tokens"] = self._token_names(payload["sessions"][:, PLACE_COLUMN])
+                answer["blocks"] = blocks_of(routing, number, slice(encoded.tokens))
+            answers.append(answer)
+        return answers
+
+    def _classes(self, task: str, shares: np.ndarray) -> list[dict[str, Any]]:
+        """The likeliest modes or hours, with their probabilities; "hours" 48 is two days and later, or never."""
+        modes = self.fields.coded["mode"].values
+        shares = (
+            shares[: len(modes)] if task == "how" else shares
+        )  # a model may have room for more modes than there are
+        best = np.argsort(-shares, kind="stable")[:CLASSES].tolist()
+        named = (("id", int(modes[at])) if task == "how" else ("hours", at) for at in best)
+        return [{name: value, "score": float(shares[at])} for at, (name, value) in zip(best, named, strict=True)]
 
     def _predict(self, batch: Sequence[Encoded]) -> Tensor:
         """(B, d): the model's output at each request's last token."""
@@ -190,18 +236,12 @@ class PlacePredictor(Predictor):
             return self.model.backbone.output_at(tokens, mask, last, filled)
         return self.model.backbone(tokens, mask)[torch.arange(len(last), device=self.device), last]
 
-    def _answer(self, number: int, encoded: Encoded, scores: list[float], ids: list[int], routing: Any) -> Answer:
-        payload = encoded.payload
-        answer: Answer = {"results": ranked_results(ids, scores, payload["top_n"])}
-        if payload["explain"]:
-            answer["tokens"] = self._token_names(payload["sessions"][:, PLACE_COLUMN])
-            answer["blocks"] = blocks_of(routing, number, slice(encoded.tokens))
-        return answer
-
     def _token_names(self, places: np.ndarray) -> list[str]:
         names = [f"profile {number}" for number in range(1, PROFILE_TOKENS + 1)]
         for number, place in enumerate(places[:-1].tolist(), start=1):
-            where = f"place {self.fields.place.values[place - 1]}" if place else "no place"
+            where = "no place"
+            if place:
+                where = self.described.name(place - 1) or f"place {self.fields.place.values[place - 1]}"
             names += [f"session {number}: when and where", f"session {number}: {where}", f"session {number}: how"]
         return [*names, "now"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from intbmoe.tasks.travel.data import find_departures
 from intbmoe.tasks.travel.rows import MISSING
 from intbmoe.tasks.travel.spill import CODED, PLAIN
 from intbmoe.tasks.travel.store import FIELDS
@@ -16,6 +17,8 @@ from intbmoe.tasks.travel.tables import USER_ACTION, USER_PROFILE
 
 SESSION_GAP = 5 * 60 * 1000
 """Milliseconds between rows of one session, at most."""
+NAVIGATION = 3
+"""The action_type of setting out, by the released code."""
 
 
 def make_shard(
@@ -24,7 +27,8 @@ def make_shard(
     """The arrays of shard ``number``, and (user, first row, another row) of those with more than one profile."""
     user, time, place, via, coded = _read(number, USER_ACTION.name, actions, codes)
     rows = {"user": user, "time": time, "place": place.astype(np.int32), "via": via.astype(np.int32), **coded}
-    rows = join_sessions(rows)
+    navigation = int(np.searchsorted(codes["action"], NAVIGATION)) + 1 if NAVIGATION in codes["action"] else -1
+    rows = join_sessions(rows, navigation)
     user, first = np.unique(rows["user"], return_index=True)
     profile, repeated = _find_profiles(user, *_read(number, USER_PROFILE.name, profiles, codes))
     arrays = {
@@ -32,6 +36,7 @@ def make_shard(
         "offsets": np.append(first, len(rows["user"])),
         "profile": profile,
         "time": rows["time"],
+        "depart": rows["depart"],
         "fields": np.stack([rows[name] for name in FIELDS]),
     }
     return arrays, repeated
@@ -57,8 +62,8 @@ def encode(values: np.ndarray, known: np.ndarray) -> np.ndarray:
     return np.searchsorted(np.append(MISSING, known), values).astype(np.int32)
 
 
-def join_sessions(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Rows sorted by user and time, with those of one session made one.
+def join_sessions(rows: Mapping[str, np.ndarray], navigation: int) -> dict[str, np.ndarray]:
+    """Rows sorted by user and time, with those of one session made one; ``navigation`` is that action's code.
 
     A row belongs to the session of the one before it if user and place are the same, neither has a via point, and it
     is at most ``SESSION_GAP`` later. A session has the scenario of its first row, which is what was known before, and
@@ -74,6 +79,7 @@ def join_sessions(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         sessions["action"] = rows["action"][np.append(first[1:], number) - 1]
         given = np.maximum.reduceat(np.where(rows["mode"] > 0, np.arange(number), -1), first)
         sessions["mode"] = np.where(given < 0, 0, rows["mode"][given])
+    sessions["depart"] = find_departures(rows, first, rows["action"] == navigation)
     return sessions
 
 

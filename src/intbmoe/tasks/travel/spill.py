@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from intbmoe.tasks.preparation import Progress
-from intbmoe.tasks.travel.duck import FILE_BITS, Reader
-from intbmoe.tasks.travel.rows import MISSING
+from intbmoe.tasks.travel.rows import FILE_BITS, MISSING, Reader, find
 from intbmoe.tasks.travel.store import NOTE, read_json, write_folder
 from intbmoe.tasks.travel.tables import POI_INFO, PROFILE_COLUMNS, USER_ACTION, USER_PROFILE, BadRows, Chunk, TableFile
 
@@ -104,7 +103,8 @@ def _with_places(
     columns: dict[str, np.ndarray], ids: np.ndarray, file: TableFile, bad: BadRows
 ) -> dict[str, np.ndarray]:
     """The rows that make sense, with the row among ``ids`` for each place, −1 for none."""
-    found = {name: _find(ids, columns[name]) for name in ("poi_id", "via_poi_id")}
+    found = {name: find(ids, columns[name]) for name in ("poi_id", "via_poi_id")}
+    found = {name: np.where(there, row, -1) for name, (row, there) in found.items()}
     checks = [("timestamp", columns["timestamp"] < 0, "negative timestamp", "is negative")]
     for name, place in found.items():
         unknown = (place < 0) & (columns[name] != MISSING)
@@ -121,11 +121,6 @@ def _with_places(
         bad.report(*mistake)
     columns |= found
     return {name: column[good] for name, column in columns.items()} if mistakes else columns
-
-
-def _find(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    row = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
-    return np.where(ids[row] == wanted, row, -1)
 
 
 def shard_of(user: np.ndarray, shards: int) -> np.ndarray:

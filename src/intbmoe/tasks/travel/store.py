@@ -1,14 +1,14 @@
 """Journeys on disk: what ``intbmoe prepare inttravel`` leaves, opened as memory maps.
 
 meta.json                    written last: without it the folder is not finished
-places/NAME.npy              the arrays of Places
+places/NAME.npy              the arrays of Places; longitude, latitude and names only where they were given
 codes/NAME.npy               the original value of each code of a field, that of code 1 first
-shards/00000/time.npy …      sessions of the first shard: offsets, profile, time, and in ``fields`` (7, S) the others;
+shards/00000/time.npy …      sessions of the first shard: offsets, profile, time, depart, and in ``fields`` (7, S) the
+                             others;
                              user.npy has the original user ids, which nothing else needs
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,17 +16,22 @@ from typing import Any
 
 import numpy as np
 
+from intbmoe.files import replace_file, to_json
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.travel.data import JourneyData, Places, Sessions, Sizes
 
 FORMAT = 1
+WORK_FORMAT = 2  # of what is finished when a preparation is interrupted
 META, NOTE, WORK = "meta.json", "note.json", "work"
 PLACE_ARRAYS = ("ids", "score", "cell", "category", "region", "cell_offsets", "cell_places")
+NAMES = "names"
+LOCATION_ARRAYS = ("longitude", "latitude", NAMES)
+"""Of places too, where they were given."""
 SHARD_ARRAYS = ("offsets", "profile", "time", "fields")
 FIELDS = ("action", "place", "cell", "region", "weather", "mode", "via")
 """The rows of a shard's array ``fields``."""
 OPEN_SHARDS = 100
-"""Shards that are kept open: each takes four file handles, and a process often has no more than 1,024."""
+"""Shards that are kept open: each takes five file handles, and a process often has no more than 1,024."""
 
 
 def shard_folder(path: Path, number: int) -> Path:
@@ -54,9 +59,7 @@ def _map_arrays(folder: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
 
 def write_json(file: Path, content: Any) -> None:
     """The file appears whole or not at all."""
-    unfinished = file.with_name(file.name + ".unfinished")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(unfinished, file)
+    replace_file(file, to_json(content), sync=False)
 
 
 def read_json(file: Path) -> Any:
@@ -82,7 +85,8 @@ class StoredShards(Sequence[Sessions]):
             raise IndexError(f"shard {number} of {self.number}")
         shard = self._open.pop(number, None)
         if shard is None:
-            arrays = _map_arrays(shard_folder(self.path, number), SHARD_ARRAYS)
+            folder = shard_folder(self.path, number)
+            arrays = _map_arrays(folder, SHARD_ARRAYS + (("depart",) if (folder / "depart.npy").exists() else ()))
             shard = Sessions(**dict(zip(FIELDS, arrays.pop("fields"), strict=True)), **arrays)
         self._open[number] = shard  # the one used last is the last of the dict
         if len(self._open) > OPEN_SHARDS:
@@ -107,7 +111,8 @@ def open_journeys(path: str | Path) -> JourneyData:
         found = f"{path} has format {meta['format']}, this version of intbmoe reads format {FORMAT}"
         raise DataError(f"{found}: delete the folder and repeat {command}")
     try:
-        places = Places(**_map_arrays(path / "places", PLACE_ARRAYS))
+        located = LOCATION_ARRAYS if (path / "places" / f"{NAMES}.npy").exists() else ()
+        places = Places(**_map_arrays(path / "places", PLACE_ARRAYS + located))
         shards = StoredShards(path, meta["shards"])
         folders = [shard_folder(path, number) for number in range(len(shards))]
         missing = [folder for folder in folders if not folder.is_dir()]

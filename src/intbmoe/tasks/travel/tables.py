@@ -1,4 +1,4 @@
-"""IntTravel's four raw tables: their columns, the files that hold them, and whole rows cut out of those in chunks.
+"""IntTravel's raw tables: their columns, the files that hold them, and whole rows cut out of those in chunks.
 
 A file may be gzipped (told by its content) and may begin with a header, recognised by its column names: columns
 are then found by name, and others are not read. Without a header the columns are those of ``Table``, in order.
@@ -17,8 +17,7 @@ NEEDS_DUCKDB = "IntTravel's tables need duckdb: pip install 'intbmoe[travel]'"
 GZIP = b"\x1f\x8b"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SUFFIXES = ("", ".tsv", ".txt", ".csv")
-BLOCK_BYTES = 1 << 20
-PLAIN_BYTES = b"0123456789-\t\n"
+PLAIN_BYTES = b"0123456789-.\t\n"
 TOO_LARGE = b"%d" % 2**63
 
 
@@ -36,21 +35,10 @@ class Table:
 
 
 PROFILE_COLUMNS = tuple(f"profile_feature_{number}" for number in range(1, 7))
-USER_ACTION = Table(
-    "user_action",
-    (
-        "user_id",
-        "timestamp",
-        "action_type",
-        "poi_id",
-        "geographic_id",
-        "administrative_region_id",
-        "weather",
-        "travel_mode",
-        "via_poi_id",
-    ),
-    required=("user_id", "timestamp"),
+ACTION_COLUMNS = (
+    "user_id timestamp action_type poi_id geographic_id administrative_region_id weather travel_mode via_poi_id"
 )
+USER_ACTION = Table("user_action", tuple(ACTION_COLUMNS.split()), required=("user_id", "timestamp"))
 USER_PROFILE = Table("user_profile", ("user_id", *PROFILE_COLUMNS), required=("user_id",), other_names=("user_info",))
 POI_INFO = Table(
     "poi_info",
@@ -61,7 +49,15 @@ POI_INFO = Table(
 POI_BY_CELL = Table(
     "poi_info_groupby_geographic", ("geographic_id", "poi_info"), required=("geographic_id",), text=("poi_info",)
 )
-TABLES = (USER_ACTION, USER_PROFILE, POI_INFO, POI_BY_CELL)
+POI_LOCATION = Table(
+    "poi_location",
+    ("poi_id", "longitude", "latitude", "name"),
+    required=("poi_id",),
+    decimal=("longitude", "latitude"),
+    text=("name",),
+)
+"""Not one of IntTravel's four: coordinates in degrees and names of places, of which any may be left empty."""
+TABLES = (USER_ACTION, USER_PROFILE, POI_INFO, POI_BY_CELL, POI_LOCATION)
 
 
 class BadRows:
@@ -121,7 +117,9 @@ class Chunk:
     first_row: int
     rows: int
     plain: bool
-    """Whether it has no byte that a whole number cannot have, nor −2⁶³, which stands for an empty field."""
+    """Whether it has no byte that a plain number cannot have, nor −2⁶³, which stands for an empty field."""
+    points: int
+    """Decimal points in it."""
     last: bool
     cut: str = ""
     """Why the file is thought to end in the middle of a row, after this chunk; empty if it does not."""
@@ -172,24 +170,18 @@ def _look_at(path: Path, table: Table) -> TableFile:
 
 def cut_chunk(file: TableFile, stream: BinaryIO, start: int, first_row: int, size: int, to: Path) -> Chunk:
     """The next rows of ``stream``, which stands at byte ``start``: at least ``size`` bytes, or all that are left."""
-    end, rows, plain, last, cut = start, 0, True, False, ""
-    with to.open("wb") as out:
-        while not last and end - start < size:
-            text, cut = _read(stream, min(size, BLOCK_BYTES))
-            last = bool(cut) or len(text) < min(size, BLOCK_BYTES)
-            if not last and not text.endswith(b"\n"):
-                rest, cut = _read(stream, None)
-                text, last = text + rest, bool(cut) or not rest.endswith(b"\n")
-            whole = text.rfind(b"\n") + 1
-            if last and not cut and whole < len(text):
-                cut = "it does not end with a line break"
-            text = text[:whole]
-            if b"\r" in text:
-                text = text.replace(b"\r\n", b"\n")
-            end, rows = end + whole, rows + text.count(b"\n")
-            plain = plain and not text.translate(None, PLAIN_BYTES) and TOO_LARGE not in text
-            out.write(text)
-    return Chunk(file, to, start, end, first_row, rows, plain, last, cut)
+    text, cut = _read(stream, size)
+    last = bool(cut) or len(text) < size
+    if not last and not text.endswith(b"\n"):
+        rest, cut = _read(stream, None)
+        text, last = text + rest, bool(cut) or not rest.endswith(b"\n")
+    whole = text.rfind(b"\n") + 1
+    if last and not cut and whole < len(text):
+        cut = "it does not end with a line break"
+    text = text[:whole].replace(b"\r\n", b"\n")
+    to.write_bytes(text)
+    plain = not text.translate(None, PLAIN_BYTES) and TOO_LARGE not in text
+    return Chunk(file, to, start, start + whole, first_row, text.count(b"\n"), plain, text.count(b"."), last, cut)
 
 
 def _read(stream: BinaryIO, size: int | None) -> tuple[bytes, str]:

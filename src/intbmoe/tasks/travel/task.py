@@ -1,28 +1,36 @@
-"""Where a user goes next: IntTravel's "where" task, on its own data and on embedded journeys.
+"""Where a user goes next: IntTravel's "where" task, on its own data and on embedded journeys, and three tasks besides.
 
 The destination of each target session is ranked against 64 other places (``candidates.py``). HR@n is the share
-of targets whose true place is among the first n, NDCG@5 the mean of 1/log₂(1 + rank) over those within the first five.
-A place that scores as high as the true one is ranked before it.
+of targets whose true place is among the first n, NDCG@n the mean of 1/log₂(1 + rank) over those within the first n.
+CIR@n, the category inconsistency, is the share of targets whose place has a known category that none of the first n
+has. A place that scores as high as the true one is ranked before it.
+
+The other tasks are those of the released data pipeline: "how" (travel mode) and "when" (hours until the user sets out)
+of the session itself, and "via", the place of the next one. The loss is the sum of the tasks' sums over the number of
+targets, so that each label weighs the same, whatever the batch.
 
 In an artifact, ``catalogue.json`` has sizes: codes of each field; utc_offset: hours that the users' clocks are ahead of
 UTC. ``catalogue.safetensors`` has ids (P,), the places' own ids, rising; codes (1 + P, 5), a place's codes in row p + 1
-and row 0 for none; values.FIELD, the original value of code 1, 2, … of a field, where the data had other values. Graphs
-take profile (B, 6), scenario (B, S, 6), place (B, S, 5), feedback (B, S, 2), via (B, S, 5) and mask (B, S). They give
-the scores (B, places) of all places of the catalogue for the last session of each sequence, of which only the scenario
-is known; the vectors of the places are part of the graph.
+and row 0 for none; values.FIELD, the original value of code 1, 2, … of a field, where the data had other values; and,
+where the data has them, locations (P, 2), longitude and latitude in degrees or NaN, and names, all UTF-8 one after
+another, with name_ends (P,), where each ends. Graphs take profile (B, 6), scenario (B, S, 6), place (B, S, 5), feedback
+(B, S, 2), via (B, S, 5) and mask (B, S). They give the scores (B, places) of all places of the catalogue for the last
+session of each sequence, of which only the scenario is known; the vectors of the places are part of the graph, the
+heads of other tasks are not.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from intbmoe.checks import require
 from intbmoe.models.travel import FEEDBACK, PLACE, PROFILE_TOKENS, SCENARIO, TravelConfig, TravelModel
 from intbmoe.precision import wide
 from intbmoe.registry import register_task
@@ -43,7 +51,9 @@ from intbmoe.tasks.travel.looking import journey_views, show_journeys
 from intbmoe.tasks.travel.serving import PlacePredictor, journey_requests
 from intbmoe.tasks.travel.store import open_journeys
 
-TOP = 5
+TOP = (1, 2, 5)
+CATEGORY_TOP = (1, 2, 5, 10)
+HOW_TOP = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +66,16 @@ class TravelData(Checked):
     """What intbmoe prepare inttravel made. journeys need none."""
     users: PositiveInt = 2000
     """How many users the generator makes."""
+    tasks: Annotated[
+        tuple[Literal["where", "how", "when", "via"], ...],
+        MustBe("different ones, where among them", lambda value: "where" in value and len({*value}) == len(value)),
+    ] = ("where",)
+    """What is predicted of a session: its place (where), the travel mode (how), the hours until the user sets out
+    (when), and the place of the next session (via)."""
+    split: Literal["time", "newest"] = "time"
+    """By time; or each user's newest session is the test, the one before it validation, and the rest for training."""
+    near_negatives: Annotated[int, MustBe("an integer from 0 to 64", lambda value: 0 <= value <= 64)] = 32
+    """How many of the 64 negatives are of the true place's cell, if it has as many; the others are not."""
     valid_windows: PositiveInt | None = None
     """Windows of the validation split that are evaluated, evenly spread over all; None for all."""
     utc_offset: Annotated[float, MustBe("a number between -14 and 14", lambda value: abs(value) <= 14)] = 0.0
@@ -75,6 +95,7 @@ class TravelRecipe(Recipe):
 class TravelTask(Task):
     recipe_type: ClassVar[type[Recipe]] = TravelRecipe
     metric = "HR@5"
+    reported: ClassVar = {"HR@1": "HR@1", "NDCG@5": "NDCG@5"}
     higher_is_better = True
     causal = True
     preparations: ClassVar[Mapping[str, Preparation]] = {
@@ -88,7 +109,8 @@ class TravelTask(Task):
 
     def make_model(self) -> nn.Module:
         config = self.recipe.model
-        return TravelModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden))
+        ffn = ffn_maker(self.recipe.moe, config.dim, config.hidden, domain="language")
+        return TravelModel(config, ffn, self.recipe.data.tasks)
 
     def read_split(self, name: str) -> Examples:
         """``train`` (sessions before all others), ``valid`` or ``test`` (the last ones), by time."""
@@ -99,22 +121,58 @@ class TravelTask(Task):
 
     @cached_property
     def _reader(self) -> JourneyReader:
-        data = self.recipe.data
-        return JourneyReader(open_data(data), self.recipe.model.sessions, data.utc_offset)
+        settings, model = self.recipe.data, self.recipe.model
+        data = open_data(settings)
+        if "how" in settings.tasks and data.sizes.modes - 1 > model.modes:
+            raise DataError(f"model.modes={model.modes}: the data has {data.sizes.modes - 1} travel modes, set as many")
+        options = {"departures": "when" in settings.tasks, "by": settings.split, "near": settings.near_negatives}
+        return JourneyReader(data, model.sessions, settings.utc_offset, **options)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        return _cross_entropy(model(batch)), batch["targets"].sum()
+        losses = [_cross_entropy(answer.scores, answer.labels) for answer in self._answers(model, batch)]
+        return sum(losses[1:], losses[0]), batch["targets"].sum()
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        scores = model(batch)
-        return {"loss": _cross_entropy(scores), **ranking_sums(scores)}
+        return _sums(self._answers(model, batch))
+
+    def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        examples = zip(*(answer.split() for answer in self._answers(model, batch)), strict=True)
+        sums = [_sums(answers) for answers in examples]
+        return {name: torch.stack([of[name] for of in sums]) for name in sums[0]}
+
+    def _answers(self, model: nn.Module, batch: Batch) -> Iterator["Answer"]:
+        """Of each task, "where" first."""
+        scores, targets = model(batch), batch["targets"]
+        for task, found in scores.items() if isinstance(scores, dict) else [("where", scores)]:
+            counts, labels, category = targets.sum(1), found.new_zeros(len(found), dtype=torch.int64), None
+            if task in ("where", "via"):
+                candidates = batch["candidates"][targets] if task == "where" else _following(batch)
+                category = candidates[..., PLACE.index("category")]
+                counts = counts if task == "where" else targets[:, 1:].sum(1)
+            else:
+                codes = batch["depart"] if task == "when" else batch["feedback"][..., FEEDBACK.index("mode")]
+                labels = codes[targets].long() - 1
+            yield Answer(task, found, labels, category, counts)
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Each sum divided by the number of what it was summed over: ``count`` of its task, or of known categories."""
+        require(sums["count"] > 0, "count", sums["count"], "positive: no example was evaluated")
+        found = {}
+        for name, total in sums.items():
+            task, _, metric = name.rpartition(" ")
+            if metric in ("count", "categories"):
+                continue
+            unit = f"{task} categories" if metric.startswith("CIR") else f"{task} count"
+            found[name] = float(total) / max(1.0, sums[unit.removeprefix("where").strip()])
+        return found
 
     def floors(self) -> Mapping[str, Mapping[str, float]]:
         totals: dict[str, dict[str, float]] = {}
-        for chunk in floor_scores(open_data(self.recipe.data)):
+        settings = self.recipe.data
+        for chunk, category in floor_scores(open_data(settings), settings.split, settings.near_negatives):
             for name, scores in chunk.items():
                 sums = totals.setdefault(name, {})
-                for key, value in ranking_sums(torch.from_numpy(scores)).items():
+                for key, value in ranking_sums(torch.from_numpy(scores), torch.from_numpy(category)).items():
                     sums[key] = sums.get(key, 0.0) + float(value)
         return {name: self.metrics(sums) for name, sums in totals.items()}
 
@@ -128,7 +186,11 @@ class TravelTask(Task):
         return (batch,)
 
     def run_model(self, model: nn.Module, batch: Batch, dtype: torch.dtype) -> Tensor:
-        return model(batch)
+        scores = model(batch)
+        if not isinstance(scores, dict):
+            return scores
+        # In one row, each task's around its own mean: what all scores of a session have in common does not matter.
+        return torch.cat([(part - part.mean(1, keepdim=True)).flatten() for part in scores.values()])
 
     def catalogue(self) -> Catalogue:
         settings = self.recipe.data
@@ -137,6 +199,13 @@ class TravelTask(Task):
             "ids": torch.from_numpy(np.array(data.places.ids, np.int64)),
             "codes": torch.from_numpy(place_codes(data.places)),
         }
+        places = data.places
+        if places.longitude is not None:
+            tensors["locations"] = torch.from_numpy(np.stack([places.longitude, places.latitude], 1))
+        if places.names is not None:
+            names = places.names.tolist()
+            tensors["names"] = torch.from_numpy(np.frombuffer(b"".join(names) or b"\0", np.uint8).copy())
+            tensors["name_ends"] = torch.from_numpy(np.cumsum([len(name) for name in names]))
         if settings.path is not None:
             for file in sorted((Path(settings.path).expanduser() / "codes").glob("*.npy")):
                 tensors[f"values.{file.stem}"] = torch.from_numpy(np.load(file, allow_pickle=False))
@@ -200,17 +269,79 @@ def open_data(data: TravelData) -> JourneyData:
     return open_journeys(data.path)
 
 
-def _cross_entropy(scores: Tensor) -> Tensor:
-    """The sum over sessions; 0, with a gradient of 0, where there is none."""
-    return F.cross_entropy(scores, scores.new_zeros(len(scores), dtype=torch.int64), reduction="sum")
+class Answer(NamedTuple):
+    """A model's answers to one of the tasks, for the sessions of a batch, example by example."""
+
+    task: str
+    scores: Tensor  # (N, C)
+    labels: Tensor  # (N,) which of the C is right; −1 for what is not known
+    category: Tensor | None  # (N, C) of the candidates; None where there are none
+    counts: Tensor  # (B,) how many of the N each example has
+
+    def split(self) -> list["Answer"]:
+        """One for each example."""
+        counts = self.counts.tolist()
+        scores, labels = self.scores.split(counts), self.labels.split(counts)
+        category = [None] * len(counts) if self.category is None else self.category.split(counts)
+        parts = zip(scores, labels, category, self.counts.split(1), strict=True)
+        return [Answer(self.task, *part) for part in parts]
 
 
-def ranking_sums(scores: Tensor) -> dict[str, Tensor]:
-    """(N, C) scores, the true place's first → sums over the rows; ties, and what is no number, count against."""
+def _sums(answers: Iterable[Answer]) -> dict[str, Tensor]:
+    """Over the sessions, of each task's metrics; those of "where" have no prefix."""
+    sums: dict[str, Tensor] = {}
+    losses = []
+    for task, scores, labels, category, _ in answers:
+        losses.append(_cross_entropy(scores, labels))
+        found = {"loss": losses[-1]}
+        found |= (
+            class_sums(scores, labels, hours=task == "when") if category is None else ranking_sums(scores, category)
+        )
+        sums |= {name if task == "where" else f"{task} {name}": value for name, value in found.items()}
+    if len(losses) > 1:
+        sums |= {"where loss": sums["loss"], "loss": sum(losses[1:], losses[0])}
+    return sums
+
+
+def _cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
+    """The sum over sessions with a label; 0, with a gradient of 0, where there is none."""
+    return F.cross_entropy(scores, labels, ignore_index=-1, reduction="sum")
+
+
+def _following(batch: Batch) -> Tensor:
+    """(N, C, 5): the candidates of "via", those of each target that has a session before it."""
+    return batch["candidates"][:, 1:][batch["targets"][:, 1:]]
+
+
+def ranking_sums(scores: Tensor, category: Tensor) -> dict[str, Tensor]:
+    """(N, C) scores and codes of categories, the true place's first → sums over the rows.
+
+    Ties, and what is no number, count against.
+    """
     rank = 1 + (~(scores[:, 1:] < scores[:, :1])).sum(1)
-    return {
-        "count": torch.tensor(len(scores), device=scores.device),
-        "HR@1": (rank == 1).sum(),
-        "HR@5": (rank <= TOP).sum(),
-        "NDCG@5": torch.where(rank <= TOP, 1 / torch.log2(1 + rank.double()), 0.0).sum(),
-    }
+    gain = 1 / torch.log2(1 + rank.double())
+    sums = {"count": torch.tensor(len(scores), device=scores.device)}
+    for top in TOP:
+        sums[f"HR@{top}"] = (rank <= top).sum()
+        if top > 1:  # at 1 the two are the same
+            sums[f"NDCG@{top}"] = torch.where(rank <= top, gain, 0.0).sum()
+    known = category[:, 0] > 0
+    sums["categories"] = known.sum()
+    # The true place is moved to the end: among equals a stable order then puts it last.
+    order = scores.roll(-1, 1).argsort(dim=1, descending=True, stable=True)
+    right = category.roll(-1, 1).gather(1, order) == category[:, :1]
+    for top in CATEGORY_TOP:
+        sums[f"CIR@{top}"] = (known & ~right[:, :top].any(1)).sum()
+    return sums
+
+
+def class_sums(scores: Tensor, labels: Tensor, *, hours: bool) -> dict[str, Tensor]:
+    """(N, C) scores, (N,) the right class, −1 where it is not known → sums over the known."""
+    known = labels >= 0
+    scores, labels = scores[known], labels[known]
+    best = scores.argmax(1)
+    sums = {"count": known.sum(), "accuracy": (best == labels).sum()}
+    if hours:  # classes are hours: how far off the likeliest is
+        return sums | {"hours-off": (best - labels).abs().sum()}
+    top = scores.topk(min(HOW_TOP, scores.shape[1]), 1).indices
+    return sums | {f"accuracy@{HOW_TOP}": (top == labels.unsqueeze(1)).sum()}

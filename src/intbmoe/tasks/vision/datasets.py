@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from intbmoe.files import to_json
 from intbmoe.tasks.datasets import by_split, entries, field
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.vision.folder import CLASS_NAMES
+from intbmoe.tasks.vision.class_names import FILE
 
 IMAGE, LABEL = ("image", "img"), ("label", "labels", "class")
 
@@ -43,7 +44,7 @@ def save_images(data: Any, folder: Path) -> None:
     shown = [
         names[label] if names and isinstance(label, int) and label < len(names) else str(label) for label in labels
     ]
-    (folder / CLASS_NAMES).write_text("".join(f"{' '.join(name.split())}\n" for name in shown), encoding="utf-8")
+    (folder / FILE).write_bytes(to_json([{"label": place, "name": name} for place, name in enumerate(shown)]))
 
 
 def _class_names(dataset: Any) -> list[str] | None:

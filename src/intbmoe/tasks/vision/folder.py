@@ -5,8 +5,7 @@
     FOLDER/train/…  FOLDER/val/…  FOLDER/test/…              all as they are called
     FOLDER/<class>/*.jpg                                     validation and test are held out, class by class
 
-Labels follow the alphabetical order of the class folders. ``FOLDER/classes.txt`` may give them other names, one per
-line in that order.
+Labels follow the alphabetical order of the class folders. ``FOLDER/classes.json`` may give them other names.
 """
 
 import os
@@ -21,13 +20,13 @@ from PIL import Image
 from intbmoe.models.vit import ViTConfig
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.own_data import fingerprint, require_path, require_same_data, require_size, some, split_of
+from intbmoe.tasks.vision.class_names import FILE, read_class_names
 from intbmoe.tasks.vision.decode import SQUARES, check_header, decode, middle_square
 from intbmoe.tasks.vision.source import IMAGENET_NORMALISATION, Normalisation, Source, hold_out
 
 WHAT = "a folder with one folder of images per class, or with train/ and test/ of such folders"
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 GREY = Normalisation((0.449,), (0.226,))  # the means of ImageNet's over the channels
-CLASS_NAMES = "classes.txt"
 MODES = {1: ("L", GREY), 3: ("RGB", IMAGENET_NORMALISATION)}
 LOOKED_INTO, END_BYTES = 1000, 4096  # for the fingerprint: how many files of a split, and how much of each
 ENOUGH = 3  # images of a class, of which one is held out for validation and one for the test
@@ -100,11 +99,16 @@ def read(settings: FolderSettings, model: ViTConfig) -> tuple[Source, str]:
     require_same_data(settings.fingerprint, same, str(root))
     for split, share in (("test", settings.test_fraction), ("valid", settings.valid_fraction)):
         if split not in found:
-            _require_enough(found["train"].labels, classes, folders["train"])
+            if share:
+                _require_enough(found["train"].labels, classes, folders["train"])
             kept, held = hold_out(found["train"].labels, share, str(folders["train"]), settings.split_seed)
             found |= {"train": found["train"].subset(kept), split: found["train"].subset(held)}
-    names = _class_names(root / CLASS_NAMES, classes)
-    return Source(found["train"], found["valid"], found["test"], normalisation, names), same
+    file = root / FILE
+    names = read_class_names(file.read_bytes(), len(classes), str(file)) if file.is_file() else None
+    source = Source(
+        **found, normalisation=normalisation, class_names=names or tuple(classes), class_folders=tuple(classes)
+    )
+    return source, same
 
 
 def check_images(source: Source) -> None:
@@ -166,17 +170,6 @@ def list_images(folder: Path, classes: Sequence[str], all_classes: bool = True) 
     if not files:
         raise DataError(f"{folder} holds no image: expected files ending in {', '.join(SUFFIXES)}")
     return np.array([os.fsencode(file) for file in files]), np.array(labels, dtype=np.int64)
-
-
-def _class_names(file: Path, folders: Sequence[str]) -> tuple[str, ...]:
-    if not file.is_file():
-        return tuple(folders)
-    names = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if len(names) != len(folders):
-        raise DataError(f"{file} has {len(names)} names, but there are {len(folders)} class folders: expected as many")
-    return tuple(
-        f"{name} ({folder})" if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)
-    )
 
 
 def _require_enough(labels: np.ndarray, classes: Sequence[str], folder: Path) -> None:

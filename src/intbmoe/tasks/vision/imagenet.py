@@ -3,13 +3,15 @@
     folder    train/<wnid>/*.JPEG, val/<wnid>/*.JPEG          labels by the order of the wnids
     parquet   data/train-*.parquet, data/validation-*.parquet  columns image {bytes, path} and label
 
-The official validation set is the test set; validation is held out of the training images.
+Either may have ``classes.json`` beside it, with the classes' names. The official validation set is the test set;
+validation is held out of the training images.
 """
 
 from pathlib import Path
 
 from intbmoe.models.vit import ViTConfig
 from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.vision.class_names import FILE, read_class_names
 from intbmoe.tasks.vision.folder import FolderImages, class_folders, list_images
 from intbmoe.tasks.vision.imagenet_parquet import ParquetImages
 from intbmoe.tasks.vision.source import IMAGENET_NORMALISATION, Images, Source, check_labels, hold_out, require_path
@@ -22,16 +24,18 @@ def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
         raise DataError(f"imagenet images have 3 channels: set model.channels=3 (it is {model.channels})")
     root = require_path(path, "imagenet", WHAT)
     if sorted(root.glob("data/train-*.parquet")):
-        classes = None
+        folders = None
         train, test = (ParquetImages.find(root, split) for split in ("train", "validation"))
         names = [f"{root}/data/{split}-*.parquet" for split in ("train", "validation")]
     else:
-        classes, train, test = _folders(root)
+        folders, train, test = _folders(root)
         names = [str(root / "train"), str(root / "val")]
     for images, name in zip((train, test), names, strict=True):
         check_labels(images.labels, model.classes, name)
     kept, held = hold_out(train.labels, valid_fraction, names[0])
-    return Source(train.subset(kept), train.subset(held), test, IMAGENET_NORMALISATION, classes)
+    file = root / FILE
+    class_names = read_class_names(file.read_bytes(), model.classes, str(file)) if file.is_file() else None
+    return Source(train.subset(kept), train.subset(held), test, IMAGENET_NORMALISATION, class_names, folders)
 
 
 def _folders(root: Path) -> tuple[tuple[str, ...], Images, Images]:

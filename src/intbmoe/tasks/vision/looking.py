@@ -1,15 +1,29 @@
-"""Single images: one per class, each patch by its row and column."""
+"""Tokens by the class of their image; single images, one per class, each patch by its row and column."""
+
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 
 from intbmoe.models.vit import ViTConfig
 from intbmoe.tasks.base import Batch
-from intbmoe.tasks.looking import Content, Shown, Token
+from intbmoe.tasks.looking import Content, Shown, Token, View
+from intbmoe.tasks.vision.class_names import class_labels
 from intbmoe.tasks.vision.decode import png_base64
 from intbmoe.tasks.vision.examples import ImageExamples
 
 MOST_IMAGES = 6
+
+
+def class_view(names: Sequence[str], keys: Sequence[str]) -> View:
+    """Tokens by the class of their image; ``keys`` are the classes' WordNet ids or numbers."""
+    return View(
+        "class",
+        class_labels(names, keys),
+        lambda batch: batch["labels"].unsqueeze(1),
+        words=tuple(zip(names, keys, strict=True)),
+        of_examples=lambda split: split.images.labels,
+    )
 
 
 def show_images(split: ImageExamples, names: tuple[str, ...], model: ViTConfig) -> Shown:

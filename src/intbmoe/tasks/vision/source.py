@@ -43,6 +43,7 @@ class Source:
     test: Images
     normalisation: Normalisation
     class_names: tuple[str, ...] | None = None  # by label; None where the source does not say
+    class_folders: tuple[str, ...] | None = None  # by label: WordNet ids, where the images lie in folders
 
 
 class ArrayImages:
@@ -63,13 +64,13 @@ class ArrayImages:
 
 
 def hold_out(labels: np.ndarray, fraction: float, where: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Indices kept and held out, each in rising order; the held-out share is taken class by class, at least one each.
+    """Indices kept and held out, each in rising order; the share is taken class by class, at least one each if not 0.
 
     The choice depends on a class's number and size alone (and on ``seed``, which is no training's), so every method,
     training seed and machine holds out the same images.
     """
-    held = []
-    for label in np.unique(labels):
+    held = [np.zeros(0, dtype=np.int64)]
+    for label in np.unique(labels) if fraction else ():
         members = np.flatnonzero(labels == label)
         count = max(1, round(fraction * len(members)))
         if count >= len(members):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from intbmoe.checks import require
 from intbmoe.models.vit import ViT, ViTConfig
 from intbmoe.registry import register_task
-from intbmoe.settings import Checked, MustBe, NonNegativeInt
+from intbmoe.settings import Checked, MustBe, NonNegativeInt, Share
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.looking import Shown, View
 from intbmoe.tasks.mixture import ffn_maker
@@ -28,9 +28,10 @@ from intbmoe.tasks.own_data import require_known, require_unused
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Request
 from intbmoe.tasks.vision import digits, folder, imagenet, tiny_imagenet
+from intbmoe.tasks.vision.class_names import imagenet_class_names
 from intbmoe.tasks.vision.datasets import save_images
 from intbmoe.tasks.vision.examples import ImageExamples
-from intbmoe.tasks.vision.looking import show_images
+from intbmoe.tasks.vision.looking import class_view, show_images
 from intbmoe.tasks.vision.mixing import mix, smooth
 from intbmoe.tasks.vision.serving import ClassifyPredictor, image_requests
 from intbmoe.tasks.vision.settings import Augmentation
@@ -48,8 +49,8 @@ class VisionData(Checked):
     """folder is any folder of class folders; digits come with scikit-learn; docs/data.md says how to get the others."""
     path: str | None = None
     """Where the data lies: a tar for tiny-imagenet, a folder for imagenet and folder. digits need none."""
-    valid_fraction: Annotated[float, MustBe("a number between 0 and 1", lambda value: 0 < value < 1)] = 0.1
-    """Share of each class's training images held out for validation: the same ones for every method and seed."""
+    valid_fraction: Share = 0.1
+    """Share of each class's training images held out for validation, the same for every method and seed; 0: none."""
     augmentation: Augmentation = field(default_factory=Augmentation)
     test_fraction: Annotated[float, MustBe("a number between 0 and 1", lambda value: 0 < value < 1)] = 0.1
     """folder: share of each class that is the test split, where no folder is."""
@@ -88,6 +89,7 @@ class VisionTask(Task):
     recipe_type: ClassVar[type[Recipe]] = VisionRecipe
     metric = "accuracy"
     higher_is_better = True
+    reported: ClassVar = {"accuracy5": "ACC@5"}
     dense_in_place = "dense"
     inputs = ("images",)
     predictor = ClassifyPredictor
@@ -105,8 +107,12 @@ class VisionTask(Task):
         return ImageExamples(getattr(source, name), source.normalisation, self.recipe.model.image_size, augmentation)
 
     def class_names(self) -> tuple[str, ...]:
-        """What the source calls the classes; their numbers where it does not say."""
-        return self._source.class_names or tuple(str(label) for label in range(self.recipe.model.classes))
+        """What the source or ImageNet calls the classes; where neither says, their folders or numbers."""
+        source, classes = self._source, self.recipe.model.classes
+        known = source.class_names
+        if known is None and self.recipe.data.source == "imagenet":
+            known = imagenet_class_names(source.class_folders, classes)
+        return known or source.class_folders or tuple(map(str, range(classes)))
 
     @cached_property
     def _source(self) -> Source:
@@ -148,8 +154,7 @@ class VisionTask(Task):
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         scores, labels = model(batch["images"]).float(), batch["labels"]
-        best = scores.topk(min(TOP, scores.shape[1]), dim=1).indices
-        hits = best == labels.unsqueeze(1)
+        hits = _hits(scores, labels)
         return {
             "count": _count(batch),
             "loss": F.cross_entropy(scores, labels, reduction="sum"),
@@ -157,22 +162,39 @@ class VisionTask(Task):
             "accuracy5": hits.sum(),
         }
 
+    def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        scores, labels = model(batch["images"]).float(), batch["labels"]
+        hits = _hits(scores, labels)
+        return {
+            "count": torch.ones_like(labels),
+            "loss": F.cross_entropy(scores, labels, reduction="none"),
+            "accuracy": hits[:, 0],
+            "accuracy5": hits.sum(1),
+        }
+
     def example_inputs(self) -> tuple[Tensor]:
         config = self.recipe.model
         return (torch.zeros(1, config.channels, config.image_size, config.image_size),)
 
     def catalogue(self) -> Catalogue:
-        mean, std = self.split("valid").normalisation
+        mean, std = self.held_out().normalisation
         return Catalogue({"classes": list(self.class_names()), "mean": list(mean), "std": list(std)})
 
     def golden_requests(self, predictor: ClassifyPredictor, count: int) -> list[Request]:
-        return image_requests(self.split("valid"), count)
+        return image_requests(self.held_out(), count)
 
     def views(self) -> list[View]:
-        return [View("class", self.class_names(), lambda batch: batch["labels"].unsqueeze(1))]
+        names = self.class_names()
+        keys = self._source.class_folders or tuple(map(str, range(len(names))))
+        return [class_view(names, keys)]
 
     def shown(self, split: ImageExamples) -> Shown:
         return show_images(split, self.class_names(), self.recipe.model)
+
+
+def _hits(scores: Tensor, labels: Tensor) -> Tensor:
+    """(B, 5 or fewer): whether the best, the second best … score is the label's."""
+    return scores.topk(min(TOP, scores.shape[1]), dim=1).indices == labels.unsqueeze(1)
 
 
 def _count(batch: Batch) -> Tensor:

@@ -5,7 +5,6 @@ read row by row, and may hold ``classes.json`` with the classes' names. ``val`` 
 one has no labels; validation is held out of ``train``. All images stay in memory as bytes, 338 MB.
 """
 
-import json
 import re
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ import numpy as np
 
 from intbmoe.models.vit import ViTConfig
 from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.vision.class_names import FILE, read_class_names
 from intbmoe.tasks.vision.decode import decode
 from intbmoe.tasks.vision.source import (
     IMAGENET_NORMALISATION,
@@ -27,7 +27,6 @@ from intbmoe.tasks.vision.source import (
 )
 
 TILE = 32
-CLASSES = "classes.json"
 WHAT = "the tar of Tiny-ImageNet-200 sheets"
 _SHEET = re.compile(r"(?:\./)?(train|val)/(\d+)\.jpg")
 
@@ -38,7 +37,7 @@ def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
     sheets, names = _read_tar(file)
     train, test = (_join(sheets[split], model.classes, f"{file}: {split}/") for split in ("train", "val"))
     kept, held = hold_out(train.labels, valid_fraction, f"{file}: train/")
-    class_names = None if names is None else _class_names(names, model.classes, f"{file}: {CLASSES}")
+    class_names = None if names is None else read_class_names(names, model.classes, f"{file}: {FILE}")
     return Source(train.subset(kept), train.subset(held), test, IMAGENET_NORMALISATION, class_names)
 
 
@@ -54,7 +53,7 @@ def _read_tar(file: Path) -> tuple[dict[str, dict[int, np.ndarray]], bytes | Non
                 found = _SHEET.fullmatch(member.name)
                 if found and member.isfile():
                     sheets[found[1]][int(found[2])] = tar.extractfile(member).read()
-                elif member.name.removeprefix("./") == CLASSES and member.isfile():
+                elif member.name.removeprefix("./") == FILE and member.isfile():
                     names = tar.extractfile(member).read()
     except (tarfile.TarError, EOFError, OSError) as error:
         raise DataError(f"{file} cannot be read as a tar: {error}; expected {WHAT} (see docs/data.md)") from error
@@ -64,16 +63,6 @@ def _read_tar(file: Path) -> tuple[dict[str, dict[int, np.ndarray]], bytes | Non
             where = [f"{file}: {split}/{label:03d}.jpg" for label in found]
             tiles[split] = dict(zip(found, threads.map(_tiles, found.values(), where), strict=True))
         return tiles, names
-
-
-def _class_names(content: bytes, classes: int, where: str) -> tuple[str, ...]:
-    """The first of each class's names, its number if it has none; classes that share a name get the number as well."""
-    try:
-        found = {entry["label"]: entry["name"].split(",")[0].strip() for entry in json.loads(content)}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{where} is not a list of objects with label, name ({error!r}; see docs/data.md)") from error
-    names = [found.get(label, str(label)) for label in range(classes)]
-    return tuple(f"{name} ({label})" if names.count(name) > 1 else name for label, name in enumerate(names))
 
 
 def _tiles(content: bytes, where: str) -> np.ndarray:

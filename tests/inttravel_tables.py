@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from intbmoe.tasks.travel.data import JourneyData, Places, Sessions
-from intbmoe.tasks.travel.duck import Budget, connect, literal
-from intbmoe.tasks.travel.tables import POI_BY_CELL, POI_INFO, USER_ACTION, USER_PROFILE, Table
+from intbmoe.tasks.travel.rows import Budget, connect
+from intbmoe.tasks.travel.tables import POI_BY_CELL, POI_INFO, POI_LOCATION, USER_ACTION, USER_PROFILE, Table
 
 
 def write_tables(data: JourneyData, folder: Path, *, header: bool = True) -> None:
-    """The four tables as .tsv. Users are numbered from 1; a code stands for itself, and 0 for an empty field.
+    """The tables as .tsv. Users are numbered from 1; a code stands for itself, and 0 for an empty field.
 
     Preparing them gives the same arrays back, provided that every code occurs.
     """
@@ -21,6 +21,9 @@ def write_tables(data: JourneyData, folder: Path, *, header: bool = True) -> Non
     cell, category, region = (_code(column) for column in (places.cell, places.category, places.region))
     _write(folder, POI_INFO, [[places.ids, places.score, cell, category, region]], header)
     _write(folder, POI_BY_CELL, [_cells(places)], header)
+    if places.names is not None:
+        names = np.array([name.decode() for name in places.names.tolist()], object)
+        _write(folder, POI_LOCATION, [[places.ids, places.longitude, places.latitude, names]], header)
     first = np.cumsum([1] + [len(shard.offsets) - 1 for shard in data.shards])
     users = [start + np.arange(len(shard.offsets) - 1) for start, shard in zip(first, data.shards, strict=False)]
     profiles = ([user, *map(_code, shard.profile.T)] for user, shard in zip(users, data.shards, strict=True))
@@ -37,7 +40,7 @@ def _write(folder: Path, table: Table, parts: Iterable[Sequence], header: bool) 
             file.write("\t".join(table.columns).encode() + b"\n")
         for part in parts:
             columns = dict(zip(table.columns, part, strict=True))  # noqa: F841 (SQL reads it)
-            connection.execute(f"COPY (FROM columns) TO {literal(part_file)} ({options})")
+            connection.execute(f"COPY (FROM columns) TO '{part_file}' ({options})")
             with part_file.open("rb") as written:
                 shutil.copyfileobj(written, file)
             part_file.unlink()

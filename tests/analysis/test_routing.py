@@ -2,21 +2,25 @@ import pytest
 import torch
 from layer_task import LayerTask, OneLayer, force, sample_of
 
-from intbmoe.analysis.routing import count_pairs, routing_shares
+from intbmoe.analysis.routing import Chosen, choose, count_pairs, routing_shares
 from intbmoe.recipes import load_recipe
 from intbmoe.tasks import make_task
 from intbmoe.tasks.language.looking import TOKEN_KINDS, byte_texts, kind_of, tokenizer_texts
 from intbmoe.tasks.looking import NO_LABEL, View
 from intbmoe.tasks.sequences.task import visits
 from intbmoe.tasks.travel.looking import TYPES, token_types
-from intbmoe.tasks.vision import VisionTask
+from intbmoe.tasks.vision.looking import class_view
 from small_intbmoe import make, tokens
+
+
+def shares(model, task, **chosen):
+    return routing_shares(model, choose(model, sample_of(task), **chosen))
 
 
 def test_a_router_forced_to_one_block_fills_its_column():
     task = LayerTask(tokens(6, 4), classes=3)
     model = OneLayer(force(make(top_k=1), 2))
-    found = routing_shares(model, sample_of(task), VisionTask.views(task))
+    found = shares(model, task)
     (view,) = found.views
     (layer,) = view.layers
     assert (found.unit, view.name, view.labels, layer.choices) == ("block", "class", ["0", "1", "2"], [0, 1, 2, 3])
@@ -27,13 +31,13 @@ def test_a_router_forced_to_one_block_fills_its_column():
 
 def test_with_two_choices_each_counts():
     task = LayerTask(tokens(6, 4), classes=3)
-    found = routing_shares(OneLayer(force(make(top_k=2), 2, 0)), sample_of(task), VisionTask.views(task))
+    found = shares(OneLayer(force(make(top_k=2), 2, 0)), task)
     assert found.views[0].layers[0].minus_uniform == [[0.25, -0.25, 0.25, -0.25]] * 3
 
 
 def test_a_label_without_tokens_has_no_share():
     task = LayerTask(tokens(2, 4), classes=3)
-    found = routing_shares(OneLayer(make()), sample_of(task), VisionTask.views(task))
+    found = shares(OneLayer(make()), task)
     assert found.views[0].layers[0].minus_uniform[2] is None
     assert {row["label"] for row in found.rows()} == {"0", "1"}
 
@@ -43,9 +47,67 @@ def test_padding_is_never_counted():
     task = LayerTask(tokens(6, 4), mask)
     every = View("every", ("token",), lambda batch: torch.zeros_like(batch["mask"], dtype=torch.int64))
     padding = View("padding", ("token",), lambda batch: torch.where(batch["mask"], NO_LABEL, 0))
-    found = routing_shares(OneLayer(make(top_k=2)), sample_of(task), [every, padding])
+    found = routing_shares(OneLayer(make(top_k=2)), Chosen([every, padding], ["moe"], sample_of(task)))
     assert sum(found.views[0].layers[0].counts[0]) == 2 * int(mask.sum())
     assert found.views[1].layers[0].minus_uniform == [None]
+
+
+def test_chosen_classes_are_counted_on_all_their_examples_in_the_order_given():
+    task = LayerTask(tokens(30, 4), classes=10)
+    model = OneLayer(make(top_k=1))
+    whole, some = shares(model, task), shares(model, task, classes=["class 7", "2"])
+    (view,) = some.views
+    assert (view.labels, view.chosen, whole.views[0].chosen) == (["7", "2"], True, False)
+    assert some.examples == 6, "of thirty, those of the two classes"
+    assert view.layers[0].counts == [whole.views[0].layers[0].counts[label] for label in (7, 2)]
+    few = routing_shares(model, choose(model, sample_of(task, examples=4), classes=["7", "2"]))
+    assert few.examples == 4, "the limit holds"
+
+
+class TwoLayers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleDict({"4": OneLayer(make()), "6": OneLayer(make()), "head": OneLayer(make())})
+
+    def forward(self, batch):
+        return sum(block(batch) for block in self.blocks.values())
+
+
+def test_chosen_layers_come_in_the_order_given():
+    model, task = TwoLayers(), LayerTask(tokens(6, 4), classes=3)
+    found = shares(model, task, layers=["6", "blocks.4.moe"]).views[0].layers
+    assert [layer.layer for layer in found] == ["blocks.6.moe", "blocks.4.moe"]
+    assert len(shares(model, task).views[0].layers) == 3
+    with pytest.raises(
+        ValueError, match=r"no layer is called '5': the layers whose tokens choose are 4 \(blocks\.4\.moe"
+    ):
+        choose(model, sample_of(task), layers=["4", "5"])
+
+
+def test_classes_that_cannot_be_chosen_are_told():
+    model, task = OneLayer(make()), LayerTask(tokens(6, 4), classes=3)
+    with pytest.raises(ValueError, match=r"no class is called 'clas 2': did you mean 'class 2'\?"):
+        choose(model, sample_of(task), classes=["clas 2"])
+    task.views = lambda: [View("kind", ("a",), None), View("position", ("b",), None)]
+    with pytest.raises(ValueError, match="the task 'layer' has none; its tokens are told apart by kind, position"):
+        choose(model, sample_of(task), classes=["1"])
+    with pytest.raises(ValueError, match="the tokens of this model do not choose experts"):
+        choose(torch.nn.Identity(), sample_of(task), layers=["1"])
+
+
+def test_words_for_classes():
+    view = class_view(("hen", "crane bird", "crane", "9"), ("n01514859", "n02012849", "n03126707", "n00000009"))
+    assert view.labels[0] == "hen (n01514859)"
+    assert view.places_of(["Hen", "n02012849", "crane (n03126707)", "3", "9", "hen"]) == [0, 1, 2, 3], "each once"
+    assert class_view(("3", "crane (1)", "ox"), ("0", "1", "2")).labels == ("3 (0)", "crane (1)", "ox (2)")
+    assert class_view(("3", "4"), ("0", "1")).places_of(["4"]) == [1], "a name goes before a number"
+    with pytest.raises(ValueError, match="no class is called '4'"):
+        view.places_of(["4"])
+    with pytest.raises(ValueError, match="2 labels of class are called 'ox': give a number, 0, 2"):
+        class_view(("ox", "cow", "ox"), ("0", "1", "2")).places_of(["ox"])
+    many = class_view([f"animal {n}" for n in range(1000)], [str(n) for n in range(1000)])
+    with pytest.raises(ValueError, match=r"there are 1000, such as animal 0, .* 0 to 999 will do too"):
+        many.places_of(["xyz"])
 
 
 def test_pairs_by_hand():

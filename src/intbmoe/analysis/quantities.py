@@ -1,0 +1,63 @@
+"""The three quantities of every method at one budget, the paper's on images: what its Figure 1 compares.
+
+``intbmoe methods`` prints them, and draws them on request.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from intbmoe.analysis.settings import IMAGENET
+from intbmoe.budget import match_budget
+from intbmoe.layer import OnePer, Quantities
+from intbmoe.models.vit import ViTConfig
+from intbmoe.registry import Method, method_family
+
+TOKENS = ViTConfig().patches
+BATCH = 64
+"""Images of the batch for which the picture counts weight sets beside those of one image."""
+
+
+@dataclass(frozen=True)
+class MethodQuantities:
+    """One method at the paper's E = 16; numbers that a trained router decides are those of the cost table."""
+
+    name: str
+    title: str
+    family: str
+    participation: float
+    execution: float
+    materialization: int | str  # a number, or what it grows with: "1 per token"
+    sets_of_one: int  # weight sets built for one image
+    sets_of_batch: int  # and for ``BATCH`` of them
+    decided_by_router: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def quantities_of(method: Method) -> MethodQuantities:
+    """Of a layer as the paper's image model has it, built without numbers."""
+    found = _layer_quantities(method)
+    built, active = found.materialization, IMAGENET.active.get(method.name)
+    return MethodQuantities(
+        method.name,
+        method.title,
+        method_family(method.name),
+        found.participation if active is None else active,
+        found.execution if active is None else active,
+        str(built) if isinstance(built, OnePer) else built,
+        found.sets(1, TOKENS),
+        found.sets(BATCH, TOKENS),
+        method.dynamic,
+    )
+
+
+def _layer_quantities(method: Method) -> Quantities:
+    config = ViTConfig()
+    budget = match_budget(method.name, config.dim, config.hidden, experts=IMAGENET.experts, tokens=TOKENS)
+    known = {f.name for f in fields(method.layer.Config)}  # of another package's method, which may have no experts
+    options = {name: value for name, value in budget.items() if name in known}
+    with torch.device("meta"):
+        return method.layer(method.config(config.dim, **options)).quantities()

@@ -1,0 +1,43 @@
+"""From a block's code to the coefficients that compose it."""
+
+import math
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from intbmoe.ops.compose import Coefficients
+from intbmoe.parts.linear import Linear
+from intbmoe.precision import wide
+
+
+class Hypernetwork(nn.Module):
+    """From a block's code to its coefficients: one for each base and path.
+
+    ``hidden`` is the inner width of the paper's two-layer form; None makes each path one linear map of the code.
+    """
+
+    def __init__(
+        self, codes: int, hidden: int | None, experts: int, *, gate: bool, coefficients: Literal["linear", "softmax"]
+    ) -> None:
+        super().__init__()
+        self.experts, self.coefficients = experts, coefficients
+        if hidden is not None:
+            self.trunk = Linear(codes, hidden)
+            self.norm = nn.LayerNorm(hidden)
+        self.two_layer = hidden is not None
+        self.value = Linear(hidden or codes, experts)
+        self.gate = Linear(hidden or codes, experts) if gate else None
+
+    def forward(self, codes: Tensor) -> Coefficients:
+        """(K, codes) → the coefficients of each path in the wide type."""
+        q = wide(codes)
+        if self.two_layer:
+            trunk = self.trunk(q)
+            norm = wide(self.norm.weight), wide(self.norm.bias)
+            q = F.relu(F.layer_norm(trunk, self.norm.normalized_shape, *norm, self.norm.eps))
+        value = self.value(q)
+        gate = None if self.gate is None else self.gate(q)
+        if self.coefficients == "softmax":
+            return Coefficients(value.softmax(-1), None if gate is None else gate.softmax(-1), 1.0)
+        return Coefficients(value, gate, 1 / math.sqrt(self.experts))

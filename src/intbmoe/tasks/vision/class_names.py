@@ -1,0 +1,47 @@
+"""What classes are called: by ``classes.json`` beside the data, or, for ImageNet's, by torchvision and timm.
+
+timm has the thousand WordNet ids in the order of ImageNet's labels, torchvision a name for each, all different. Both
+are optional; without them a class goes by its folder or its number.
+"""
+
+import importlib
+import json
+from collections.abc import Sequence
+
+from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.vision.timm_data import timm_data
+
+FILE = "classes.json"
+IMAGENET_CLASSES = 1000
+
+
+def read_class_names(content: bytes, classes: int, where: str) -> tuple[str, ...]:
+    """The first of each class's names, its number if it has none; classes that share a name get the number as well."""
+    try:
+        found = {entry["label"]: entry["name"].split(",")[0].strip() for entry in json.loads(content)}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{where} is not a list of objects with label, name ({error!r}; see docs/data.md)") from error
+    names = [found.get(label, str(label)) for label in range(classes)]
+    return tuple(f"{name} ({label})" if names.count(name) > 1 else name for label, name in enumerate(names))
+
+
+def imagenet_class_names(wnids: Sequence[str] | None, classes: int) -> tuple[str, ...] | None:
+    """Of WordNet ids, or of a thousand labels where there are no ids; None where some are not ImageNet's."""
+    if wnids is None and classes != IMAGENET_CLASSES:
+        return None
+    try:
+        known = timm_data().ImageNetInfo().label_names()
+        names = importlib.import_module("torchvision.models").ResNet18_Weights.IMAGENET1K_V1.meta["categories"]
+    except ModuleNotFoundError:
+        return None
+    by_wnid = dict(zip(known, names, strict=True))
+    wnids = known if wnids is None else wnids
+    return tuple(by_wnid[wnid] for wnid in wnids) if by_wnid.keys() >= set(wnids) else None
+
+
+def class_labels(names: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:
+    """ "hen (n01514859)": a name with the WordNet id or number that it stands for."""
+    return tuple(
+        name if name == key or name.endswith(f"({key})") else f"{name} ({key})"
+        for name, key in zip(names, keys, strict=True)
+    )

@@ -1,0 +1,130 @@
+"""MoE layers in Hugging Face's models, by other people's loops: masks in, losses out, steps around the optimizer."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import intbmoe
+from intbmoe.tasks.vision.timm_data import import_torchvision
+
+import_torchvision()  # transformers imports it where it is installed, and fails where that fails
+transformers = pytest.importorskip("transformers")
+
+
+def llama(name="switch", dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        layer.mlp = intbmoe.create(name, 16, 24, experts=4, **options)
+    return model.to(dtype)
+
+
+def batch(padding=3, length=9, rows=4):
+    """The first row padded on the left."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 40, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_padding_reaches_no_layer_and_the_loss_has_the_auxiliary_one(checkpointing):
+    model = llama(jitter=0.0).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    plain = copy.deepcopy(model)
+    intbmoe.connect(model)
+    with intbmoe.record_routing(model) as log:
+        loss = model(**batch()).loss
+    for entry in log.values():
+        ids = entry.ids.view(4, 9)
+        assert (ids[0, :3] == -1).all()
+        assert (ids[1:] >= 0).all()
+    bare = plain(**batch()).loss
+    assert loss > bare
+    loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_generation_of_a_padded_prompt_is_that_of_the_prompt_alone():
+    model = llama("intbmoe", top_k=2, blocks=4).eval()
+    intbmoe.connect(model)
+    whole = batch()
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    together = model.generate(whole["input_ids"], attention_mask=whole["attention_mask"], **settings)
+    alone = model.generate(whole["input_ids"][:1, 3:], **settings)
+    assert together[0, 3:].tolist() == alone[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["switch", "deepseek", "mass", "remoe", "intbmoe"])
+def test_a_foreign_loop_ends_where_our_own_does(name):
+    quiet = {"switch": {"jitter": 0.0}}.get(name, {})
+    theirs, ours = (llama(name, **quiet).train() for _ in range(2))
+    theirs_optimizer, our_optimizer = (torch.optim.AdamW(model.parameters(), 1e-2) for model in (theirs, ours))
+    intbmoe.connect(theirs, theirs_optimizer)
+    intbmoe.connect(ours)
+    for _ in range(4):
+        theirs_optimizer.zero_grad()
+        theirs(**batch()).loss.backward()
+        theirs_optimizer.step()
+    for _ in range(4):
+        our_optimizer.zero_grad()
+        loss = ours(**batch()).loss  # the auxiliary loss is in it, as of theirs
+        loss.backward()
+
+        def reevaluate():
+            return ours(**batch()).loss
+
+        intbmoe.before_step(ours, our_optimizer, reevaluate)
+        our_optimizer.step()
+        intbmoe.after_step(ours, our_optimizer)
+    for (key, a), b in zip(theirs.state_dict().items(), ours.state_dict().values(), strict=True):
+        assert torch.equal(a, b), key
+
+
+def test_it_compiles_whole():
+    model = llama("intbmoe", top_k=2, blocks=4).eval()
+    intbmoe.connect(model)
+    expected = model(**batch()).loss
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**batch()).loss, expected)
+
+
+def test_recomputation_under_another_mask_is_refused():
+    model = llama(jitter=0.0).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    intbmoe.connect(model)
+    first = model(**batch()).loss
+    model(**batch(padding=5))
+    with pytest.raises(RuntimeError, match="run with another mask"):
+        first.backward()
+
+
+def test_removed_hooks_leave_nothing_behind():
+    model = llama(jitter=0.0).eval()
+    before = model(**batch()).logits
+    connection = intbmoe.connect(model)
+    assert not torch.equal(model(**batch()).logits[0, :3], before[0, :3])
+    connection.remove()
+    assert torch.equal(model(**batch()).logits, before)
+
+
+def test_what_cannot_be_connected_says_so():
+    with pytest.raises(ValueError, match="Linear holds no MoE layer"):
+        intbmoe.connect(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="optimizer is a str"):
+        intbmoe.connect(llama(), "adam")
+
+
+def test_losses_that_nobody_collects_stop_the_training():
+    """As a trainer would that knows of the model's own loss alone."""
+    model = llama(jitter=0.0).train()
+    model(**batch()).loss.backward()
+    with pytest.raises(RuntimeError, match=r"Switch was trained without .* intbmoe.connect"):
+        model(**batch())
