@@ -44,6 +44,9 @@ class SmallTask:
     def golden_requests(self, predictor, count):
         return find_task(self.recipe.task).golden_requests(self, predictor, count)
 
+    def held_out(self):
+        return self.split("valid")
+
     def split(self, name):
         assert name == "valid"
         if self.kind == "classify":

@@ -129,7 +129,7 @@ class TravelTask(Task):
         return JourneyReader(data, model.sessions, settings.utc_offset, **options)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        losses = [_cross_entropy(answer.scores, answer.labels) for answer in self._answers(model, batch)]
+        losses = [_cross_entropy(scores, labels) for _, scores, labels in self._labelled(model, batch)]
         return sum(losses[1:], losses[0]), batch["targets"].sum()
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -140,19 +140,23 @@ class TravelTask(Task):
         sums = [_sums(answers) for answers in examples]
         return {name: torch.stack([of[name] for of in sums]) for name in sums[0]}
 
-    def _answers(self, model: nn.Module, batch: Batch) -> Iterator["Answer"]:
-        """Of each task, "where" first."""
-        scores, targets = model(batch), batch["targets"]
+    def _labelled(self, model: nn.Module, batch: Batch) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(task, scores (N, C), which of the C is right (N,), −1 for what is not known), "where" first."""
+        scores = model(batch)
         for task, found in scores.items() if isinstance(scores, dict) else [("where", scores)]:
-            counts, labels, category = targets.sum(1), found.new_zeros(len(found), dtype=torch.int64), None
             if task in ("where", "via"):
-                candidates = batch["candidates"][targets] if task == "where" else _following(batch)
-                category = candidates[..., PLACE.index("category")]
-                counts = counts if task == "where" else targets[:, 1:].sum(1)
+                labels = found.new_zeros(len(found), dtype=torch.int64)
             else:
                 codes = batch["depart"] if task == "when" else batch["feedback"][..., FEEDBACK.index("mode")]
-                labels = codes[targets].long() - 1
-            yield Answer(task, found, labels, category, counts)
+                labels = codes[batch["targets"]].long() - 1
+            yield task, found, labels
+
+    def _answers(self, model: nn.Module, batch: Batch) -> Iterator["Answer"]:
+        targets, category = batch["targets"], PLACE.index("category")
+        for task, scores, labels in self._labelled(model, batch):
+            candidates = {"where": lambda: batch["candidates"][targets], "via": lambda: _following(batch)}.get(task)
+            counts = targets[:, 1:].sum(1) if task == "via" else targets.sum(1)
+            yield Answer(task, scores, labels, None if candidates is None else candidates()[..., category], counts)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Each sum divided by the number of what it was summed over: ``count`` of its task, or of known categories."""
