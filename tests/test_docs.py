@@ -15,8 +15,9 @@ def snippets(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
-# training.md's Python needs a trained run: tests/test_training_docs.py makes one.
-RUNNABLE = [page for page in PAGES if snippets(page) and page.name != "training.md"]
+# Their Python needs a trained run, or data: tests/test_training_docs.py and tests/test_your_data_docs.py make them.
+ELSEWHERE = ("training.md", "your-data.md")
+RUNNABLE = [page for page in PAGES if snippets(page) and page.name not in ELSEWHERE]
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)

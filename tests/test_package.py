@@ -19,3 +19,18 @@ def test_loading_a_run_without_trainings_packages_says_what_to_install(tmp_path,
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs accelerate.*pip install 'intbmoe\[train\]'"):
         intbmoe.load(tmp_path)
+
+
+def test_train_is_a_package_that_can_be_called(monkeypatch):
+    """Whether it is imported before it is asked for or not."""
+    for name in [name for name in sys.modules if name.startswith("intbmoe.train")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(intbmoe, "train", raising=False)
+    with pytest.raises(KeyError, match="no recipe is called 'digts': did you mean 'digits'"):
+        intbmoe.train("digts")
+    import intbmoe.train as package
+
+    assert intbmoe.train is package
+    assert package.RunDirectory
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        intbmoe.trian  # noqa: B018

@@ -1,6 +1,9 @@
 """IntBMoE and the mixture-of-experts layers it is compared with, on one contract."""
 
+from importlib import import_module
 from os import PathLike
+from types import ModuleType
+from typing import Any
 
 from torch import nn
 
@@ -22,11 +25,21 @@ __all__ = [
 __version__ = program_version()
 
 
+def __getattr__(name: str) -> Any:
+    if name != "train":
+        raise AttributeError(f"module 'intbmoe' has no attribute {name!r}")
+    return _training()
+
+
 def load(run: str | PathLike[str]) -> nn.Module:
     """The trained model of a finished run directory, on the CPU and in evaluation mode."""
+    return _training().load(run)
+
+
+def _training() -> ModuleType:
+    """``intbmoe.train``, imported when it is asked for: its packages are an extra."""
     try:
-        from intbmoe.train import load as load_run  # training's packages are an extra: only who loads a run needs them
+        return import_module("intbmoe.train")
     except ModuleNotFoundError as error:
-        message = f"loading a run needs {error.name}, which comes with training: pip install 'intbmoe[train]'"
+        message = f"training or loading a run needs {error.name}: pip install 'intbmoe[train]'"
         raise ModuleNotFoundError(message, name=error.name) from error
-    return load_run(run)

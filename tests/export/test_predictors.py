@@ -18,7 +18,7 @@ from intbmoe.models.travel import FEEDBACK, SCENARIO
 from intbmoe.tasks.serving.requests import from_wire, to_wire
 from intbmoe.tasks.travel.examples import JourneyReader, Windows
 from intbmoe.tasks.travel.serving import COLUMNS
-from intbmoe.tasks.vision.decode import middle_square
+from intbmoe.tasks.vision.decode import middle_square, whole_square
 from intbmoe.tasks.vision.examples import ImageExamples
 from intbmoe.tasks.vision.serving import ClassifyPredictor, ImageFormat
 from intbmoe.tasks.vision.settings import Augmentation
@@ -115,7 +115,11 @@ def test_images_are_read_and_classified_as_in_evaluation():
 def test_images_of_any_size_are_cut_from_the_middle(channels, cropped):
     """With the edge cut off as for ImageNet, or, where images are stored at their size, without."""
     config = replace(VIT, channels=channels)
-    encoder = ClassifyPredictor(ImageFormat(config, (0.3,) * channels, (0.4,) * channels, ("a", "b"), cropped))
+    encoder = ClassifyPredictor(
+        ImageFormat(
+            config, (0.3,) * channels, (0.4,) * channels, ("a", "b"), middle_square if cropped else whole_square
+        )
+    )
     random = np.random.default_rng(4)
     for height, width in ((8, 8), (8, 20), (21, 8), (100, 90)):
         array = random.integers(0, 256, (height, width, 3), dtype=np.uint8)

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 import intbmoe
+from intbmoe.models.sequence import SequenceConfig
 from intbmoe.serve.page import page_response, parts
+from intbmoe.tasks.sequences.serving import ItemPredictor
 
 CHROMIUM = shutil.which("chromium")
 
@@ -110,6 +112,17 @@ def test_recommend(recommender, open_page):
     assert page.locator("#tokens .token").all_inner_texts() == ["item 23", "item 30", "item 70"]
     assert page.locator("#legend li").all_inner_texts() == ["block 0: 2", "block 3: 1"]
     assert fits(page)
+
+
+def test_items_with_names_are_added_by_name(recommender, open_page):
+    schema = ItemPredictor(SequenceConfig(items=3), names=("cafe", "gym", "the park")).request_schema
+    page = open_page(recommender.url)
+    build = "(schema) => { $('form').innerHTML = '<div id=own></div>'; forms.history.build($('own'), schema); }"
+    page.evaluate(build, schema)
+    assert page.input_value("[name=item]") == "cafe"
+    page.fill("[name=item]", "the park")
+    page.click("#add")
+    assert page.evaluate("forms.history.request().history") == ["cafe", "gym", "the park", "the park"]
 
 
 def test_a_problem_is_shown(recommender, open_page):

@@ -42,7 +42,7 @@ def train(args: Unparsed) -> None:
         from intbmoe.train.signals import belongs_to_another
 
         already = "already " if RunDirectory.of(recipe, options.root).finished else ""
-    with explained(TrainingError, DataError, OSError):
+    with explained(TrainingError, DataError, OSError, ModuleNotFoundError):  # some data needs a package of its own
         wait = say if belongs_to_another() else None  # a comparison's run may still be held by an earlier attempt's
         run = run_training(recipe, root=options.root, quiet=options.quiet, wait=wait)
         if int(os.environ.get("RANK", "0")) == 0:
@@ -99,7 +99,7 @@ def compare(args: Unparsed) -> None:
                 "--train.seed is the comparison's own choice: --seeds N takes the first N of the recipe's seeds "
                 f"({', '.join(map(str, recipe.seeds))}), which a .yaml file of yours can set (seeds:)"
             )
-    with explained(TrainingError, DataError, ValueError, KeyError, OSError):
+    with explained(TrainingError, DataError, ValueError, KeyError, OSError, ModuleNotFoundError):
         settings = _without(args, "--methods", "--seeds", "--jobs", "--root")
         status = run_comparison(recipe, options, settings, own)
     sys.exit(status)

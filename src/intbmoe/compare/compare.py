@@ -29,7 +29,7 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
     own = own or {}
     started = time.monotonic()
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    plan = make_plan(recipe, options, own)
+    plan = make_plan(make_task(recipe).resolve(), options, own)
     waiting = [job for job in plan.jobs if not job.run.finished]
     jobs = choose_jobs(plan, len(waiting), options.jobs)
     _announce(console, plan, waiting, jobs, options)

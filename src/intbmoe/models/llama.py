@@ -48,8 +48,8 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines, (T, w/2) each
 class LlamaConfig(Checked):
     """Sizes of the decoder; the defaults are the paper's on MiniPile, and ``hidden`` its released code's."""
 
-    vocabulary: PositiveInt = 32_000
-    """V, how many different tokens there are."""
+    vocabulary: PositiveInt | None = 32_000
+    """V, how many different tokens there are; None for as many as the tokenizer of the data has."""
     dim: PositiveInt = 768
     """d, the width of a token."""
     depth: PositiveInt = 18

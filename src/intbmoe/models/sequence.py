@@ -37,8 +37,8 @@ INIT_STD = 0.02
 class SequenceConfig(Checked):
     """Sizes of the model."""
 
-    items: PositiveInt
-    """V: the items of the data, which are numbered from 0."""
+    items: PositiveInt | None
+    """V: the items of the data, which are numbered from 0; None for as many as there are."""
     length: PositiveInt = 50
     """Most items of a history that are looked at."""
     dim: PositiveInt = 96

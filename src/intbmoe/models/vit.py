@@ -42,8 +42,8 @@ class ViTConfig(Checked):
     """Pixels along each side of a patch; a patch becomes one token."""
     channels: PositiveInt = 3
     """1 for grey, 3 for colour."""
-    classes: PositiveInt = 1000
-    """How many classes images are told apart by."""
+    classes: PositiveInt | None = 1000
+    """How many classes images are told apart by; None for as many as the data has."""
     dim: PositiveInt = 192
     """d, the width of a token."""
     depth: PositiveInt = 8

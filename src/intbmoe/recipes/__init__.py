@@ -29,6 +29,7 @@ __all__ = [
     "list_recipes",
     "load_recipe",
     "option_types",
+    "override",
     "recipe_from_dict",
     "recipe_to_dict",
     "require_options",
@@ -113,6 +114,24 @@ def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
     except KeyError as error:
         raise ValueError(f"moe.name: {error.args[0]}") from error
     return replace(recipe, moe=replace(recipe.moe, options=options))
+
+
+def override(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe with ``settings`` by their dotted names; another method starts without the recipe's options."""
+    plain = recipe_to_dict(recipe)
+    if settings.get("moe.name", recipe.moe.name) != recipe.moe.name:
+        plain["moe"] |= {"options": {}, "label": None}
+    if "train.epochs" in settings and "train.steps" not in settings:
+        plain["train"]["steps"] = None  # asked for in epochs, where the recipe counts steps
+    for name, value in settings.items():
+        *above, last = name.split(".")
+        place = plain
+        for part in above:
+            if not isinstance(place.get(part), dict):
+                raise ValueError(f"{name}: no such setting: {did_you_mean(part, place)}")
+            place = place[part]
+        place[last] = value
+    return recipe_from_dict(plain) if settings else recipe
 
 
 def _in_todays_words(data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ Data, model and loss are required. The rest has defaults, or is left out with a 
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -55,6 +56,8 @@ class Task:
     """The entries of a batch that the model is called with, in this order."""
     preparations: ClassVar[Mapping[str, Preparation]] = {}
     """What ``intbmoe prepare NAME`` makes ready for this task, by name."""
+    own_source: ClassVar[str | None] = None
+    """The ``data.source`` that reads what ``save_data`` writes; None where the task takes no data from Python."""
     predictor: ClassVar[type[Predictor] | None] = None
     """How requests are answered; None where the task cannot be served."""
 
@@ -62,6 +65,18 @@ class Task:
         self.recipe = recipe
 
     # ---- data, model, loss, metrics ---------------------------------------------------------------------------------
+
+    def resolve(self) -> Recipe:
+        """The recipe with what it leaves to its data (how many classes there are) filled in, here too.
+
+        Called once, before a run or a comparison begins: from then on the recipe says it, and no model needs the data.
+        """
+        return self.recipe
+
+    @classmethod
+    def save_data(cls, data: Any, folder: Path, settings: Any) -> None:
+        """Write a data set that lives in Python to ``folder``, as files that ``data.path`` takes (``datasets.py``)."""
+        raise ValueError(f"the task {cls.name!r} takes no data from Python: give it files (data.path)")
 
     def make_model(self) -> nn.Module:
         """The untrained model of the recipe, its FFNs made by the registry under ``match_budget`` (``ffn_maker``)."""

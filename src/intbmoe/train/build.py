@@ -1,4 +1,4 @@
-"""Building a training: from a recipe to its task, data, model, optimizer (with its learning rate) and stepper."""
+"""Building a training: from a task to its data, model, optimizer (with its learning rate) and stepper."""
 
 import math
 from collections.abc import Iterator
@@ -10,9 +10,8 @@ from torch import nn
 from intbmoe.layer import unwrap
 from intbmoe.precision import bfloat16_is_slow
 from intbmoe.steps import plan_steps
-from intbmoe.tasks import make_task
 from intbmoe.tasks.base import Examples, Task
-from intbmoe.tasks.recipe import Recipe, TrainSettings
+from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.data import BatchPlan, derive_seed, plan_batches
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.step import Stepper
@@ -21,7 +20,6 @@ NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
 class Built(NamedTuple):
-    task: Task
     examples: Examples  # of the training split
     plan: BatchPlan
     model: nn.Module  # on this rank's device, compiled, replicated or sharded as the recipe and the launcher say
@@ -29,10 +27,9 @@ class Built(NamedTuple):
     stepper: Stepper
 
 
-def build(recipe: Recipe, ranks: Ranks) -> Built:
-    """Everything that follows from the recipe; the weights follow from its seed."""
-    settings = recipe.train
-    task = make_task(recipe)
+def build(task: Task, ranks: Ranks) -> Built:
+    """Everything that follows from the task's recipe; the weights follow from its seed."""
+    settings = task.recipe.train
     examples = task.split("train")
     plan = plan_batches(len(examples), settings, ranks.world)
     torch.manual_seed(derive_seed(settings.seed, "model"))
@@ -40,7 +37,7 @@ def build(recipe: Recipe, ranks: Ranks) -> Built:
     plan_steps(model, plan.steps)  # before the model is placed: a replica holds on to the buffers it was made with
     model = ranks.place(model, settings)
     optimizer = make_optimizer(unwrap(model), settings)
-    return Built(task, examples, plan, model, optimizer, Stepper(task, model, optimizer, ranks, settings))
+    return Built(examples, plan, model, optimizer, Stepper(task, model, optimizer, ranks, settings))
 
 
 def doubts(settings: TrainSettings, plan: BatchPlan, device: torch.device) -> Iterator[str]:

@@ -6,15 +6,18 @@ It knows tasks, never a method by name: auxiliary losses and state come through 
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from intbmoe.files import digest, to_json
 from intbmoe.layer import moe_layers, unwrap
-from intbmoe.tasks.base import Batch
+from intbmoe.recipes import load_recipe, override
+from intbmoe.tasks import make_task
+from intbmoe.tasks.base import Batch, Task
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.build import build, doubts, learning_rate
 from intbmoe.train.data import derive_seed, make_generator, micro_batches, read_ahead
@@ -22,6 +25,7 @@ from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import TrainingInterrupted
 from intbmoe.train.evaluation import evaluate_split
 from intbmoe.train.files import pack_tensors
+from intbmoe.train.from_python import store_data
 from intbmoe.train.metrics import MetricsLog, Window, mean_load, take_loads
 from intbmoe.train.progress import TrainingProgress
 from intbmoe.train.resume import CheckpointFolder, Standing, make_checkpoint, model_tensors, restore
@@ -31,14 +35,29 @@ from intbmoe.train.step import StepResult
 
 
 def train(
-    recipe: Recipe, root: str | Path = Path("runs"), quiet: bool = False, wait: Callable[[str], None] | None = None
+    recipe: Recipe | str | Path,
+    root: str | Path = Path("runs"),
+    quiet: bool = False,
+    wait: Callable[[str], None] | None = None,
+    *,
+    data: Any = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> RunDirectory:
     """Start or continue root/<recipe>/<method>/<seed>; returns when it is finished, at once if it was.
+
+    ``recipe`` is the name of one, a file of yours or a ``Recipe``; ``settings`` overrule some of it, by the names that
+    the command line has: {"moe.name": "switch", "train.epochs": 3}. ``data`` is a data set that lives in Python
+    (``docs/your-data.md``): it is written to root/<recipe>/data-… first, where every later command finds it.
 
     Ctrl-C and SIGTERM end in ``TrainingInterrupted`` (exit code 130 or 143) after saving; what else can go wrong is a
     ``TrainingError`` that says what to do. Calling again goes on from the last checkpoint. Another process that trains
     into the same run is an error too, unless ``wait`` is given: it gets a message, and the end of that one is awaited.
     """
+    recipe = override(recipe if isinstance(recipe, Recipe) else load_recipe(recipe), settings or {})
+    if data is not None:
+        recipe = store_data(recipe, data, Path(root) / recipe.name)
+    task = make_task(recipe)
+    recipe = task.resolve()
     run = RunDirectory.of(recipe, root)
     ranks = Ranks(recipe.train.precision)
     with ExitStack() as stack:
@@ -49,7 +68,7 @@ def train(
         if ranks.from_main(int(run.finished)):
             return run
         stack.enter_context(_determinism(recipe.train.deterministic))
-        training = Training(recipe, run, ranks, quiet)
+        training = Training(task, run, ranks, quiet)
         stack.callback(training.close)
         stop = stack.enter_context(StopRequest(training.progress.say))
         training.go_on(stop)
@@ -58,9 +77,9 @@ def train(
 
 
 class Training:
-    def __init__(self, recipe: Recipe, run: RunDirectory, ranks: Ranks, quiet: bool) -> None:
-        self.recipe, self.settings, self.run, self.ranks = recipe, recipe.train, run, ranks
-        self.task, self.examples, self.plan, self.model, self.optimizer, self.stepper = build(recipe, ranks)
+    def __init__(self, task: Task, run: RunDirectory, ranks: Ranks, quiet: bool) -> None:
+        self.task, self.recipe, self.settings, self.run, self.ranks = task, task.recipe, task.recipe.train, run, ranks
+        self.examples, self.plan, self.model, self.optimizer, self.stepper = build(task, ranks)
         self.progress = TrainingProgress("/".join(run.path.parts[-3:]), self.plan.steps, quiet or not ranks.main)
         if ranks.main:
             for doubt in doubts(self.settings, self.plan, ranks.device):

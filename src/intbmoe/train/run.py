@@ -130,11 +130,13 @@ class RunDirectory:
             differing = differing_settings(there, recipe)
             if set(differing) - set(FREE_TO_CHANGE):
                 listed = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, (old, new) in differing.items())
+                changed = "\nThe data itself is not what it was when that run began (data.fingerprint)."
                 moved = f"\nIf the same data has moved, set data.path in {self.config_path}."
                 raise RunConflictError(
                     f"{self.path} holds a run of another configuration:\n{listed}\nRepeat its settings to go on with "
                     f"it, give the new one its own name (moe.label) or another root, or remove the folder."
                     f"{moved if 'data.path' in differing else ''}"
+                    f"{changed if 'data.fingerprint' in differing else ''}"
                 )
             if not differing:
                 return

@@ -213,7 +213,7 @@ def test_a_file_of_another_set_is_refused(file):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SequenceData(source="foursquare"), "source='foursquare'.*'check-ins' or 'item-lists'"),
+        (lambda: SequenceData(source="foursquare"), "source='foursquare'.*'check-ins', 'item-lists', 'table'"),
         (lambda: replace(recipe(), task="travel"), "task='travel'"),
     ],
 )

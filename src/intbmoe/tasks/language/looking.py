@@ -2,13 +2,12 @@
 
 import string
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from intbmoe.tasks.base import Batch
-from intbmoe.tasks.language.packed import TOKENIZER, TokenExamples
-from intbmoe.tasks.language.tokenizer import import_tokenizers
+from intbmoe.tasks.language.packed import TOKENIZER, TokenExamples, TokenSource
+from intbmoe.tasks.language.tokenizer import import_tokenizers, vocabulary_size
 from intbmoe.tasks.looking import Content, Shown, Token, View, spread
 
 MOST_TOKENS = 256  # shown of a text, from its beginning
@@ -30,8 +29,8 @@ def show_texts(split: TokenExamples, texts: list[str]) -> Shown:
     return Shown("text", spread(len(split)), describe)
 
 
-def token_texts(data: Any) -> list[str]:
-    return byte_texts() if data.source == "stdlib" else tokenizer_texts(Path(data.path).expanduser())
+def token_texts(source: TokenSource) -> list[str]:
+    return byte_texts() if source.folder is None else tokenizer_texts(source.folder)
 
 
 def byte_texts() -> list[str]:
@@ -41,7 +40,7 @@ def byte_texts() -> list[str]:
 
 def tokenizer_texts(folder: Path) -> list[str]:
     tokenizer = import_tokenizers("telling tokens apart").Tokenizer.from_file(str(folder / TOKENIZER))
-    return [tokenizer.decode([index]) for index in range(tokenizer.get_vocab_size(with_added_tokens=True))]
+    return [tokenizer.decode([index]) for index in range(vocabulary_size(tokenizer))]
 
 
 def kind_of(text: str) -> str:

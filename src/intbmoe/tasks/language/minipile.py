@@ -44,13 +44,13 @@ def _sample(files: list[Path], skip_bad: bool, progress: Progress) -> Iterator[s
     progress(stage, len(files), len(files))
 
 
-def read_documents(file: Path, report: Report, every: int = 1) -> Iterator[str | Malformed]:
+def read_documents(file: Path, report: Report, every: int = 1, column: str = COLUMN) -> Iterator[str | Malformed]:
     """The rows of a parquet file, one at a time; of ``every`` rows the first."""
-    opened = _open(file)
+    opened = _open(file, column)
     from pyarrow import ArrowException
 
     row, total = 0, opened.metadata.num_rows
-    batches = opened.iter_batches(batch_size=READ_ROWS, columns=[COLUMN])
+    batches = opened.iter_batches(batch_size=READ_ROWS, columns=[column])
     while True:
         try:
             batch = next(batches, None)
@@ -60,26 +60,26 @@ def read_documents(file: Path, report: Report, every: int = 1) -> Iterator[str |
             break
         for value in batch.column(0):
             if row % every == 0:
-                yield _text(value, file, row)
+                yield _text(value, file, row, column)
             row += 1
         report(row, total)
     report(total, total)
 
 
-def _open(file: Path) -> Any:
+def _open(file: Path, column: str) -> Any:
     # Without the buffers a whole row group, which may be the whole file, would be in memory.
-    opened = open_parquet(file, [COLUMN], "text", buffer_size=BUFFER_BYTES, pre_buffer=False)
+    opened = open_parquet(file, [column], "text", buffer_size=BUFFER_BYTES, pre_buffer=False)
     from pyarrow import types
 
-    kind = opened.schema_arrow.field(COLUMN).type
+    kind = opened.schema_arrow.field(column).type
     if not (types.is_string(kind) or types.is_large_string(kind)):
-        raise DataError(f"{file}: the column {COLUMN!r} holds {kind}, expected text")
+        raise DataError(f"{file}: the column {column!r} holds {kind}, expected text")
     return opened
 
 
-def _text(value: Any, file: Path, row: int) -> str | Malformed:
+def _text(value: Any, file: Path, row: int, column: str) -> str | Malformed:
     try:
         text = value.as_py()
     except UnicodeDecodeError as error:
-        return Malformed(f"{file}, row {row}: {COLUMN!r} is not UTF-8 ({error.reason} at byte {error.start} of it)")
-    return Malformed(f"{file}, row {row}: {COLUMN!r} is null, expected text") if text is None else text
+        return Malformed(f"{file}, row {row}: {column!r} is not UTF-8 ({error.reason} at byte {error.start} of it)")
+    return Malformed(f"{file}, row {row}: {column!r} is null, expected text") if text is None else text

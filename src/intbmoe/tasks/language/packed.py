@@ -29,6 +29,8 @@ class TokenSource:
     where: str  # what to call it in a message
     vocabulary: int  # how many different ids there can be
     splits: dict[str, np.ndarray]  # name → (tokens,) ids, in memory or mapped from a file
+    folder: Path | None = None  # with the tokenizer; None where ids are bytes
+    end_of_text: int = 256
 
 
 class TokenExamples:
@@ -118,7 +120,7 @@ def read(path: str | None, name: str) -> TokenSource:
     meta = read_meta(folder, name)
     dtype = token_type(meta["vocabulary"])
     splits = {split: _map(folder / tokens_name(split), dtype) for split in SPLITS}
-    return TokenSource(str(folder), meta["vocabulary"], splits)
+    return TokenSource(str(folder), meta["vocabulary"], splits, folder, meta["end_of_text"])
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Language modelling with the Llama-style decoder: MiniPile, Wikipedia, Python's standard library.
+"""Language modelling with the Llama-style decoder: MiniPile, Wikipedia, Python's standard library, any files.
 
 A batch has ``ids`` and ``targets``, (B, length) each: the target of a token is the next one.
 
@@ -8,10 +8,10 @@ document. Its graphs take ids (B, T) and mask (B, T) and give scores (B, T, voca
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,16 +23,17 @@ from intbmoe.checks import require
 from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.precision import wide
 from intbmoe.registry import register_task
-from intbmoe.settings import Checked, PositiveInt
+from intbmoe.settings import Checked, MustBe, NonNegativeInt, PositiveInt
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.language import packed, stdlib
+from intbmoe.tasks.language import own_text, packed, stdlib
+from intbmoe.tasks.language.datasets import save_texts
 from intbmoe.tasks.language.looking import kind_view, show_texts, token_texts
 from intbmoe.tasks.language.packed import TokenExamples, TokenSource
 from intbmoe.tasks.language.serving import GeneratePredictor, prompt_requests
-from intbmoe.tasks.language.tokenizer import Encoder
 from intbmoe.tasks.looking import Shown, View, position_view
 from intbmoe.tasks.mixture import ffn_maker
+from intbmoe.tasks.own_data import require_known, require_unused
 from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Graph, Request
@@ -43,23 +44,46 @@ LONGEST_TEXT = 8192  # tokens of a graph's input: rotary positions have no limit
 LARGEST_LOSS = 700.0  # whose perplexity is still a number: e^700 is as good as infinite
 
 
+Between = Annotated[float, MustBe("a number between 0 and 0.5", lambda value: 0 < value < 0.5)]
+OF_FILES = ("column", "tokenizer", "tokenizer_size", "end_of_text", "valid_fraction", "test_fraction", "split_seed")
+OF_FILES += ("fingerprint",)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LanguageData(Checked):
     """Which text, and how it is cut."""
 
-    source: Literal["stdlib", "wikipedia", "minipile"] = "stdlib"
-    """stdlib comes with Python; docs/data.md says how to get the others."""
+    source: Literal["stdlib", "wikipedia", "minipile", "files"] = "stdlib"
+    """files are any text files; stdlib comes with Python; docs/data.md says how to get the others."""
     path: str | None = None
-    """The folder that intbmoe prepare made. stdlib needs none."""
+    """files: a .txt, .jsonl or .parquet file, or a folder of them. Else the folder that intbmoe prepare made."""
     length: PositiveInt = 1024
     """Tokens of an example."""
     max_bytes: PositiveInt | None = None
     """stdlib only: about how much of the text is used, over all splits; None for all of it."""
 
+    column: str = "text"
+    """files: the field of .jsonl files, or column of .parquet files, with the text."""
+    tokenizer: str = "bpe"
+    """files: bpe trains byte pairs on the text; bytes takes it byte by byte; or a tokenizer.json of Hugging Face's."""
+    tokenizer_size: PositiveInt = 8192
+    """files: tokens of a trained tokenizer, at most."""
+    end_of_text: str | None = None
+    """files: the token of a given tokenizer that ends a document; None for a usual one, such as <|endoftext|>."""
+    valid_fraction: Between = 0.05
+    """files: share of the text that is for validation, where no file is named so."""
+    test_fraction: Between = 0.05
+    """files: share of the text that is for the test, where no file is named so."""
+    split_seed: NonNegativeInt = 0
+    """files: another number holds out other documents."""
+    fingerprint: str | None = None
+    """files: of the tokens, found by itself when a run begins. Others are then refused."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         possible = self.max_bytes is None or self.source == "stdlib"
         require(possible, "max_bytes", self.max_bytes, f"None for {self.source}, which is used as it was prepared")
+        require_unused(self, "files", OF_FILES)
 
 
 @dataclass(frozen=True)
@@ -87,9 +111,24 @@ class LanguageTask(Task):
         ),
     }
     predictor = GeneratePredictor
+    own_source = "files"
+
+    def resolve(self) -> Recipe:
+        if self.recipe.data.source == "files":
+            self._source, fingerprint = own_text.read(self.recipe.data, self.recipe.model.vocabulary)
+            for name in self._source.splits:
+                self.split(name)  # raises where there is too little text
+            model = replace(self.recipe.model, vocabulary=self._source.vocabulary)
+            self.recipe = replace(self.recipe, model=model, data=replace(self.recipe.data, fingerprint=fingerprint))
+        return self.recipe
+
+    @classmethod
+    def save_data(cls, data: Any, folder: Path, settings: LanguageData) -> None:
+        save_texts(data, folder, settings.column)
 
     def make_model(self) -> nn.Module:
         config = self.recipe.model
+        require_known(config.vocabulary, "model.vocabulary")
         return Llama(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, expert="swiglu", domain="language"))
 
     def read_split(self, name: str) -> Examples:
@@ -106,6 +145,8 @@ class LanguageTask(Task):
     @cached_property
     def _source(self) -> TokenSource:
         data, vocabulary = self.recipe.data, self.recipe.model.vocabulary
+        if data.source == "files":
+            return own_text.read(data, vocabulary)[0]
         from_python = data.source == "stdlib"
         source = stdlib.read(data.path, data.max_bytes) if from_python else packed.read(data.path, data.source)
         if source.vocabulary != vocabulary:
@@ -142,12 +183,11 @@ class LanguageTask(Task):
         return (torch.zeros(1, self.recipe.data.length, dtype=torch.int64),)
 
     def catalogue(self) -> Catalogue:
-        data = self.recipe.data
-        if data.source == "stdlib":
-            return Catalogue({"tokenizer": None, "end_of_text": stdlib.END_OF_TEXT})
-        file = Path(data.path).expanduser() / packed.TOKENIZER
-        content = file.read_bytes()
-        about = {"tokenizer": packed.TOKENIZER, "end_of_text": Encoder(content.decode(), str(file)).end_of_text}
+        source = self._source
+        if source.folder is None:
+            return Catalogue({"tokenizer": None, "end_of_text": source.end_of_text})
+        content = (source.folder / packed.TOKENIZER).read_bytes()
+        about = {"tokenizer": packed.TOKENIZER, "end_of_text": source.end_of_text}
         return Catalogue(about, files={packed.TOKENIZER: content})
 
     def golden_requests(self, predictor: GeneratePredictor, count: int) -> list[Request]:
@@ -161,10 +201,10 @@ class LanguageTask(Task):
 
     def views(self) -> list[View]:
         everywhere = position_view(self.recipe.data.length, lambda b: torch.ones_like(b["ids"], dtype=torch.bool))
-        return [kind_view(token_texts(self.recipe.data)), everywhere]
+        return [kind_view(token_texts(self._source)), everywhere]
 
     def shown(self, split: TokenExamples) -> Shown:
-        return show_texts(split, token_texts(self.recipe.data))
+        return show_texts(split, token_texts(self._source))
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:

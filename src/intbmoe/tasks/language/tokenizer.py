@@ -1,6 +1,6 @@
 """Byte-level BPE by Hugging Face's ``tokenizers``: read from a file, trained, and applied to documents."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +31,11 @@ def read_tokenizer(content: str, tokenizers: ModuleType) -> Any:
     return tokenizer
 
 
+def vocabulary_size(tokenizer: Any) -> int:
+    """One more than the largest id: a tokenizer may leave some out."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+
 def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
     """The JSON of a byte-level BPE, the end of text (id 0) among its tokens; the same on any number of cores."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -49,18 +54,20 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
 
 
 class Encoder:
-    def __init__(self, content: str, where: str) -> None:
-        """``content`` is the JSON of a tokenizer, ``where`` the file it is from."""
+    def __init__(self, content: str, where: str, ends: Sequence[str] = (END_OF_TEXT,)) -> None:
+        """``content`` is the JSON of a tokenizer, ``where`` its file; the first of ``ends`` that it has ends a text."""
+        self.content = content
         tokenizers = import_tokenizers()
         try:
             self._tokenizer = read_tokenizer(content, tokenizers)
         except Exception as error:  # the package raises plain Exception
             raise DataError(f"{where} is not a tokenizer of Hugging Face's tokenizers: {error}") from error
-        end = self._tokenizer.token_to_id(END_OF_TEXT)
-        if end is None:
-            raise DataError(f"{where} has no token {END_OF_TEXT!r}: expected one, which ends every document")
-        self.end_of_text: int = end
-        self.vocabulary: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        found = [end for end in map(self._tokenizer.token_to_id, ends) if end is not None]
+        if not found:
+            wanted, option = " or ".join(map(repr, ends)), "" if len(ends) == 1 else "; name yours: data.end_of_text"
+            raise DataError(f"{where} has no token {wanted}: expected one, which ends every document{option}")
+        self.end_of_text: int = found[0]
+        self.vocabulary: int = vocabulary_size(self._tokenizer)
         self.dtype = token_type(self.vocabulary)
 
     def encode(self, documents: Iterable[str]) -> Iterator[tuple[int, np.ndarray]]:
@@ -69,6 +76,11 @@ class Encoder:
             encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
             ids = [np.array([*document.ids, self.end_of_text], dtype=self.dtype) for document in encoded]
             yield len(batch), np.concatenate(ids)
+
+    def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each, without an end of text."""
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(text.ids, dtype=self.dtype) for text in encoded]
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:

@@ -1,17 +1,35 @@
 """``recommend`` for item sequences: what comes next after a history of items, out of all there are."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from intbmoe.models.sequence import PADDING, SequenceConfig
-from intbmoe.tasks.serving.fields import EXPLAIN, REQUIRED, Integer, Many, Record, top_n_field
+from intbmoe.tasks.serving.fields import EXPLAIN, REQUIRED, Field, Integer, Many, Record, top_n_field
 from intbmoe.tasks.serving.history import HISTORY, HISTORY_FORM, MOST, TOP_N, VISITED, ranked_results
 from intbmoe.tasks.serving.predictor import Exported, Predictor, blocks_of, recording
 from intbmoe.tasks.serving.ranking import leave_out, top_n
-from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request
+from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request, RequestError
+
+
+@dataclass(frozen=True)
+class ItemName:
+    """An item by its name, which may be a number; reads as the model's number of it."""
+
+    numbers: Mapping[str, int]
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "string", "description": "The name of an item, as the data has it."}
+
+    def read(self, where: str, value: object) -> int:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        name = str(value) if whole else value
+        if not isinstance(name, str) or name not in self.numbers:
+            raise RequestError(where, value, f"one of the {len(self.numbers)} items that the model was trained on")
+        return self.numbers[name]
 
 
 class ItemPredictor(Predictor):
@@ -21,12 +39,14 @@ class ItemPredictor(Predictor):
     summary = "What comes next after a history, the likeliest first."
     form = HISTORY_FORM
 
-    def __init__(self, config: SequenceConfig, first_id: int = 0) -> None:
-        """``first_id`` is what the data, and so a request, calls the model's item 0."""
-        self.config, self.first_id = config, first_id
+    def __init__(self, config: SequenceConfig, first_id: int = 0, names: Sequence[str] | None = None) -> None:
+        """``first_id`` is what the data, and so a request, calls the model's item 0; ``names`` what it calls each."""
+        self.config, self.first_id, self.names = config, first_id, names
         most = min(MOST, config.items)
         self.limits = Limits(body_bytes=64 * 1024, top_n=most, history=HISTORY)
-        item = Integer(first_id, first_id + config.items - 1, "The number of an item.")
+        item: Field = Integer(first_id, first_id + config.items - 1, "The number of an item.")
+        if names is not None:
+            item = ItemName({name: number for number, name in enumerate(names)})
         about = f"Items from old to new; the model looks at the last {config.length}."
         fields = {
             "history": (Many(item, HISTORY, least=1, about=about), REQUIRED),
@@ -34,14 +54,18 @@ class ItemPredictor(Predictor):
             "visited": VISITED,
             "explain": EXPLAIN,
         }
-        some = [first_id + number % config.items for number in (0, 1, 2)]
+        some = [self.name_of(number % config.items) for number in (0, 1, 2)]
         example = {"history": some, "top_n": min(TOP_N, most), "visited": "allow"}
         self._record = Record(fields, "A history of items.", [example])
         self.request_schema = self._record.schema()
 
     @classmethod
     def encoder(cls, artifact: Exported) -> "ItemPredictor":
-        return cls(artifact.recipe.model, artifact.catalogue["first_id"])
+        return cls(artifact.recipe.model, artifact.catalogue["first_id"], artifact.catalogue.get("items"))
+
+    def name_of(self, item: int) -> int | str:
+        """What requests and answers call the model's ``item``."""
+        return item + self.first_id if self.names is None else self.names[item]
 
     def encode(self, request: Request) -> Encoded:
         """The payload has ``items``, what the model looks at, and ``excluded``."""
@@ -69,8 +93,8 @@ class ItemPredictor(Predictor):
 
     def _answer(self, number: int, encoded: Encoded, scores: list[float], items: list[int], log: Any) -> Answer:
         payload = encoded.payload
-        answer: Answer = {"results": ranked_results([item + self.first_id for item in items], scores, payload["top_n"])}
+        answer: Answer = {"results": ranked_results(list(map(self.name_of, items)), scores, payload["top_n"])}
         if payload["explain"]:
-            answer["tokens"] = [f"item {item + self.first_id}" for item in payload["items"].tolist()]
+            answer["tokens"] = [f"item {self.name_of(item)}" for item in payload["items"].tolist()]
             answer["blocks"] = blocks_of(log, number, slice(len(payload["items"])))
         return answer

@@ -28,6 +28,7 @@ class ItemSequences:
     items: np.ndarray  # (N,) int64, from 0
     offsets: np.ndarray  # (users + 1,) int64: user u has the events offsets[u] to offsets[u + 1] − 1
     item_count: int
+    names: tuple[str, ...] | None = None  # of the items, by number; None where they have none but their numbers
 
     @property
     def lengths(self) -> np.ndarray:
@@ -119,9 +120,10 @@ def _check_ids(ids: np.ndarray, lowest: int, item_count: int, where: str) -> Non
     """Raise unless the ids are ``lowest`` to ``lowest + item_count − 1``, and the last of them occurs."""
     last = lowest + item_count - 1
     allowed = f"{lowest} to {last}, as many as model.items={item_count}"
-    _refuse((ids < lowest) | (ids > last), where, ids, f"ids from {allowed}")
+    fix = f"for this file set model.items={ids.max() - lowest + 1}"
+    _refuse(ids < lowest, where, ids, f"ids from {allowed}")
+    _refuse(ids > last, where, ids, f"ids from {allowed}; {fix}")
     if ids.max() != last:
-        fix = f"for this file set model.items={ids.max() - lowest + 1}"
         raise DataError(f"{where} goes up to {ids.max()}: expected ids from {allowed}; {fix}")
 
 

@@ -4,14 +4,16 @@ Users' histories are split by leave-last-out (``examples.py``). Items of the his
 visited again. A batch has ``items`` (B, T), and ``targets`` (B, T) in training or ``target`` (B,) and ``new`` (B,) in
 evaluation.
 
-In an artifact, ``catalogue.json`` has first_id: what the data calls the model's item 0. Its graphs take items (B, T),
+In an artifact, ``catalogue.json`` has first_id: what the data calls the model's item 0; and where items have names, not
+numbers, items: the name of each. Its graphs take items (B, T),
 −1 after the last, and give log-probabilities (B, items).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +24,15 @@ from intbmoe.settings import Checked
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.looking import NO_LABEL, Content, Shown, Token, View, position_view, spread
 from intbmoe.tasks.mixture import ffn_maker
+from intbmoe.tasks.own_data import require_known, require_unused
 from intbmoe.tasks.recipe import Recipe
+from intbmoe.tasks.sequences.datasets import save_events
 from intbmoe.tasks.sequences.examples import HeldOutEvents, TrainingWindows, require_splits
 from intbmoe.tasks.sequences.floors import item_floors
 from intbmoe.tasks.sequences.ranking import rank_of, ranking_gains, ranking_metrics
 from intbmoe.tasks.sequences.serving import ItemPredictor
 from intbmoe.tasks.sequences.source import ItemSequences, read_check_ins, read_item_lists
+from intbmoe.tasks.sequences.table import TableSettings, read_table
 from intbmoe.tasks.serving import Catalogue, Graph, Request
 from intbmoe.tasks.serving.requests import spread_evenly
 
@@ -39,10 +44,22 @@ LENGTH_STEP = 16  # batches are cut to a multiple of it: shapes stay few, which 
 class SequenceData(Checked):
     """Where the histories are."""
 
-    source: Literal["check-ins", "item-lists"] = "check-ins"
-    """The form of the file, see docs/data.md."""
+    source: Literal["check-ins", "item-lists", "table"] = "check-ins"
+    """The form of the file: table is any table of user, item and time; for the others see docs/data.md."""
     path: str | None = None
-    """An .npz file."""
+    """An .npz file; for table a .csv, .tsv or .parquet file."""
+    user: str | None = None
+    """table: the column that says who; None for one with a usual name. So with the next two."""
+    item: str | None = None
+    """table: the column that says what."""
+    time: str | None = None
+    """table: the column that says when, in numbers or dates."""
+    fingerprint: str | None = None
+    """table: of the histories, found by itself when a run begins. Others are then refused."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_unused(self, "table", ("user", "item", "time", "fingerprint"))
 
 
 @dataclass(frozen=True)
@@ -63,9 +80,22 @@ class SequencesTask(Task):
     causal = True
     inputs = ("items",)
     predictor = ItemPredictor
+    own_source = "table"
+
+    def resolve(self) -> Recipe:
+        if self.recipe.data.source == "table":
+            self.sequences, fingerprint = self._read_table()
+            model = replace(self.recipe.model, items=self.sequences.item_count)
+            self.recipe = replace(self.recipe, model=model, data=replace(self.recipe.data, fingerprint=fingerprint))
+        return self.recipe
+
+    @classmethod
+    def save_data(cls, data: Any, folder: Path, settings: SequenceData) -> None:
+        save_events(data, folder)
 
     def make_model(self) -> nn.Module:
         config = self.recipe.model
+        require_known(config.items, "model.items")
         return SequenceModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, domain="language"))
 
     def read_split(self, name: str) -> Examples:
@@ -78,9 +108,18 @@ class SequencesTask(Task):
     @cached_property
     def sequences(self) -> ItemSequences:
         data = self.recipe.data
+        if data.source == "table":
+            return self._read_table()[0]
         found = SOURCES[data.source](data.path, self.recipe.model.items)
         require_splits(found, str(data.path))
         return found
+
+    def _read_table(self) -> tuple[ItemSequences, str]:
+        data = self.recipe.data
+        chosen = {f.name: getattr(data, f.name) for f in fields(TableSettings)}
+        found, fingerprint = read_table(TableSettings(**chosen), self.recipe.model.items)
+        require_splits(found, str(data.path))
+        return found, fingerprint
 
     def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:
         """Cut off the columns that are padding in every row; histories are short, and no result depends on them."""
@@ -111,13 +150,16 @@ class SequencesTask(Task):
         return (torch.arange(config.length).remainder(config.items).unsqueeze(0),)
 
     def catalogue(self) -> Catalogue:
+        if self.recipe.data.source == "table":
+            return Catalogue({"first_id": 0, "items": list(self.sequences.names)})
         return Catalogue({"first_id": 1 if self.recipe.data.source == "item-lists" else 0})
 
     def golden_requests(self, predictor: ItemPredictor, count: int) -> list[Request]:
         split, requests = self.split("valid"), []
         for number, index in enumerate(spread_evenly(len(split), count)):
-            history = split.items[split.starts[index] : split.events[index]] + predictor.first_id
-            requests.append({"history": history.tolist(), "visited": ("allow", "exclude")[number % 2]})
+            items = split.items[split.starts[index] : split.events[index]].tolist()
+            history = [predictor.name_of(item) for item in items]
+            requests.append({"history": history, "visited": ("allow", "exclude")[number % 2]})
         return requests
 
     def graph(self) -> Graph:
@@ -128,9 +170,12 @@ class SequencesTask(Task):
         return [View("visit", ("first", "again"), visits), everywhere]
 
     def shown(self, split: Examples) -> Shown:
+        names = self.sequences.names
+
         def describe(batch: Batch, row: int, index: int) -> Content:
             items = batch["items"][row].tolist()
-            tokens = [None if item == PADDING else Token("item", str(item)) for item in items]
+            known = [None if item == PADDING else names[item] if names else str(item) for item in items]
+            tokens = [None if name is None else Token("item", name) for name in known]
             return Content(f"history {index}", tokens)
 
         return Shown("items", spread(len(split)), describe)

@@ -3,15 +3,19 @@ forms["history"] = {
   build(fields, schema) {
     this.schema = schema;
     const item = schema.properties.history.items;
-    this.simple = item.type === "integer";
+    const named = item.type === "string";
+    this.simple = named || item.type === "integer";
     this.history = make("ol", { className: "chips" });
     this.history.setAttribute("aria-label", "The history, from old to new");
     const add = make("button", { type: "button", id: "add", textContent: "Add" });
     const entry = make("fieldset", {}, make("legend", {}, this.simple ? "Add to the history" : "Add a journey"));
     if (this.simple) {
-      this.item = number("item", item, item.minimum);
-      entry.append(make("div", { className: "row" }, make("label", {}, `Item, ${item.minimum} to ${item.maximum} `, this.item), add));
-      add.addEventListener("click", () => { if (this.item.reportValidity()) this.append(Number(this.item.value)); });
+      this.item = named ? make("input", { name: "item", value: schema.examples[0].history[0] }) : number("item", item, item.minimum);
+      const label = named ? "Item " : `Item, ${item.minimum} to ${item.maximum} `;
+      entry.append(make("div", { className: "row" }, make("label", {}, label, this.item), add));
+      add.addEventListener("click", () => {
+        if (this.item.reportValidity()) this.append(named ? this.item.value : Number(this.item.value));
+      });
     } else {
       this.entry = record("history", item);
       entry.append(this.entry.element, make("div", { className: "row" }, add));

@@ -1,5 +1,6 @@
 """What requests with a history share: items of a user or journeys, from old to new, and what comes next."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ VISITED = (Choice(("allow", "exclude"), "Whether what is in the history may be r
 HISTORY_FORM = Path(__file__).with_name("history.js")
 
 
-def ranked_results(ids: list[int], scores: list[float], count: int) -> list[dict[str, Any]]:
+def ranked_results(ids: Sequence[int | str], scores: list[float], count: int) -> list[dict[str, Any]]:
     """The first ``count`` entries; those that were left out come last, with −∞, and are no result."""
     best = list(zip(ids, scores, strict=True))[:count]
     return [{"id": one, "score": score} for one, score in best if score != -np.inf]

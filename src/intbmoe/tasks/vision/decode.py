@@ -6,20 +6,23 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from intbmoe.tasks.errors import DataError
 
 CROP_SHARE = 0.875  # evaluation takes the middle 224 of 256 pixels, as DeiT and most others do
 
 
-def decode(content: bytes | Path, where: str) -> Image.Image:
+UNREADABLE = (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError)
+
+
+def decode(content: bytes | Path, where: str, mode: str = "RGB") -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # damaged EXIF data, of which ImageNet has some: pixels are what matters
             with Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
-                return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+                return image.convert(mode)
+    except UNREADABLE as error:
         raise DataError(f"{where} cannot be read as an image: {error}; expected a whole JPEG or PNG file") from error
 
 
@@ -31,6 +34,33 @@ def middle_square(image: Image.Image, size: int, share: float = CROP_SHARE) -> n
     resized = image.resize(shape, Image.Resampling.BICUBIC)
     left, top = (resized.width - size) // 2, (resized.height - size) // 2
     return np.asarray(resized.crop((left, top, left + size, top + size)))
+
+
+def whole_square(image: Image.Image, size: int) -> np.ndarray:
+    """The middle square, nothing else cut off."""
+    return middle_square(image, size, share=1)
+
+
+def stretched(image: Image.Image, size: int) -> np.ndarray:
+    return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC))
+
+
+def padded(image: Image.Image, size: int) -> np.ndarray:
+    """The whole image, with black beside it or above and below."""
+    return np.asarray(ImageOps.pad(image, (size, size), Image.Resampling.BICUBIC))
+
+
+SQUARES = {"crop": whole_square, "stretch": stretched, "pad": padded}  # what data.resize may be
+
+
+def check_header(file: Path) -> None:
+    """Raise unless the file begins as an image does; decoding all of a large set would take too long."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Image.open(file).close()
+    except UNREADABLE as error:
+        raise DataError(f"{file} cannot be read as an image: {error}; get it again, or remove it") from error
 
 
 def png_base64(image: Image.Image) -> str:

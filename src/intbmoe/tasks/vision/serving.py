@@ -4,7 +4,7 @@ import base64
 import binascii
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from intbmoe.tasks.serving.fields import EXPLAIN, REQUIRED, Record, Text, top_n_
 from intbmoe.tasks.serving.predictor import Exported, Predictor, blocks_of, recording
 from intbmoe.tasks.serving.ranking import top_n
 from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request, RequestError, spread_evenly
-from intbmoe.tasks.vision.decode import CROP_SHARE, middle_square, png_base64
+from intbmoe.tasks.vision.decode import SQUARES, middle_square, png_base64, whole_square
 from intbmoe.tasks.vision.examples import ImageExamples
 
 IMAGE_BYTES = 8 * 2**20
@@ -35,7 +35,7 @@ class ImageFormat:
     mean: tuple[float, ...]
     std: tuple[float, ...]  # pixels in [0, 1] become (pixel − mean) / std, channel by channel
     classes: tuple[str, ...]
-    cropped: bool = False  # whether evaluation cuts off the edge (ImageNet) or takes images whole
+    square: Callable[[Image.Image, int], np.ndarray] = whole_square  # how images become square in evaluation
 
 
 class ClassifyPredictor(Predictor):
@@ -63,7 +63,8 @@ class ClassifyPredictor(Predictor):
     def encoder(cls, artifact: Exported) -> "ClassifyPredictor":
         about, recipe = artifact.catalogue, artifact.recipe
         mean, std, classes = (tuple(about[name]) for name in ("mean", "std", "classes"))
-        return cls(ImageFormat(recipe.model, mean, std, classes, cropped=recipe.data.source == "imagenet"))
+        square = middle_square if recipe.data.source == "imagenet" else SQUARES[recipe.data.resize]
+        return cls(ImageFormat(recipe.model, mean, std, classes, square))
 
     def encode(self, request: Request) -> Encoded:
         """The payload has ``pixels`` (size, size, channels) of bytes."""
@@ -73,8 +74,7 @@ class ClassifyPredictor(Predictor):
         except (binascii.Error, ValueError):
             raise RequestError("image", found["image"], "a PNG or JPEG file in base64") from None
         size = self.images.config.image_size
-        share = CROP_SHARE if self.images.cropped else 1
-        pixels = middle_square(self._open(content), size, share).reshape(size, size, -1)
+        pixels = self.images.square(self._open(content), size).reshape(size, size, -1)
         payload = {"pixels": np.ascontiguousarray(pixels), "top_n": found["top_n"], "explain": found["explain"]}
         return Encoded(1 + self.images.config.patches, payload)
 

@@ -63,10 +63,11 @@ class ArrayImages:
         return ArrayImages(self.array[indices], self.labels[indices])
 
 
-def hold_out(labels: np.ndarray, fraction: float, where: str) -> tuple[np.ndarray, np.ndarray]:
+def hold_out(labels: np.ndarray, fraction: float, where: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Indices kept and held out, each in rising order; the share is taken class by class, at least one each if not 0.
 
-    The choice depends on a class's number and size alone, so every method, seed and machine holds out the same images.
+    The choice depends on a class's number and size alone (and on ``seed``, which is no training's), so every method,
+    training seed and machine holds out the same images.
     """
     held = [np.zeros(0, dtype=np.int64)]
     for label in np.unique(labels) if fraction else ():
@@ -77,7 +78,8 @@ def hold_out(labels: np.ndarray, fraction: float, where: str) -> tuple[np.ndarra
                 f"{where}: class {label} has {len(members)} training image(s), too few to hold out "
                 f"data.valid_fraction={fraction} for validation and keep some to train on"
             )
-        held.append(np.random.default_rng([HOLD_OUT_SEED, int(label)]).permutation(members)[:count])
+        drawn = [HOLD_OUT_SEED, int(label), seed] if seed else [HOLD_OUT_SEED, int(label)]
+        held.append(np.random.default_rng(drawn).permutation(members)[:count])
     out = np.sort(np.concatenate(held))
     return np.setdiff1d(np.arange(len(labels)), out), out
 

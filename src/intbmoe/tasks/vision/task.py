@@ -1,4 +1,4 @@
-"""Image classification with the Vision Transformer: digits, Tiny-ImageNet-200 and ImageNet-1K.
+"""Image classification with the Vision Transformer: digits, Tiny-ImageNet-200, ImageNet-1K, any folder.
 
 A batch has ``images`` (B, channels, size, size) and ``labels`` (B,); ``prepare`` adds ``targets`` (B, classes) in
 training where labels are smoothed or mixed, and the loss is against those.
@@ -8,9 +8,10 @@ channel by channel. Its graphs take images (B, channels, H, W) and give scores (
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +20,16 @@ from torch import Tensor, nn
 from intbmoe.checks import require
 from intbmoe.models.vit import ViT, ViTConfig
 from intbmoe.registry import register_task
-from intbmoe.settings import Checked, Share
+from intbmoe.settings import Checked, MustBe, NonNegativeInt, Share
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.looking import Shown, View
 from intbmoe.tasks.mixture import ffn_maker
+from intbmoe.tasks.own_data import require_known, require_unused
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Request
-from intbmoe.tasks.vision import digits, imagenet, tiny_imagenet
+from intbmoe.tasks.vision import digits, folder, imagenet, tiny_imagenet
 from intbmoe.tasks.vision.class_names import imagenet_class_names
+from intbmoe.tasks.vision.datasets import save_images
 from intbmoe.tasks.vision.examples import ImageExamples
 from intbmoe.tasks.vision.looking import class_view, show_images
 from intbmoe.tasks.vision.mixing import mix, smooth
@@ -42,13 +45,25 @@ TOP = 5
 class VisionData(Checked):
     """Which images, and how they are varied in training."""
 
-    source: Literal["digits", "tiny-imagenet", "imagenet"] = "digits"
-    """digits come with scikit-learn; docs/data.md says how to get the others."""
+    source: Literal["digits", "tiny-imagenet", "imagenet", "folder"] = "digits"
+    """folder is any folder of class folders; digits come with scikit-learn; docs/data.md says how to get the others."""
     path: str | None = None
-    """Where the data lies: a tar for tiny-imagenet, a folder for imagenet. digits need none."""
+    """Where the data lies: a tar for tiny-imagenet, a folder for imagenet and folder. digits need none."""
     valid_fraction: Share = 0.1
     """Share of each class's training images held out for validation, the same for every method and seed; 0: none."""
     augmentation: Augmentation = field(default_factory=Augmentation)
+    test_fraction: Annotated[float, MustBe("a number between 0 and 1", lambda value: 0 < value < 1)] = 0.1
+    """folder: share of each class that is the test split, where no folder is."""
+    split_seed: NonNegativeInt = 0
+    """folder: another number holds out other images."""
+    resize: Literal["crop", "stretch", "pad"] = "crop"
+    """folder: how images become square: their middle; the whole, out of proportion; or the whole with black added."""
+    fingerprint: str | None = None
+    """folder: of the files, found by itself when a run begins. Others are then refused."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_unused(self, "folder", ("test_fraction", "split_seed", "resize", "fingerprint"))
 
 
 @dataclass(frozen=True)
@@ -78,9 +93,11 @@ class VisionTask(Task):
     dense_in_place = "dense"
     inputs = ("images",)
     predictor = ClassifyPredictor
+    own_source = "folder"
 
     def make_model(self) -> nn.Module:
         config = self.recipe.model
+        require_known(config.classes, "model.classes")
         # The paper's dense row is the backbone itself: there is no mixture to keep the class token out of.
         return ViT(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, tokens=config.patches))
 
@@ -100,7 +117,25 @@ class VisionTask(Task):
     @cached_property
     def _source(self) -> Source:
         data = self.recipe.data
+        if data.source == "folder":
+            return self._read_folder()[0]
         return SOURCES[data.source](data.path, self.recipe.model, data.valid_fraction)
+
+    def _read_folder(self) -> tuple[Source, str]:
+        chosen = {f.name: getattr(self.recipe.data, f.name) for f in fields(folder.FolderSettings)}
+        return folder.read(folder.FolderSettings(**chosen), self.recipe.model)
+
+    def resolve(self) -> Recipe:
+        if self.recipe.data.source == "folder":
+            self._source, fingerprint = self._read_folder()
+            folder.check_images(self._source)
+            model = replace(self.recipe.model, classes=len(self._source.class_names))
+            self.recipe = replace(self.recipe, model=model, data=replace(self.recipe.data, fingerprint=fingerprint))
+        return self.recipe
+
+    @classmethod
+    def save_data(cls, data: Any, folder: Path, settings: VisionData) -> None:
+        save_images(data, folder)
 
     def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:
         augmentation, classes = self.recipe.data.augmentation, self.recipe.model.classes

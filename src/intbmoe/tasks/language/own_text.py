@@ -1,0 +1,170 @@
+"""Tokens of one's own text files, made once and kept in a cache (``own_data.cache_folder``) as a packed folder.
+
+The tokenizer is trained on the training documents ("bpe"), read from a file of Hugging Face's ``tokenizers``, or none
+("bytes"). The folder's name follows from the files (names, sizes, times) and from the settings; what a run remembers of
+it, the fingerprint, from the tokens themselves.
+"""
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from intbmoe.files import digest, replacing_folder, to_json
+from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.language import packed, stdlib
+from intbmoe.tasks.language.files import Texts, find_texts
+from intbmoe.tasks.language.packed import META, SPLITS, TOKENIZER, TokenSource, token_type, tokens_name
+from intbmoe.tasks.language.tokenizer import BATCH_CHARACTERS, END_OF_TEXT, Encoder, import_tokenizers, train_bpe
+from intbmoe.tasks.own_data import cache_folder, fingerprint, require_same_data, require_size
+
+NAME = "files"
+LEAST = 257  # tokens of a byte-level BPE: all bytes and the end of text
+TRAINED_ON = 2**29  # characters that a tokenizer is trained on at most
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]", "<|im_end|>")
+
+
+class Bytes:
+    """UTF-8 itself in place of a tokenizer; ``stdlib`` has the same ids."""
+
+    content: str | None = None
+    end_of_text, vocabulary = stdlib.END_OF_TEXT, stdlib.VOCABULARY
+    dtype = token_type(stdlib.VOCABULARY)
+
+    def encode_texts(self, texts: Iterable[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
+
+
+def read(data: Any, vocabulary: int | None) -> tuple[TokenSource, str]:
+    """The source of ``data``'s settings, and its fingerprint; tokens that are not there yet are made."""
+    texts = find_texts(data.path, data.column, data.valid_fraction, data.test_fraction, data.split_seed)
+    folder = cache_folder() / "text" / _key(data, texts)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # runs side by side wait for the first
+        if not _is_whole(folder):
+            with replacing_folder(folder) as beside:
+                _make(texts, data, beside)
+    source = packed.read(str(folder), NAME)
+    meta = json.loads((folder / META).read_bytes())
+    require_same_data(data.fingerprint, meta["fingerprint"], str(texts.root))
+    require_size(vocabulary, source.vocabulary, "model.vocabulary", str(texts.root))
+    tokenizer = folder if (folder / TOKENIZER).is_file() else None
+    return replace(source, where=str(texts.root), folder=tokenizer), meta["fingerprint"]
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        packed.read_meta(folder, NAME)
+    except DataError:
+        return False
+    return True
+
+
+def _key(data: Any, texts: Texts) -> str:
+    """Of all that the tokens depend on."""
+    files = {
+        split: [[str(f.relative_to(texts.root)), (at := f.stat()).st_size, at.st_mtime_ns] for f in found]
+        for split, found in texts.files.items()
+    }
+    given = None if data.tokenizer in ("bpe", "bytes") else digest(_read_given(data.tokenizer).encode())
+    chosen = [data.column, data.tokenizer, given, data.tokenizer_size, data.end_of_text, texts.shares, texts.seed]
+    return fingerprint(to_json([packed.VERSION, str(texts.root.resolve()), files, chosen]))
+
+
+def _read_given(path: str) -> str:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise DataError(f"data.tokenizer={path!r} is not a file: expected 'bpe', 'bytes' or a tokenizer.json")
+    if file.suffix == ".model":
+        raise DataError(
+            f"{file} is a sentencepiece model: save it as tokenizer.json first (transformers: "
+            f"AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER)), and give that file"
+        )
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not a tokenizer of Hugging Face's tokenizers: it is not text") from error
+
+
+def _make_encoder(texts: Texts, data: Any) -> Bytes | Encoder:
+    if data.tokenizer == "bytes":
+        return Bytes()
+    import_tokenizers("byte pairs (data.tokenizer: bytes does without)")
+    if data.tokenizer != "bpe":
+        ends = ENDS if data.end_of_text is None else (data.end_of_text,)
+        return Encoder(_read_given(data.tokenizer), data.tokenizer, ends)
+    if data.tokenizer_size < LEAST:
+        raise DataError(f"data.tokenizer_size={data.tokenizer_size}: a byte-level BPE has {LEAST} tokens or more")
+    content = train_bpe(_sample(texts), data.tokenizer_size)
+    return Encoder(content, "the tokenizer")
+
+
+def _sample(texts: Texts) -> Iterator[str]:
+    total = 0
+    for split, text in texts.assigned():
+        if split == "train":
+            for piece in pieces(text):
+                yield piece
+                total += len(piece)
+                if total >= TRAINED_ON:
+                    return
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A long text in parts of a size that can be encoded, cut after line breaks where there are any."""
+    start = 0
+    while len(text) - start > BATCH_CHARACTERS:
+        end = text.rfind("\n", start, start + BATCH_CHARACTERS) + 1 or start + BATCH_CHARACTERS
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _make(texts: Texts, data: Any, folder: Path) -> None:
+    encoder = _make_encoder(texts, data)
+    counts = {split: {"documents": 0, "tokens": 0, "skipped": 0} for split in SPLITS}
+    sums = {split: hashlib.sha256() for split in SPLITS}
+    end = np.array([encoder.end_of_text], encoder.dtype)
+    with ExitStack() as stack:
+        files = {split: stack.enter_context(open(folder / tokens_name(split), "wb")) for split in SPLITS}
+        for batch in _batches(texts):
+            found = encoder.encode_texts([piece for _, piece, _ in batch])
+            for (split, _, last), ids in zip(batch, found, strict=True):
+                content = (np.concatenate([ids, end]) if last else ids).tobytes()
+                files[split].write(content)
+                sums[split].update(content)
+                counts[split]["documents"] += last
+                counts[split]["tokens"] += len(ids) + last
+    if not counts["train"]["tokens"]:
+        raise DataError(f"{texts.root} holds no text: all documents are empty")
+    for split, count in counts.items():
+        count |= {"bytes": count["tokens"] * encoder.dtype.itemsize, "sha256": sums[split].hexdigest()}
+    if encoder.content is not None:
+        (folder / TOKENIZER).write_text(encoder.content, encoding="utf-8")
+    about = {"vocabulary": encoder.vocabulary, "end_of_text": encoder.end_of_text, "dtype": encoder.dtype.name}
+    same = fingerprint(to_json(about), encoder.content or "", *(count["sha256"] for count in counts.values()))
+    meta = {"version": packed.VERSION, "name": NAME, **about, "splits": counts, "fingerprint": same}
+    (folder / META).write_bytes(to_json(meta))
+
+
+def _batches(texts: Texts) -> Iterator[list[tuple[str, str, bool]]]:
+    """(split, piece of a document, whether it is the document's last)."""
+    batch: list[tuple[str, str, bool]] = []
+    characters = 0
+    for split, text in texts.assigned():
+        parts = list(pieces(text))
+        for number, piece in enumerate(parts, 1):
+            batch.append((split, piece, number == len(parts)))
+            characters += len(piece)
+            if characters >= BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+    if batch:
+        yield batch

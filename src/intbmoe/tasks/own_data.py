@@ -1,0 +1,114 @@
+"""What data of one's own needs in every task: how splits are called, what is held out, and whether it has changed."""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from intbmoe.checks import did_you_mean
+from intbmoe.tasks.errors import DataError
+
+PAGE = "docs/your-data.md"
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "valid": ("valid", "val", "validation", "dev"),
+    "test": ("test", "testing"),
+}
+SHOWN = 8  # names in a message
+
+
+def split_of(name: str) -> str | None:
+    """The split that a file or folder is named after: "val" of Val, validation-00000-of-00001.parquet, dev.txt."""
+    word = re.match(r"[a-z]*", name.lower())[0]
+    return next((split for split, words in SPLIT_WORDS.items() if word in words), None)
+
+
+def cache_folder() -> Path:
+    """Where what is made of the data is kept between runs; it can be deleted at any time."""
+    own = os.environ.get("INTBMOE_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "intbmoe"
+
+
+def require_path(path: str | None, recipe: str, what: str) -> Path:
+    if path is None:
+        raise DataError(f"{recipe} needs {what}: set data.path (--data.path …); see {PAGE}")
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise DataError(f"{found} does not exist: data.path must be {what}")
+    return found
+
+
+def some(names: Iterable[str]) -> str:
+    """The names for a message, not too many."""
+    names = list(names)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """What was probably meant, for the end of a message that lists all there are; empty where nothing is near."""
+    found = did_you_mean(word, known)
+    return f"; {found}" if found.startswith("did") else ""
+
+
+def fingerprint(*parts: bytes | str | np.ndarray) -> str:
+    """16 hexadecimal digits that are others for other data."""
+    sha256 = hashlib.sha256()
+    for part in parts:
+        content = part.encode(errors="surrogateescape") if isinstance(part, str) else np.ascontiguousarray(part).data
+        sha256.update(len(content).to_bytes(8, "big"))
+        sha256.update(content)
+    return sha256.hexdigest()[:16]
+
+
+def require_same_data(expected: str | None, found: str, where: str) -> None:
+    if expected not in (None, found):
+        raise DataError(
+            f"{where} is not what this run was trained on (data.fingerprint={expected}, now {found}): put the files "
+            f"back as they were, or begin a run of another name (--name)"
+        )
+
+
+def require_unused(settings: Any, source: str, names: Iterable[str]) -> None:
+    """Raise if a setting that only ``source`` reads is given for another one."""
+    if settings.source == source:
+        return
+    defaults = {f.name: f.default if f.default is not MISSING else f.default_factory() for f in fields(settings)}
+    for name in names:
+        value = getattr(settings, name)
+        if value != defaults[name]:
+            raise ValueError(
+                f"{name}={value!r} is not allowed: only source={source!r} reads {name}, not {settings.source!r}"
+            )
+
+
+def choose_held_out(count: int, shares: tuple[float, float], seed: int, where: str) -> np.ndarray:
+    """(count,) of 0 for train, 1 for valid, 2 for test: ``shares`` of valid and test, drawn by ``seed``."""
+    numbers = [max(1, round(share * count)) if share else 0 for share in shares]
+    if sum(numbers) >= count:
+        raise DataError(
+            f"{where} has {count} documents, too few to hold out {numbers[0]} for validation and {numbers[1]} for the "
+            f"test and keep some to train on: add more, or lower data.valid_fraction and data.test_fraction"
+        )
+    chosen = np.zeros(count, dtype=np.int8)
+    order = np.random.default_rng(seed).permutation(count)
+    chosen[order[: numbers[0]]] = 1
+    chosen[order[numbers[0] : sum(numbers)]] = 2
+    return chosen
+
+
+def require_known(value: int | None, setting: str) -> int:
+    """A size of the model that the data may decide."""
+    if value is None:
+        raise ValueError(f"{setting} is left to the data, which train and compare read first: set it to a number here")
+    return value
+
+
+def require_size(given: int | None, found: int, setting: str, where: str) -> None:
+    if given not in (None, found):
+        raise DataError(f"{where} gives {setting}={found}, not {given}: set it to {found}, or leave it out")

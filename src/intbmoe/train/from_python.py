@@ -1,0 +1,56 @@
+"""A data set that lives in Python becomes files beside its runs, under a name that follows from its content."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from intbmoe.files import file_digest
+from intbmoe.recipes import list_recipes, load_recipe
+from intbmoe.tasks import find_task
+from intbmoe.tasks.recipe import Recipe
+
+
+def store_data(recipe: Recipe, data: Any, folder: Path) -> Recipe:
+    """The recipe that reads ``data`` from ``folder``/data-…; the same data is not written twice."""
+    task = find_task(recipe.task)
+    if task.own_source is not None and recipe.data.source != task.own_source:
+        fit = [name for name in list_recipes() if _takes_data(load_recipe(name))]
+        raise ValueError(
+            f"the recipe {recipe.name!r} reads data.source={recipe.data.source!r}, not data from Python: take "
+            f"{' or '.join(map(repr, fit))}, or set data.source={task.own_source!r}"
+        )
+    if task.own_source is not None and recipe.data.path is not None:
+        raise ValueError(f"data.path={recipe.data.path!r} and data= were both given: leave one out")
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=".data.", dir=folder))
+    try:
+        task.save_data(data, beside, recipe.data)
+        place = folder / f"data-{_digest(beside)}"
+        if not place.is_dir():
+            os.umask(mask := os.umask(0))
+            beside.chmod(0o777 & ~mask)  # a temporary folder is its maker's alone
+            try:
+                os.rename(beside, place)
+            except OSError:
+                if not place.is_dir():  # else another process was quicker, with the same
+                    raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return replace(recipe, data=replace(recipe.data, path=str(place)))
+
+
+def _takes_data(recipe: Recipe) -> bool:
+    own = find_task(recipe.task).own_source
+    return own is not None and recipe.data.source == own
+
+
+def _digest(folder: Path) -> str:
+    """Of names and content; twelve digits are enough to tell data sets apart."""
+    sha256 = hashlib.sha256()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        sha256.update(f"{file.relative_to(folder)}\0{file_digest(file)}\n".encode(errors="surrogateescape"))
+    return sha256.hexdigest()[:12]
