@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from intbmoe.cli import COMMANDS, main
-from intbmoe.commands.overrides import parse_recipe
+from intbmoe.commands.overrides import parse_recipe, take_method_options
 from intbmoe.commands.training import TrainOptions
 from intbmoe.compare.plan import CompareOptions
 from intbmoe.recipes import load_recipe
@@ -43,9 +43,10 @@ def test_commands_with_a_recipe_parse(args, tmp_path, monkeypatch):
             main(args)
         assert exit_info.value.code == 0
         return
+    own, rest = take_method_options(rest) if command == "compare" else ({}, rest)
     recipe, options = parse_recipe(command, {"train": TrainOptions, "compare": CompareOptions}[command](), rest, "")
     if command == "compare":
-        assert find_variants(recipe, options.methods)
+        assert find_variants(recipe, options.methods, own)
 
 
 def test_the_recipe_shown_trains(tmp_path, monkeypatch, capsys):

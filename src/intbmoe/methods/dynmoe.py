@@ -68,7 +68,7 @@ class DynMoEConfig(PoolConfig):
     temperature: Positive = 1.0
     """τ, multiplies the cosine and the threshold."""
     learn_temperature: bool = False
-    """Learn τ, from ``temperature`` on and up to 100, as the authors' Tutel gate does."""
+    """Learn τ, from temperature on and up to 100, as the authors' Tutel gate does."""
     denominator_gradient: bool = False
     """Let the gradient flow through k_t too, as in the authors' Tutel gate."""
     update_every: PositiveInt = 300

@@ -79,11 +79,11 @@ class IntBMoEConfig(LayerConfig):
     filter: bool = True
     """Whether a token is filtered for the block that it enters."""
     shared: bool = True
-    """Whether there is a shared expert that every token passes. For one of your own: ``layer.shared = module``."""
+    """Whether there is a shared expert that every token passes. For one of your own: layer.shared = module."""
     coefficients: Literal["linear", "softmax"] = "linear"
     """Unconstrained with 1/√E, or a softmax over the bases for each path."""
     conditioning_dim: NonNegativeInt = 0
-    """Width of ``layer(x, conditioning=vector)``, joined to every block's code; 0 for no conditioning."""
+    """Width of layer(x, conditioning=vector), joined to every block's code; 0 for no conditioning."""
     hypernetwork: Literal["two_layer", "linear"] = "two_layer"
     """Two layers with a LayerNorm between them, or one linear map for each path."""
     gate_norm: Literal["rms", "layer", "none"] = "rms"
@@ -95,7 +95,7 @@ class IntBMoEConfig(LayerConfig):
     shared_kind: SharedKind = "swiglu"
     """The shared expert: SwiGLU without biases, an MLP with SiLU, or one linear map."""
     shared_experts: PositiveInt = 1
-    """How many shared experts, each of ``shared_hidden``; their outputs are added."""
+    """How many shared experts, each of shared_hidden; their outputs are added."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -99,11 +99,11 @@ class MASSConfig(PoolConfig):
     expansion_steps: NonNegativeInt | None = None
     """The same as a number of optimizer steps; None for the share."""
     window_share: Probability = 0.09
-    """Share of the run in a window, unless ``window`` is given."""
+    """Share of the run in a window, unless window is given."""
     window: Annotated[int, MustBe("an integer of at least 2, for a standard deviation", lambda n: n > 1)] | None = None
     """ω, optimizer steps in a window; None for the share, at least 200 (vision) or 60 (language)."""
     warmup_share: Probability = 0.05
-    """Share of the run in a warm-up, unless ``warmup`` is given."""
+    """Share of the run in a warm-up, unless warmup is given."""
     warmup: PositiveInt | None = None
     """Steps before an expert's drift is looked at, at the start and after it was copied; None for the share, at least
     100 (vision) or 30 (language)."""

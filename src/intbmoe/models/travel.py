@@ -76,7 +76,7 @@ class TravelConfig(Checked):
     """Tables of each kind."""
     primes: tuple[PositiveInt, ...] = ()
     """Places and cells have a table for each, of so many rows, whose vectors are laid end to end, as in the released
-    code; empty: ``hashes`` tables of place_rows and cell_rows, whose vectors are added."""
+    code; empty: hashes tables of place_rows and cell_rows, whose vectors are added."""
     table_std: Positive = EMBEDDING_STD
     """Of the entries that places and cells start with."""
     modes: PositiveInt = 6
