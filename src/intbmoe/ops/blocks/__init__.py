@@ -24,5 +24,5 @@ class Blocks:
     @property
     def has_kernels(self) -> bool:
         """Whether these are the paper's blocks, for which there are kernels and compiled code."""
-        rms_gate = self.scale is None or (bool(self.gains) and not self.gate_shifts)
+        rms_gate = self.scale is None or (len(self.gains) > 0 and len(self.gate_shifts) == 0)
         return rms_gate and len(self.norms) == len(self.weights) - 1
