@@ -37,6 +37,20 @@ def test_a_kept_ffn_changes_nothing_and_the_mixture_takes_part(library, name):
         assert torch.equal(output(model, inputs), before)
 
 
+def test_generation_with_and_without_a_cache():
+    model, inputs = transformers_model("llama")
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    before = model.generate(**inputs, **settings)
+    intbmoe.replace_ffn(model, "intbmoe", **SMALL)
+    assert torch.equal(model.generate(**inputs, **settings), before)
+    for _, layer in moe_layers(model):
+        layer.pools[-1].reset_parameters()
+        nn.init.normal_(layer.pools[-1].bias)
+    after = model.generate(**inputs, **settings)
+    assert not torch.equal(after, before)
+    assert torch.equal(model.generate(**inputs, **settings, use_cache=False), after)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "bert", "t5", "bart"])
 def test_everything_learns_from_the_second_step_on(name):
     model, inputs = transformers_model(name)
