@@ -185,6 +185,7 @@ REFUSED = {
     "tokens": (lambda: Toy(mlp_tokens=Mlp()), "it maps tokens, not channels"),
     "mixture": (lambda: Toy(moe=Toy(experts=nn.ModuleList([Mlp()]))), "it is part of a mixture already"),
     "unknown": (lambda: Toy(mlp=Mlp("a", "b")), "its maps have unknown names: match= takes it"),
+    "alone": (Mlp, "the model is itself an FFN"),
     "nothing": (lambda: Toy(head=nn.Linear(8, 4)), "Toy has no FFN"),
     "meta": (lambda: Toy(mlp=Mlp()).to("meta"), "on the meta device"),
 }
@@ -225,6 +226,14 @@ def test_an_example_shows_what_runs_twice():
 
     with pytest.raises(ValueError, match="mlp ran 2 times in one forward of the example"):
         intbmoe.replace_ffn(Twice(), "intbmoe", example=torch.randn(2, 3, 8), **SMALL)
+
+
+@pytest.mark.parametrize("name", ["bert", "opt"])
+def test_a_block_may_stand_alone(name):
+    model, _ = transformers_model(name)
+    block = model.bert.encoder.layer[0] if name == "bert" else model.model.decoder.layers[0]
+    report = intbmoe.replace_ffn(block, "intbmoe", **SMALL)
+    assert [row.name for row in report.layers] == [{"bert": "output.dense", "opt": "fc2"}[name]]
 
 
 def test_a_match_takes_unknown_names():

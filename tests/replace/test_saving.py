@@ -121,6 +121,16 @@ def test_weights_that_do_not_fit_are_an_error(tmp_path):
         intbmoe.from_pretrained(tmp_path)
 
 
+def test_a_model_replaced_in_part_is_no_silent_loss(tmp_path):
+    model, _ = transformers_model("llama")
+    intbmoe.replace_ffn(model.model, "intbmoe", **SMALL)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no FFN 'layers\.0\.mlp'"):
+        intbmoe.from_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="mismatch"):
+        type(model).from_pretrained(tmp_path)
+
+
 def test_what_cannot_be_saved_or_loaded_says_why(tmp_path):
     model, _ = transformers_model("llama")
     with pytest.raises(ValueError, match="LlamaForCausalLM has no replaced FFNs"):

@@ -139,9 +139,14 @@ def _whole(name: str, module: nn.Module, maps: dict[str, nn.Module]) -> FFN | No
         form = _form([sizes(part) for part in parts])
         hidden, dim = sizes(parts[-1])
         if form is not None and (known or hidden != dim):  # else three maps of one size, as in attention
-            marker = f"{name}.{names[-1]}.weight".removeprefix(".")
+            marker = _join(name, names[-1], "weight")
             return FFN(name, module, form, parts, dim, hidden, name, marker, known=known is not None)
     return None
+
+
+def _join(*names: str) -> str:
+    """A module's name; the model's own is empty."""
+    return ".".join(name for name in names if name)
 
 
 def _orders(names: list[str]) -> list[tuple[str, ...]]:
@@ -169,11 +174,11 @@ def _inline(name: str, block: nn.Module, first: str, activation: str, second: st
     dropout = nn.Dropout(getattr(block, "activation_dropout", 0.0))
     steps = {first: maps[0], activation: function, "dropout": dropout, second: maps[1]}
     hidden, dim = sizes(maps[1])
-    entry, last = f"{name}.{first}", f"{name}.{second}"
+    entry, last = _join(name, first), _join(name, second)
     whole = nn.Sequential()
     for step, part in steps.items():
         whole.add_module(step, part)
-    return FFN(last, whole, "plain", maps, dim, hidden, entry, f"{last}.weight", (entry, f"{name}.{activation}"))
+    return FFN(last, whole, "plain", maps, dim, hidden, entry, f"{last}.weight", (entry, _join(name, activation)))
 
 
 def _split(name: str, block: nn.Module) -> FFN | str:
@@ -185,12 +190,14 @@ def _split(name: str, block: nn.Module) -> FFN | str:
     whole.add_module(SPLIT[0], first)
     whole.add_module("dense", last.dense)
     hidden, dim = sizes(last.dense)
-    entry, place = f"{name}.{SPLIT[0]}", f"{name}.{SPLIT[1]}.dense"
+    entry, place = _join(name, SPLIT[0]), _join(name, SPLIT[1], "dense")
     return FFN(place, whole, "plain", maps, dim, hidden, entry, f"{place}.weight", (entry,))
 
 
 def _reason_against(model: nn.Module, ffn: FFN, uses: Counter, places: Counter) -> str | None:
     """Why a mixture may not stand here; None if it may."""
+    if not ffn.name:
+        return "the model is itself an FFN: put a layer (intbmoe.create) in its place where it is used"
     for part in ffn.maps:
         weight = getattr(part, "weight", None)
         plain = type(part) is nn.Linear or _is_conv1d(part) or _is_hosts_linear(part)

@@ -160,7 +160,8 @@ def _saved_keys(folder: Path) -> Collection[str]:
 
 
 def _is_transformers(model: nn.Module) -> bool:
-    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+    theirs = any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+    return theirs and hasattr(model, "save_pretrained")  # a whole model, not a part of one
 
 
 def _add_markers(model: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
