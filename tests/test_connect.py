@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import intbmoe
-from intbmoe.tasks.vision.timm_data import import_torchvision
+from intbmoe.foreign import import_torchvision
 
 import_torchvision()  # transformers imports it where it is installed, and fails where that fails
 transformers = pytest.importorskip("transformers")

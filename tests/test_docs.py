@@ -11,6 +11,10 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"])
 
 
+# timm and transformers import torchvision where it is installed, and fail where that fails.
+TORCHVISION = "import intbmoe.foreign\nintbmoe.foreign.import_torchvision(required=False)"
+
+
 def snippets(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
@@ -24,7 +28,7 @@ RUNNABLE = [page for page in PAGES if snippets(page) and page.name not in ELSEWH
 def test_snippets_run_in_order(page, tmp_path):
     """In a process of their own: a page may register a method, which other tests should not see."""
     script = tmp_path / "snippets.py"
-    script.write_text("\n".join(snippets(page)), encoding="utf-8")
+    script.write_text("\n".join([TORCHVISION, *snippets(page)]), encoding="utf-8")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
 

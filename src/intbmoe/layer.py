@@ -140,6 +140,13 @@ class MoELayer(nn.Module):
             raise ValueError(f"{type(self).__name__} with this configuration cannot decode token by token: {reason}")
         return None
 
+    def start_as(self, module: nn.Module) -> None:
+        """Compute what ``module`` does: it becomes the shared expert, and the mixture beside it starts at zero."""
+        raise ValueError(
+            f"{type(self).__name__} has no shared expert that the given module could become: start='copy' copies it "
+            f"into all experts; intbmoe and deepseek have a shared one"
+        )
+
     def plan_steps(self, total: int) -> None:
         """Called once, before training, with the run's number of optimizer steps: shares of it become steps here."""
 

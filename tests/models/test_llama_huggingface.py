@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from intbmoe.foreign import import_torchvision
 from intbmoe.models.llama import Llama, LlamaConfig
-from intbmoe.tasks.vision.timm_data import import_torchvision
 
 CONFIG = LlamaConfig(vocabulary=29, dim=24, depth=3, heads=3, hidden=40)
 PAD = 0

@@ -23,12 +23,15 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from intbmoe.checks import require
 from intbmoe.layer import Quantities, Result, Routing
+from intbmoe.ops.backend import choose_backend
 from intbmoe.parts.experts import ExpertsConfig, RoutedLayer, SwiGLU
 from intbmoe.parts.losses import global_sum
 from intbmoe.parts.router import mask_choices, top_k
+from intbmoe.parts.shared import run_shared
 from intbmoe.parts.state import WideBuffers
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
@@ -85,13 +88,20 @@ class DeepSeek(WideBuffers, RoutedLayer):
         tokens = x.reshape(-1, c.dim).to(dtype)
         y, load = self.experts.route(tokens, ids, weights, complete=mask is None)
         if self.shared is not None:
-            y = y + self.shared(tokens)
+            y = y + run_shared(self.shared, tokens, choose_backend(tokens))
         losses = {}
         if self.training:
             shares = log_scores.softmax(-1).view(*x.shape[:2], c.experts)
             unbiased = F.one_hot(top_k(scores, c.top_k), c.experts).sum(1).view_as(shares)
             losses["balance"] = c.balance * sequence_balance(shares, unbiased, mask, c.top_k)
         return Result(y.view(x.shape), Routing(ids, weights), losses, {"load": load})
+
+    @torch.no_grad()
+    def start_as(self, module: nn.Module) -> None:
+        experts = self.config.shared_experts
+        require(experts > 0, "shared_experts", experts, "1 where a module becomes the shared expert")
+        self.shared = module
+        self.experts.down.weight.zero_()
 
     @classmethod
     def family_after_step(cls, layers: Sequence[Self], sums: Sequence[dict[str, Tensor]], optimizer: Any) -> None:

@@ -282,6 +282,14 @@ class IntBMoE(BlockLayer):
             require(False, "conditioning", found, f"{allowed}, one for the whole call")
         return torch.cat([codes, cast(conditioning, codes.dtype).expand(len(codes), -1)], dim=1)
 
+    @torch.no_grad()
+    def start_as(self, module: nn.Module) -> None:
+        """The last pool is zero, so all blocks are; it alone has a gradient at the first step, from then on all has."""
+        require(self.config.shared, "shared", self.config.shared, "True where a module becomes the shared expert")
+        self.shared = module
+        for parameter in self.pools[-1].parameters():
+            parameter.zero_()
+
     def precompose(self, dtype: torch.dtype | None = None, conditioning: Tensor | None = None) -> "ComposedMoE":
         """A frozen layer with the same outputs, without pools and hypernetwork: its cost does not depend on E.
 

@@ -1,0 +1,95 @@
+"""Dense runs continued as they are, and with their FFNs replaced: loss after equal tokens.
+
+    for seed in 0 1 2; do intbmoe train stdlib --moe.name dense --train.seed $seed; done
+    python benchmarks/upcycle.py runs/stdlib/dense/0 runs/stdlib/dense/1 runs/stdlib/dense/2 --steps 200 --lr 3e-3
+
+Every variant continues from the same weights, on the same batches in a new order, with a fresh AdamW, a warm-up of 5 %
+and half a cosine. FFNs are replaced by ``intbmoe.replace_ffn``; ``--options`` go to IntBMoE. "wide" is the control for
+parameters: one more dense FFN beside each, likewise starting at zero (DeepSeek with one expert).
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+import intbmoe
+from intbmoe.tasks import make_task
+from intbmoe.train import RunDirectory
+from intbmoe.train.build import learning_rate, make_optimizer
+from intbmoe.train.data import derive_seed, make_generator, micro_batches, plan_batches, read_ahead
+from intbmoe.train.distribution import Ranks
+from intbmoe.train.evaluation import evaluate_split
+from intbmoe.train.step import Stepper
+
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "dense continued": None,
+    "wide, shared": {"method": "deepseek", "start": "shared", "experts": 1, "top_k": 1},
+    "intbmoe, shared": {"method": "intbmoe", "start": "shared"},
+    "deepseek, copy": {"method": "deepseek", "start": "copy", "experts": 8},
+    "deepseek, copy, half redrawn": {"method": "deepseek", "start": "copy", "experts": 8, "redraw": 0.5},
+    "switch, copy": {"method": "switch", "start": "copy", "experts": 8},
+}
+WARMUP = 0.05
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="finished dense runs, one for each seed")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--lr", type=float, required=True, help="the highest rate of the continuation")
+    parser.add_argument("--options", type=json.loads, default={}, help="of IntBMoE, as JSON: '{\"experts\": 8}'")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    given = parser.parse_args()
+    results: dict[str, list[float]] = {}
+    for run in given.runs:
+        for variant in given.variants:
+            loss, about = continued(run, variant, given.steps, given.lr, given.options)
+            results.setdefault(variant, []).append(loss)
+            print(f"{run}: {variant}: validation loss {loss:.4f} ({about})", flush=True)
+    base = results.get("dense continued")
+    for variant, losses in results.items():
+        spread = f" ± {stdev(losses):.4f}" if len(losses) > 1 else ""
+        against = f", {fmean(a - b for a, b in zip(losses, base, strict=True)):+.4f} against dense" if base else ""
+        print(f"{variant}: {fmean(losses):.4f}{spread}{against}")
+
+
+def continued(path: str, variant: str, steps: int, lr: float, options: dict[str, Any]) -> tuple[float, str]:
+    """The validation loss after ``steps`` more, and what the replacement did."""
+    run = RunDirectory.existing(path)
+    task, model = make_task(run.recipe), intbmoe.load(path)
+    plan = plan_batches(len(task.split("train")), replace(run.recipe.train, steps=steps), 1)
+    warmup = WARMUP * steps / plan.steps_per_epoch
+    # Another seed than the run's: its batches have been seen in that order.
+    settings = replace(run.recipe.train, steps=steps, lr=lr, warmup=warmup, seed=run.recipe.train.seed + 1000)
+    torch.manual_seed(derive_seed(settings.seed, "model"))
+    changes = VARIANTS[variant]
+    about = f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters"
+    if changes is not None:
+        more = options if changes["method"] == "intbmoe" else {}
+        report = intbmoe.replace_ffn(model, **changes, **more)
+        about = f"{report.parameters[1]:,} parameters, largest change of a layer {report.largest_change:.3g}"
+    ranks = Ranks(settings.precision)
+    intbmoe.plan_steps(model.train(), steps)
+    model = ranks.place(model, settings)
+    optimizer = make_optimizer(model, settings)
+    stepper = Stepper(task, model, optimizer, ranks, settings)
+    batches: list[Any] = []
+    for read, batch in read_ahead(task.split("train"), micro_batches(plan, settings.seed, 0, 0), settings.seed, 0):
+        generator = make_generator(settings.seed, "prepare", read.step, read.offset)
+        batches.append(task.prepare(ranks.to_device(batch), generator))
+        if len(batches) == plan.accumulation:
+            torch.manual_seed(derive_seed(settings.seed, "step", read.step, 0))
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(read.step, settings, plan)
+            stepper.take(read.step + 1, batches, 0)
+            batches = []
+    metrics = evaluate_split(task, model, "valid", ranks, plan.micro, settings.seed, 0)
+    return metrics["loss"], about
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""``replace_ffn``: mixtures in place of a model's FFNs."""
+
+import copy
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.checks import require
+from intbmoe.counting import count_flops
+from intbmoe.layer import MoELayer, unwrap
+from intbmoe.registry import find_method
+from intbmoe.replace.find import FFN, find_ffns
+from intbmoe.replace.report import ReplacedFFN, Report
+from intbmoe.replace.saving import record_of, remember
+from intbmoe.replace.starts import STARTS, Start, Started, start_layer
+
+TOKENS = (2, 16)
+"""Sequences and tokens of the random input that layers are measured on, where there is no example."""
+ROUNDING = 64
+"""How many last bits of the largest output may change where nothing should."""
+
+
+def replace_ffn(
+    model: nn.Module,
+    method: str = "intbmoe",
+    *,
+    layers: Iterable[int] | None = None,
+    start: Start = "shared",
+    match: str | None = None,
+    example: Any = None,
+    redraw: float = 0.0,
+    **options: Any,
+) -> Report:
+    """Put ``method``'s layers in place of FFNs of ``model``, a transformers, timm or other model; in place.
+
+    ``layers`` picks among the FFNs found, in the model's order, from 0 (negative: from the end); ``match`` is a regular
+    expression that a name must contain, and also admits FFNs whose maps have unknown names. ``options`` go to the
+    method; ``hidden`` is the FFN's own unless given. ``starts.py`` says what ``start`` and ``redraw`` do.
+
+    With ``example``, inputs of the model (a tensor, a tuple or a dict), layers are measured on the tokens they get
+    there, and the report says how far the model's output has moved; without, on random ones. Nothing is changed unless
+    every chosen FFN can be replaced.
+    """
+    require(start in STARTS, "start", start, f"one of {', '.join(map(repr, STARTS))}")
+    require(0 <= redraw < 1, "redraw", redraw, "a share in [0, 1)")
+    require(not redraw or start == "copy", "redraw", redraw, "0 unless start='copy'")
+    find_method(method)
+    model = unwrap(model)
+    chosen, left = _choose(model, layers, match)
+    if any(parameter.is_meta for ffn in chosen for parameter in ffn.module.parameters()):
+        raise ValueError("the model is on the meta device and has no weights yet: load them, then replace")
+    parameters = _count(model)
+    with _evaluating(model), torch.no_grad():
+        seen, before = (None, None) if example is None else _run(model, chosen, example)
+        pairs = [_build(model, method, ffn, start, redraw, options, seen) for ffn in chosen]
+    records = {}
+    for ffn, ((layer, keeps_ffn, _), _) in zip(chosen, pairs, strict=True):
+        ffn.place(model, layer.train(model.training))
+        records[ffn.name] = record_of(method, ffn, layer, keeps_ffn)
+    remember(model, records)
+    change = None
+    if before is not None:
+        with _evaluating(model), torch.no_grad():
+            change = _largest(_first_tensor(_call(model, example)) - before)
+    return Report(method, start, tuple(row for _, row in pairs), (parameters, _count(model)), left, change)
+
+
+def _choose(model: nn.Module, layers: Iterable[int] | None, match: str | None) -> tuple[list[FFN], dict[str, str]]:
+    found = find_ffns(model)
+    wanted = [ffn for ffn in found.ffns if (re.search(match, ffn.name) if match else ffn.known)]
+    refused = {name: reason for name, reason in found.refused.items() if not match or re.search(match, name)}
+    unnamed = "it has the shape of an FFN, but its maps have unknown names: match= takes it all the same"
+    left = {ffn.name: unnamed for ffn in found.ffns if not ffn.known and ffn not in wanted}
+    if refused:
+        listed = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
+        rest = "\nmatch= chooses others by name" if wanted else ""
+        raise ValueError(f"{type(model).__name__} has FFNs that cannot be replaced:\n{listed}{rest}")
+    if not wanted:
+        others = "".join(f"\n  {name}: {reason}" for name, reason in left.items())
+        where = f" whose name contains {match!r}" if match else ""
+        raise ValueError(
+            f"{type(model).__name__} has no FFN{where} that is known by names and shapes of its maps{others}"
+        )
+    if layers is None:
+        return wanted, left
+    indices = list(layers)
+    if not indices or any(not -len(wanted) <= index < len(wanted) for index in indices):
+        require(False, "layers", indices, f"numbers among 0…{len(wanted) - 1}: {len(wanted)} FFNs were found")
+    kept = sorted({index % len(wanted) for index in indices})
+    return [wanted[index] for index in kept], left
+
+
+def _build(
+    model: nn.Module,
+    method: str,
+    ffn: FFN,
+    start: Start,
+    redraw: float,
+    options: Mapping[str, Any],
+    seen: Mapping[str, Tensor] | None,
+) -> tuple[Started, ReplacedFFN]:
+    weight = ffn.maps[-1].weight
+    tokens = seen[ffn.name] if seen else torch.randn(*TOKENS, ffn.dim, device=weight.device).to(weight.dtype)
+    before = ffn.module.eval()(tokens)  # a module that was joined of parts is not in the model yet
+    if not isinstance(before, Tensor) or before.shape != tokens.shape:
+        found = tuple(before.shape) if isinstance(before, Tensor) else f"a {type(before).__name__}"
+        raise ValueError(
+            f"{ffn.name} gives {found} for tokens {tuple(tokens.shape)}: not an FFN that a layer can replace"
+        )
+    started = start_layer(method, ffn, start, tokens, redraw, options)
+    layer = started.layer.eval()
+    _require_fit(model, method, ffn, layer)
+    change, size = _largest(layer(tokens) - before), _largest(before)
+    if start == "shared" and change > ROUNDING * torch.finfo(weight.dtype).eps * size:
+        raise ValueError(
+            f"{ffn.name} ({type(ffn.module).__name__}) computes something else as a shared expert (off by {change:.3g} "
+            f"of {size:.3g}): its tokens are not independent of one another"
+        )
+    dense, flops, per_forward = _flops(ffn.module, layer, ffn.dim, weight)
+    description = f"{type(ffn.module).__name__} {ffn.dim}→{ffn.hidden}"
+    parameters = _count(ffn.module), _count(layer)
+    row = ReplacedFFN(ffn.name, description, parameters, (dense, flops), per_forward, change, size, started.scale)
+    return started, row
+
+
+def _require_fit(model: nn.Module, method: str, ffn: FFN, layer: MoELayer) -> None:
+    """A decoder may have neither a layer that looks ahead nor, when it generates, one that remembers."""
+    generates = getattr(model, "can_generate", lambda: False)() and "encoder" not in ffn.name.split(".")
+    if not generates:
+        return
+    reason = layer.config.noncausal_reason()
+    if reason is not None:
+        raise ValueError(f"{method} may not stand in {ffn.name} of a model that generates: {reason}")
+    if layer.new_state(1) is not None:
+        warnings.warn(
+            f"{method} remembers earlier tokens, which the model's cache does not: generate with use_cache=False",
+            stacklevel=4,
+        )
+
+
+def _flops(module: nn.Module, layer: MoELayer, dim: int, weight: Tensor) -> tuple[int, int, int]:
+    """FLOPs per token of the FFN and of the layer, and what the layer needs per forward, from two lengths."""
+    if weight.dtype == torch.float64:  # in which tiles run, whose padding would count
+        module, layer = copy.deepcopy(module).float(), copy.deepcopy(layer).float()
+    dtype = torch.float32 if weight.dtype == torch.float64 else weight.dtype
+    length = TOKENS[1]
+    inputs = [torch.randn(1, n, dim, device=weight.device).to(dtype) for n in (length, 2 * length)]
+    dense = count_flops(module, inputs[0]).total() // length
+    once, twice = (count_flops(layer, x).total() for x in inputs)
+    per_token = (twice - once) // length
+    return dense, per_token, once - per_token * length
+
+
+def _run(model: nn.Module, ffns: list[FFN], example: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """The tokens that each FFN gets in ``example``, and the model's first output."""
+    seen: dict[str, list[Tensor]] = {ffn.name: [] for ffn in ffns}
+    hooks = [
+        model.get_submodule(ffn.entry).register_forward_pre_hook(
+            lambda module, arguments, name=ffn.name: seen[name].append(arguments[0].detach())
+        )
+        for ffn in ffns
+    ]
+    try:
+        output = _first_tensor(_call(model, example))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, calls in seen.items():
+        if len(calls) != 1:
+            raise ValueError(f"{name} ran {len(calls)} times in one forward of the example: a mixture must run once")
+    return {name: calls[0] for name, calls in seen.items()}, output
+
+
+def _call(model: nn.Module, example: Any) -> Any:
+    if isinstance(example, Mapping):
+        return model(**example)
+    return model(*example) if isinstance(example, tuple | list) else model(example)
+
+
+def _first_tensor(output: Any) -> Tensor:
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values() if isinstance(output, Mapping) else output))
+    return output
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,76 @@
+"""What a replacement did, in numbers."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ReplacedFFN:
+    """One FFN and the mixture in its place."""
+
+    name: str
+    ffn: str
+    """The FFN's class and sizes."""
+    parameters: tuple[int, int]
+    """Before and after; what the layer keeps of the FFN counts in both."""
+    flops: tuple[int, int]
+    """For a token, before and after: 2 × multiply-adds."""
+    flops_per_forward: int
+    """What the layer needs beside, whatever the number of tokens: composition, which ``precompose`` does once."""
+    change: float
+    """Largest change of an output, in evaluation mode."""
+    size: float
+    """Largest output of the FFN on the same tokens."""
+    scale: float = 1.0
+    """What ``start="copy"`` multiplied the experts' last map by."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``replace_ffn`` did; printed, it is a table."""
+
+    method: str
+    start: str
+    layers: tuple[ReplacedFFN, ...]
+    parameters: tuple[int, int]
+    """Of the model, before and after."""
+    left: dict[str, str] = field(default_factory=dict)
+    """What has the shape of an FFN and was left alone → why."""
+    output_change: float | None = None
+    """Largest change of the model's first output on the ``example``; None without one."""
+
+    @property
+    def largest_change(self) -> float:
+        return max(layer.change for layer in self.layers)
+
+    def __str__(self) -> str:
+        titles = ("layer", "FFN", "parameters", "FLOPs per token", "per forward", "change", "of")
+        rows = [
+            (
+                layer.name, layer.ffn, _both(layer.parameters), _both(layer.flops), _short(layer.flops_per_forward),
+                f"{layer.change:.3g}", f"{layer.size:.3g}",
+            )
+            for layer in self.layers
+        ]  # fmt: skip
+        widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(len(titles))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (titles, *rows)
+        ]
+        lines.append(
+            f"{self.method}, start={self.start!r}: {len(rows)} FFNs, model parameters {_both(self.parameters)}"
+        )
+        if self.output_change is not None:
+            lines.append(f"largest change of the model's output: {self.output_change:.3g}")
+        lines += [f"left alone: {name}: {reason}" for name, reason in self.left.items()]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _short(count: float) -> str:
+    for unit in ("", " k", " M", " G", " T"):
+        if count < 1000:
+            return f"{count:.4g}{unit}"
+        count /= 1000
+    return f"{count:.4g} P"
+
+
+def _both(counts: tuple[int, int]) -> str:
+    return " → ".join(_short(count) for count in counts)

@@ -1,0 +1,178 @@
+"""A model with replaced FFNs, on disk and back.
+
+The model's own class would build its old FFNs, find no weights for them and leave them random, with a warning at most.
+So the state of a replaced model holds a *marker* for each layer: one number under the name of a weight that is gone,
+which no loader can fit into that weight; and one whose name says what to do. ``from_pretrained`` reads what was
+replaced from ``config.json``, builds the model with its layers and loads the rest as the model's own library does.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.foreign import import_torchvision
+from intbmoe.layer import MoELayer, moe_layers, unwrap
+from intbmoe.methods.intbmoe import ComposedMoE
+from intbmoe.registry import find_method
+from intbmoe.replace.find import FFN, find_ffns
+from intbmoe.replace.starts import make_layer
+from intbmoe.settings import from_plain, to_plain
+
+KEY = "intbmoe"
+"""Of ``config.json``, under which it says what was replaced."""
+
+HINT = "load_this_model_with.intbmoe.from_pretrained"
+"""A key of the saved state, for those who meet it in an error of another loader."""
+
+
+def record_of(method: str, ffn: FFN, layer: MoELayer, keeps_ffn: bool) -> dict[str, Any]:
+    """What ``rebuild`` needs to put the layer in the place of ``ffn``."""
+    return {"method": method, "keeps_ffn": keeps_ffn, "marker": ffn.marker, "config": to_plain(layer.config)}
+
+
+def remember(model: nn.Module, records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Keep with ``model``, and in its configuration, what stands where."""
+    if not hasattr(model, "replaced_ffns"):
+        model.replaced_ffns = {}
+        model.register_state_dict_post_hook(_add_markers)
+        model.register_load_state_dict_pre_hook(_drop_markers)
+    model.replaced_ffns |= records
+    if _is_transformers(model):
+        setattr(model.config, KEY, model.replaced_ffns)
+
+
+def rebuild(model: nn.Module, records: Mapping[str, Mapping[str, Any]], keys: Collection[str] = ()) -> None:
+    """Put layers with the recorded Configs into a model of the old class; their weights come afterwards.
+
+    ``keys`` of the saved state say which layers had been precomposed.
+    """
+    found = {ffn.name: ffn for ffn in find_ffns(model).ffns}
+    for name, record in records.items():
+        if name not in found:
+            raise ValueError(f"{type(model).__name__} has no FFN {name!r}, which was replaced when the model was saved")
+        ffn, method = found[name], record["method"]
+        config = from_plain(find_method(method).layer.Config, record["config"], f"{KEY}.{name}")
+        composed = f"{name}.block_weights.0" in keys
+        layer = make_layer(ComposedMoE if composed else find_method(method).layer, ffn, config)
+        if record["keeps_ffn"]:
+            layer.shared = ffn.module
+        ffn.place(model, layer.train(model.training))
+
+
+def save_pretrained(model: nn.Module, folder: str | PathLike[str], **model_args: Any) -> None:
+    """Save a transformers or timm model with replaced FFNs; ``from_pretrained`` loads it.
+
+    A transformers model can as well save itself. A timm model does not know how it was made: ``model_args`` are the
+    arguments that ``timm.create_model`` got beside its name, and are left out where there were none.
+    """
+    model = unwrap(model)
+    records = getattr(model, "replaced_ffns", None)
+    if not records:
+        raise ValueError(f"{type(model).__name__} has no replaced FFNs: save it as its library does")
+    if _is_transformers(model):
+        if model_args:
+            raise TypeError(f"a transformers model knows its arguments: leave {', '.join(model_args)} out")
+        model.save_pretrained(folder)
+        return
+    if not hasattr(model, "pretrained_cfg"):
+        raise TypeError(
+            f"{type(model).__name__} is of neither transformers nor timm: save model.state_dict(); to load it, build "
+            f"the model and call replace_ffn with the same arguments first"
+        )
+    from timm.models import save_for_hf
+
+    save_for_hf(model, str(folder), model_config={KEY: records}, model_args=model_args or None, safe_serialization=True)
+
+
+def from_pretrained(folder: str | PathLike[str], **options: Any) -> nn.Module:
+    """The model with replaced FFNs that was saved in ``folder``, in evaluation mode.
+
+    ``options`` go to ``from_pretrained`` of the model's class (transformers) or to ``timm.create_model``.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there: expected the folder of a saved transformers or timm model")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if KEY not in config:
+        raise ValueError(f"{path} says nothing of replaced FFNs: load the model as its own library does")
+    import_torchvision(required=False)
+    load = _load_timm if "architecture" in config else _load_transformers
+    return load(Path(folder), config, options).eval()
+
+
+def _load_transformers(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
+    import transformers
+
+    name = config["architectures"][0]
+    original = getattr(transformers, name, None)
+    if original is None:
+        raise ValueError(f"{folder}: transformers has no class {name!r}")
+    records, keys = config[KEY], _saved_keys(folder)
+
+    def build(self: nn.Module, *arguments: Any, **named: Any) -> None:
+        original.__init__(self, *arguments, **named)
+        rebuild(self, records, keys)
+        wide = {f"{name}.{part}" for name, layer in moe_layers(self) for part in layer.KEPT_WIDE}
+        self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *wide}
+
+    # Same name and module: transformers looks both up. The class is taken off again when the weights are there.
+    markers = [re.escape(key) for key in (HINT, *(record["marker"] for record in records.values()))]
+    ignored = [*(original._keys_to_ignore_on_load_unexpected or ()), *(f"{marker}$" for marker in markers)]
+    body = {"__init__": build, "__module__": original.__module__, "_keys_to_ignore_on_load_unexpected": ignored}
+    replaced = type(name, (original,), body)
+    model, info = replaced.from_pretrained(folder, output_loading_info=True, **options)
+    lost = {kind: sorted(keys) for kind, keys in info.items() if keys and kind.endswith("_keys")}
+    if lost:
+        raise RuntimeError(f"{folder} does not fit the model that its config.json describes: {lost}")
+    model.__class__ = original
+    remember(model, records)  # not before: transformers asks the model which weights it needs
+    return model
+
+
+def _load_timm(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
+    import timm
+    from safetensors.torch import load_file
+
+    arguments = {"num_classes": config["num_classes"], **(config.get("model_args") or {}), **options}
+    model = timm.create_model(config["architecture"], **arguments)
+    state = load_file(folder / "model.safetensors")
+    model.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
+    rebuild(model, config[KEY], state)
+    remember(model, config[KEY])
+    model.load_state_dict(state)
+    return model
+
+
+def _saved_keys(folder: Path) -> Collection[str]:
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return set(file.keys())
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    theirs = any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+    return theirs and hasattr(model, "save_pretrained")  # a whole model, not a part of one
+
+
+def _add_markers(model: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+    for key in _markers(model):
+        state[prefix + key] = torch.zeros(1)
+
+
+def _drop_markers(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    for key in _markers(model):
+        state.pop(prefix + key, None)
+
+
+def _markers(model: nn.Module) -> list[str]:
+    return [HINT, *(record["marker"] for record in model.replaced_ffns.values())]

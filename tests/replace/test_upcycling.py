@@ -1,0 +1,109 @@
+"""Experts that start as copies of a trained FFN."""
+
+import pytest
+import torch
+from torch import nn
+
+import intbmoe
+from foreign_models import output, timm_model, transformers_model
+
+EXACT = ["deepseek", "dynmoe", "lory", "mass", "smear", "smear_token", "dense"]
+SCALED = ["switch", "vmoe", "remoe", "expert_choice"]
+
+
+def with_large_weights(model):
+    """As after training: outputs that differences can be measured against."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(8)
+    return model
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("host", ["gelu", "swiglu"])
+@pytest.mark.filterwarnings("ignore:lory remembers")
+def test_copies_whose_weights_sum_to_one_change_nothing(name, host):
+    model, inputs = timm_model("vit") if host == "gelu" else transformers_model("llama")
+    with_large_weights(model)
+    if host == "gelu" and name in ("deepseek", "lory"):
+        pytest.skip("its experts are SwiGLU")
+    if host == "swiglu" and name == "smear":
+        pytest.skip("it looks ahead")
+    options = {} if name == "dense" else {"experts": 4}
+    before = output(model, inputs)
+    report = intbmoe.replace_ffn(model, name, start="copy", example=inputs, **options)
+    assert [row.scale for row in report.layers] == [1.0] * len(report.layers)
+    assert report.largest_change <= 1e-13 * max(row.size for row in report.layers)
+    assert (output(model, inputs) - before).abs().max() <= 1e-12 * before.abs().max()
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_other_copies_are_scaled_to_the_same_mean(name):
+    model, inputs = timm_model("vit")
+    with_large_weights(model)
+    ffn = model.blocks[0].mlp
+    report = intbmoe.replace_ffn(model, name, start="copy", example=inputs, experts=4, layers=[0])
+    layer, row = model.blocks[0].mlp, report.layers[0]
+    assert row.scale != 1.0
+    tokens = torch.randn(2, 17, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(layer.experts.down.weight[0], ffn.fc2.weight.T * row.scale)
+    with intbmoe.record_routing(model) as log:
+        output(model, inputs)
+    total = log["blocks.0.mlp"].weights.sum(-1).mean() * row.scale
+    assert total == pytest.approx(1, abs=1e-9)
+    assert layer(tokens).shape == tokens.shape
+
+
+@pytest.mark.parametrize("kind", ["gated", "fused"])
+def test_the_gate_is_told_from_the_values(kind):
+    model, inputs = transformers_model("llama" if kind == "gated" else "phi3")
+    with_large_weights(model)
+    before = output(model, inputs)
+    intbmoe.replace_ffn(model, "deepseek", start="copy", experts=4)
+    assert (output(model, inputs) - before).abs().max() <= 1e-12 * before.abs().max()
+
+
+def test_redrawn_experts_differ_in_that_share_of_their_units():
+    model, _ = transformers_model("llama")
+    with_large_weights(model)
+    mlp = model.model.layers[0].mlp
+    torch.manual_seed(3)
+    intbmoe.replace_ffn(model, "deepseek", start="copy", experts=4, redraw=0.25, layers=[0])
+    experts = model.model.layers[0].mlp.experts
+    kept = []
+    for expert in range(4):
+        same = (mlp.gate_proj.weight == experts.gate.weight[expert].T).all(1)
+        assert torch.equal(same, (mlp.up_proj.weight == experts.up.weight[expert].T).all(1))
+        assert torch.equal(same, (experts.down.weight[expert] == mlp.down_proj.weight.T).all(1))
+        assert int(same.sum()) == 18
+        kept.append(same)
+    assert not all(torch.equal(kept[0], other) for other in kept[1:])
+    drawn = experts.up.weight[0].detach().T[~kept[0]]
+    assert drawn.std() == pytest.approx(mlp.up_proj.weight.std().item(), rel=0.3)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "t5-gated"])
+def test_other_networks_are_refused(name):
+    model, _ = transformers_model(name)
+    with pytest.raises(ValueError, match="cannot be copied: experts are GELU networks"):
+        intbmoe.replace_ffn(model, "switch", start="copy", experts=4)
+
+
+def test_a_copy_keeps_its_width_and_kind():
+    model, _ = timm_model("vit")
+    with pytest.raises(ValueError, match="hidden=7 is not allowed with start='copy'"):
+        intbmoe.replace_ffn(model, "switch", start="copy", hidden=7)
+    with pytest.raises(ValueError, match="expert='swiglu' is not allowed"):
+        intbmoe.replace_ffn(model, "switch", start="copy", expert="swiglu")
+    with pytest.raises(ValueError, match=r"blocks\.0\.mlp cannot be copied into deepseek"):
+        intbmoe.replace_ffn(model, "deepseek", start="copy")
+
+
+def test_a_fresh_start_is_the_method_s_own():
+    model, inputs = timm_model("vit")
+    before = output(model, inputs)
+    report = intbmoe.replace_ffn(model, "switch", start="fresh", experts=4, hidden=12)
+    assert report.largest_change > 0
+    assert not torch.equal(output(model, inputs), before)
+    assert not any(isinstance(part, nn.Linear) for part in model.blocks[0].mlp.modules())
