@@ -9,6 +9,7 @@ from intbmoe.connection import connect
 from intbmoe.layer import MoELayer
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE, IntBMoEConfig
 from intbmoe.precomposition import precompose
+from intbmoe.quantization import quantize
 from intbmoe.registry import create, list_methods
 from intbmoe.routing import load_statistics, record_routing
 from intbmoe.steps import after_step, aux_loss, before_step, plan_steps
@@ -16,7 +17,8 @@ from intbmoe.version import program_version
 
 __all__ = [
     "ComposedMoE", "IntBMoE", "IntBMoEConfig", "MoELayer", "after_step", "aux_loss", "before_step", "connect",
-    "create", "list_methods", "load", "load_statistics", "match_budget", "plan_steps", "precompose", "record_routing",
+    "create", "list_methods", "load", "load_statistics", "match_budget", "plan_steps", "precompose", "quantize",
+    "record_routing",
 ]  # fmt: skip
 
 __version__ = program_version()

@@ -207,7 +207,8 @@ class MoELayer(nn.Module):
     def weight_dtype(self) -> torch.dtype:
         """The type the large weights are stored in, which inputs must have outside autocast."""
         experts = getattr(self, "experts", None)  # a router may be kept in another
-        return next((experts if isinstance(experts, nn.Module) else self).parameters()).dtype
+        weights = (experts if isinstance(experts, nn.Module) else self).parameters()
+        return next(weight.dtype for weight in weights if weight.is_floating_point())  # 8-bit ones have a scale beside
 
     def kept_wide(self) -> Iterator[Tensor]:
         for name in self.KEPT_WIDE:

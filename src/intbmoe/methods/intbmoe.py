@@ -41,6 +41,7 @@ from intbmoe.parts.blocks import run_blocks
 from intbmoe.parts.hypernetwork import Hypernetwork
 from intbmoe.parts.linear import Linear
 from intbmoe.parts.pool import Pool
+from intbmoe.parts.quantized import weight_dtype
 from intbmoe.parts.reference import reference_names, unused_in_reference
 from intbmoe.parts.router import MLPRouter, mask_choices
 from intbmoe.parts.shared import SharedKind, make_shared, run_shared
@@ -350,7 +351,7 @@ class ComposedMoE(BlockLayer):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        return self.block_weights[0].dtype
+        return weight_dtype(self.block_weights)
 
     def blocks(self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None) -> Blocks:
         if conditioning is not None:
