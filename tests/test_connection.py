@@ -88,6 +88,32 @@ def test_a_foreign_loop_ends_where_our_own_does(name):
         assert torch.equal(a, b), key
 
 
+@pytest.mark.parametrize("name", ["mass", "deepseek"])
+def test_a_step_with_a_closure_is_a_step(name):
+    """Lightning runs forward and backward inside ``optimizer.step(closure)``."""
+    models = [llama(name).train() for _ in range(3)]
+    for model, way in zip(models, ("before", "positional", "keyword"), strict=True):
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        intbmoe.connect(model, optimizer)
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(**batch()).loss
+            loss.backward()
+            return loss
+
+        for _ in range(4):
+            if way == "before":
+                closure()
+                optimizer.step()
+            else:
+                loss = optimizer.step(closure) if way == "positional" else optimizer.step(closure=closure)
+                assert loss.isfinite()
+    for other in models[1:]:
+        for (key, a), b in zip(models[0].state_dict().items(), other.state_dict().values(), strict=True):
+            assert torch.equal(a, b), key
+
+
 def test_it_compiles_whole():
     model = llama("intbmoe", top_k=2, blocks=4).eval()
     intbmoe.connect(model)

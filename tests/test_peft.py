@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from test_connection import batch, llama
 
 import intbmoe
+from test_connection import batch, llama
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 

@@ -62,9 +62,7 @@ class Connection:
                 raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
             optimizer = inner
         self._hooks += [
-            optimizer.register_step_pre_hook(
-                lambda optimizer, *_: before_step(self.model, optimizer, self._reevaluate)
-            ),
+            optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda optimizer, *_: after_step(self.model, optimizer)),
         ]
 
@@ -73,6 +71,22 @@ class Connection:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._masks, self._again = [], [], None
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        """A closure runs forward and backward inside the step (Lightning steps so): then our turn is at its end."""
+        closure = options.get("closure", arguments[1] if len(arguments) > 1 else None)  # arguments[0] is the optimizer
+        if closure is None:
+            before_step(self.model, optimizer, self._reevaluate)
+            return None
+
+        def and_before_step() -> Any:
+            loss = closure()
+            before_step(self.model, optimizer, self._reevaluate)
+            return loss
+
+        return arguments[:1], {**options, "closure": and_before_step}
 
     def _before_forward(self, model: nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
         given = {**dict(zip(self._names, arguments, strict=False)), **options}

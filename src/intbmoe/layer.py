@@ -22,7 +22,18 @@ from intbmoe.precision import autocast_dtype, autocast_off, cast
 from intbmoe.settings import Checked, PositiveInt
 from intbmoe.statistics import LayerStatistics, Result, Routing
 
-__all__ = ["LayerConfig", "MoELayer", "OnePer", "Quantities", "Result", "Routing", "Unit", "moe_layers", "unwrap"]
+__all__ = [
+    "LayerConfig",
+    "MoELayer",
+    "OnePer",
+    "Quantities",
+    "Result",
+    "Routing",
+    "Unit",
+    "moe_layers",
+    "require_whole",
+    "unwrap",
+]
 
 
 @dataclass(frozen=True)
@@ -246,6 +257,17 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model._orig_mod
         else:
             return model
+
+
+def require_whole(model: nn.Module, wanted: str) -> None:
+    """Raises where a parameter is sharded (a DTensor, as FSDP2 and tensor parallelism make): ``wanted`` needs it whole."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "full_tensor"):
+            raise RuntimeError(
+                f"{wanted}: {name} is sharded. Gather first, on all ranks: state = get_model_state_dict(model, "
+                f"options=StateDictOptions(full_state_dict=True)), both from torch.distributed.checkpoint.state_dict; then "
+                f"load the state into a model that is not sharded, and take that"
+            )
 
 
 def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.checks import require
-from intbmoe.layer import moe_layers, unwrap
+from intbmoe.layer import moe_layers, require_whole, unwrap
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 from intbmoe.parts.experts import StackedLinear
 from intbmoe.parts.linear import Linear
@@ -86,6 +86,7 @@ def quantize(model: nn.Module, storage: Storage = "int8") -> QuantizationReport:
         raise ValueError(f"{pools[0] or 'the model'} composes its blocks at every call: quantize(precompose(model))")
     if any(isinstance(module, Quantized) for module in model.modules()):
         raise ValueError(f"{type(model).__name__} is quantised already: start from the model that is not")
+    require_whole(model, "cannot quantise")
     reasons = _reasons_to_keep(model)
     found = list(_weights(model))
     wanted = {name: (owner, key) for name, owner, key, weight in found if id(weight) not in reasons}

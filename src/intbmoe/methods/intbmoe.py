@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.checks import require, require_state
-from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing
+from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing, require_whole
 from intbmoe.ops import native
 from intbmoe.ops.backend import BACKENDS, Backend, choose_backend
 from intbmoe.ops.blocks import Blocks
@@ -334,6 +334,7 @@ class ComposedMoE(BlockLayer):
     @classmethod
     def of(cls, layer: IntBMoE, dtype: torch.dtype, conditioning: Tensor | None = None) -> "ComposedMoE":
         """Compose ``layer``'s blocks, once."""
+        require_whole(layer, "cannot precompose")
         with torch.device("meta"):  # every tensor is replaced below; drawing none leaves the random state alone
             composed = cls(layer.config).train(layer.training)
         with torch.no_grad(), autocast_off(layer.codebook):
