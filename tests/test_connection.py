@@ -148,6 +148,21 @@ def test_what_cannot_be_connected_says_so():
         intbmoe.connect(llama(), "adam")
 
 
+def test_an_optimizer_is_found_inside_wrappers():
+    accelerate = pytest.importorskip("accelerate")
+    model = llama("deepseek").train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    wrapped = accelerate.optimizer.AcceleratedOptimizer(optimizer)
+    assert isinstance(wrapped, torch.optim.Optimizer)
+    intbmoe.connect(model, wrapped)
+    model(**batch()).loss.backward()
+    before = [layer.mlp.state_dict() for layer in model.model.layers]
+    before = [{key: value.clone() for key, value in state.items() if "bias" in key} for state in before]
+    optimizer.step()
+    for layer, old in zip(model.model.layers, before, strict=True):
+        assert any(not torch.equal(value, layer.mlp.state_dict()[key]) for key, value in old.items())
+
+
 def test_losses_that_nobody_collects_stop_the_training():
     """As a trainer would that knows of the model's own loss alone."""
     model = llama(jitter=0.0).train()

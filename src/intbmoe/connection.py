@@ -56,11 +56,10 @@ class Connection:
 
     def step_with(self, optimizer: Any) -> None:
         """Run ``before_step`` and ``after_step`` around ``optimizer.step()``, also of an optimizer inside a wrapper."""
-        while not isinstance(optimizer, torch.optim.Optimizer):
-            inner = getattr(optimizer, "optimizer", None)
-            if inner is None:
-                raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
-            optimizer = inner
+        while (inner := getattr(optimizer, "optimizer", None)) is not None:
+            optimizer = inner  # accelerate's wrapper says that it is an Optimizer, but has no hooks
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
         self._hooks += [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda optimizer, *_: after_step(self.model, optimizer)),

@@ -23,17 +23,9 @@ from intbmoe.settings import Checked, PositiveInt
 from intbmoe.statistics import LayerStatistics, Result, Routing
 
 __all__ = [
-    "LayerConfig",
-    "MoELayer",
-    "OnePer",
-    "Quantities",
-    "Result",
-    "Routing",
-    "Unit",
-    "moe_layers",
-    "require_whole",
+    "LayerConfig", "MoELayer", "OnePer", "Quantities", "Result", "Routing", "Unit", "moe_layers", "require_whole",
     "unwrap",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -260,13 +252,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def require_whole(model: nn.Module, wanted: str) -> None:
-    """Raises where a parameter is sharded (a DTensor, as FSDP2 and tensor parallelism make): ``wanted`` needs it whole."""
+    """Raises where a parameter is sharded, a DTensor, as FSDP2 and tensor parallelism make them."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "full_tensor"):
             raise RuntimeError(
                 f"{wanted}: {name} is sharded. Gather first, on all ranks: state = get_model_state_dict(model, "
-                f"options=StateDictOptions(full_state_dict=True)), both from torch.distributed.checkpoint.state_dict; then "
-                f"load the state into a model that is not sharded, and take that"
+                f"options=StateDictOptions(full_state_dict=True)) from torch.distributed.checkpoint.state_dict; then "
+                f"load the state into a model that is not sharded, and take that one"
             )
 
 
