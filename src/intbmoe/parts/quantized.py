@@ -43,7 +43,7 @@ class Quantized(nn.Module):
     def forward(self, numbers: Tensor, scales: Tensor) -> Tensor:
         if self.storage == "fp8":
             numbers = numbers.view(torch.float8_e4m3fn)
-        return numbers.to(scales.dtype) * scales
+        return numbers.to(scales.dtype).mul_(scales)  # in place: half the time, which memory takes
 
     def extra_repr(self) -> str:
         return self.storage
