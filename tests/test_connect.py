@@ -88,6 +88,32 @@ def test_a_foreign_loop_ends_where_our_own_does(name):
         assert torch.equal(a, b), key
 
 
+@pytest.mark.parametrize("name", ["mass", "deepseek"])
+def test_a_step_with_a_closure_is_a_step(name):
+    """Lightning runs forward and backward inside ``optimizer.step(closure)``."""
+    models = [llama(name).train() for _ in range(3)]
+    for model, way in zip(models, ("before", "positional", "keyword"), strict=True):
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        intbmoe.connect(model, optimizer)
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(**batch()).loss
+            loss.backward()
+            return loss
+
+        for _ in range(4):
+            if way == "before":
+                closure()
+                optimizer.step()
+            else:
+                loss = optimizer.step(closure) if way == "positional" else optimizer.step(closure=closure)
+                assert loss.isfinite()
+    for other in models[1:]:
+        for (key, a), b in zip(models[0].state_dict().items(), other.state_dict().values(), strict=True):
+            assert torch.equal(a, b), key
+
+
 def test_it_compiles_whole():
     model = llama("intbmoe", top_k=2, blocks=4).eval()
     intbmoe.connect(model)
@@ -120,6 +146,21 @@ def test_what_cannot_be_connected_says_so():
         intbmoe.connect(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="optimizer is a str"):
         intbmoe.connect(llama(), "adam")
+
+
+def test_an_optimizer_is_found_inside_wrappers():
+    accelerate = pytest.importorskip("accelerate")
+    model = llama("deepseek").train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    wrapped = accelerate.optimizer.AcceleratedOptimizer(optimizer)
+    assert isinstance(wrapped, torch.optim.Optimizer)
+    intbmoe.connect(model, wrapped)
+    model(**batch()).loss.backward()
+    before = [layer.mlp.state_dict() for layer in model.model.layers]
+    before = [{key: value.clone() for key, value in state.items() if "bias" in key} for state in before]
+    optimizer.step()
+    for layer, old in zip(model.model.layers, before, strict=True):
+        assert any(not torch.equal(value, layer.mlp.state_dict()[key]) for key, value in old.items())
 
 
 def test_losses_that_nobody_collects_stop_the_training():

@@ -12,6 +12,7 @@ from intbmoe.connection import connect
 from intbmoe.layer import MoELayer
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE, IntBMoEConfig
 from intbmoe.precomposition import precompose
+from intbmoe.quantization import quantize
 from intbmoe.registry import create, list_methods
 from intbmoe.replace import from_pretrained, replace_ffn, save_pretrained
 from intbmoe.routing import load_statistics, record_routing
@@ -21,7 +22,7 @@ from intbmoe.version import program_version
 __all__ = [
     "ComposedMoE", "IntBMoE", "IntBMoEConfig", "MoELayer", "after_step", "aux_loss", "before_step", "connect",
     "create", "from_pretrained", "list_methods", "load", "load_statistics", "match_budget", "plan_steps", "precompose",
-    "record_routing", "replace_ffn", "save_pretrained",
+    "quantize", "record_routing", "replace_ffn", "save_pretrained",
 ]  # fmt: skip
 
 __version__ = program_version()

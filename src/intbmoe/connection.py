@@ -56,15 +56,12 @@ class Connection:
 
     def step_with(self, optimizer: Any) -> None:
         """Run ``before_step`` and ``after_step`` around ``optimizer.step()``, also of an optimizer inside a wrapper."""
-        while not isinstance(optimizer, torch.optim.Optimizer):
-            inner = getattr(optimizer, "optimizer", None)
-            if inner is None:
-                raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
-            optimizer = inner
+        while (inner := getattr(optimizer, "optimizer", None)) is not None:
+            optimizer = inner  # accelerate's wrapper says that it is an Optimizer, but has no hooks
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
         self._hooks += [
-            optimizer.register_step_pre_hook(
-                lambda optimizer, *_: before_step(self.model, optimizer, self._reevaluate)
-            ),
+            optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda optimizer, *_: after_step(self.model, optimizer)),
         ]
 
@@ -73,6 +70,22 @@ class Connection:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._masks, self._again = [], [], None
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        """A closure runs forward and backward inside the step (Lightning steps so): then our turn is at its end."""
+        closure = options.get("closure", arguments[1] if len(arguments) > 1 else None)  # arguments[0] is the optimizer
+        if closure is None:
+            before_step(self.model, optimizer, self._reevaluate)
+            return None
+
+        def and_before_step() -> Any:
+            loss = closure()
+            before_step(self.model, optimizer, self._reevaluate)
+            return loss
+
+        return arguments[:1], {**options, "closure": and_before_step}
 
     def _before_forward(self, model: nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
         given = {**dict(zip(self._names, arguments, strict=False)), **options}

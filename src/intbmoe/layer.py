@@ -22,7 +22,10 @@ from intbmoe.precision import autocast_dtype, autocast_off, cast
 from intbmoe.settings import Checked, PositiveInt
 from intbmoe.statistics import LayerStatistics, Result, Routing
 
-__all__ = ["LayerConfig", "MoELayer", "OnePer", "Quantities", "Result", "Routing", "Unit", "moe_layers", "unwrap"]
+__all__ = [
+    "LayerConfig", "MoELayer", "OnePer", "Quantities", "Result", "Routing", "Unit", "moe_layers", "require_whole",
+    "unwrap",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,8 @@ class MoELayer(nn.Module):
     def weight_dtype(self) -> torch.dtype:
         """The type the large weights are stored in, which inputs must have outside autocast."""
         experts = getattr(self, "experts", None)  # a router may be kept in another
-        return next((experts if isinstance(experts, nn.Module) else self).parameters()).dtype
+        weights = (experts if isinstance(experts, nn.Module) else self).parameters()
+        return next(weight.dtype for weight in weights if weight.is_floating_point())  # 8-bit ones have a scale beside
 
     def kept_wide(self) -> Iterator[Tensor]:
         for name in self.KEPT_WIDE:
@@ -252,6 +256,17 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model._orig_mod
         else:
             return model
+
+
+def require_whole(model: nn.Module, wanted: str) -> None:
+    """Raises where a parameter is sharded, a DTensor, as FSDP2 and tensor parallelism make them."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "full_tensor"):
+            raise RuntimeError(
+                f"{wanted}: {name} is sharded. Gather first, on all ranks: state = get_model_state_dict(model, "
+                f"options=StateDictOptions(full_state_dict=True)) from torch.distributed.checkpoint.state_dict; then "
+                f"load the state into a model that is not sharded, and take that one"
+            )
 
 
 def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from intbmoe.layer import moe_layers, unwrap
+from intbmoe.layer import moe_layers, require_whole, unwrap
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 
 
@@ -19,6 +19,7 @@ def precompose(model: nn.Module, dtype: torch.dtype | None = None, conditioning:
     layers = [module for module in model.modules() if isinstance(module, IntBMoE)]
     if not layers:
         raise ValueError(f"{type(model).__name__} holds no IntBMoE layer, so there is nothing to precompose")
+    require_whole(model, "cannot precompose")
     vectors = {id(layer): conditioning if layer.config.conditioning_dim else None for layer in layers}
     composed = {id(layer): layer.precompose(dtype, vectors[id(layer)]) for layer in layers}
     served = copy.deepcopy(model, memo=dict(composed))

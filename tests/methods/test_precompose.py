@@ -206,6 +206,47 @@ def test_wrapped_models_are_unwrapped():
     assert isinstance(served[0], ComposedMoE)
 
 
+def _precompose_sharded(rank, world):
+    """What is refused, and what the message says to do instead: sharded outputs, gathered and precomposed ones."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def build():
+        torch.manual_seed(rank)  # only what is gathered makes the copies equal
+        return nn.Sequential(nn.Linear(8, 8).double(), make()).eval()
+
+    model, mesh = build(), init_device_mesh("cpu", (world,))
+    for module in (model[1], model):
+        fully_shard(module, mesh=mesh)
+    refusals = []
+    for attempt in (
+        lambda: intbmoe.precompose(model),
+        lambda: model[1].precompose(),
+        lambda: intbmoe.quantize(model[0]),
+    ):
+        try:
+            attempt()
+        except RuntimeError as error:
+            refusals.append(str(error))
+    x = tokens(2, 5)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    whole = None
+    if rank == 0:  # the others get an empty state
+        whole = build()
+        whole.load_state_dict(state)
+        whole = intbmoe.precompose(whole)(x)
+    return refusals, model(x).detach(), whole
+
+
+def test_shards_are_gathered_first():
+    (refusals, sharded, whole), (_, other, _) = run_ranks(2, _precompose_sharded)
+    assert [message.split(":")[0] for message in refusals] == [*["cannot precompose"] * 2, "cannot quantise"]
+    assert all("StateDictOptions(full_state_dict=True)" in message for message in refusals)
+    torch.testing.assert_close(sharded, whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(sharded, other, rtol=0, atol=0)
+
+
 def test_the_specification_runs_under_autocast():
     layer, x = make(hidden=64).float().eval(), tokens(4, 9).float()
     outputs = []

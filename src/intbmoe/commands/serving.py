@@ -15,7 +15,8 @@ def export(
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
     to: Path,
     format: tyro.conf.UseAppendAction[tuple[Literal["onnx", "aoti"], ...]] = (),
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: Literal["float32", "bfloat16", "int8", "fp8"] = "float32",
+    compute: Literal["float32", "bfloat16"] | None = None,
     no_precompose: bool = False,
 ) -> None:
     """Make an artifact of a finished run, for serving: checked against the trained model, or not written at all.
@@ -24,7 +25,8 @@ def export(
         run: A run directory: runs/<recipe>/<method>/<seed>.
         to: The folder to write; an older artifact there is replaced.
         format: Besides, the model for ONNX Runtime (onnx) or compiled ahead of time (aoti); may be repeated.
-        dtype: The type of the weights.
+        dtype: The type of the weights; int8 and fp8 store the large ones in 8 bits, routers in float32.
+        compute: What 8-bit weights are multiplied out to, and the type of the rest. Default: float32.
         no_precompose: Keep IntBMoE's pools and compose at every request, for comparison.
     """
     with explained(ModuleNotFoundError):
@@ -35,7 +37,7 @@ def export(
         from intbmoe.train.run import moved_data_is_explained
     refusals = (ExportError, TrainingError, DataError, ValueError, ModuleNotFoundError, OSError)
     with explained(*refusals), moved_data_is_explained(run), Console(stderr=True).status("") as status:
-        options = {"dtype": dtype, "formats": format, "precompose": not no_precompose}
+        options = {"dtype": dtype, "compute": compute, "formats": format, "precompose": not no_precompose}
         artifact = export_run(run, to, **options, tell=status.update)
     say(describe(artifact))
 

@@ -1,7 +1,8 @@
 """The artifact: what serving needs of a run, in one folder, without pickle.
 
 artifact.json             what it is: format_version, task, method, recipe, dtype, precomposed, metrics of the run, the
-                          parity that was checked with its tolerance, formats, and the SHA-256 of every other file
+                          parity that was checked with its tolerance, formats, and the SHA-256 of every other file;
+                          of 8-bit weights also compute, the type of the rest, and what was and was not quantised
 model.safetensors         the weights, IntBMoE's composed: no pool, so the size does not depend on E
 catalogue.json            what the numbers mean that go in and come out, as each task's ``task.py`` says
 catalogue.safetensors     the same, where there is much of it: places and their codes
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from intbmoe.checks import did_you_mean
 from intbmoe.files import file_digest
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
+from intbmoe.parts.quantized import Storage
+from intbmoe.quantization import quantize
 from intbmoe.recipes import recipe_from_dict
 from intbmoe.tasks import find_task, list_tasks, make_task
 from intbmoe.tasks.serving import Predictor
@@ -38,6 +41,7 @@ GOLDEN = "golden.json"
 ONNX = "model.onnx"
 AOTI = "model.pt2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STORAGES = get_args(Storage)
 EXPORT_AGAIN = "export the run again: intbmoe export RUN --to DIR"
 
 
@@ -68,8 +72,13 @@ class Artifact:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the large weights, and of floating-point inputs."""
-        return DTYPES[self.about["dtype"]]
+        """The type that the model computes in, and of floating-point inputs."""
+        return DTYPES[self.about.get("compute", self.about["dtype"])]
+
+    @property
+    def storage(self) -> Storage | None:
+        """How the large weights are stored, where it is in 8 bits."""
+        return self.about["dtype"] if self.about["dtype"] in STORAGES else None
 
     @cached_property
     def recipe(self) -> Any:
@@ -97,7 +106,7 @@ class Artifact:
     def model(self, device: str | torch.device = "cpu") -> nn.Module:
         """In evaluation mode; laid out without memory and given the file's tensors, so that no pool is allocated."""
         _require_device(str(device))
-        model = make_skeleton(self.recipe, precomposed=self.about["precomposed"]).eval()
+        model = make_skeleton(self.recipe, precomposed=self.about["precomposed"], storage=self.storage).eval()
         tensors = self.read_tensors(MODEL, device)
         try:
             model.load_state_dict(tensors, assign=True)
@@ -157,7 +166,7 @@ def load_artifact(path: str | Path) -> Artifact:
             f"use the version of intbmoe that wrote it, or {EXPORT_AGAIN}"
         )
     missing = [key for key in ("task", "method", "recipe", "dtype", "precomposed", "files") if key not in about]
-    if missing or about["dtype"] not in DTYPES or not isinstance(about["files"], dict):
+    if missing or not _known_types(about) or not isinstance(about["files"], dict):
         raise ArtifactError(f"{path / ABOUT} is not what an export writes (lacking: {missing}): {EXPORT_AGAIN}")
     for name, digest in about["files"].items():
         if Path(name).name != name:
@@ -170,6 +179,12 @@ def load_artifact(path: str | Path) -> Artifact:
                 f"copy the whole folder again, or {EXPORT_AGAIN}"
             )
     return Artifact(path, about, file_digest(path / ABOUT)[:12])
+
+
+def _known_types(about: Mapping[str, Any]) -> bool:
+    if about["dtype"] in STORAGES:
+        return about.get("compute") in DTYPES
+    return about["dtype"] in DTYPES and "compute" not in about
 
 
 def files_of(path: Path) -> set[str] | None:
@@ -185,15 +200,16 @@ def files_of(path: Path) -> set[str] | None:
     return {ABOUT, *about["files"]}
 
 
-def make_skeleton(recipe: Any, *, precomposed: bool) -> nn.Module:
+def make_skeleton(recipe: Any, *, precomposed: bool, storage: Storage | None = None) -> nn.Module:
     """The recipe's model on the meta device, where tensors have shapes and no memory."""
     with torch.device("meta"):
         model = make_task(recipe).make_model()
-        if not precomposed:
-            return model
-        for name, layer in list(model.named_modules()):
-            if isinstance(layer, IntBMoE):
-                model.set_submodule(name, ComposedMoE(layer.config))
+        if precomposed:
+            for name, layer in list(model.named_modules()):
+                if isinstance(layer, IntBMoE):
+                    model.set_submodule(name, ComposedMoE(layer.config))
+        if storage is not None:
+            quantize(model.requires_grad_(False), storage)
     return model
 
 

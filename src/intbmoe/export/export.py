@@ -11,13 +11,15 @@ from torch import nn
 
 from intbmoe.checks import require
 from intbmoe.export import aoti, artifact, onnx
-from intbmoe.export.artifact import ABOUT, DTYPES, FORMAT_VERSION, Artifact, ExportError, load_artifact
+from intbmoe.export.artifact import ABOUT, DTYPES, FORMAT_VERSION, STORAGES, Artifact, ExportError, load_artifact
 from intbmoe.export.golden import make_golden
 from intbmoe.export.parity import Parity
 from intbmoe.files import file_digest, replacing_folder, to_json
 from intbmoe.methods.intbmoe import IntBMoE
+from intbmoe.parts.quantized import Storage
 from intbmoe.precomposition import cast_for_serving
 from intbmoe.precomposition import precompose as precompose_model
+from intbmoe.quantization import lines_of, quantize
 from intbmoe.recipes import recipe_to_dict
 from intbmoe.tasks import find_task, make_task
 from intbmoe.train.evaluation import load
@@ -37,32 +39,44 @@ def export_run(
     to: str | Path,
     *,
     dtype: str = "float32",
+    compute: str | None = None,
     formats: Sequence[str] = (),
     precompose: bool = True,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Artifact:
     """Write the artifact of a finished run; an older one at ``to`` is replaced as a whole.
 
+    ``dtype`` "int8" or "fp8" stores the large weights in 8 bits; the rest, and all arithmetic, is then of the type
+    ``compute`` (default: float32).
     ``precompose`` says whether IntBMoE's blocks are composed once and for all; other methods are exported as they are.
     Raises ``ExportError``, and leaves ``to`` as it was, unless everything written does what the trained model does.
     """
-    require(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
+    require(dtype in (*DTYPES, *STORAGES), "dtype", dtype, f"one of {', '.join((*DTYPES, *STORAGES))}")
+    storage = dtype if dtype in STORAGES else None
+    if storage is None:
+        require(compute in (None, dtype), "compute", compute, f"left out, as weights in {dtype} compute in {dtype}")
+    compute = compute or ("float32" if storage else dtype)
+    require(compute in DTYPES, "compute", compute, f"one of {', '.join(DTYPES)}")
     for name in formats:
         require(name in FORMATS, "format", name, f"one of {', '.join(FORMATS)}")
-    if "onnx" in formats and dtype == "bfloat16":
+    if "onnx" in formats and compute == "bfloat16":
         raise ExportError("ONNX Runtime has no bfloat16 matrix product on the CPU: export ONNX with --dtype float32")
+    if "onnx" in formats and storage is not None:
+        raise ExportError(f"ONNX would hold {storage} weights written out in full: export ONNX with --dtype float32")
     run, to = RunDirectory.existing(run), Path(to)
     _require_replaceable(to)
     task = make_task(run.recipe)
     task.find_predictor()
     trained = load(run).requires_grad_(False)
     tell("looking for held-out inputs that reach every block")
-    parity = Parity(task, trained, DTYPES[dtype])
+    if storage and not precompose and any(isinstance(module, IntBMoE) for module in trained.modules()):
+        raise ExportError(f"--dtype {storage} quantises composed blocks, not pools: leave out --no-precompose")
+    parity = Parity(task, trained, DTYPES[compute], storage)
     with (
         replacing_folder(to, _require_replaceable) as folder,
         full_disk_is_explained(folder, "free some space and export again"),
     ):
-        about = _write_model(folder, run, trained, dtype, precompose)
+        about = _write_model(folder, run, trained, (storage, compute), precompose)
         written = load_artifact(folder)
         tell("comparing with the trained model")
         checked = {**parity.describe(), **parity.check_model(written.model())}
@@ -85,6 +99,8 @@ def describe(written: Artifact) -> str:
     outputs = parity["outputs"]
     checked = f"{parity['examples']} held-out examples, error {outputs['error']:.2g}"
     lines.append(f"compared with the trained model: {checked}, tolerance {outputs['tolerance']:.2g}")
+    if "quantization" in written.about:
+        lines += lines_of(written.about["quantization"])
     for layer, blocks in parity["unreached_blocks"].items():
         lines.append(f"no held-out input reaches {layer}: {', '.join(map(str, blocks))}")
     return "\n".join([*lines, f"serve it: intbmoe serve {shlex.quote(str(written.path))}"])
@@ -98,10 +114,14 @@ def cast_model(trained: nn.Module, dtype: torch.dtype, *, precompose: bool) -> n
     return model
 
 
-def _write_model(folder: Path, run: RunDirectory, trained: nn.Module, dtype: str, precompose: bool) -> dict[str, Any]:
+def _write_model(
+    folder: Path, run: RunDirectory, trained: nn.Module, types: tuple[Storage | None, str], precompose: bool
+) -> dict[str, Any]:
     """Weights and catalogue, and a first ``artifact.json``, whose content is returned."""
     recipe, result = run.recipe, run.result
-    model = cast_model(trained, DTYPES[dtype], precompose=precompose)
+    storage, compute = types
+    model = cast_model(trained, DTYPES[compute], precompose=precompose)
+    quantized = {} if storage is None else {"compute": compute, "quantization": quantize(model, storage).describe()}
     catalogue = make_task(recipe).catalogue()
     (folder / artifact.MODEL).write_bytes(pack_tensors(model.state_dict()))
     (folder / artifact.CATALOGUE).write_bytes(to_json(catalogue.about))
@@ -120,7 +140,8 @@ def _write_model(folder: Path, run: RunDirectory, trained: nn.Module, dtype: str
         **({} if module.startswith("intbmoe.") else {"task_module": module}),
         "method": recipe.moe.name,
         "recipe": {**plain, "data": data},
-        "dtype": dtype,
+        "dtype": storage or compute,
+        **quantized,
         "precomposed": precompose and any(isinstance(module, IntBMoE) for module in trained.modules()),
         "metrics": {split: result[split] for split in ("valid", "test") if result.get(split)},
         "trained_model_sha256": result["sha256"]["model.safetensors"],

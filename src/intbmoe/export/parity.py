@@ -11,6 +11,10 @@ The trained model in float32 is the measure. Three comparisons, all by relative 
 With ε of the exported type the tolerances are 4ε for a layer or block, and cε√depth for outputs: c = 16 in float32,
 where sums are rounded as they grow; 8 in bfloat16, whose products are summed in float32. Outputs may differ besides by
 4ε of their own type and size, and 4ε of all tokens, or one, may take other blocks: a rounded input can turn a near tie.
+
+8-bit weights add what their rounding does, r of a weight's size: 4r for a layer or block, 8r√depth for outputs.
+For int8 r = 1/127: a column's largest weight is some 3.5 times its mean size, and a grid of step s is off by s/√12. For
+fp8 r = 1/32: three bits of mantissa are off by 1/16 at most, and by less than half of that on average.
 """
 
 import math
@@ -27,6 +31,7 @@ from intbmoe.layer import MoELayer, moe_layers
 from intbmoe.methods.intbmoe import BlockLayer
 from intbmoe.ops.backend import choose_backend
 from intbmoe.parts.blocks import run_blocks
+from intbmoe.parts.quantized import Storage
 from intbmoe.precision import wide
 from intbmoe.routing import record_routing
 from intbmoe.tasks import Batch, Task
@@ -39,6 +44,8 @@ LAYER_FACTOR = 4
 OUTPUT_FACTOR = {torch.float32: 16, torch.bfloat16: 8}
 ROUNDING_FACTOR = 4
 ROUTING_FACTOR = 4
+STORED_ERROR = {"int8": 1 / 127, "fp8": 1 / 32}
+STORED_OUTPUT_FACTOR = 8
 
 
 @dataclass(frozen=True)
@@ -124,15 +131,19 @@ class Parity:
     task: Task
     trained: nn.Module
     dtype: torch.dtype
+    storage: Storage | None = None
     inputs: Inputs = field(init=False)
 
     def __post_init__(self) -> None:
         self.inputs = choose_inputs(self.task, self.trained)
         epsilon = torch.finfo(self.dtype).eps
-        depth = self.task.depth()
+        per_layer = OUTPUT_FACTOR[self.dtype] * epsilon
         self.layer_tolerance = LAYER_FACTOR * epsilon
-        self.output_tolerance = OUTPUT_FACTOR[self.dtype] * epsilon * math.sqrt(depth)
-        self.elsewhere_tolerance = ROUTING_FACTOR * epsilon
+        self.elsewhere_tolerance = ROUTING_FACTOR * epsilon  # routers are not quantised
+        if self.storage is not None:
+            self.layer_tolerance += LAYER_FACTOR * STORED_ERROR[self.storage]
+            per_layer += STORED_OUTPUT_FACTOR * STORED_ERROR[self.storage]
+        self.output_tolerance = per_layer * math.sqrt(self.task.depth())
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.checks import require, require_state
-from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing
+from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing, require_whole
 from intbmoe.ops import native
 from intbmoe.ops.backend import BACKENDS, Backend, choose_backend
 from intbmoe.ops.blocks import Blocks
@@ -41,6 +41,7 @@ from intbmoe.parts.blocks import run_blocks
 from intbmoe.parts.hypernetwork import Hypernetwork
 from intbmoe.parts.linear import Linear
 from intbmoe.parts.pool import Pool
+from intbmoe.parts.quantized import weight_dtype
 from intbmoe.parts.reference import reference_names, unused_in_reference
 from intbmoe.parts.router import MLPRouter, mask_choices
 from intbmoe.parts.shared import SharedKind, make_shared, run_shared
@@ -340,6 +341,7 @@ class ComposedMoE(BlockLayer):
     @classmethod
     def of(cls, layer: IntBMoE, dtype: torch.dtype, conditioning: Tensor | None = None) -> "ComposedMoE":
         """Compose ``layer``'s blocks, once."""
+        require_whole(layer, "cannot precompose")
         with torch.device("meta"):  # every tensor is replaced below; drawing none leaves the random state alone
             composed = cls(layer.config).train(layer.training)
         with torch.no_grad(), autocast_off(layer.codebook):
@@ -357,7 +359,7 @@ class ComposedMoE(BlockLayer):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        return self.block_weights[0].dtype
+        return weight_dtype(self.block_weights)
 
     def blocks(self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None) -> Blocks:
         if conditioning is not None:

@@ -52,6 +52,6 @@ def called(x: Tensor, network: Callable[[Tensor], Tensor], owner: nn.Module) -> 
 
     Autocast, which a layer has switched off, does it if types differ.
     """
-    mixed = any(parameter.dtype != x.dtype for parameter in owner.parameters())
+    mixed = any(weight.is_floating_point() and weight.dtype != x.dtype for weight in owner.parameters())
     with torch.autocast(x.device.type, x.dtype) if mixed else nullcontext():
         return network(x)

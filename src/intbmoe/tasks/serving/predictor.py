@@ -78,7 +78,8 @@ class Predictor:
     def use(self, model: nn.Module) -> None:
         self.model, self.device = model, next(model.parameters()).device
         # Routers and the like may be kept in a wider type than the large weights.
-        self.dtype = min({p.dtype for p in model.parameters()}, key=lambda dtype: torch.finfo(dtype).bits)
+        types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+        self.dtype = min(types, key=lambda dtype: torch.finfo(dtype).bits)
 
     def encode(self, request: Request) -> Encoded:
         """Check a request and turn it into arrays; raises ``RequestError`` and nothing else."""

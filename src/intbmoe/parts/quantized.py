@@ -1,0 +1,60 @@
+"""Weights that are stored in 8 bits and multiplied out where they are used.
+
+    int8   w ≈ s q   with q ∈ {−127 … 127} and s = max|w| / 127
+    fp8    w ≈ s q   with q in float8_e4m3fn (4 bits exponent, 3 bits mantissa) and s = max|w| / 448
+
+Each output column has its own s. The inputs, over which it is taken, are dimension 1 of every weight of a linear map.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from intbmoe.precision import wide
+
+Storage = Literal["int8", "fp8"]
+LARGEST = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}
+
+
+class Quantized(nn.Module):
+    """A parametrisation: the owner's attribute is computed from two stored tensors, 8-bit numbers and their scales.
+
+    The scales have the type that the weight is computed in. fp8 is kept as bytes: ``model.to(dtype)``, which casts all
+    that is floating-point, would else undo it in silence.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__()
+        self.storage = storage
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights (outputs, inputs) or (E, inputs, outputs) → 8-bit numbers and scales."""
+        exact = wide(weight.detach())
+        scales = exact.abs().amax(1, keepdim=True) / LARGEST[self.storage]
+        scales = torch.where(scales == 0, 1.0, scales).to(weight.dtype)
+        # Rounded to its type first, so that the numbers fit the scale that will be used.
+        numbers = (exact / wide(scales)).clamp(-LARGEST[self.storage], LARGEST[self.storage])
+        if self.storage == "int8":
+            return numbers.round().to(torch.int8), scales
+        return numbers.float().to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+    def forward(self, numbers: Tensor, scales: Tensor) -> Tensor:
+        if self.storage == "fp8":
+            numbers = numbers.view(torch.float8_e4m3fn)
+        return numbers.to(scales.dtype).mul_(scales)  # in place: half the time, which memory takes
+
+    def extra_repr(self) -> str:
+        return self.storage
+
+
+def store(owner: nn.Module, name: str, storage: Storage) -> None:
+    """Keep ``owner``'s parameter ``name`` in 8 bits from now on."""
+    parametrize.register_parametrization(owner, name, Quantized(storage), unsafe=True)
+
+
+def weight_dtype(weights: nn.ParameterList) -> torch.dtype:
+    """The type the weights are computed in, without multiplying any out."""
+    stored = weights._modules.get("parametrizations")
+    return weights[0].dtype if stored is None else stored["0"].original1.dtype

@@ -1,0 +1,145 @@
+"""8-bit weights for serving: ``intbmoe.quantize(model, "int8")`` stores what is large in a quarter of the memory.
+
+Weight-only: tokens keep their type, and a weight is multiplied out where it is used (``parts/quantized.py``). Routers
+stay as they are, so that tokens go where they went.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.checks import require
+from intbmoe.layer import moe_layers, require_whole, unwrap
+from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
+from intbmoe.parts.experts import StackedLinear
+from intbmoe.parts.linear import Linear
+from intbmoe.parts.quantized import Quantized, Storage, store
+
+ROUTING = "decides where tokens go"
+EMBEDDING = "embedding, or tied to one"
+SHARED = "used in several places"
+SMALL = "vector, or too small to gain"
+OTHER = "no weight of a linear map"
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """What was quantised and what was not: every parameter and buffer of the model stands in one of the two."""
+
+    storage: Storage
+    quantized: dict[str, tuple[int, int]]
+    """Name → bytes before and after, scales included."""
+    kept: dict[str, tuple[str, int]]
+    """Name → why it was left as it is, and its bytes."""
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(before for before, _ in self.quantized.values()) + self._bytes_kept
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(after for _, after in self.quantized.values()) + self._bytes_kept
+
+    @property
+    def _bytes_kept(self) -> int:
+        return sum(size for _, size in self.kept.values())
+
+    def describe(self) -> dict[str, Any]:
+        """As plain data, which ``lines_of`` puts in words."""
+        kept: dict[str, dict[str, Any]] = {}
+        for name, (reason, size) in self.kept.items():
+            entry = kept.setdefault(reason, {"bytes": 0, "names": []})
+            entry["bytes"] += size
+            entry["names"].append(name)
+        sizes = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
+        return {"storage": self.storage, **sizes, "quantized": list(self.quantized), "kept": kept}
+
+    def __str__(self) -> str:
+        return "\n".join(lines_of(self.describe()))
+
+
+def lines_of(description: Mapping[str, Any]) -> list[str]:
+    """What was quantised and what was not, a line for each reason."""
+    before, after, count = (description[key] for key in ("bytes_before", "bytes_after", "quantized"))
+    lines = [f"{description['storage']}: {len(count)} tensors, {before:,} → {after:,} bytes ({after / before:.1%})"]
+    for reason, kept in description["kept"].items():
+        named = ", ".join(kept["names"][:3]) + (" …" if len(kept["names"]) > 3 else "")
+        lines.append(f"not quantised, {kept['bytes']:,} bytes: {reason} ({named})")
+    return lines
+
+
+@torch.no_grad()
+def quantize(model: nn.Module, storage: Storage = "int8") -> QuantizationReport:
+    """Store the weights of every linear map of ``model`` in 8 bits, in place, and say what was and was not.
+
+    Those are the blocks of precomposed layers, the experts of other methods, and every ``nn.Linear`` around them. Cast
+    the model first: ``precompose(model, torch.bfloat16)`` gives a model that computes in bfloat16. What is quantised is
+    not trained any more, and is saved as a ``state_dict``.
+    """
+    require(storage in get_args(Storage), "storage", storage, f"one of {', '.join(get_args(Storage))}")
+    model = unwrap(model)
+    pools = [name for name, layer in moe_layers(model) if isinstance(layer, IntBMoE)]
+    if pools:
+        raise ValueError(f"{pools[0] or 'the model'} composes its blocks at every call: quantize(precompose(model))")
+    if any(isinstance(module, Quantized) for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} is quantised already: start from the model that is not")
+    require_whole(model, "cannot quantise")
+    reasons = _reasons_to_keep(model)
+    found = list(_weights(model))
+    wanted = {name: (owner, key) for name, owner, key, weight in found if id(weight) not in reasons}
+    if not wanted:
+        raise ValueError(f"{type(model).__name__} has no weight of a linear map that could be quantised")
+    names = dict(_tensors(model))
+    for name in wanted:
+        if names[name].device.type != "meta" and not names[name].isfinite().all():
+            raise ValueError(f"{name} holds numbers that are not finite: 8 bits cannot say so, and the model is broken")
+    kept = {name: (_reason(tensor, reasons), tensor.nbytes) for name, tensor in names.items() if name not in wanted}
+    quantized = {}
+    for name, (owner, key) in wanted.items():
+        before = names[name].nbytes
+        names[name].requires_grad_(False)
+        store(owner, key, storage)
+        stored = owner.parametrizations[key]
+        quantized[name] = before, stored.original0.nbytes + stored.original1.nbytes
+    return QuantizationReport(storage, quantized, kept)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Name, owner, attribute and tensor of every weight of a linear map; its inputs are dimension 1."""
+    for prefix, module in model.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        if isinstance(module, ComposedMoE):
+            for key, weight in module.block_weights._parameters.items():
+                yield f"{dot}block_weights.{key}", module.block_weights, key, weight
+            if module._parameters.get("token_filter") is not None:
+                yield f"{dot}token_filter", module, "token_filter", module.token_filter
+        elif isinstance(module, nn.Linear | Linear | StackedLinear) and "weight" in module._parameters:
+            yield f"{dot}weight", module, "weight", module.weight
+
+
+def _reasons_to_keep(model: nn.Module) -> dict[int, str]:
+    """By the id of a tensor, why it is not quantised though it may be the weight of a linear map."""
+    reasons = {id(tensor): ROUTING for _, layer in moe_layers(model) for tensor in layer.kept_wide()}
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    reasons |= {id(module.weight): EMBEDDING for module in model.modules() if isinstance(module, tables)}
+    seen: set[int] = set()
+    for _, _, _, weight in _weights(model):
+        if id(weight) in seen:
+            reasons.setdefault(id(weight), SHARED)
+        seen.add(id(weight))
+        after = weight.numel() + weight.numel() // weight.shape[1] * weight.element_size()
+        if after >= weight.nbytes or not weight.is_floating_point():
+            reasons.setdefault(id(weight), SMALL)
+    return reasons
+
+
+def _reason(tensor: Tensor, reasons: dict[int, str]) -> str:
+    return reasons.get(id(tensor), SMALL if tensor.dim() < 2 else OTHER)
