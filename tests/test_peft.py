@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_connection import batch, llama
+from test_connect import batch, llama
 
 import intbmoe
 
