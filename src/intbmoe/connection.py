@@ -4,7 +4,8 @@ A host model hands its FFNs the tokens alone, and its trainer knows of one loss.
 both gaps from outside, by hooks, whatever the framework:
 
     mask     the model's ``attention_mask`` (batch, tokens) goes to every MoE layer that is called without a mask
-    loss     a training forward that returns a loss returns it with the layers' auxiliary losses added
+    loss     a training forward that returns a loss returns it with the layers' auxiliary losses added, unless the
+             model has done so itself, which it says by ``collects_aux_loss = True``
     steps    ``before_step`` and ``after_step`` run around the optimizer's step
 
 In a training loop of one's own, ``steps.py`` does the last two and ``layer(x, mask)`` the first: no connection needed.
@@ -56,11 +57,10 @@ class Connection:
 
     def step_with(self, optimizer: Any) -> None:
         """Run ``before_step`` and ``after_step`` around ``optimizer.step()``, also of an optimizer inside a wrapper."""
-        while not isinstance(optimizer, torch.optim.Optimizer):
-            inner = getattr(optimizer, "optimizer", None)
-            if inner is None:
-                raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
+        while (inner := getattr(optimizer, "optimizer", None)) is not None:  # accelerate's is one by its class alone
             optimizer = inner
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
         self._hooks += [
             optimizer.register_step_pre_hook(
                 lambda optimizer, *_: before_step(self.model, optimizer, self._reevaluate)
@@ -106,7 +106,7 @@ class Connection:
         return None
 
     def _after_forward(self, model: nn.Module, arguments: tuple, options: dict[str, Any], output: Any) -> Any:
-        if not (model.training and torch.is_grad_enabled()):
+        if not (model.training and torch.is_grad_enabled()) or getattr(model, "collects_aux_loss", False):
             return None
         loss = _loss_of(output)
         if loss is None:

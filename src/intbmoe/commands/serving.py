@@ -14,7 +14,7 @@ from intbmoe.serve.settings import Settings
 def export(
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
     to: Path,
-    format: tyro.conf.UseAppendAction[tuple[Literal["onnx", "aoti"], ...]] = (),
+    format: tyro.conf.UseAppendAction[tuple[Literal["onnx", "aoti", "huggingface"], ...]] = (),
     dtype: Literal["float32", "bfloat16"] = "float32",
     no_precompose: bool = False,
 ) -> None:
@@ -24,6 +24,7 @@ def export(
         run: A run directory: runs/<recipe>/<method>/<seed>.
         to: The folder to write; an older artifact there is replaced.
         format: Besides, the model for ONNX Runtime (onnx) or compiled ahead of time (aoti); may be repeated.
+            Instead of an artifact, a folder for transformers' from_pretrained (huggingface).
         dtype: The type of the weights.
         no_precompose: Keep IntBMoE's pools and compose at every request, for comparison.
     """
@@ -36,8 +37,13 @@ def export(
     refusals = (ExportError, TrainingError, DataError, ValueError, ModuleNotFoundError, OSError)
     with explained(*refusals), moved_data_is_explained(run), Console(stderr=True).status("") as status:
         options = {"dtype": dtype, "formats": format, "precompose": not no_precompose}
-        artifact = export_run(run, to, **options, tell=status.update)
-    say(describe(artifact))
+        if "huggingface" in format:
+            from intbmoe.export.huggingface import export_huggingface
+
+            told = export_huggingface(run, to, **options, tell=status.update)
+        else:
+            told = describe(export_run(run, to, **options, tell=status.update))
+    say(told)
 
 
 def generate(

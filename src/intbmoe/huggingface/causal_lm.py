@@ -20,19 +20,40 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from intbmoe.checks import require
 from intbmoe.huggingface.configuration import IntBMoETextConfig
-from intbmoe.huggingface.mixture import MixtureModel
+from intbmoe.huggingface.mixture import IGNORED, MixtureModel
 from intbmoe.layer import moe_layers
 from intbmoe.models import llama
 from intbmoe.models.causal import apply_ffn, require_causal
 from intbmoe.parts.linear import Linear
 from intbmoe.parts.router import MLPRouter
+from intbmoe.precision import wide
 
-IGNORED = -100  # the label of a token that the loss leaves out
+
+class Rotary(nn.Module):
+    """Positions to the turns of queries and keys; scaled positions (``rope_type``) are transformers' own, float32."""
+
+    def __init__(self, config: IntBMoETextConfig) -> None:
+        super().__init__()
+        rope = config.rope_parameters
+        part = rope.get("partial_rotary_factor", 1.0)
+        require(part == 1, "partial_rotary_factor", part, "1: all of a head is turned")
+        self.sizes = config.backbone()
+        self.scaled = None if rope["rope_type"] == "default" else LlamaRotaryEmbedding(config)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> llama.Rotation:
+        """(B or 1, T) → (B or 1, 1, T, w/2) each, the same for all heads, in the wide type."""
+        if self.scaled is None:
+            positions = position_ids.to(torch.promote_types(x.dtype, torch.float32))
+            cos, sin = llama.turns(positions, self.sizes)
+        else:
+            cos, sin = (wide(part.chunk(2, -1)[0]) for part in self.scaled(x, position_ids))
+        return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
 class IntBMoEAttention(llama.Attention):
@@ -104,6 +125,7 @@ class IntBMoETextModel(IntBMoETextPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(IntBMoEDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary = Rotary(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -143,9 +165,7 @@ class IntBMoETextModel(IntBMoETextPreTrainedModel):
             past_key_values=past_key_values,
             position_ids=position_ids,
         )
-        positions = position_ids.to(torch.promote_types(x.dtype, torch.float32))
-        cos, sin = llama.turns(positions, self.config.backbone())
-        turn = cos.unsqueeze(1), sin.unsqueeze(1)  # the same for all heads
+        turn = self.rotary(x, position_ids)
         for layer in self.layers:
             x = layer(
                 x, turn, visible, padding_mask, past_key_values=past_key_values, position_ids=position_ids, **kwargs
@@ -222,12 +242,13 @@ class IntBMoEForCausalLM(IntBMoETextPreTrainedModel, GenerationMixin):
             router_logits=tuple(scores.flatten(0, -2) for scores in routers) if routers else None,
         )
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *arguments: Any, **options: Any) -> dict[str, Any]:
-        mask = options.get("attention_mask")
-        inputs = super().prepare_inputs_for_generation(input_ids, *arguments, **options)
-        if isinstance(mask, Tensor) and mask.dim() == 2:  # a static cache makes a 4-D mask of it
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        inputs = super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **kwargs)
+        if attention_mask is not None and attention_mask.dim() == 2:  # a static cache makes a 4-D mask of it
             read = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
-            inputs["padding_mask"] = mask[:, -read.shape[1] :].bool()
+            inputs["padding_mask"] = attention_mask[:, -read.shape[1] :].bool()
         return inputs
 
 

@@ -111,11 +111,9 @@ class IntBMoETextConfig(MixtureConfig):
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
-        heads, rope = self.num_attention_heads, self.rope_parameters
-        plain = rope["rope_type"] == "default" and set(rope) <= {"rope_type", "type", "rope_theta"}
-        require(plain, "rope_parameters", rope, "a rope_theta alone: positions are not scaled")
-        require(self.num_key_value_heads == heads, "num_key_value_heads", self.num_key_value_heads, f"{heads}, as heads")
-        require(self.head_dim == self.hidden_size // heads, "head_dim", self.head_dim, "hidden_size / heads")
+        heads, pairs, width = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        require(pairs == heads, "num_key_value_heads", pairs, f"num_attention_heads ({heads})")
+        require(width == self.hidden_size // heads, "head_dim", width, "hidden_size / num_attention_heads")
         self.backbone()
 
     def backbone(self) -> llama.LlamaConfig:

@@ -13,6 +13,9 @@ from intbmoe.precision import wide
 from intbmoe.precomposition import precompose
 from intbmoe.steps import aux_loss
 
+COMPOSED = ("block_weights", "shared", "token_filter", "block_filter")  # what ``precompose(dtype)`` casts
+IGNORED = -100  # the label of what the loss leaves out
+
 
 class MixtureModel(PreTrainedModel):
     """A transformers model whose FFNs are mixtures. What a backbone adds is in its own file."""
@@ -21,26 +24,18 @@ class MixtureModel(PreTrainedModel):
     """``forward`` adds the auxiliary losses to the loss: ``intbmoe.connect`` need not."""
     supports_gradient_checkpointing = True
     _supports_sdpa = True
+    _version = 0  # of a parameter, when the counts of the unfinished step began
 
     def post_init(self) -> None:
+        shapes = self.config.state_shapes or {}
         for _, layer in moe_layers(self):
-            # Under a half-precision default type, what decides routing is made in it too.
-            for tensor in layer.kept_wide():
+            for tensor in wide_tensors(layer).values():  # a half-precision default type made these too
                 tensor.data = wide(tensor.data)
-            shapes = self.config.state_shapes or {}
             layer.fit_state({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, "")
-        self._keep_in_fp32_modules_strict = sorted(self._wide_names())
+        # By the names of the layer and of its part; from_pretrained finds them in any layer.
+        named = ((path.rpartition(".")[2], wide_tensors(layer)) for path, layer in moe_layers(self))
+        self._keep_in_fp32_modules_strict = sorted({f"{own}.{name}" for own, tensors in named for name in tensors})
         super().post_init()
-
-    def _wide_names(self) -> set[str]:
-        """Names, from the layer's own on, of what decides where tokens go."""
-        names = set()
-        for path, layer in moe_layers(self):
-            kept = {id(tensor) for tensor in layer.kept_wide()}
-            own = path.rpartition(".")[2]
-            tensors = (*layer.named_parameters(), *layer.named_buffers())
-            names |= {f"{own}.{name}" for name, tensor in tensors if id(tensor) in kept}
-        return names
 
     # How weights start, and what a checkpoint brings.
 
@@ -76,18 +71,8 @@ class MixtureModel(PreTrainedModel):
         return loaded
 
     def save_pretrained(self, *arguments: Any, **options: Any) -> Any:
-        self.config.state_shapes = self._state_shapes()
+        self.config.state_shapes = state_shapes(self)
         return super().save_pretrained(*arguments, **options)
-
-    def _state_shapes(self) -> dict[str, list[int]] | None:
-        """Of buffers whose shapes follow from the length of a run, as MASS's: a layer of the Config has others."""
-        shapes = {}
-        for _, layer in moe_layers(self):
-            with torch.device("meta"):
-                fresh = dict(type(layer)(layer.config).named_buffers())
-            own = {name: buffer.shape for name, buffer in layer.named_buffers()}
-            shapes |= {name: list(shape) for name, shape in own.items() if name in fresh and fresh[name].shape != shape}
-        return shapes or None
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -103,9 +88,24 @@ class MixtureModel(PreTrainedModel):
         """
         if not (self.training and torch.is_grad_enabled() and any(moe_layers(self))):
             return loss, None
+        self._require_steps()
         auxiliary = aux_loss(self)
         share = 1 if items is None or counted is None else counted / items
         return loss + (share * auxiliary).to(loss.device), auxiliary
+
+    def _require_steps(self) -> None:
+        """Raise where the optimizer has stepped, and a method that moves state between steps was not told."""
+        if torch.compiler.is_compiling():
+            return
+        version = next((weight._version for weight in self.parameters() if weight.requires_grad), 0)
+        waiting = [layer for _, layer in moe_layers(self) if layer.statistics.pending and moves_state(layer)]
+        if waiting and version != self._version:
+            raise RuntimeError(
+                f"{type(waiting[0]).__name__} moves state between optimizer steps, and was not told of the last: train "
+                f"with callbacks=[intbmoe.huggingface.MixtureCallback()], or call intbmoe.before_step and after_step"
+            )
+        if not waiting:
+            self._version = version
 
     # Inference.
 
@@ -120,5 +120,28 @@ class MixtureModel(PreTrainedModel):
         return served
 
 
-def is_precomposed(model: nn.Module) -> bool:
-    return any(isinstance(layer, ComposedMoE) for _, layer in moe_layers(model))
+def wide_tensors(layer: MoELayer) -> dict[str, Tensor]:
+    """By name, what a half-precision model keeps in float32: what decides where tokens go; of composed layers all but
+    the large weights, as ``precompose(dtype)`` leaves it."""
+    kept = {id(tensor) for tensor in layer.kept_wide()}
+    tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    if isinstance(layer, ComposedMoE):
+        return {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in COMPOSED}
+    return {name: tensor for name, tensor in tensors.items() if id(tensor) in kept}
+
+
+def moves_state(layer: MoELayer) -> bool:
+    """Whether the method does anything before or after an optimizer step."""
+    hooks = ("family_before_step", "family_after_step")
+    return any(getattr(type(layer), hook).__func__ is not getattr(MoELayer, hook).__func__ for hook in hooks)
+
+
+def state_shapes(model: nn.Module) -> dict[str, list[int]] | None:
+    """Of buffers whose shapes follow from the length of a run, as MASS's: a layer of the Config has others."""
+    shapes = {}
+    for _, layer in moe_layers(model):
+        with torch.device("meta"):
+            fresh = dict(type(layer)(layer.config).named_buffers())
+        own = {name: buffer.shape for name, buffer in layer.named_buffers()}
+        shapes |= {name: list(shape) for name, shape in own.items() if name in fresh and fresh[name].shape != shape}
+    return shapes or None

@@ -184,14 +184,22 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, channels, H, W) → (B, classes)."""
+        x = self.embed(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.classify(x)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """(B, channels, H, W) → (B, 1 + T, d), what the first block reads."""
         side, channels = self.config.image_size, self.config.channels
         if images.dim() != 4 or images.shape[1:] != (channels, side, side):
             expected = f"(batch, {channels}, {side}, {side})"
             raise ValueError(f"images have shape {tuple(images.shape)}: expected {expected}")
         patches = self.patch_embed(images)
-        x = torch.cat([self.cls_token.expand(patches.shape[0], -1, -1), patches], dim=1) + self.pos_embed
-        for block in self.blocks:
-            x = block(x)
+        return torch.cat([self.cls_token.expand(patches.shape[0], -1, -1), patches], dim=1) + self.pos_embed
+
+    def classify(self, x: Tensor) -> Tensor:
+        """(B, 1 + T, d) of the last block → (B, classes)."""
         return self.head(self.norm(x)[:, 0])
 
     def load_timm_state_dict(self, state: Mapping[str, Tensor]) -> list[str]:
