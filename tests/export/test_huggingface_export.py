@@ -6,7 +6,8 @@ from small_runs import small_run
 
 from intbmoe import cli, load
 from intbmoe.export import ExportError
-from intbmoe.export.huggingface import export_huggingface
+from intbmoe.export.huggingface import _write_tokenizer, export_huggingface
+from intbmoe.tasks.serving import Catalogue
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -44,6 +45,24 @@ def test_blocks_are_composed_unless_one_says_otherwise(dtype, tmp_path, capsys):
     assert model.config.precomposed
     assert model.dtype == getattr(torch, dtype)
     assert model.generation_config.eos_token_id == model.config.eos_token_id == 256
+
+
+def test_the_tokenizer_is_where_transformers_finds_it(tmp_path):
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    from intbmoe.tasks.language.tokenizer import END_OF_TEXT, train_bpe
+
+    content = train_bpe(["to be or not to be, that is the question"] * 3, 280)
+    catalogue = Catalogue({"tokenizer": "tokenizer.json", "end_of_text": 0}, files={"tokenizer.json": content.encode()})
+    export_huggingface(small_run("language", tmp_path), tmp_path / "to")
+    _write_tokenizer(tmp_path / "to", catalogue)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "to")
+    ids = tokenizer(["to be", "or not to be"], padding=True)
+    assert tokenizer.eos_token == tokenizer.pad_token == END_OF_TEXT
+    assert tokenizer.decode(ids["input_ids"][1]) == "or not to be"
+    assert ids["attention_mask"][0][0] == 0  # padded on the left
+    assert ids["input_ids"][0][0] == tokenizer.eos_token_id == 0
 
 
 def test_class_names_and_normalisation_are_in_the_configuration(tmp_path):

@@ -87,6 +87,9 @@ def test_a_method_with_a_memory_says_that_a_cache_is_not_enough():
     model = language_model("lory")
     with pytest.raises(ValueError, match=r"'lory' needs more of earlier tokens.*use_cache=False"):
         model(prompts(), use_cache=True)
+    ids, mask = left_padded(prompts(), [9, 1, 6])
+    with pytest.raises(ValueError, match=r"'lory' counts positions.*prompts of one length"):
+        model.generate(ids, attention_mask=mask.long(), max_new_tokens=2)
 
 
 # Files.

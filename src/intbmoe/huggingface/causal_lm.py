@@ -245,6 +245,11 @@ class IntBMoEForCausalLM(IntBMoETextPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
+        if attention_mask is not None and remembers(self) and not attention_mask.all():
+            raise ValueError(
+                f"{self.config.method!r} counts positions from the first token on, padding too: generate from prompts "
+                f"of one length, without padding"
+            )
         inputs = super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **kwargs)
         if attention_mask is not None and attention_mask.dim() == 2:  # a static cache makes a 4-D mask of it
             read = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
