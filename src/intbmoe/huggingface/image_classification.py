@@ -4,12 +4,21 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
 from intbmoe.huggingface.configuration import IntBMoEImageConfig
 from intbmoe.huggingface.mixture import IGNORED, MixtureModel
-from intbmoe.models.vit import ViT
+from intbmoe.models.vit import Block, ViT
+
+
+class IntBMoEBlock(GradientCheckpointingLayer, Block):
+    """A block whose activations transformers can have computed again in backward."""
+
+
+class IntBMoEViT(ViT):
+    block_type = IntBMoEBlock
 
 
 class IntBMoEForImageClassification(MixtureModel):
@@ -23,17 +32,22 @@ class IntBMoEForImageClassification(MixtureModel):
     base_model_prefix = "vit"
     main_input_name = "pixel_values"
     input_modalities = ("image",)
-    _no_split_modules: ClassVar = ["Block"]
+    _no_split_modules: ClassVar = ["IntBMoEBlock"]
 
     def __init__(self, config: IntBMoEImageConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels
         self.vit = self._make_vit()
-        self.gradient_checkpointing = False
         self.post_init()
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.vit.patch_embed
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.vit.patch_embed = value
+
     def _make_vit(self) -> ViT:
-        return ViT(self.config.backbone(), None if self.config.method is None else self.config.make_ffn)
+        return IntBMoEViT(self.config.backbone(), None if self.config.method is None else self.config.make_ffn)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         if isinstance(module, ViT):  # the paper's start, which transformers' law for each nn.Linear is not
@@ -63,8 +77,7 @@ class IntBMoEForImageClassification(MixtureModel):
         x = self.vit.embed(pixel_values)
         states = [x]
         for block in self.vit.blocks:
-            again = self.gradient_checkpointing and self.training
-            x = self._gradient_checkpointing_func(block.__call__, x) if again else block(x)
+            x = block(x)
             states.append(x)
         logits = self.vit.classify(x)
         loss = None

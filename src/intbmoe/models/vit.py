@@ -165,6 +165,7 @@ class ViT(nn.Module):
     """Images to class scores. ``make_ffn`` makes the mixture of each MoE layer; without it the model is dense."""
 
     DECAY_GROUPS: ClassVar = {"cls_token": "positions", "pos_embed": "positions"}
+    block_type: ClassVar[type[Block]] = Block
 
     def __init__(self, config: ViTConfig, make_ffn: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
@@ -177,7 +178,8 @@ class ViT(nn.Module):
         moe_layers = config.moe_layers if make_ffn is not None else ()
         rates = torch.linspace(0, config.drop_path, config.depth, device="cpu").tolist()
         self.blocks = nn.ModuleList(
-            Block(config, rate, make_ffn() if layer in moe_layers else None) for layer, rate in enumerate(rates)
+            self.block_type(config, rate, make_ffn() if layer in moe_layers else None)
+            for layer, rate in enumerate(rates)
         )
         self.norm = nn.LayerNorm(config.dim, eps=NORM_EPS)
         self.head = _linear(config.dim, config.classes)
