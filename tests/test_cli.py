@@ -171,7 +171,7 @@ def test_a_misspelt_option_is_an_error(capsys):
 
 
 def test_importing_the_library_stays_light_and_leaves_the_command_line_alone():
-    heavy = {"tyro", "rich", "accelerate", "yaml", "safetensors", "sklearn", "torch._dynamo"}
+    heavy = {"tyro", "rich", "accelerate", "yaml", "safetensors", "sklearn", "torch._dynamo", "transformers"}
     code = f"import sys, intbmoe; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from test_connect import batch, llama
 
 import intbmoe
+from test_connect import batch, llama
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 

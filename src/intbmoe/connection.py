@@ -4,7 +4,8 @@ A host model hands its FFNs the tokens alone, and its trainer knows of one loss.
 both gaps from outside, by hooks, whatever the framework:
 
     mask     the model's ``attention_mask`` (batch, tokens) goes to every MoE layer that is called without a mask
-    loss     a training forward that returns a loss returns it with the layers' auxiliary losses added
+    loss     a training forward that returns a loss returns it with the layers' auxiliary losses added, unless the
+             model has done so itself, which it says by ``collects_aux_loss = True``
     steps    ``before_step`` and ``after_step`` run around the optimizer's step
 
 In a training loop of one's own, ``steps.py`` does the last two and ``layer(x, mask)`` the first: no connection needed.
@@ -119,7 +120,7 @@ class Connection:
         return None
 
     def _after_forward(self, model: nn.Module, arguments: tuple, options: dict[str, Any], output: Any) -> Any:
-        if not (model.training and torch.is_grad_enabled()):
+        if not (model.training and torch.is_grad_enabled()) or getattr(model, "collects_aux_loss", False):
             return None
         loss = _loss_of(output)
         if loss is None:

@@ -119,6 +119,13 @@ def find_method(name: str) -> Method:
     return _methods[name]
 
 
+def method_of(layer: Any) -> Method | None:
+    """What ``layer`` is registered as: of the names of its class the one with most presets, all of which it has."""
+    methods = [method for method in map(find_method, list_methods()) if method.layer is type(layer)]
+    fits = [m for m in methods if all(getattr(layer.config, key) == value for key, value in m.presets.items())]
+    return max(fits, key=lambda method: len(method.presets), default=None)
+
+
 def method_family(name: str) -> str:
     """Under which heading pictures show a method."""
     method = find_method(name)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from intbmoe.checks import require
 from intbmoe.commands.terminal import explained, say
 from intbmoe.serve.settings import Settings
 
@@ -14,7 +15,7 @@ from intbmoe.serve.settings import Settings
 def export(
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
     to: Path,
-    format: tyro.conf.UseAppendAction[tuple[Literal["onnx", "aoti"], ...]] = (),
+    format: tyro.conf.UseAppendAction[tuple[Literal["onnx", "aoti", "huggingface"], ...]] = (),
     dtype: Literal["float32", "bfloat16", "int8", "fp8"] = "float32",
     compute: Literal["float32", "bfloat16"] | None = None,
     no_precompose: bool = False,
@@ -25,6 +26,7 @@ def export(
         run: A run directory: runs/<recipe>/<method>/<seed>.
         to: The folder to write; an older artifact there is replaced.
         format: Besides, the model for ONNX Runtime (onnx) or compiled ahead of time (aoti); may be repeated.
+            Instead of an artifact, a folder for transformers' from_pretrained (huggingface).
         dtype: The type of the weights; int8 and fp8 store the large ones in 8 bits, routers in float32.
         compute: What 8-bit weights are multiplied out to, and the type of the rest. Default: float32.
         no_precompose: Keep IntBMoE's pools and compose at every request, for comparison.
@@ -37,9 +39,15 @@ def export(
         from intbmoe.train.run import moved_data_is_explained
     refusals = (ExportError, TrainingError, DataError, ValueError, ModuleNotFoundError, OSError)
     with explained(*refusals), moved_data_is_explained(run), Console(stderr=True).status("") as status:
-        options = {"dtype": dtype, "compute": compute, "formats": format, "precompose": not no_precompose}
-        artifact = export_run(run, to, **options, tell=status.update)
-    say(describe(artifact))
+        options = {"dtype": dtype, "formats": format, "precompose": not no_precompose}
+        if "huggingface" in format:
+            from intbmoe.export.huggingface import export_huggingface
+
+            require(compute is None, "compute", compute, "left out: it is for 8-bit weights, which this format lacks")
+            told = export_huggingface(run, to, **options, tell=status.update)
+        else:
+            told = describe(export_run(run, to, compute=compute, **options, tell=status.update))
+    say(told)
 
 
 def generate(

@@ -33,7 +33,7 @@ from intbmoe.parts.losses import global_sum
 from intbmoe.parts.router import mask_choices, top_k
 from intbmoe.parts.shared import run_shared
 from intbmoe.parts.state import WideBuffers
-from intbmoe.precision import linear, wide
+from intbmoe.precision import wide
 from intbmoe.registry import register
 from intbmoe.settings import AtMost, MustBe, NonNegative, NonNegativeInt, PositiveInt
 
@@ -78,7 +78,7 @@ class DeepSeek(WideBuffers, RoutedLayer):
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config
-        logits = linear(wide(x), self.router.weight).flatten(0, 1)
+        logits = self.router(wide(x)).flatten(0, 1)
         scores = logits.detach().sigmoid()
         log_scores = F.logsigmoid(logits)
         chosen = top_k(scores + self.bias, c.top_k)

@@ -27,7 +27,7 @@ from intbmoe.layer import Quantities, Result, Routing
 from intbmoe.parts.dispatch import capacity_of, exact_ratio, seat, sum_seats, to_seats
 from intbmoe.parts.experts import ExpertsConfig, RoutedLayer
 from intbmoe.parts.router import pack_choices
-from intbmoe.precision import linear, wide
+from intbmoe.precision import wide
 from intbmoe.registry import register
 from intbmoe.settings import Positive
 
@@ -58,7 +58,7 @@ class ExpertChoice(RoutedLayer):
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config
         batch, tokens, _ = x.shape
-        gates = linear(wide(x), self.router.weight).softmax(-1)  # (B, T, E)
+        gates = self.router(wide(x)).softmax(-1)  # (B, T, E)
         taken, filled = self._choose(gates.detach(), mask)  # (B, C, E)
 
         # Seat (e, b, j) has the j-th token that expert e took from sequence b. An unfilled seat computes some token of

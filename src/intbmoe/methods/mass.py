@@ -59,7 +59,7 @@ from intbmoe.parts.linear import Linear
 from intbmoe.parts.losses import sum_over_ranks
 from intbmoe.parts.router import mask_choices, top_k
 from intbmoe.parts.slots import PoolConfig, PoolLayer, require_whole, reset_moments, unit
-from intbmoe.precision import linear, wide
+from intbmoe.precision import wide
 from intbmoe.registry import register
 from intbmoe.settings import MustBe, NonNegativeInt, Positive, PositiveInt, Probability
 
@@ -184,7 +184,7 @@ class MASS(PoolLayer):
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config
         tokens = x.reshape(-1, c.dim)
-        logits = linear(wide(tokens), self.router.weight)
+        logits = self.router(wide(tokens))
         probabilities = logits.masked_fill(~self.active, -torch.inf).softmax(-1)
         order = top_k(probabilities.detach(), c.experts)
         ranked = probabilities.gather(1, order)

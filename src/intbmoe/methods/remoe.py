@@ -32,7 +32,7 @@ from intbmoe.parts.linear import Linear
 from intbmoe.parts.losses import count_valid, global_sum
 from intbmoe.parts.router import pack_choices
 from intbmoe.parts.state import WideBuffers
-from intbmoe.precision import linear, wide
+from intbmoe.precision import wide
 from intbmoe.registry import register
 from intbmoe.settings import AtMost, MustBe, Positive, PositiveInt
 
@@ -77,7 +77,7 @@ class ReMoE(WideBuffers):
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config
         # A masked token is zero, so its scores are zero and nothing of it is active.
-        scores = linear(wide(x), self.router.weight).flatten(0, 1).relu()
+        scores = self.router(wide(x)).flatten(0, 1).relu()
         ids, weights = pack_choices(scores, ~(scores <= 0))  # NaN is active, so that it shows
         y, load = self.experts.route(x.reshape(-1, c.dim).to(dtype), ids, weights)
         losses = {}

@@ -25,7 +25,7 @@ from intbmoe.parts.capacity import CapacityConfig, CapacityLayer
 from intbmoe.parts.dispatch import limit_capacity
 from intbmoe.parts.losses import balance_loss, count_valid, masked_sum
 from intbmoe.parts.router import count_choices, mask_choices, top_k
-from intbmoe.precision import linear, wide
+from intbmoe.precision import wide
 from intbmoe.registry import register
 from intbmoe.settings import Share
 
@@ -53,7 +53,7 @@ class Switch(CapacityLayer):
         seen = wide(x)
         if self.training and c.jitter:
             seen = seen * torch.empty_like(seen).uniform_(1 - c.jitter, 1 + c.jitter)
-        probabilities = linear(seen, self.router.weight).softmax(-1).flatten(0, 1)
+        probabilities = self.router(seen).softmax(-1).flatten(0, 1)
         chosen = mask_choices(top_k(probabilities, 1), mask)
         capacity = self._capacity(x, mask)
         ids = chosen

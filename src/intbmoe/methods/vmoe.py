@@ -33,7 +33,7 @@ from intbmoe.parts.capacity import CapacityConfig, CapacityLayer
 from intbmoe.parts.dispatch import capacity_of, limit_capacity
 from intbmoe.parts.losses import global_sum, masked_sum, squared_variation
 from intbmoe.parts.router import count_choices, mask_choices, top_k
-from intbmoe.precision import linear, wide
+from intbmoe.precision import wide
 from intbmoe.registry import register
 from intbmoe.settings import AtMost, NonNegative, PositiveInt
 
@@ -69,7 +69,7 @@ class VMoE(CapacityLayer):
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config
-        clean = noisy = linear(wide(x), self.router.weight).flatten(0, 1)
+        clean = noisy = self.router(wide(x)).flatten(0, 1)
         if self.training and c.noise:
             noisy = clean + gaussian(clean) * (c.noise / c.experts)
         gates = noisy.softmax(-1)

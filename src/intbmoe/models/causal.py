@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.layer import MoELayer, moe_layers
-from intbmoe.registry import find_method, list_methods
+from intbmoe.registry import method_of
 
 
 def require_causal(ffn: nn.Module) -> nn.Module:
@@ -19,13 +19,8 @@ def require_causal(ffn: nn.Module) -> nn.Module:
 
 
 def _method_of(layer: MoELayer) -> str:
-    """The layer's registered name: of those of its class the one with most presets, all of which its Config has."""
-    methods = [method for method in map(find_method, list_methods()) if method.layer is type(layer)]
-    fits = [m for m in methods if all(getattr(layer.config, key) == value for key, value in m.presets.items())]
-    if not fits:
-        return type(layer).__name__
-    method = max(fits, key=lambda method: len(method.presets))
-    return f"{method.title} ({method.name!r})"
+    method = method_of(layer)
+    return type(layer).__name__ if method is None else f"{method.title} ({method.name!r})"
 
 
 def apply_ffn(ffn: nn.Module, x: Tensor, mask: Tensor | None, state: Any = None) -> Tensor:

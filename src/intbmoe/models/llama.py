@@ -136,9 +136,14 @@ class Cache:
 
 def rotation(config: LlamaConfig, x: Tensor, start: int = 0) -> Rotation:
     """The turn of every position of ``x`` (B, T, d), the first of which is ``start``, in the wide type."""
-    like = {"dtype": torch.promote_types(x.dtype, torch.float32), "device": x.device}
-    pairs = torch.arange(0, config.head_dim, 2, **like) / config.head_dim
-    angles = torch.outer(torch.arange(start, start + x.shape[1], **like), config.rope_theta**-pairs)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return turns(torch.arange(start, start + x.shape[1], dtype=dtype, device=x.device), config)
+
+
+def turns(positions: Tensor, config: LlamaConfig) -> Rotation:
+    """(…) positions → (…, w/2) each, in the positions' type."""
+    pairs = torch.arange(0, config.head_dim, 2, dtype=positions.dtype, device=positions.device) / config.head_dim
+    angles = positions.unsqueeze(-1) * config.rope_theta**-pairs
     return angles.cos(), angles.sin()
 
 

@@ -165,6 +165,7 @@ class ViT(nn.Module):
     """Images to class scores. ``make_ffn`` makes the mixture of each MoE layer; without it the model is dense."""
 
     DECAY_GROUPS: ClassVar = {"cls_token": "positions", "pos_embed": "positions"}
+    block_type: ClassVar[type[Block]] = Block
 
     def __init__(self, config: ViTConfig, make_ffn: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
@@ -177,21 +178,30 @@ class ViT(nn.Module):
         moe_layers = config.moe_layers if make_ffn is not None else ()
         rates = torch.linspace(0, config.drop_path, config.depth, device="cpu").tolist()
         self.blocks = nn.ModuleList(
-            Block(config, rate, make_ffn() if layer in moe_layers else None) for layer, rate in enumerate(rates)
+            self.block_type(config, rate, make_ffn() if layer in moe_layers else None)
+            for layer, rate in enumerate(rates)
         )
         self.norm = nn.LayerNorm(config.dim, eps=NORM_EPS)
         self.head = _linear(config.dim, config.classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, channels, H, W) → (B, classes)."""
+        x = self.embed(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.classify(x)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """(B, channels, H, W) → (B, 1 + T, d), what the first block reads."""
         side, channels = self.config.image_size, self.config.channels
         if images.dim() != 4 or images.shape[1:] != (channels, side, side):
             expected = f"(batch, {channels}, {side}, {side})"
             raise ValueError(f"images have shape {tuple(images.shape)}: expected {expected}")
         patches = self.patch_embed(images)
-        x = torch.cat([self.cls_token.expand(patches.shape[0], -1, -1), patches], dim=1) + self.pos_embed
-        for block in self.blocks:
-            x = block(x)
+        return torch.cat([self.cls_token.expand(patches.shape[0], -1, -1), patches], dim=1) + self.pos_embed
+
+    def classify(self, x: Tensor) -> Tensor:
+        """(B, 1 + T, d) of the last block → (B, classes)."""
         return self.head(self.norm(x)[:, 0])
 
     def load_timm_state_dict(self, state: Mapping[str, Tensor]) -> list[str]:

@@ -1,0 +1,176 @@
+"""What ``config.json`` says: the sizes of a backbone, and which method stands in place of its FFN.
+
+Fields that transformers, its Trainer and engines read carry their names (``hidden_size``). None is called
+``num_experts`` or the like: vLLM would put its own mixture in the place of ours.
+"""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import PreTrainedConfig
+
+from intbmoe.checks import require
+from intbmoe.methods.intbmoe import ComposedMoE, IntBMoEConfig
+from intbmoe.models import llama, vit
+from intbmoe.registry import create, find_method
+
+REMOTE = "modeling_intbmoe"
+"""The file that ``trust_remote_code=True`` imports."""
+
+
+@strict
+class MixtureConfig(PreTrainedConfig):
+    """What the configurations of all tasks share; not for use by itself."""
+
+    auto_classes: ClassVar[dict[str, str]] = {}
+    """Auto class → ours."""
+
+    method: str | None = "intbmoe"
+    """The registered name of the mixture; None for the backbone's own dense FFN."""
+    method_options: dict[str, Any] | None = None
+    """The mixture's options, literally; ``hidden`` is intermediate_size unless it stands here."""
+    precomposed: bool = False
+    """IntBMoE's blocks are composed once and for all; the weights have no trace of the pools."""
+    state_shapes: dict[str, list[int]] | None = None
+    """Shapes of a mixture's state that its options do not say; ``save_pretrained`` fills it in."""
+    initializer_range: float = 0.02
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.method is None:
+            idle = not self.method_options and not self.precomposed
+            require(idle, "method", None, "the name of a mixture where method_options or precomposed is given")
+            return
+        layer = self.layer_config()
+        known = not self.precomposed or isinstance(layer, IntBMoEConfig)
+        require(known, "precomposed", self.precomposed, f"False for {self.method!r}, which has nothing to compose")
+
+    def layer_config(self) -> Any:
+        return find_method(self.method).config(**self._arguments())
+
+    def make_ffn(self) -> nn.Module:
+        """One mixture, as this configuration describes it."""
+        return ComposedMoE(self.layer_config()) if self.precomposed else create(self.method, **self._arguments())
+
+    def _arguments(self) -> dict[str, Any]:
+        options = {"hidden": self.intermediate_size, **(self.method_options or {})}
+        # JSON has no tuples
+        return {"dim": self.hidden_size, **{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}}
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As transformers', with what ``trust_remote_code=True`` needs: a file that imports this package."""
+        self.auto_map = {auto: f"{REMOTE}.{ours}" for auto, ours in self.auto_classes.items()}
+        names = ", ".join(sorted(self.auto_classes.values()))
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{REMOTE}.py").write_text(f"from intbmoe.huggingface import {names}  # noqa: F401\n")
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: ``save_pretrained`` writes the entries of all classes, and no copy of the source."""
+
+
+@strict
+class IntBMoETextConfig(MixtureConfig):
+    """A Llama-style decoder with a mixture in every layer; the defaults are the paper's on MiniPile."""
+
+    model_type = "intbmoe"
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+    auto_classes: ClassVar = {
+        "AutoConfig": "IntBMoETextConfig",
+        "AutoModel": "IntBMoETextModel",
+        "AutoModelForCausalLM": "IntBMoEForCausalLM",
+    }
+    base_model_pp_plan: ClassVar = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    vocab_size: int = 32_000
+    hidden_size: int = 768
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 18
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 8192
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict[str, Any] | None = None
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    output_router_logits: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        super().__post_init__(**kwargs)
+        heads, pairs, width = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        require(pairs == heads, "num_key_value_heads", pairs, f"num_attention_heads ({heads})")
+        require(width == self.hidden_size // heads, "head_dim", width, "hidden_size / num_attention_heads")
+        self.backbone()
+
+    def backbone(self) -> llama.LlamaConfig:
+        """The same sizes in this package's words; raises for those that do not go together."""
+        return llama.LlamaConfig(
+            vocabulary=self.vocab_size,
+            dim=self.hidden_size,
+            depth=self.num_hidden_layers,
+            heads=self.num_attention_heads,
+            hidden=self.intermediate_size,
+            rope_theta=float(self.rope_parameters["rope_theta"]),
+            norm_eps=self.rms_norm_eps,
+            init_std=self.initializer_range,
+        )
+
+
+@strict
+class IntBMoEImageConfig(MixtureConfig):
+    """A Vision Transformer with a mixture in some blocks; the defaults are the paper's on ImageNet."""
+
+    model_type = "intbmoe_vit"
+    auto_classes: ClassVar = {
+        "AutoConfig": "IntBMoEImageConfig",
+        "AutoModelForImageClassification": "IntBMoEForImageClassification",
+    }
+
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+    hidden_size: int = 192
+    intermediate_size: int = 768
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 3
+    mixture_layers: list[int] | tuple[int, ...] = (0, 2, 4, 6)
+    """Blocks that hold the mixture."""
+    drop_path_rate: float = 0.1
+    ffn_std: float | None = 0.02
+    """Of the truncated normal that dense FFNs start from; None for nn.Linear's law."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.id2label is None:
+            kwargs.setdefault("num_labels", 1000)
+        super().__post_init__(**kwargs)
+        self.backbone()
+
+    def backbone(self) -> vit.ViTConfig:
+        """The same sizes in this package's words; raises for those that do not go together."""
+        return vit.ViTConfig(
+            image_size=self.image_size,
+            patch_size=self.patch_size,
+            channels=self.num_channels,
+            classes=self.num_labels,
+            dim=self.hidden_size,
+            depth=self.num_hidden_layers,
+            heads=self.num_attention_heads,
+            hidden=self.intermediate_size,
+            moe_layers=tuple(self.mixture_layers),
+            drop_path=self.drop_path_rate,
+            ffn_std=self.ffn_std,
+        )

@@ -1,0 +1,127 @@
+"""Between this package's backbones and their transformers form: the same tensors under the same names, none computed.
+
+hf = from_backbone(intbmoe.load("runs/text/intbmoe/0"))          # a Llama or a ViT
+hf.save_pretrained("my-model")
+backbone = to_backbone(AutoModelForCausalLM.from_pretrained("my-model"))
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intbmoe.checks import require
+from intbmoe.huggingface.causal_lm import IntBMoEForCausalLM
+from intbmoe.huggingface.configuration import IntBMoEImageConfig, IntBMoETextConfig
+from intbmoe.huggingface.image_classification import IntBMoEForImageClassification
+from intbmoe.huggingface.mixture import MixtureModel, state_shapes
+from intbmoe.layer import moe_layers
+from intbmoe.methods.intbmoe import ComposedMoE
+from intbmoe.models.llama import Llama
+from intbmoe.models.vit import ViT
+from intbmoe.registry import method_of
+from intbmoe.settings import to_plain
+
+
+def from_backbone(model: nn.Module, **options: Any) -> MixtureModel:
+    """The transformers model with a copy of the weights of a ``Llama`` or ``ViT``, types kept.
+
+    ``options`` are fields of the configuration besides: ``eos_token_id``, ``id2label``.
+    """
+    if isinstance(model, Llama):
+        config = _text_config(model, options)
+        made = _without_memory(IntBMoEForCausalLM, config)
+        made.model.load_state_dict(_copied(model), assign=True)
+        made.tie_weights()
+    elif isinstance(model, ViT):
+        config = _image_config(model, options)
+        made = _without_memory(IntBMoEForImageClassification, config)
+        made.vit.load_state_dict(_copied(model), assign=True)
+    else:
+        raise TypeError(f"model is a {type(model).__name__}: transformers has a form of intbmoe's Llama and ViT only")
+    made.config.dtype = made.dtype
+    return made.train(model.training)
+
+
+def to_backbone(model: MixtureModel) -> Llama | ViT:
+    """The ``Llama`` or ``ViT`` with a copy of the weights of ``model``, types kept."""
+    config = model.config
+    make_ffn = None if config.method is None else config.make_ffn
+    with torch.device("meta"):
+        if isinstance(model, IntBMoEForImageClassification):
+            made, state = ViT(config.backbone(), make_ffn), _copied(model.vit)
+        elif isinstance(model, IntBMoEForCausalLM):
+            made, state = Llama(config.backbone(), make_ffn), _copied(model.model)
+            rope = config.rope_parameters["rope_type"]
+            require(rope == "default", "rope_type", rope, "'default': intbmoe's Llama does not scale positions")
+            tied = torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+            require(tied, "tie_word_embeddings", config.tie_word_embeddings, "True: intbmoe's Llama ties the two")
+        else:
+            raise TypeError(f"model is a {type(model).__name__}: expected one of intbmoe.huggingface with a head")
+    made.load_state_dict(state, assign=True)
+    return made.train(model.training)
+
+
+def _without_memory(kind: type[MixtureModel], config: Any) -> MixtureModel:
+    with torch.device("meta"):
+        return kind(config)
+
+
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def _text_config(model: Llama, options: dict[str, Any]) -> IntBMoETextConfig:
+    sizes = model.config
+    return IntBMoETextConfig(
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.dim,
+        intermediate_size=sizes.hidden,
+        num_hidden_layers=sizes.depth,
+        num_attention_heads=sizes.heads,
+        rms_norm_eps=sizes.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
+        initializer_range=sizes.init_std,
+        **_mixture(model),
+        **options,
+    )
+
+
+def _image_config(model: ViT, options: dict[str, Any]) -> IntBMoEImageConfig:
+    sizes = model.config
+    labels = {} if "id2label" in options else {"num_labels": sizes.classes}
+    return IntBMoEImageConfig(
+        image_size=sizes.image_size,
+        patch_size=sizes.patch_size,
+        num_channels=sizes.channels,
+        hidden_size=sizes.dim,
+        intermediate_size=sizes.hidden,
+        num_hidden_layers=sizes.depth,
+        num_attention_heads=sizes.heads,
+        mixture_layers=list(sizes.moe_layers),
+        drop_path_rate=sizes.drop_path,
+        ffn_std=sizes.ffn_std,
+        **_mixture(model),
+        **labels,
+        **options,
+    )
+
+
+def _mixture(model: nn.Module) -> dict[str, Any]:
+    """The fields that describe the model's mixtures, which must all be alike."""
+    layers = [layer for _, layer in moe_layers(model)]
+    if not layers:
+        return {"method": None}
+    first = layers[0]
+    alike = all(type(layer) is type(first) and layer.config == first.config for layer in layers)
+    require(alike, "model", type(model).__name__, "one whose mixtures are all alike: a configuration describes one")
+    composed = isinstance(first, ComposedMoE)
+    method = None if composed else method_of(first)
+    require(composed or method is not None, "layer", type(first).__name__, "of a registered method")
+    options = {name: value for name, value in to_plain(first.config).items() if name != "dim"}
+    return {
+        "method": "intbmoe" if composed else method.name,
+        "method_options": options,
+        "precomposed": composed,
+        "state_shapes": state_shapes(model),
+    }

@@ -1,0 +1,147 @@
+"""What our transformers models share: the mixtures' start, types, losses, state and precomposition."""
+
+import copy
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from intbmoe.layer import MoELayer, moe_layers
+from intbmoe.methods.intbmoe import ComposedMoE
+from intbmoe.precision import wide
+from intbmoe.precomposition import precompose
+from intbmoe.steps import aux_loss
+
+COMPOSED = ("block_weights", "shared", "token_filter", "block_filter")  # what ``precompose(dtype)`` casts
+IGNORED = -100  # the label of what the loss leaves out
+
+
+class MixtureModel(PreTrainedModel):
+    """A transformers model whose FFNs are mixtures. What a backbone adds is in its own file."""
+
+    collects_aux_loss: ClassVar[bool] = True
+    """``forward`` adds the auxiliary losses to the loss: ``intbmoe.connect`` need not."""
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _version = 0  # of a parameter, when the counts of the unfinished step began
+
+    def post_init(self) -> None:
+        shapes = self.config.state_shapes or {}
+        for _, layer in moe_layers(self):
+            for tensor in wide_tensors(layer).values():  # a half-precision default type made these too
+                tensor.data = wide(tensor.data)
+            layer.fit_state({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, "")
+        # By the names of the layer and of its part; from_pretrained finds them in any layer.
+        named = ((path.rpartition(".")[2], wide_tensors(layer)) for path, layer in moe_layers(self))
+        self._keep_in_fp32_modules_strict = sorted({f"{own}.{name}" for own, tensors in named for name in tensors})
+        super().post_init()
+
+    # How weights start, and what a checkpoint brings.
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # Children come first, and transformers has written its own start into those it knows. Its rule for code that is
+        # not its own would pass over a layer without parameters of its own, such as most mixtures.
+        if isinstance(module, MoELayer):
+            self._start(module)
+        else:
+            super()._initialize_weights(module, is_custom_code)
+
+    def _start(self, module: nn.Module) -> None:
+        """Give ``module`` its own start, except for what a checkpoint has brought."""
+        if getattr(module, "_is_hf_initialized", False):
+            return
+        tensors = (*module.parameters(), *module.buffers())
+        loaded = [(tensor, tensor.clone()) for tensor in tensors if getattr(tensor, "_is_hf_initialized", False)]
+        if len(loaded) < len(tensors):
+            self._reset(module)
+        for tensor, value in loaded:
+            tensor.copy_(value)
+        module._is_hf_initialized = True
+
+    def _reset(self, module: nn.Module) -> None:
+        module.reset_parameters()
+
+    @classmethod
+    def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
+        loaded = super().from_pretrained(*arguments, **options)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for _, layer in moe_layers(model):  # which load_state_dict would do
+            layer.fit_state(layer.state_dict(), "")
+        return loaded
+
+    def save_pretrained(self, *arguments: Any, **options: Any) -> Any:
+        self.config.state_shapes = state_shapes(self)
+        return super().save_pretrained(*arguments, **options)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing: the configuration writes the entries of all classes, and no copy of the source."""
+
+    # Training.
+
+    def collect_losses(self, loss: Tensor, counted: Tensor | None = None, items: Any = None) -> tuple[Tensor, Any]:
+        """The loss with the auxiliary losses of this forward, and these alone; None outside training.
+
+        Where a trainer divides the loss by the ``items`` of several micro-batches, of which this one has ``counted``,
+        their auxiliary losses are averaged likewise.
+        """
+        if not (self.training and torch.is_grad_enabled() and any(moe_layers(self))):
+            return loss, None
+        self._require_steps()
+        auxiliary = aux_loss(self)
+        share = 1 if items is None or counted is None else counted / items
+        return loss + (share * auxiliary).to(loss.device), auxiliary
+
+    def _require_steps(self) -> None:
+        """Raise where the optimizer has stepped, and a method that moves state between steps was not told."""
+        if torch.compiler.is_compiling():
+            return
+        version = next((weight._version for weight in self.parameters() if weight.requires_grad), 0)
+        waiting = [layer for _, layer in moe_layers(self) if layer.statistics.pending and moves_state(layer)]
+        if waiting and version != self._version:
+            raise RuntimeError(
+                f"{type(waiting[0]).__name__} moves state between optimizer steps, and was not told of the last: train "
+                f"with callbacks=[intbmoe.huggingface.MixtureCallback()], or call intbmoe.before_step and after_step"
+            )
+        if not waiting:
+            self._version = version
+
+    # Inference.
+
+    def precompose(self, dtype: torch.dtype | None = None) -> Self:
+        """A copy for inference: IntBMoE's blocks composed, E gone. ``save_pretrained`` writes it as any other."""
+        served = precompose(self, dtype).eval()
+        served.config = copy.deepcopy(self.config)
+        served.config.precomposed = True
+        for module in served.modules():
+            if isinstance(getattr(module, "config", None), type(self.config)):
+                module.config = served.config
+        return served
+
+
+def wide_tensors(layer: MoELayer) -> dict[str, Tensor]:
+    """By name, what a half-precision model keeps in float32: what decides where tokens go; of composed layers all but
+    the large weights, as ``precompose(dtype)`` leaves it."""
+    kept = {id(tensor) for tensor in layer.kept_wide()}
+    tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    if isinstance(layer, ComposedMoE):
+        return {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in COMPOSED}
+    return {name: tensor for name, tensor in tensors.items() if id(tensor) in kept}
+
+
+def moves_state(layer: MoELayer) -> bool:
+    """Whether the method does anything before or after an optimizer step."""
+    hooks = ("family_before_step", "family_after_step")
+    return any(getattr(type(layer), hook).__func__ is not getattr(MoELayer, hook).__func__ for hook in hooks)
+
+
+def state_shapes(model: nn.Module) -> dict[str, list[int]] | None:
+    """Of buffers whose shapes follow from the length of a run, as MASS's: a layer of the Config has others."""
+    shapes = {}
+    for _, layer in moe_layers(model):
+        with torch.device("meta"):
+            fresh = dict(type(layer)(layer.config).named_buffers())
+        own = {name: buffer.shape for name, buffer in layer.named_buffers()}
+        shapes |= {name: list(shape) for name, shape in own.items() if name in fresh and fresh[name].shape != shape}
+    return shapes or None

@@ -1,0 +1,5 @@
+"""torchvision is helped before any test file imports transformers."""
+
+from intbmoe.foreign import import_torchvision
+
+import_torchvision(required=False)
