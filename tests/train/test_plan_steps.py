@@ -6,6 +6,7 @@ import pytest
 from tiny_task import tiny_recipe
 
 from intbmoe.layer import moe_layers
+from intbmoe.tasks import make_task
 from intbmoe.train import load, train
 from intbmoe.train.build import build
 from intbmoe.train.distribution import Ranks
@@ -19,7 +20,7 @@ def with_options(recipe, **options):
 @pytest.mark.parametrize("epochs", [2.0, 4.0])
 def test_the_phases_of_mass_follow_the_number_of_steps(epochs):
     recipe = with_options(tiny_recipe("mass", epochs=epochs), window=None, warmup=None, expansion=0.3)
-    built = build(recipe, Ranks())
+    built = build(make_task(recipe), Ranks())
     assert built.plan.steps == 5 * epochs
     for _, layer in moe_layers(built.model):
         assert layer.plan.tolist() == [100, 200, int(0.3 * built.plan.steps)]
@@ -27,7 +28,7 @@ def test_the_phases_of_mass_follow_the_number_of_steps(epochs):
 
 def test_the_pool_of_dynmoe_is_final_after_its_share():
     recipe = with_options(tiny_recipe("dynmoe"), adaptation=0.4)
-    built = build(recipe, Ranks())
+    built = build(make_task(recipe), Ranks())
     assert [int(layer.end) for _, layer in moe_layers(built.model)] == [4, 4]
 
 

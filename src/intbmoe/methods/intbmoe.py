@@ -264,9 +264,10 @@ class IntBMoE(BlockLayer):
         if self.filter is not None:
             token_filter, code_filter = self.filter.weight.split([self.config.dim, self.config.code_width], dim=1)
             block_filter = linear(codes, code_filter, self.filter.bias).to(dtype)
+        how = dtype, backend, self.recompute
         return Blocks(
-            weights=tuple(pool(coefficients, dtype, backend, self.recompute) for pool in self.pools),
-            biases=tuple(pool.biases(coefficients, backend) for pool in self.pools),
+            weights=tuple(pool(coefficients, "weights", *how) for pool in self.pools),
+            biases=tuple(pool(coefficients, "biases", *how) for pool in self.pools),
             token_filter=token_filter,
             block_filter=block_filter,
             **self._row_parameters(),
