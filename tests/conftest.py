@@ -17,7 +17,8 @@ hypothesis.settings.register_profile("any machine", deadline=None, suppress_heal
 hypothesis.settings.load_profile("any machine")
 
 LONG = ("test_analyse", "test_compare", "test_cost_causal", "test_fused", "test_grouped_mm_fused", "test_fused_layer")
-LONG += ("test_server", "test_processes", "test_reload", "test_comparison_report", "test_preparation", "test_inttravel")
+LONG += ("test_server", "test_processes", "test_reload", "test_comparison_page", "test_preparation", "test_inttravel")
+LONG += ("test_your_data_docs", "test_contract", "test_docs", "test_run", "test_travel", "test_adding_a_task")
 
 
 def pytest_collection_modifyitems(items):

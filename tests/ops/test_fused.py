@@ -212,10 +212,10 @@ def test_rows_in_pieces(device, pieces, gate, monkeypatch):
 
 @on_device
 @gates
-@pytest.mark.parametrize(("routing", "width"), [("masked", 44), ("one", 700)])
-def test_rows_too_wide_for_registers(device, gate, routing, width, monkeypatch):
+@pytest.mark.parametrize(("routing", "tokens", "width"), [("masked", 37, 44), ("one", 5, 700)])
+def test_rows_too_wide_for_registers(device, gate, routing, tokens, width, monkeypatch):
     monkeypatch.setattr(fused_gate, "WIDE", 0)
-    test_gated_rows(device, routing, 37, width, gate)
+    test_gated_rows(device, routing, tokens, width, gate)
 
 
 @on_device
