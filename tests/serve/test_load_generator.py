@@ -144,7 +144,7 @@ def test_what_is_sent_to_warm_up_does_not_count():
         step = run(server, warm_s=0.5)
         assert step.due == step.answered == 100
         assert server.requests == 200
-    assert 100 < step.throughput < 240  # a busy machine answers some of them later
+    assert 0 < step.throughput <= 200  # those of the warm-up would make it 400; some may be answered after the window
 
 
 def test_arrivals_follow_rate_and_seed():
