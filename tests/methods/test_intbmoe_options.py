@@ -1,4 +1,6 @@
-"""IntBMoE's forms that only the authors' released module has: against its vectors, and what else must follow them.
+"""IntBMoE's forms that only the authors' released module has: against vectors, and what else must follow them.
+
+The vectors come from a separate transcription of that module, written from its source, not from a run of it.
 
 ``golden/options/released.safetensors`` was made with that module in float64, a small layer for each option: input,
 mask, output, parameters under its names, and the gradients of ``(y * probe).sum()``.
