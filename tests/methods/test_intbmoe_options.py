@@ -1,9 +1,8 @@
 """IntBMoE's forms that only the authors' released module has: against vectors, and what else must follow them.
 
-The vectors come from a separate transcription of that module, written from its source, not from a run of it.
-
-``golden/options/released.safetensors`` was made with that module in float64, a small layer for each option: input,
-mask, output, parameters under its names, and the gradients of ``(y * probe).sum()``.
+``golden/options/released.safetensors`` was made in float64 with a separate transcription of that module, written from
+its source: a small layer for each option, with input, mask, output, parameters under the authors' names, and the
+gradients of ``(y * probe).sum()``.
 """
 
 import copy
