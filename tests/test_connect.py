@@ -132,6 +132,34 @@ def test_recomputation_under_another_mask_is_refused():
         first.backward()
 
 
+def test_encoder_and_decoder_have_masks_of_their_own():
+    sizes = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=40, **sizes)).eval()
+    for stack in (model.encoder, model.decoder):
+        stack.block[0].layer[-1].DenseReluDense = intbmoe.create("switch", 16, 24, experts=4)
+    model.eval()
+    intbmoe.connect(model)
+    ids, decoded = torch.randint(1, 40, (2, 9)), torch.randint(1, 40, (2, 5))
+    mask, decoded_mask = torch.ones_like(ids), torch.ones_like(decoded)
+    mask[0, 6:] = 0
+    decoded_mask[1, 4:] = 0
+    for given in ({}, {"decoder_attention_mask": decoded_mask}):
+        with intbmoe.record_routing(model) as log:
+            model(input_ids=ids, attention_mask=mask, decoder_input_ids=decoded, **given)
+        encoder, decoder = (entry.ids.view(2, -1) >= 0 for entry in log.values())
+        assert torch.equal(encoder, mask.bool())
+        assert torch.equal(decoder, decoded_mask.bool() if given else torch.ones_like(decoder))
+
+
+def test_a_mask_that_does_not_fit_is_told():
+    model = llama(jitter=0.0).eval()
+    intbmoe.connect(model)
+    layer = model.model.layers[0].mlp
+    model(**batch())
+    with pytest.warns(UserWarning, match=r"mask of shape \(4, 9\) does not fit the tokens \(4, 11\)"):
+        layer(torch.randn(4, 11, 16, dtype=torch.float64))
+
+
 def test_removed_hooks_leave_nothing_behind():
     model = llama(jitter=0.0).eval()
     before = model(**batch()).logits
@@ -152,7 +180,7 @@ def test_an_optimizer_is_found_inside_wrappers():
     accelerate = pytest.importorskip("accelerate")
     model = llama("deepseek").train()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    wrapped = accelerate.optimizer.AcceleratedOptimizer(optimizer)
+    wrapped = accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer)
     assert isinstance(wrapped, torch.optim.Optimizer)
     intbmoe.connect(model, wrapped)
     model(**batch()).loss.backward()

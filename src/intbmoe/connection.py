@@ -12,6 +12,7 @@ In a training loop of one's own, ``steps.py`` does the last two and ``layer(x, m
 """
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,8 @@ from intbmoe.layer import MoELayer, moe_layers
 from intbmoe.statistics import recomputing
 from intbmoe.steps import after_step, aux_loss, before_step
 
-MASKS = ("attention_mask", "decoder_attention_mask", "padding_mask", "mask")
+DECODER_MASK = "decoder_attention_mask"
+MASKS = ("attention_mask", DECODER_MASK, "padding_mask", "mask")
 """Arguments of a host's forward that may say which tokens are valid: 1 or True for those that are."""
 
 
@@ -46,7 +48,9 @@ class Connection:
             raise ValueError(f"{type(model).__name__} holds no MoE layer: put them in first (intbmoe.create makes one)")
         self.model = model
         self._names = list(inspect.signature(model.forward).parameters)
-        self._masks: list[Tensor] = []
+        self._masks: dict[str, Tensor] = {}
+        both = DECODER_MASK in self._names  # an encoder and a decoder, each with a mask of its own
+        self._of_decoder = {layer for name, layer in moe_layers(model) if both and "decoder" in name.split(".")}
         self._forwards, self._backward = 0, False  # forwards with different masks since the last recomputation
         self._again: Callable[[], Any] | None = None
         self._hooks: list[Any] = [
@@ -70,7 +74,7 @@ class Connection:
         """Take all hooks away."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._masks, self._again = [], [], None
+        self._hooks, self._masks, self._again = [], {}, None
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
@@ -90,8 +94,8 @@ class Connection:
 
     def _before_forward(self, model: nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
         given = {**dict(zip(self._names, arguments, strict=False)), **options}
-        found = [given[name] for name in MASKS if isinstance(given.get(name), Tensor) and given[name].dim() == 2]
-        new = len(found) != len(self._masks) or any(a is not b for a, b in zip(found, self._masks, strict=True))
+        found = {name: given[name] for name in MASKS if isinstance(given.get(name), Tensor) and given[name].dim() == 2}
+        new = found.keys() != self._masks.keys() or any(found[name] is not self._masks[name] for name in found)
         self._forwards, self._backward = 1 if self._backward else self._forwards + new, False
         self._masks = found
         if model.training:
@@ -107,16 +111,23 @@ class Connection:
                     "activation checkpointing runs a layer again, but the model has since run with another mask: call "
                     "backward after each forward, or hand the layers their mask yourself"
                 )
-        mask = self._fitting(arguments[0] if arguments else options["x"])
+        mask = self._fitting(arguments[0] if arguments else options["x"], layer)
         return None if mask is None else (arguments, {**options, "mask": mask})
 
-    def _fitting(self, x: Tensor) -> Tensor | None:
+    def _fitting(self, x: Tensor, layer: MoELayer) -> Tensor | None:
         """The mask of the tokens ``x``: of the whole text, or of its last tokens where earlier ones are in a cache."""
-        for mask in self._masks:
+        masks = [mask for name, mask in self._masks.items() if (name == DECODER_MASK) == (layer in self._of_decoder)]
+        for mask in masks:
             if x.dim() == 3 and x.shape[0] == mask.shape[0] and x.shape[1] <= mask.shape[1]:
                 return mask[:, mask.shape[1] - x.shape[1] :].bool()
             if x.dim() == 2 and x.shape[0] == mask.numel():
                 return mask.reshape(-1).bool()
+        if masks and not torch.compiler.is_compiling():
+            warnings.warn(
+                f"the model's mask of shape {tuple(masks[0].shape)} does not fit the tokens {tuple(x.shape[:-1])} of a "
+                f"{type(layer).__name__}: padding among them counts; hand such a layer its mask yourself",
+                stacklevel=2,
+            )
         return None
 
     def _after_forward(self, model: nn.Module, arguments: tuple, options: dict[str, Any], output: Any) -> Any:
