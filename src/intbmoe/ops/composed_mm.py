@@ -13,19 +13,8 @@ from torch.utils.flop_counter import register_flop_formula
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.compose import Coefficients, compose
 from intbmoe.ops.grouped_mm import grouped_mm, grouped_outer
-from intbmoe.ops.triton_support import differentiable_once
+from intbmoe.ops.operation import define
 from intbmoe.precision import wide
-
-torch.library.define(
-    "intbmoe::composed_mm",
-    "(Tensor z, Tensor value, Tensor? gate, Tensor pool, Tensor ends, float factor, bool complete, str backend) "
-    "-> Tensor",
-)
-torch.library.define(
-    "intbmoe::composed_mm_backward",
-    "(Tensor grad, Tensor z, Tensor value, Tensor? gate, Tensor pool, Tensor ends, float factor, bool complete, "
-    "str backend) -> (Tensor, Tensor, Tensor, Tensor)",
-)
 
 
 @dataclass(frozen=True)
@@ -47,29 +36,28 @@ def multiply(z: Tensor, weight: Tensor | Pooled, ends: Tensor, backend: Backend,
     if isinstance(weight, Tensor):
         return grouped_mm(z, weight, ends, backend, complete=complete)
     value, gate, factor = weight.coefficients
-    return torch.ops.intbmoe.composed_mm(z, value, gate, weight.pool, ends, factor, complete, backend)
+    return _composed_mm(z, value, gate, weight.pool, ends, factor, complete, backend)
 
 
-@torch.library.impl("intbmoe::composed_mm", "default")
 def _run(z, value, gate, pool, ends, factor, complete, backend):
     weight = compose(Coefficients(value, gate, factor), pool, z.dtype, backend)
     return grouped_mm(z, weight, ends, backend, complete=complete)
 
 
-@torch.library.register_fake("intbmoe::composed_mm")
 def _fake(z, value, gate, pool, ends, factor, complete, backend):
     weight = Pooled(Coefficients(value, gate, factor), pool)
     return grouped_mm(z, z.new_empty(weight.shape), ends, backend, complete=complete)
 
 
-@torch.library.impl("intbmoe::composed_mm_backward", "default")
 def _run_backward(grad, z, value, gate, pool, ends, factor, complete, backend):
     weight = compose(Coefficients(value, gate, factor), pool, z.dtype, backend)
     z_grad = grouped_mm(grad, weight.transpose(1, 2), ends, backend, complete=complete)
     del weight
     weight_grad = grouped_outer(z, grad, ends, backend)
     if backend == "fused":
-        rows, pool_grad = torch.ops.intbmoe.compose_backward(weight_grad, value, gate, pool, factor)
+        from intbmoe.ops.compose.fused import compose_gradient
+
+        rows, pool_grad = compose_gradient(weight_grad, value, gate, pool, factor)
         return z_grad, rows[: len(value)].clone(), rows[len(value) :].clone(), pool_grad
     bases = wide(pool).flatten(1)
     pool_grad = torch.zeros_like(bases)
@@ -82,7 +70,6 @@ def _run_backward(grad, z, value, gate, pool, ends, factor, complete, backend):
     return z_grad, rows[0], gate_grad, pool_grad.view_as(pool).to(pool.dtype)
 
 
-@torch.library.register_fake("intbmoe::composed_mm_backward")
 def _fake_backward(grad, z, value, gate, pool, ends, factor, complete, backend):
     weight = z.new_empty(Pooled(Coefficients(value, gate, factor), pool).shape).transpose(1, 2)
     z_grad = grouped_mm(grad, weight, ends, backend, complete=complete)
@@ -98,14 +85,28 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grad):
     z, value, gate, pool, ends = ctx.saved_tensors
-    z_grad, value_grad, gate_grad, pool_grad = torch.ops.intbmoe.composed_mm_backward(
+    z_grad, value_grad, gate_grad, pool_grad = _composed_gradient(
         grad, z, value, gate, pool, ends, ctx.factor, ctx.complete, ctx.backend
     )
     return z_grad, value_grad, None if gate is None else gate_grad, pool_grad, None, None, None, None
 
 
-torch.library.register_autograd("intbmoe::composed_mm", _differentiate, setup_context=_save)
-differentiable_once("intbmoe::composed_mm_backward")
+_composed_mm = define(
+    "composed_mm",
+    "(Tensor z, Tensor value, Tensor? gate, Tensor pool, Tensor ends, float factor, bool complete, str backend) "
+    "-> Tensor",
+    _run,
+    _fake,
+    _save,
+    _differentiate,
+)
+_composed_gradient = define(
+    "composed_mm_backward",
+    "(Tensor grad, Tensor z, Tensor value, Tensor? gate, Tensor pool, Tensor ends, float factor, bool complete, "
+    "str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)
 
 
 def _products(value_shape: tuple, gate_shape: tuple | None, pool_shape: tuple, rows: int) -> tuple[int, int]:

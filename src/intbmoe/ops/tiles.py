@@ -5,13 +5,15 @@ How many programs a group needs is known on the device alone: there are ⌈M / R
 and each finds its group and rows from the groups' ends.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from intbmoe.ops.triton_support import on_device, power_of_2
+from intbmoe.ops.launch import launch
+from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 ENOUGH_PROGRAMS = 512  # to keep a large GPU busy
 
@@ -31,17 +33,22 @@ class Tiling(NamedTuple):
 
     def tile(self, width: int) -> dict[str, int]:
         """Launch arguments of a program with one tile: rows, columns of a piece of them rounded up, and warps."""
-        pieces = self.cut(width)
-        block = power_of_2(-(-width // pieces), 16)
-        rows = power_below(self.elements // (pieces * block))
-        warps = power_below(rows * pieces * block // (32 * self.per_lane))
-        return {"TILE": rows, "BLOCK": block, "num_warps": min(16, warps)}
+        return dict(_tile(self, width))
 
     def chunk(self, width: int, rows: int) -> dict[str, int]:
         """As ``tile``, for several tiles. Few rows make small programs, so that all multiprocessors have some."""
         sizes = self.tile(width)
         tiles = min(self.tiles, power_below(rows // (sizes["TILE"] * ENOUGH_PROGRAMS)))
         return {**sizes, "ROWS": sizes["TILE"] * tiles, "STAGES": min(self.stages, tiles)}
+
+
+@cache
+def _tile(tiling: Tiling, width: int) -> dict[str, int]:
+    pieces = tiling.cut(width)
+    block = power_of_2(-(-width // pieces), 16)
+    rows = power_below(tiling.elements // (pieces * block))
+    warps = power_below(rows * pieces * block // (32 * tiling.per_lane))
+    return {"TILE": rows, "BLOCK": block, "num_warps": min(16, warps)}
 
 
 def power_below(number: int) -> int:
@@ -104,9 +111,9 @@ def sum_partials(partials: Tensor, ends: Tensor, rows: int) -> Tensor:
     groups, width = ends.shape[0], partials.shape[1]
     sums = partials.new_empty(groups, width)
     block = min(power_of_2(width, 16), 128)
-    with on_device(partials):
-        _sum_partials[groups, triton.cdiv(width, block)](
-            partials, sums, ends, width,
-            GROUPS=groups, PADDED=power_of_2(groups), ROWS=rows, TILE=32, BLOCK=block,
-        )  # fmt: skip
+    launch(
+        _sum_partials, (groups, ceil_div(width, block)),
+        partials, sums, ends, width,
+        GROUPS=groups, PADDED=power_of_2(groups), ROWS=rows, TILE=32, BLOCK=block,
+    )  # fmt: skip
     return sums

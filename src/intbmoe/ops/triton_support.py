@@ -1,7 +1,5 @@
 """What Triton's kernels share on the host's side; needs no Triton itself."""
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
@@ -11,25 +9,6 @@ ALIGNMENT = 16  # bytes that a row's start must be a multiple of: the grouped GE
 def in_rows(x: Tensor) -> Tensor:
     """``x`` (M, c) with the entries of a row one after another; itself where they are."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
-def differentiable_once(name: str) -> None:
-    """Make the operation ``name``, a backward pass, refuse to be differentiated, instead of giving no gradient."""
-
-    def refuse(ctx, *grads):
-        raise RuntimeError(
-            f"{name} has no derivative of its own: for second derivatives use plain torch, "
-            f"layer.backend = 'grouped' or the environment variable INTBMOE_TRITON=0"
-        )
-
-    torch.library.register_autograd(name, refuse, setup_context=lambda ctx, inputs, output: None)
-
-
-def on_device(x: Tensor) -> AbstractContextManager:
-    """A context in which kernels start on the device of ``x``."""
-    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(x.device)
 
 
 def aligned(width: int, dtype: torch.dtype) -> int:
@@ -52,3 +31,8 @@ def empty_matrices(like: Tensor, count: int, rows: int, width: int, dtype: torch
 def power_of_2(number: int, least: int = 1) -> int:
     """The smallest power of two that is at least ``number`` and ``least``."""
     return max(1 << max(number - 1, 0).bit_length(), least)
+
+
+def ceil_div(number: int, size: int) -> int:
+    """``number / size`` rounded up. Triton's own takes longer on the host than a launch."""
+    return -(-number // size)

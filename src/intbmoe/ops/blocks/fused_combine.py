@@ -14,23 +14,14 @@ from torch import Tensor
 
 from intbmoe.ops.blocks.fused_dprg import gate_gradients, inverse_rms, rms_gradient
 from intbmoe.ops.blocks.naive import RMS_EPS
+from intbmoe.ops.launch import launch
+from intbmoe.ops.operation import define
 from intbmoe.ops.permute import Permutation
 from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sum_partials
-from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device, power_of_2
+from intbmoe.ops.triton_support import ceil_div, empty_rows, in_rows, power_of_2
 
 FORWARD = Tiling(elements=512, per_lane=8)
 BACKWARD = Tiling(elements=512, per_lane=16, tiles=32, stages=3)
-
-torch.library.define(
-    "intbmoe::gated_combine",
-    "(Tensor rows, Tensor bias, Tensor? gain, Tensor? scale, Tensor weights, Tensor? shared, Tensor token, "
-    "Tensor choice, Tensor inverse, Tensor group, Tensor ends, ScalarType dtype) -> (Tensor, Tensor)",
-)
-torch.library.define(
-    "intbmoe::gated_combine_backward",
-    "(Tensor grad, Tensor rows, Tensor statistics, Tensor bias, Tensor? gain, Tensor? scale, Tensor weights, "
-    "Tensor token, Tensor choice, Tensor ends) -> (Tensor, Tensor, Tensor)",
-)
 
 
 def gated_combine(
@@ -44,7 +35,7 @@ def gated_combine(
     dtype: torch.dtype,
 ) -> Tensor:
     """(M, P·o) rows sorted by group, (N, k) weights, (N, o) ``shared`` → (N, o) in ``dtype``; no group adds nothing."""
-    return torch.ops.intbmoe.gated_combine(rows, bias, gain, scale, weights, shared, *plan[:5], dtype)[0]
+    return _gated_combine(rows, bias, gain, scale, weights, shared, *plan[:5], dtype)[0]
 
 
 @triton.jit
@@ -147,7 +138,6 @@ def _gated_combine_backward(
         tl.store(partial + column, tl.sum(bias_sum, 0), mask=inside)
 
 
-@torch.library.impl("intbmoe::gated_combine", "default")
 def _run(rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, dtype):
     tokens, choices = inverse.shape
     out, statistics = _allocate(rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, dtype)
@@ -155,24 +145,22 @@ def _run(rows, bias, gain, scale, weights, shared, token, choice, inverse, group
     rows, weights, shared = in_rows(rows), weights.contiguous(), None if shared is None else shared.contiguous()
     sizes = FORWARD.tile(width)
     if tokens:
-        with on_device(rows):
-            _gated_combine_forward[(triton.cdiv(tokens, sizes["TILE"]),)](
-                rows, bias, gain, scale, weights, shared, inverse, group, ends, out, statistics,
-                tokens, ROW_STRIDE=rows.stride(0), WIDTH=width,
-                GATE=gain is not None, SHARED=shared is not None, CHOICES=choices, GROUPS=ends.shape[0],
-                RMS_EPS=RMS_EPS, **sizes,
-            )  # fmt: skip
+        launch(
+            _gated_combine_forward, (ceil_div(tokens, sizes["TILE"]),),
+            rows, bias, gain, scale, weights, shared, inverse, group, ends, out, statistics,
+            tokens, ROW_STRIDE=rows.stride(0), WIDTH=width,
+            GATE=gain is not None, SHARED=shared is not None, CHOICES=choices, GROUPS=ends.shape[0],
+            RMS_EPS=RMS_EPS, **sizes,
+        )  # fmt: skip
     return out, statistics
 
 
-@torch.library.register_fake("intbmoe::gated_combine")
 def _allocate(rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, dtype):
     width = rows.shape[1] if gain is None else rows.shape[1] // 2
     out = rows.new_empty(inverse.shape[0], width, dtype=dtype)
     return out, rows.new_empty(rows.shape[0], dtype=torch.float32)
 
 
-@torch.library.impl("intbmoe::gated_combine_backward", "default")
 def _run_backward(grad, rows, statistics, bias, gain, scale, weights, token, choice, ends):
     count, groups = rows.shape[0], ends.shape[0]
     row_grad, weight_grad, sums = _allocate_backward(
@@ -186,16 +174,15 @@ def _run_backward(grad, rows, statistics, bias, gain, scale, weights, token, cho
     number = programs(count, groups, sizes["ROWS"])
     grad, rows, weights = in_rows(grad), in_rows(rows), weights.contiguous()
     partials = sums.new_empty(number, sums.shape[1])
-    with on_device(rows):
-        _gated_combine_backward[(number,)](
-            grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, row_grad, weight_grad, partials,
-            GRAD_STRIDE=grad.stride(0), ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), WIDTH=width,
-            GATE=gain is not None, GROUPS=groups, PADDED=power_of_2(groups), **sizes,
-        )  # fmt: skip
+    launch(
+        _gated_combine_backward, (number,),
+        grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, row_grad, weight_grad, partials,
+        GRAD_STRIDE=grad.stride(0), ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), WIDTH=width,
+        GATE=gain is not None, GROUPS=groups, PADDED=power_of_2(groups), **sizes,
+    )  # fmt: skip
     return row_grad, weight_grad, sum_partials(partials, ends, sizes["ROWS"])
 
 
-@torch.library.register_fake("intbmoe::gated_combine_backward")
 def _allocate_backward(grad, rows, statistics, bias, gain, scale, weights, token, choice, ends):
     columns = rows.shape[1] if gain is None else rows.shape[1] + gain.shape[0] + 1
     sums = rows.new_empty(ends.shape[0], columns, dtype=torch.float32)
@@ -210,7 +197,7 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grad, _):
     gain = ctx.saved_tensors[3]
-    row_grad, weight_grad, sums = torch.ops.intbmoe.gated_combine_backward(grad, *ctx.saved_tensors)
+    row_grad, weight_grad, sums = _combine_gradient(grad, *ctx.saved_tensors)
     columns = row_grad.shape[1]
     gain_grad = scale_grad = None
     if gain is not None:
@@ -221,5 +208,19 @@ def _differentiate(ctx, grad, _):
     return row_grad, sums[:, :columns], gain_grad, scale_grad, weight_grad, shared_grad, *plan
 
 
-torch.library.register_autograd("intbmoe::gated_combine", _differentiate, setup_context=_save)
-differentiable_once("intbmoe::gated_combine_backward")
+_gated_combine = define(
+    "gated_combine",
+    "(Tensor rows, Tensor bias, Tensor? gain, Tensor? scale, Tensor weights, Tensor? shared, Tensor token, "
+    "Tensor choice, Tensor inverse, Tensor group, Tensor ends, ScalarType dtype) -> (Tensor, Tensor)",
+    _run,
+    _allocate,
+    _save,
+    _differentiate,
+)
+_combine_gradient = define(
+    "gated_combine_backward",
+    "(Tensor grad, Tensor rows, Tensor statistics, Tensor bias, Tensor? gain, Tensor? scale, Tensor weights, "
+    "Tensor token, Tensor choice, Tensor ends) -> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    _allocate_backward,
+)

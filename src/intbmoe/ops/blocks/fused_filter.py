@@ -8,28 +8,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from intbmoe.ops.launch import launch
+from intbmoe.ops.operation import define
 from intbmoe.ops.permute import Permutation
 from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sum_partials
-from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device, power_of_2
+from intbmoe.ops.triton_support import ceil_div, empty_rows, in_rows, power_of_2
 
 TOKENS = Tiling(elements=512, per_lane=8)
 BLOCKS = Tiling(elements=512, per_lane=16, tiles=32, stages=3)
 
-torch.library.define(
-    "intbmoe::filter_rows",
-    "(Tensor x, Tensor? token_term, Tensor? block_term, Tensor token, Tensor inverse, Tensor group, Tensor ends) "
-    "-> Tensor",
-)
-torch.library.define(
-    "intbmoe::filter_rows_backward",
-    "(Tensor grad, Tensor x, Tensor? token_term, Tensor? block_term, Tensor token, Tensor inverse, Tensor group, "
-    "Tensor ends) -> (Tensor, Tensor, Tensor)",
-)
-
 
 def filter_rows(x: Tensor, token_term: Tensor | None, block_term: Tensor | None, plan: Permutation) -> Tensor:
     """(N, d) tokens → (M, d) rows sorted by group, filtered where there are terms; uninitialised after the last."""
-    return torch.ops.intbmoe.filter_rows(x, token_term, block_term, plan.token, plan.inverse, plan.group, plan.ends)
+    return _filter_rows(x, token_term, block_term, plan.token, plan.inverse, plan.group, plan.ends)
 
 
 @triton.jit
@@ -123,29 +114,26 @@ def _laid_out(x, token_term, block_term):
     return in_rows(x), in_rows(token_term), block_term.contiguous()
 
 
-@torch.library.impl("intbmoe::filter_rows", "default")
 def _run(x, token_term, block_term, token, inverse, group, ends):
     out = _allocate(x, token_term, block_term, token, inverse, group, ends)
     x, token_term, block_term = _laid_out(x, token_term, block_term)
     tokens, choices = inverse.shape
     sizes = TOKENS.tile(x.shape[1])
     if tokens:
-        with on_device(x):
-            _filter_rows_forward[(triton.cdiv(tokens, sizes["TILE"]),)](
-                x, token_term, block_term, inverse, group, ends, out, tokens,
-                X_STRIDE=x.stride(0), TERM_STRIDE=0 if token_term is None else token_term.stride(0),
-                OUT_STRIDE=out.stride(0), WIDTH=x.shape[1],
-                FILTER=token_term is not None, CHOICES=choices, GROUPS=ends.shape[0], **sizes,
-            )  # fmt: skip
+        launch(
+            _filter_rows_forward, (ceil_div(tokens, sizes["TILE"]),),
+            x, token_term, block_term, inverse, group, ends, out, tokens,
+            X_STRIDE=x.stride(0), TERM_STRIDE=0 if token_term is None else token_term.stride(0),
+            OUT_STRIDE=out.stride(0), WIDTH=x.shape[1],
+            FILTER=token_term is not None, CHOICES=choices, GROUPS=ends.shape[0], **sizes,
+        )  # fmt: skip
     return out
 
 
-@torch.library.register_fake("intbmoe::filter_rows")
 def _allocate(x, token_term, block_term, token, inverse, group, ends):
     return empty_rows(x, token.shape[0], x.shape[1])
 
 
-@torch.library.impl("intbmoe::filter_rows_backward", "default")
 def _run_backward(grad, x, token_term, block_term, token, inverse, group, ends):
     x_grad, term_grad, block_grad = _allocate_backward(grad, x, token_term, block_term, token, inverse, group, ends)
     (tokens, width), choices, groups = x.shape, inverse.shape[1], ends.shape[0]
@@ -158,22 +146,22 @@ def _run_backward(grad, x, token_term, block_term, token, inverse, group, ends):
     term_stride = token_term.stride(0) if filtered else 0
     strides = {"GRAD_STRIDE": grad.stride(0), "X_STRIDE": x.stride(0), "TERM_STRIDE": term_stride, "WIDTH": width}
     number = programs(token.shape[0], groups, block_sizes["ROWS"])
-    with on_device(x):
-        _filter_tokens_backward[(triton.cdiv(tokens, sizes["TILE"]),)](
-            grad, x, token_term, block_term, inverse, group, ends, x_grad, term_grad, tokens, **strides,
-            FILTER=filtered, CHOICES=choices, GROUPS=groups, **sizes,
+    launch(
+        _filter_tokens_backward, (ceil_div(tokens, sizes["TILE"]),),
+        grad, x, token_term, block_term, inverse, group, ends, x_grad, term_grad, tokens, **strides,
+        FILTER=filtered, CHOICES=choices, GROUPS=groups, **sizes,
+    )  # fmt: skip
+    if filtered:
+        partials = block_grad.new_empty(number, width)
+        launch(
+            _filter_blocks_backward, (number,),
+            grad, x, token_term, block_term, token, ends, partials, **strides,
+            GROUPS=groups, PADDED=power_of_2(groups), **block_sizes,
         )  # fmt: skip
-        if filtered:
-            partials = block_grad.new_empty(number, width)
-            _filter_blocks_backward[(number,)](
-                grad, x, token_term, block_term, token, ends, partials, **strides,
-                GROUPS=groups, PADDED=power_of_2(groups), **block_sizes,
-            )  # fmt: skip
-            block_grad = sum_partials(partials, ends, block_sizes["ROWS"])
+        block_grad = sum_partials(partials, ends, block_sizes["ROWS"])
     return x_grad, term_grad, block_grad
 
 
-@torch.library.register_fake("intbmoe::filter_rows_backward")
 def _allocate_backward(grad, x, token_term, block_term, token, inverse, group, ends):
     (tokens, width), filtered = x.shape, token_term is not None
     term_grad = x.new_empty(tokens if filtered else 0, width)
@@ -183,7 +171,7 @@ def _allocate_backward(grad, x, token_term, block_term, token, inverse, group, e
 
 def _differentiate(ctx, grad):
     block_term = ctx.saved_tensors[2]
-    x_grad, term_grad, block_grad = torch.ops.intbmoe.filter_rows_backward(grad, *ctx.saved_tensors)
+    x_grad, term_grad, block_grad = _filter_gradient(grad, *ctx.saved_tensors)
     if block_term is None:
         term_grad = block_grad = None
     else:
@@ -191,9 +179,23 @@ def _differentiate(ctx, grad):
     return x_grad, term_grad, block_grad, None, None, None, None
 
 
-torch.library.register_autograd(
-    "intbmoe::filter_rows",
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+_filter_rows = define(
+    "filter_rows",
+    "(Tensor x, Tensor? token_term, Tensor? block_term, Tensor token, Tensor inverse, Tensor group, Tensor ends) "
+    "-> Tensor",
+    _run,
+    _allocate,
+    _save,
     _differentiate,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
-differentiable_once("intbmoe::filter_rows_backward")
+_filter_gradient = define(
+    "filter_rows_backward",
+    "(Tensor grad, Tensor x, Tensor? token_term, Tensor? block_term, Tensor token, Tensor inverse, Tensor group, "
+    "Tensor ends) -> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    _allocate_backward,
+)

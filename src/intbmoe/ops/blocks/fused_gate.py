@@ -20,8 +20,10 @@ from torch import Tensor
 from intbmoe.ops.blocks import fused_gate_wide
 from intbmoe.ops.blocks.fused_dprg import gate_gradients
 from intbmoe.ops.blocks.naive import RMS_EPS
+from intbmoe.ops.launch import launch
+from intbmoe.ops.operation import define
 from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sum_partials
-from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device, power_of_2
+from intbmoe.ops.triton_support import empty_rows, in_rows, power_of_2
 
 # Measured on an H200 at the paper's three widths (benchmarks/gpu.py).
 FORWARD = {
@@ -37,17 +39,6 @@ BACKWARD = {
 WIDE = 3072
 """Columns from which backward is ``fused_gate_wide.py``'s: a program would not hold wider rows in registers."""
 
-torch.library.define(
-    "intbmoe::gated_rows",
-    "(Tensor rows, Tensor bias, Tensor? gain, Tensor? scale, Tensor norm_gain, Tensor norm_shift, Tensor ends, "
-    "float norm_eps) -> (Tensor, Tensor)",
-)
-torch.library.define(
-    "intbmoe::gated_rows_backward",
-    "(Tensor grad, Tensor rows, Tensor statistics, Tensor bias, Tensor? gain, Tensor? scale, Tensor norm_gain, "
-    "Tensor ends) -> (Tensor, Tensor)",
-)
-
 
 def gated_rows(
     rows: Tensor,
@@ -59,7 +50,7 @@ def gated_rows(
     norm_eps: float,
 ) -> Tensor:
     """(M, P·o) rows sorted by group, (G, P·o) biases, (o,) gains, (1,) λ → (M, o), not set after the last group."""
-    return torch.ops.intbmoe.gated_rows(rows, bias, gain, scale, *norm, ends, norm_eps)[0]
+    return _gated_rows(rows, bias, gain, scale, *norm, ends, norm_eps)[0]
 
 
 @triton.jit
@@ -279,29 +270,26 @@ def _sizes(tilings: dict[int | None, Tiling], width: int, count: int) -> dict[st
     return {**tiling.chunk(width, count), "PIECES": tiling.cut(width)}
 
 
-@torch.library.impl("intbmoe::gated_rows", "default")
 def _run(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
     count, width, groups = rows.shape[0], norm_gain.shape[0], ends.shape[0]
     out, statistics = _allocate(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps)
     rows = in_rows(rows)
     sizes = _sizes(FORWARD, width, count)
     if count:
-        with on_device(rows):
-            _gated_rows_forward[(programs(count, groups, sizes["ROWS"]),)](
-                rows, bias, gain, scale, norm_gain, norm_shift, ends, out, statistics, norm_eps,
-                ROW_STRIDE=rows.stride(0), OUT_STRIDE=out.stride(0), WIDTH=width,
-                GATE=gain is not None, RMS_EPS=RMS_EPS, GROUPS=groups, PADDED=power_of_2(groups), **sizes,
-            )  # fmt: skip
+        launch(
+            _gated_rows_forward, (programs(count, groups, sizes["ROWS"]),),
+            rows, bias, gain, scale, norm_gain, norm_shift, ends, out, statistics, norm_eps,
+            ROW_STRIDE=rows.stride(0), OUT_STRIDE=out.stride(0), WIDTH=width,
+            GATE=gain is not None, RMS_EPS=RMS_EPS, GROUPS=groups, PADDED=power_of_2(groups), **sizes,
+        )  # fmt: skip
     return out, statistics
 
 
-@torch.library.register_fake("intbmoe::gated_rows")
 def _allocate(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
     out = empty_rows(rows, rows.shape[0], norm_gain.shape[0])
     return out, rows.new_empty(rows.shape[0], 3, dtype=torch.float32)
 
 
-@torch.library.impl("intbmoe::gated_rows_backward", "default")
 def _run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends):
     count, width, groups = rows.shape[0], norm_gain.shape[0], ends.shape[0]
     row_grad, sums = _allocate_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends)
@@ -314,16 +302,15 @@ def _run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends):
     sizes = _sizes(BACKWARD, width, count)
     number = programs(count, groups, sizes["ROWS"])
     partials = sums.new_empty(number, sums.shape[1])
-    with on_device(rows):
-        _gated_rows_backward[(number,)](
-            grad, rows, statistics, bias, gain, scale, norm_gain, ends, row_grad, partials,
-            GRAD_STRIDE=grad.stride(0), ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), WIDTH=width,
-            GATE=gain is not None, GROUPS=groups, PADDED=power_of_2(groups), **sizes,
-        )  # fmt: skip
+    launch(
+        _gated_rows_backward, (number,),
+        grad, rows, statistics, bias, gain, scale, norm_gain, ends, row_grad, partials,
+        GRAD_STRIDE=grad.stride(0), ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), WIDTH=width,
+        GATE=gain is not None, GROUPS=groups, PADDED=power_of_2(groups), **sizes,
+    )  # fmt: skip
     return row_grad, sum_partials(partials, ends, sizes["ROWS"])
 
 
-@torch.library.register_fake("intbmoe::gated_rows_backward")
 def _allocate_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends):
     width = norm_gain.shape[0]
     scales = fused_gate_wide.scale_columns(width) if width > WIDE else 1
@@ -338,7 +325,7 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grad, _):
     rows, statistics, bias, gain, scale, norm_gain, ends = ctx.saved_tensors
-    row_grad, sums = torch.ops.intbmoe.gated_rows_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends)
+    row_grad, sums = _rows_gradient(grad, rows, statistics, bias, gain, scale, norm_gain, ends)
     width, paths = norm_gain.shape[0], 1 if gain is None else 2
     bias_grad, rest = sums[:, : paths * width], sums[:, paths * width :].sum(0)
     gain_grad = scale_grad = None
@@ -347,5 +334,19 @@ def _differentiate(ctx, grad, _):
     return row_grad, bias_grad, gain_grad, scale_grad, rest[:width], rest[width : 2 * width], None, None
 
 
-torch.library.register_autograd("intbmoe::gated_rows", _differentiate, setup_context=_save)
-differentiable_once("intbmoe::gated_rows_backward")
+_gated_rows = define(
+    "gated_rows",
+    "(Tensor rows, Tensor bias, Tensor? gain, Tensor? scale, Tensor norm_gain, Tensor norm_shift, Tensor ends, "
+    "float norm_eps) -> (Tensor, Tensor)",
+    _run,
+    _allocate,
+    _save,
+    _differentiate,
+)
+_rows_gradient = define(
+    "gated_rows_backward",
+    "(Tensor grad, Tensor rows, Tensor statistics, Tensor bias, Tensor? gain, Tensor? scale, Tensor norm_gain, "
+    "Tensor ends) -> (Tensor, Tensor)",
+    _run_backward,
+    _allocate_backward,
+)

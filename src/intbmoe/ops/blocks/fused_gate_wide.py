@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from intbmoe.ops.blocks.fused_dprg import gate_gradients
+from intbmoe.ops.launch import launch
 from intbmoe.ops.tiles import load_rows, power_below, programs, rows_of_program, sum_partials
-from intbmoe.ops.triton_support import on_device, power_of_2
+from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 # Tried on an H200, with 16 tiles per program; more of them, and so fewer partial sums, were not tried by themselves.
 ROW_TILE, ROW_BLOCK, ROW_WARPS = 4, 512, 4
@@ -157,7 +158,7 @@ def _columns_backward(
 
 def scale_columns(width: int) -> int:
     """How many partial sums of λ's gradient a program's rows have: one for each piece of columns."""
-    return triton.cdiv(width, BLOCK)
+    return ceil_div(width, BLOCK)
 
 
 def run_backward(
@@ -180,14 +181,15 @@ def run_backward(
     parameters = bias, gain, scale, norm_gain, ends
     means = statistics.new_empty(statistics.shape)
     partials = statistics.new_empty(programs(count, groups, TILE * tiles), columns)
-    with on_device(rows):
-        _row_means[(programs(count, groups, ROW_TILE),)](
-            grad, rows, statistics, *parameters, means,
-            **sizes, TILE=ROW_TILE, BLOCK=min(ROW_BLOCK, power_of_2(width, 16)), num_warps=ROW_WARPS,
-        )  # fmt: skip
-        _columns_backward[len(partials), triton.cdiv(width, BLOCK)](
-            grad, rows, statistics, means, *parameters, row_grad, partials,
-            **sizes, ROW_GRAD_STRIDE=row_grad.stride(0), PARTIAL_STRIDE=columns,
-            ROWS=TILE * tiles, TILE=TILE, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+    launch(
+        _row_means, (programs(count, groups, ROW_TILE),),
+        grad, rows, statistics, *parameters, means,
+        **sizes, TILE=ROW_TILE, BLOCK=min(ROW_BLOCK, power_of_2(width, 16)), num_warps=ROW_WARPS,
+    )  # fmt: skip
+    launch(
+        _columns_backward, (len(partials), ceil_div(width, BLOCK)),
+        grad, rows, statistics, means, *parameters, row_grad, partials,
+        **sizes, ROW_GRAD_STRIDE=row_grad.stride(0), PARTIAL_STRIDE=columns,
+        ROWS=TILE * tiles, TILE=TILE, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
     return sum_partials(partials, ends, TILE * tiles)

@@ -4,13 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-from intbmoe.ops.triton_support import differentiable_once, on_device, power_of_2
+from intbmoe.ops.launch import launch
+from intbmoe.ops.operation import define
+from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 ELEMENTS = 1024
-
-torch.library.define("intbmoe::choose", "(Tensor scores, int k) -> (Tensor, Tensor)")
-torch.library.define("intbmoe::choose_backward", "(Tensor grad, Tensor scores, Tensor ids) -> Tensor")
-choose = torch.ops.intbmoe.choose  # as ``naive.choose``
 
 
 @triton.jit
@@ -66,45 +64,48 @@ def _sizes(choices: int) -> dict[str, int]:
     return {"CHOICES": choices, "PADDED": padded, "TILE": max(1, ELEMENTS // padded)}
 
 
-@torch.library.impl("intbmoe::choose", "default")
 def _run(scores, k):
     ids, weights = _allocate(scores, k)
     tokens = scores.shape[0]
     sizes = _sizes(scores.shape[1])
     if tokens:
-        with on_device(scores):
-            _choose_forward[(triton.cdiv(tokens, sizes["TILE"]),)](
-                scores.contiguous(), ids, weights, tokens, K=k, **sizes
-            )
+        launch(
+            _choose_forward, (ceil_div(tokens, sizes["TILE"]),),
+            scores.contiguous(), ids, weights, tokens, K=k, **sizes,
+        )  # fmt: skip
     return ids, weights
 
 
-@torch.library.register_fake("intbmoe::choose")
 def _allocate(scores, k):
     return scores.new_empty(scores.shape[0], k, dtype=torch.int64), scores.new_empty(scores.shape[0], k)
 
 
-@torch.library.impl("intbmoe::choose_backward", "default")
 def _run_backward(grad, scores, ids):
-    out = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    out = _allocate_backward(grad, scores, ids)
     (tokens, choices), k = scores.shape, ids.shape[1]
     sizes = _sizes(choices)
     if tokens:
-        with on_device(scores):
-            _choose_backward[(triton.cdiv(tokens, sizes["TILE"]),)](
-                grad.contiguous(), scores.contiguous(), ids, out, tokens, K=k, **sizes
-            )
+        launch(
+            _choose_backward, (ceil_div(tokens, sizes["TILE"]),),
+            grad.contiguous(), scores.contiguous(), ids, out, tokens, K=k, **sizes,
+        )  # fmt: skip
     return out
 
 
-@torch.library.register_fake("intbmoe::choose_backward")
-def _(grad, scores, ids):
+def _allocate_backward(grad, scores, ids):
     return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
 
-torch.library.register_autograd(
-    "intbmoe::choose",
-    lambda ctx, _, grad: (torch.ops.intbmoe.choose_backward(grad, *ctx.saved_tensors), None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output[0]),
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0], output[0])
+
+
+def _differentiate(ctx, _, grad):
+    return _choose_gradient(grad, *ctx.saved_tensors), None
+
+
+# As ``naive.choose``.
+choose = define("choose", "(Tensor scores, int k) -> (Tensor, Tensor)", _run, _allocate, _save, _differentiate)
+_choose_gradient = define(
+    "choose_backward", "(Tensor grad, Tensor scores, Tensor ids) -> Tensor", _run_backward, _allocate_backward
 )
-differentiable_once("intbmoe::choose_backward")

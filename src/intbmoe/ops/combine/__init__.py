@@ -11,14 +11,13 @@ from torch import Tensor
 
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.eager import compiled_for_gpu
-
-torch.library.define("intbmoe::sum_rows", "(Tensor rows, Tensor token, Tensor inverse, str backend) -> Tensor")
+from intbmoe.ops.operation import define
 
 
 def sum_rows(rows: Tensor, token: Tensor, inverse: Tensor, backend: Backend) -> Tensor:
     """(M, c) rows, (M,) their tokens, (N, k) the row of each choice (M: none) → (N, c), in the type of ``rows``."""
     if backend == "fused" or compiled_for_gpu(rows):
-        return torch.ops.intbmoe.sum_rows(rows, token, inverse, backend)
+        return _sum_rows(rows, token, inverse, backend)
     return rows_of_tokens(rows, inverse, rows.shape[0] != inverse.numel()).sum(1)
 
 
@@ -29,7 +28,6 @@ def rows_of_tokens(rows: Tensor, inverse: Tensor, trimmed: bool) -> Tensor:
     return rows.index_select(0, inverse.reshape(-1)).view(*inverse.shape, rows.shape[1])
 
 
-@torch.library.impl("intbmoe::sum_rows", "default")
 def _run(rows, token, inverse, backend):
     if backend == "fused":
         from intbmoe.ops.combine import fused
@@ -38,13 +36,23 @@ def _run(rows, token, inverse, backend):
     return rows_of_tokens(rows, inverse, rows.shape[0] != inverse.numel()).sum(1)
 
 
-@torch.library.register_fake("intbmoe::sum_rows")
 def _allocate(rows, token, inverse, backend):
     return rows.new_empty(inverse.shape[0], rows.shape[1])
 
 
-torch.library.register_autograd(
-    "intbmoe::sum_rows",
-    lambda ctx, grad: (grad.index_select(0, ctx.saved_tensors[0]), None, None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
+
+
+def _differentiate(ctx, grad):
+    return grad.index_select(0, ctx.saved_tensors[0]), None, None, None
+
+
+_sum_rows = define(
+    "sum_rows",
+    "(Tensor rows, Tensor token, Tensor inverse, str backend) -> Tensor",
+    _run,
+    _allocate,
+    _save,
+    _differentiate,
 )

@@ -5,37 +5,16 @@ gradient, writes its own, and leaves the product of the two, which is its weight
 sum of each token's rows (``sum_rows``).
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from intbmoe.ops.launch import launch
+from intbmoe.ops.operation import define
 from intbmoe.ops.tiles import Tiling, load_rows
-from intbmoe.ops.triton_support import differentiable_once, empty_rows, in_rows, on_device
+from intbmoe.ops.triton_support import ceil_div, empty_rows, in_rows
 
 TILING = Tiling(elements=512, per_lane=8)
-
-torch.library.define("intbmoe::combine", "(Tensor rows, Tensor weights, Tensor inverse) -> Tensor")
-torch.library.define(
-    "intbmoe::combine_backward",
-    "(Tensor grad, Tensor rows, Tensor weights, Tensor token, Tensor choice) -> (Tensor, Tensor)",
-)
-
-
-def combine(rows: Tensor, weights: Tensor, token: Tensor, choice: Tensor, inverse: Tensor) -> Tensor:
-    """As ``naive.combine``; ``token`` and ``choice`` (M,) say whose each row is, for the gradient."""
-    return _Combine.apply(rows, weights, token, choice, inverse)
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, weights, token, choice, inverse):
-        ctx.save_for_backward(rows, weights, token, choice)
-        return torch.ops.intbmoe.combine(rows, weights, inverse)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return *torch.ops.intbmoe.combine_backward(grad, *ctx.saved_tensors), None, None, None
 
 
 @triton.jit
@@ -78,9 +57,9 @@ def _combine_backward(
     tl.store(row_grad + place, (weight[:, None] * dy).to(row_grad.dtype.element_ty), mask=mask)
 
 
-@torch.library.impl("intbmoe::combine", "default")
-def _run(rows, weights, inverse):
-    return _launch(rows, weights.contiguous(), inverse, _allocate(rows, weights, inverse))
+def _run(rows, weights, token, choice, inverse):
+    out = _allocate(rows, weights, token, choice, inverse)
+    return _launch(rows, weights.contiguous(), inverse, out)
 
 
 def run_sum(rows: Tensor, inverse: Tensor) -> Tensor:
@@ -93,20 +72,18 @@ def _launch(rows: Tensor, weights: Tensor | None, inverse: Tensor, out: Tensor) 
     sizes = TILING.tile(width)
     if tokens:
         rows = in_rows(rows)
-        with on_device(rows):
-            _combine_forward[(triton.cdiv(tokens, sizes["TILE"]),)](
-                rows, weights, inverse.contiguous(), out, tokens, rows.shape[0],
-                ROW_STRIDE=rows.stride(0), WIDTH=width, CHOICES=choices, WEIGHTED=weights is not None, **sizes,
-            )  # fmt: skip
+        launch(
+            _combine_forward, (ceil_div(tokens, sizes["TILE"]),),
+            rows, weights, inverse.contiguous(), out, tokens, rows.shape[0],
+            ROW_STRIDE=rows.stride(0), WIDTH=width, CHOICES=choices, WEIGHTED=weights is not None, **sizes,
+        )  # fmt: skip
     return out
 
 
-@torch.library.register_fake("intbmoe::combine")
-def _allocate(rows, weights, inverse):
+def _allocate(rows, weights, token, choice, inverse):
     return weights.new_empty(inverse.shape[0], rows.shape[1])
 
 
-@torch.library.impl("intbmoe::combine_backward", "default")
 def _run_backward(grad, rows, weights, token, choice):
     row_grad, weight_grad = _allocate_backward(grad, rows, weights, token, choice)
     if rows.shape[0] < weights.numel():
@@ -115,17 +92,38 @@ def _run_backward(grad, rows, weights, token, choice):
     sizes = TILING.tile(width)
     if count:
         grad, rows = in_rows(grad), in_rows(rows)
-        with on_device(rows):
-            _combine_backward[(triton.cdiv(count, sizes["TILE"]),)](
-                grad, rows, weights.contiguous(), token, choice, row_grad, weight_grad, count, WIDTH=width,
-                GRAD_STRIDE=grad.stride(0), ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), **sizes,
-            )  # fmt: skip
+        launch(
+            _combine_backward, (ceil_div(count, sizes["TILE"]),),
+            grad, rows, weights.contiguous(), token, choice, row_grad, weight_grad, count, WIDTH=width,
+            GRAD_STRIDE=grad.stride(0), ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), **sizes,
+        )  # fmt: skip
     return row_grad, weight_grad
 
 
-@torch.library.register_fake("intbmoe::combine_backward")
 def _allocate_backward(grad, rows, weights, token, choice):
     return empty_rows(rows, *rows.shape), weights.new_empty(weights.shape)
 
 
-differentiable_once("intbmoe::combine_backward")
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4])
+
+
+def _differentiate(ctx, grad):
+    return *_combine_gradient(grad, *ctx.saved_tensors), None, None, None
+
+
+# As ``naive.combine``; ``token`` and ``choice`` (M,) say whose each row is, for the gradient.
+combine = define(
+    "combine",
+    "(Tensor rows, Tensor weights, Tensor token, Tensor choice, Tensor inverse) -> Tensor",
+    _run,
+    _allocate,
+    _save,
+    _differentiate,
+)
+_combine_gradient = define(
+    "combine_backward",
+    "(Tensor grad, Tensor rows, Tensor weights, Tensor token, Tensor choice) -> (Tensor, Tensor)",
+    _run_backward,
+    _allocate_backward,
+)

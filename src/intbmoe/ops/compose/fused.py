@@ -26,7 +26,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from intbmoe.ops.backend import INTERPRETING
-from intbmoe.ops.triton_support import ALIGNMENT, differentiable_once, empty_matrices, on_device, power_of_2
+from intbmoe.ops.launch import launch
+from intbmoe.ops.operation import define
+from intbmoe.ops.triton_support import ALIGNMENT, ceil_div, empty_matrices, power_of_2
 
 BLOCK = 128  # columns of a row of the pool's matrices that a program has
 FEW_PRECISION, MANY_PRECISION = "tf32x3", "ieee" if INTERPRETING else "bf16x6"  # the interpreter has no bfloat16 ones
@@ -48,19 +50,6 @@ class Cut(NamedTuple):
 FORWARD_CUT = Cut(rows=64, bases=32, columns=128, warps=4)
 POOL_CUT = Cut(rows=32, bases=64, columns=128, warps=4)
 COEFFICIENT_CUT = Cut(rows=64, bases=64, columns=64, warps=4)
-
-torch.library.define(
-    "intbmoe::compose", "(Tensor value, Tensor? gate, Tensor pool, float factor, ScalarType dtype) -> Tensor"
-)
-torch.library.define(
-    "intbmoe::compose_backward",
-    "(Tensor grad, Tensor value, Tensor? gate, Tensor pool, float factor) -> (Tensor, Tensor)",
-)
-
-
-def compose(value: Tensor, gate: Tensor | None, pool: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """Coefficients (K, E), times ``factor``, and a pool (E, i, o) → (K, i, P·o), rows aligned, in ``dtype``."""
-    return torch.ops.intbmoe.compose(value, gate, pool, factor, dtype)
 
 
 @triton.jit
@@ -227,33 +216,30 @@ def _many(value: Tensor, gate: Tensor | None) -> bool:
 
 def _items(pool: Tensor, sizes: dict[str, Any]) -> int:
     if sizes["FLAT"]:
-        return triton.cdiv(pool.shape[1] * pool.shape[2], sizes["BLOCK"])
-    return pool.shape[1] * triton.cdiv(pool.shape[2], sizes["BLOCK"])
+        return ceil_div(pool.shape[1] * pool.shape[2], sizes["BLOCK"])
+    return pool.shape[1] * ceil_div(pool.shape[2], sizes["BLOCK"])
 
 
 def _row_tiles(sizes: dict[str, Any]) -> int:
-    return triton.cdiv(sizes["PATHS"] * sizes["BLOCKS"], sizes["ROWS"])
+    return ceil_div(sizes["PATHS"] * sizes["BLOCKS"], sizes["ROWS"])
 
 
-@torch.library.impl("intbmoe::compose", "default")
 def _run(value, gate, pool, factor, dtype):
     out = _allocate(value, gate, pool, factor, dtype)
     value, pool, gate = value.contiguous(), pool.contiguous(), None if gate is None else gate.contiguous()
     sizes = _sizes(value, gate, pool, out, FORWARD_CUT if _many(value, gate) else None)
-    with on_device(pool):
-        _compose_forward[(_items(pool, sizes) * _row_tiles(sizes),)](
-            value, gate, pool, out, factor, pool.stride(0), **sizes
-        )
+    launch(
+        _compose_forward, (_items(pool, sizes) * _row_tiles(sizes),),
+        value, gate, pool, out, factor, pool.stride(0), **sizes,
+    )  # fmt: skip
     return out
 
 
-@torch.library.register_fake("intbmoe::compose")
 def _allocate(value, gate, pool, factor, dtype):
     paths = 1 if gate is None else 2
     return empty_matrices(pool, value.shape[0], pool.shape[1], paths * pool.shape[2], dtype)
 
 
-@torch.library.impl("intbmoe::compose_backward", "default")
 def _run_backward(grad, value, gate, pool, factor):
     sums, pool_grad = _allocate_backward(grad, value, gate, pool, factor)
     value, pool, gate = value.contiguous(), pool.contiguous(), None if gate is None else gate.contiguous()
@@ -261,29 +247,27 @@ def _run_backward(grad, value, gate, pool, factor):
     size = pool.stride(0)
     if _many(value, gate):
         sizes = _sizes(value, gate, pool, grad, POOL_CUT)
-        with on_device(pool):
-            _pool_gradient[(_items(pool, sizes) * triton.cdiv(sizes["E"], sizes["STEP"]),)](
-                grad, value, gate, pool_grad, factor, size, **sizes
-            )
+        launch(
+            _pool_gradient, (_items(pool, sizes) * ceil_div(sizes["E"], sizes["STEP"]),),
+            grad, value, gate, pool_grad, factor, size, **sizes,
+        )  # fmt: skip
         sizes = _sizes(value, gate, pool, grad, COEFFICIENT_CUT)
-        items, tiles = _items(pool, sizes), _row_tiles(sizes) * triton.cdiv(sizes["E"], sizes["STEP"])
-        partials = sums.new_empty(min(items, triton.cdiv(BACKWARD_PROGRAMS, tiles)), *sums.shape)
-        with on_device(pool):
-            _coefficient_gradient[tiles, len(partials)](grad, pool, partials, factor, size, items, **sizes)
+        items, tiles = _items(pool, sizes), _row_tiles(sizes) * ceil_div(sizes["E"], sizes["STEP"])
+        partials = sums.new_empty(min(items, ceil_div(BACKWARD_PROGRAMS, tiles)), *sums.shape)
+        launch(_coefficient_gradient, (tiles, len(partials)), grad, pool, partials, factor, size, items, **sizes)
     else:
         sizes = _sizes(value, gate, pool, grad, None)
         sizes["BLOCK"] = min(sizes["BLOCK"], 2048 // sizes["STEP"])  # more would not fit into registers
         sizes["num_warps"] = BACKWARD_WARPS
         items = _items(pool, sizes)
         partials = sums.new_empty(min(items, BACKWARD_PROGRAMS), *sums.shape)
-        with on_device(pool):
-            _compose_backward[len(partials), triton.cdiv(sizes["E"], sizes["STEP"])](
-                grad, value, gate, pool, pool_grad, partials, factor, size, items, **sizes
-            )
+        launch(
+            _compose_backward, (len(partials), ceil_div(sizes["E"], sizes["STEP"])),
+            grad, value, gate, pool, pool_grad, partials, factor, size, items, **sizes,
+        )  # fmt: skip
     return partials.sum(0), pool_grad
 
 
-@torch.library.register_fake("intbmoe::compose_backward")
 def _allocate_backward(grad, value, gate, pool, factor):
     rows = value.shape[0] * (1 if gate is None else 2)
     pool_grad = torch.empty_like(pool, memory_format=torch.contiguous_format)
@@ -297,14 +281,27 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grad):
     value, gate, pool = ctx.saved_tensors
-    sums, pool_grad = torch.ops.intbmoe.compose_backward(grad, value, gate, pool, ctx.factor)
+    sums, pool_grad = compose_gradient(grad, value, gate, pool, ctx.factor)
     value_grad = sums[: value.shape[0]].to(value.dtype)
     gate_grad = None if gate is None else sums[value.shape[0] :].to(gate.dtype)
     return value_grad, gate_grad, pool_grad, None, None
 
 
-torch.library.register_autograd("intbmoe::compose", _differentiate, setup_context=_save)
-differentiable_once("intbmoe::compose_backward")
+# Coefficients (K, E), times a factor, and a pool (E, i, o) → (K, i, P·o), rows aligned, in ``dtype``.
+compose = define(
+    "compose",
+    "(Tensor value, Tensor? gate, Tensor pool, float factor, ScalarType dtype) -> Tensor",
+    _run,
+    _allocate,
+    _save,
+    _differentiate,
+)
+compose_gradient = define(
+    "compose_backward",
+    "(Tensor grad, Tensor value, Tensor? gate, Tensor pool, float factor) -> (Tensor, Tensor)",
+    _run_backward,
+    _allocate_backward,
+)
 
 
 @register_flop_formula(torch.ops.intbmoe.compose)

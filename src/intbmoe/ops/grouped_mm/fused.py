@@ -14,7 +14,8 @@ from torch import Tensor
 from intbmoe.checks import require
 from intbmoe.ops.backend import DTYPES, triton_runs
 from intbmoe.ops.grouped_mm import operations
-from intbmoe.ops.triton_support import ALIGNMENT, empty_matrices, empty_rows, in_rows, on_device, power_of_2
+from intbmoe.ops.launch import launch
+from intbmoe.ops.triton_support import ALIGNMENT, empty_matrices, empty_rows, in_rows, power_of_2
 
 PROCESSORS = 132  # on which programs run at once. A constant: sums must not depend on the device
 
@@ -94,15 +95,6 @@ def _fit(block: int, width: int) -> int:
     return min(block, power_of_2(width, 16))
 
 
-def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool = False) -> Tensor:
-    """As ``naive.grouped_mm``, of a row- or column-major ``weight``; ``complete``: no row follows the last group."""
-    return torch.ops.intbmoe.fused_mm(x, weight, offsets, complete)
-
-
-def grouped_outer(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    return torch.ops.intbmoe.fused_outer(x, grad, offsets)
-
-
 def run_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool, tile: Tile | None = None) -> Tensor:
     """``grouped_mm`` without autograd, by the given tile."""
     _check(x, weight, "weight", offsets)
@@ -127,18 +119,19 @@ def run_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool, tile: Til
     weight_factor = _described(matrices, weight_block) if weight_described else weight
     unit = math.gcd(16, inputs, outputs, x.stride(0), *matrices.stride()[:2], out.stride(0))
     sizes = {"UNIT": unit, "GROUPS": power_of_2(groups), "W_TRANSPOSED": transposed, **_launch(tile)}
-    with on_device(x):
-        if tile.persistent and tile.descriptors and through:
-            fused_kernels.mm_through[(min(tiles, tile.persistent * PROCESSORS),)](
-                x_factor, weight_factor, out, offsets, groups, outputs, out.stride(0),
-                STEPS=math.ceil(inputs / tile.k), **sizes,
-            )  # fmt: skip
-        else:
-            fused_kernels.mm[(tiles,)](
-                x_factor, weight_factor, out, offsets, rows, groups, inputs, outputs,
-                x.stride(0), *weight.stride(), out.stride(0), slots, X_TMA=x_described, W_TMA=weight_described,
-                EVEN_I=inputs % tile.k == 0, EVEN_O=outputs % tile.n == 0, **sizes,
-            )  # fmt: skip
+    if tile.persistent and tile.descriptors and through:
+        launch(
+            fused_kernels.mm_through, (min(tiles, tile.persistent * PROCESSORS),),
+            x_factor, weight_factor, out, offsets, groups, outputs, out.stride(0),
+            STEPS=math.ceil(inputs / tile.k), **sizes,
+        )  # fmt: skip
+    else:
+        launch(
+            fused_kernels.mm, (tiles,),
+            x_factor, weight_factor, out, offsets, rows, groups, inputs, outputs,
+            x.stride(0), *weight.stride(), out.stride(0), slots, X_TMA=x_described, W_TMA=weight_described,
+            EVEN_I=inputs % tile.k == 0, EVEN_O=outputs % tile.n == 0, **sizes,
+        )  # fmt: skip
     return out
 
 
@@ -161,19 +154,19 @@ def run_outer(x: Tensor, grad: Tensor, offsets: Tensor, tile: Tile | None = None
     size = groups * out.stride(0)
     target = out if splits == 1 else x.new_empty(splits * size, dtype=torch.float32)
     tiles = math.ceil(inputs / tile.m) * math.ceil(outputs / tile.n)
-    with on_device(x):
-        fused_kernels.outer[(tiles, splits, groups)](
-            _described(x, (tile.k, tile.m)) if x_described else x,
-            _described(grad, (tile.k, tile.n)) if grad_described else grad,
-            target, offsets, inputs, outputs, x.stride(0), grad.stride(0), out.stride(1),
-            UNIT=math.gcd(16, inputs, outputs, x.stride(0), grad.stride(0), out.stride(1)),
-            X_TMA=x_described, GRAD_TMA=grad_described, EVEN_I=inputs % tile.m == 0, EVEN_O=outputs % tile.n == 0,
-            SPLITS=splits, **_launch(tile),
-        )  # fmt: skip
-        if splits > 1:
-            block = 1024
-            used = size - out.stride(1) + outputs  # the last row has nothing behind it
-            fused_kernels.sum_parts[math.ceil(used / block),](target, out, size, used, SPLITS=splits, BLOCK=block)
+    launch(
+        fused_kernels.outer, (tiles, splits, groups),
+        _described(x, (tile.k, tile.m)) if x_described else x,
+        _described(grad, (tile.k, tile.n)) if grad_described else grad,
+        target, offsets, inputs, outputs, x.stride(0), grad.stride(0), out.stride(1),
+        UNIT=math.gcd(16, inputs, outputs, x.stride(0), grad.stride(0), out.stride(1)),
+        X_TMA=x_described, GRAD_TMA=grad_described, EVEN_I=inputs % tile.m == 0, EVEN_O=outputs % tile.n == 0,
+        SPLITS=splits, **_launch(tile),
+    )  # fmt: skip
+    if splits > 1:
+        block = 1024
+        used = size - out.stride(1) + outputs  # the last row has nothing behind it
+        launch(fused_kernels.sum_parts, (math.ceil(used / block),), target, out, size, used, SPLITS=splits, BLOCK=block)
     return out
 
 
@@ -207,4 +200,9 @@ def _launch(tile: Tile) -> dict[str, Any]:
     return {**blocks, "PRECISION": precision, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
-operations.define("fused_mm", "fused_outer", run_mm, run_outer)
+_multiply, grouped_outer = operations.define("fused_mm", "fused_outer", run_mm, run_outer)
+
+
+def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool = False) -> Tensor:
+    """As ``naive.grouped_mm``, of a row- or column-major ``weight``; ``complete``: no row follows the last group."""
+    return _multiply(x, weight, offsets, complete)

@@ -12,14 +12,6 @@ from intbmoe.ops.grouped_mm import operations
 from intbmoe.ops.triton_support import ALIGNMENT, empty_matrices, empty_rows
 
 
-def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool) -> Tensor:
-    return torch.ops.intbmoe.grouped_mm(x, weight, offsets, complete)
-
-
-def grouped_outer(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    return torch.ops.intbmoe.grouped_outer(x, grad, offsets)
-
-
 def _run_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool) -> Tensor:
     out = F.grouped_mm(_aligned_rows(x), _aligned_weight(weight), offs=offsets)
     if not complete:
@@ -32,7 +24,7 @@ def _run_outer(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     return F.grouped_mm(_aligned_rows(x).t(), _aligned_rows(grad), offs=offsets)
 
 
-operations.define("grouped_mm", "grouped_outer", _run_mm, _run_outer)
+grouped_mm, grouped_outer = operations.define("grouped_mm", "grouped_outer", _run_mm, _run_outer)
 
 
 def _aligned_rows(x: Tensor) -> Tensor:

@@ -8,13 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from intbmoe.ops.triton_support import on_device, power_of_2
+from intbmoe.ops.launch import launch
+from intbmoe.ops.operation import define
+from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 ENTRIES = 8192
 """Entries of a tile's membership matrix: assignments times groups."""
-
-torch.library.define("intbmoe::permute", "(Tensor ids, int groups) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
-permute = torch.ops.intbmoe.permute  # as ``naive.permute``
 
 
 @triton.jit
@@ -60,7 +59,6 @@ def _place(
     tl.store(groups_of_rows + rank, group.to(tl.int64), mask=there)
 
 
-@torch.library.impl("intbmoe::permute", "default")
 def _run(ids, groups):
     outputs = _allocate(ids, groups)
     total = ids.numel()
@@ -70,21 +68,28 @@ def _run(ids, groups):
         return outputs
     padded = power_of_2(groups + 1, 2)
     tile = max(16, ENTRIES // padded)
-    tiles = triton.cdiv(total, tile)
+    tiles = ceil_div(total, tile)
     ids = ids.contiguous()
     counts = ids.new_empty(tiles, padded, dtype=torch.int32)
     sizes = {"TILE": tile, "GROUPS": groups, "PADDED": padded}
-    with on_device(ids):
-        _count[(tiles,)](ids, counts, total, **sizes)
-        chunk = max(2, 4096 // padded)
-        _place[(tiles,)](ids, counts, *outputs, total, tiles, ids.shape[1], CHUNK=chunk, **sizes)
+    launch(_count, (tiles,), ids, counts, total, **sizes)
+    chunk = max(2, 4096 // padded)
+    launch(_place, (tiles,), ids, counts, *outputs, total, tiles, ids.shape[1], CHUNK=chunk, **sizes)
     return outputs
 
 
-@torch.library.register_fake("intbmoe::permute")
 def _allocate(ids, groups):
     rows = ids.new_empty(ids.numel(), dtype=torch.int64)
     inverse = ids.new_empty(ids.shape, dtype=torch.int64)
     ends = ids.new_empty(groups, dtype=torch.int32)
     counts = ids.new_empty(groups, dtype=torch.int64)
     return rows, torch.empty_like(rows), inverse, torch.empty_like(rows), ends, counts
+
+
+# As ``naive.permute``.
+permute = define(
+    "permute",
+    "(Tensor ids, int groups) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run,
+    _allocate,
+)

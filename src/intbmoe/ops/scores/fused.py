@@ -10,31 +10,22 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from intbmoe.ops.launch import launch
+from intbmoe.ops.operation import define
 from intbmoe.ops.tiles import ENOUGH_PROGRAMS, power_below
-from intbmoe.ops.triton_support import differentiable_once, on_device, power_of_2
+from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 TOKENS, INPUTS, WARPS, STAGES = 64, 32, 4, 3
 """Of a program: tokens, and inputs at a time. Measured on an H200, as are the next."""
 BACKWARD_TOKENS, BACKWARD_INPUTS, BACKWARD_TILES, BACKWARD_WARPS = 32, 64, 16, 4
 """Of a program: tokens at a time, inputs, and how many times that many tokens."""
 
-torch.library.define(
-    "intbmoe::router_scores",
-    "(Tensor x, Tensor weight, Tensor bias, Tensor score_weight, Tensor score_bias, ScalarType dtype) "
-    "-> (Tensor, Tensor, Tensor)",
-)
-torch.library.define(
-    "intbmoe::router_scores_backward",
-    "(Tensor grad, Tensor? token_grad, Tensor x, Tensor weight, Tensor score_weight, Tensor hidden) "
-    "-> (Tensor, Tensor, Tensor)",
-)
-
 
 def router_scores(
     x: Tensor, hidden: tuple[Tensor, Tensor], scores: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """As ``naive.router_scores``."""
-    found, _, tokens = torch.ops.intbmoe.router_scores(x, *hidden, *scores, dtype)
+    found, _, tokens = _router_scores(x, *hidden, *scores, dtype)
     return found, x if x.dtype == dtype else tokens
 
 
@@ -130,20 +121,18 @@ def _sizes(x: Tensor, weight: Tensor, score_weight: Tensor) -> dict[str, int]:
     return {"D": x.shape[1], "H": hidden, "K": choices, **padded}
 
 
-@torch.library.impl("intbmoe::router_scores", "default")
 def _run(x, weight, bias, score_weight, score_bias, dtype):
     scores, hidden, tokens = _allocate(x, weight, bias, score_weight, score_bias, dtype)
     if x.shape[0]:
         x, parameters = x.contiguous(), [tensor.contiguous() for tensor in (weight, bias, score_weight, score_bias)]
-        with on_device(x):
-            _forward[(triton.cdiv(x.shape[0], TOKENS),)](
-                x, *parameters, scores, hidden, tokens, x.shape[0], **_sizes(x, weight, score_weight),
-                TOKENS=TOKENS, INPUTS=INPUTS, CAST=dtype != x.dtype, num_warps=WARPS, num_stages=STAGES,
-            )  # fmt: skip
+        launch(
+            _forward, (ceil_div(x.shape[0], TOKENS),),
+            x, *parameters, scores, hidden, tokens, x.shape[0], **_sizes(x, weight, score_weight),
+            TOKENS=TOKENS, INPUTS=INPUTS, CAST=dtype != x.dtype, num_warps=WARPS, num_stages=STAGES,
+        )  # fmt: skip
     return scores, hidden, tokens
 
 
-@torch.library.register_fake("intbmoe::router_scores")
 def _allocate(x, weight, bias, score_weight, score_bias, dtype):
     count = x.shape[0]
     return (
@@ -153,27 +142,25 @@ def _allocate(x, weight, bias, score_weight, score_bias, dtype):
     )
 
 
-@torch.library.impl("intbmoe::router_scores_backward", "default")
 def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
     x_grad, first, second = _allocate_backward(grad, token_grad, x, weight, score_weight, hidden)
     if x.shape[0] == 0:
         return x_grad, first.zero_(), second.zero_()
-    parts = triton.cdiv(x.shape[1], BACKWARD_INPUTS) + 1
+    parts = ceil_div(x.shape[1], BACKWARD_INPUTS) + 1
     # Few tokens make small programs, so that all multiprocessors have some.
     tiles = min(BACKWARD_TILES, power_below(x.shape[0] * parts // (BACKWARD_TOKENS * ENOUGH_PROGRAMS)))
-    chunks = triton.cdiv(x.shape[0], BACKWARD_TOKENS * tiles)
+    chunks = ceil_div(x.shape[0], BACKWARD_TOKENS * tiles)
     partials = first.new_empty(chunks, *first.shape), second.new_empty(chunks, *second.shape)
-    with on_device(x):
-        _backward[chunks, parts](
-            grad.contiguous(), None if token_grad is None else token_grad.contiguous(), x.contiguous(),
-            weight.contiguous(), score_weight.contiguous(), hidden, x_grad, *partials, x.shape[0],
-            **_sizes(x, weight, score_weight), TOKENS=BACKWARD_TOKENS, INPUTS=BACKWARD_INPUTS, TILES=tiles,
-            num_warps=BACKWARD_WARPS, num_stages=2,
-        )  # fmt: skip
+    launch(
+        _backward, (chunks, parts),
+        grad.contiguous(), None if token_grad is None else token_grad.contiguous(), x.contiguous(),
+        weight.contiguous(), score_weight.contiguous(), hidden, x_grad, *partials, x.shape[0],
+        **_sizes(x, weight, score_weight), TOKENS=BACKWARD_TOKENS, INPUTS=BACKWARD_INPUTS, TILES=tiles,
+        num_warps=BACKWARD_WARPS, num_stages=2,
+    )  # fmt: skip
     return x_grad, partials[0].sum(0), partials[1].sum(0)
 
 
-@torch.library.register_fake("intbmoe::router_scores_backward")
 def _allocate_backward(grad, token_grad, x, weight, score_weight, hidden):
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
@@ -184,7 +171,6 @@ def _allocate_backward(grad, token_grad, x, weight, score_weight, hidden):
 
 def _save(ctx, inputs, output):
     x, weight, bias, score_weight, score_bias, _ = inputs
-    ctx.set_materialize_grads(False)
     ctx.dtypes = bias.dtype, score_bias.dtype
     ctx.save_for_backward(x, weight, score_weight, output[1])
 
@@ -195,7 +181,7 @@ def _differentiate(ctx, grad, _, token_grad):
         return None if token_grad is None else token_grad.to(x.dtype), None, None, None, None, None
     if token_grad is not None and token_grad.shape[0] != x.shape[0]:
         token_grad = None  # of the empty tensor that stands for a cast that was not needed
-    x_grad, first, second = torch.ops.intbmoe.router_scores_backward(grad, token_grad, x, weight, score_weight, hidden)
+    x_grad, first, second = _router_gradient(grad, token_grad, x, weight, score_weight, hidden)
     bias_dtype, score_bias_dtype = ctx.dtypes
     return (
         x_grad,
@@ -207,8 +193,22 @@ def _differentiate(ctx, grad, _, token_grad):
     )
 
 
-torch.library.register_autograd("intbmoe::router_scores", _differentiate, setup_context=_save)
-differentiable_once("intbmoe::router_scores_backward")
+_router_scores = define(
+    "router_scores",
+    "(Tensor x, Tensor weight, Tensor bias, Tensor score_weight, Tensor score_bias, ScalarType dtype) "
+    "-> (Tensor, Tensor, Tensor)",
+    _run,
+    _allocate,
+    _save,
+    _differentiate,
+)
+_router_gradient = define(
+    "router_scores_backward",
+    "(Tensor grad, Tensor? token_grad, Tensor x, Tensor weight, Tensor score_weight, Tensor hidden) "
+    "-> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    _allocate_backward,
+)
 
 
 def _products(x_shape: tuple, weight_shape: tuple, score_shape: tuple) -> int:

@@ -5,13 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intbmoe.ops.triton_support import differentiable_once, on_device, power_of_2
+from intbmoe.ops.launch import launch
+from intbmoe.ops.operation import define
+from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 ELEMENTS = 1024
-
-torch.library.define("intbmoe::swiglu", "(Tensor rows) -> Tensor")
-torch.library.define("intbmoe::swiglu_backward", "(Tensor grad, Tensor rows) -> Tensor")
-swiglu = torch.ops.intbmoe.swiglu  # (N, 2·h) rows [gate | up] → (N, h)
 
 
 @triton.jit
@@ -49,12 +47,10 @@ def _launch(kernel, *tensors: Tensor) -> None:
     if count and width:
         block = min(power_of_2(width), ELEMENTS)
         tile = ELEMENTS // block
-        grid = (triton.cdiv(count, tile), triton.cdiv(width, block))
-        with on_device(tensors[0]):
-            kernel[grid](*tensors, count, WIDTH=width, TILE=tile, BLOCK=block)
+        grid = (ceil_div(count, tile), ceil_div(width, block))
+        launch(kernel, grid, *tensors, count, WIDTH=width, TILE=tile, BLOCK=block)
 
 
-@torch.library.impl("intbmoe::swiglu", "default")
 def _run(rows):
     rows = rows.contiguous()
     out = _allocate(rows)
@@ -62,26 +58,28 @@ def _run(rows):
     return out
 
 
-@torch.library.register_fake("intbmoe::swiglu")
 def _allocate(rows):
     return rows.new_empty(rows.shape[0], rows.shape[1] // 2)
 
 
-@torch.library.impl("intbmoe::swiglu_backward", "default")
 def _run_backward(grad, rows):
     rows, out = rows.contiguous(), _allocate_backward(grad, rows)
     _launch(_swiglu_backward, grad.contiguous(), rows, out)
     return out
 
 
-@torch.library.register_fake("intbmoe::swiglu_backward")
 def _allocate_backward(grad, rows):
     return torch.empty_like(rows, memory_format=torch.contiguous_format)
 
 
-torch.library.register_autograd(
-    "intbmoe::swiglu",
-    lambda ctx, grad: torch.ops.intbmoe.swiglu_backward(grad, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
-differentiable_once("intbmoe::swiglu_backward")
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx, grad):
+    return _swiglu_gradient(grad, *ctx.saved_tensors)
+
+
+# (N, 2·h) rows [gate | up] → (N, h).
+swiglu = define("swiglu", "(Tensor rows) -> Tensor", _run, _allocate, _save, _differentiate)
+_swiglu_gradient = define("swiglu_backward", "(Tensor grad, Tensor rows) -> Tensor", _run_backward, _allocate_backward)

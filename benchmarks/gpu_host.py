@@ -1,0 +1,101 @@
+"""Host time of one layer on a GPU: what Python, the dispatcher and the launches take while the device waits.
+
+    python benchmarks/gpu_host.py                 # milliseconds of one call, and the kernels it starts
+    python benchmarks/gpu_host.py --profile 40    # also where Python's time goes, function by function
+
+A call is timed by the host's clock without waiting for the device, with so few tokens that the device is always
+ahead; so the figure is what an eager loop pays at any size. Medians over rounds in which every call runs ten times.
+"""
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from gpu_layers import build
+from gpu_stages import SHAPES
+from gpu_timing import bf16_autocast, both_call, describe, forward_call, number, print_table
+from torch import Tensor
+
+from intbmoe import create
+
+TOKENS, ROUNDS, IN_A_ROW = 64, 40, 10
+
+
+def gradient_forward(layer: torch.nn.Module, x: Tensor) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        with bf16_autocast(x.device):
+            return layer(x)
+
+    return run
+
+
+def calls(device: torch.device) -> dict[str, Callable[[], object]]:
+    shape = next(shape for shape in SHAPES if shape.name == "MiniPile")
+    dim = shape.config.dim
+    layer = build(shape, device)
+    x = torch.randn(1, TOKENS, dim, device=device)
+    composed, one = layer.precompose(torch.bfloat16), torch.randn(1, 1, dim, device=device, dtype=torch.bfloat16)
+    found = {
+        "IntBMoE, forward without gradients": forward_call(layer, x, autocast=True),
+        "IntBMoE, forward": gradient_forward(layer, x.clone().requires_grad_()),
+        "IntBMoE, forward and backward": both_call(layer, x, autocast=True),
+        "IntBMoE precomposed, one token": forward_call(composed, one, autocast=False),
+    }
+    for method in ("dense", "switch", "deepseek", "remoe"):
+        with device:
+            other = create(method, dim, shape.config.hidden[0]).eval()  # its losses are not what is timed
+        found[f"{method}, forward and backward"] = both_call(other, x, autocast=True)
+    return found
+
+
+def host_ms(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(IN_A_ROW):
+        kept = call()
+    took = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    del kept
+    return took * 1e3 / IN_A_ROW
+
+
+def kernels(call: Callable[[], object]) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="of Python's profile for every call")
+    arguments = parser.parse_args()
+    device = torch.device("cuda")
+    measured = calls(device)
+    for call in measured.values():
+        for _ in range(5):
+            call()
+    times: dict[str, list[float]] = {name: [] for name in measured}
+    for _ in range(ROUNDS):
+        for name, call in measured.items():
+            times[name].append(host_ms(call))
+    rows = [[name, number(statistics.median(times[name])), str(kernels(call))] for name, call in measured.items()]
+    machine = ", ".join(f"{key} {value}" for key, value in describe(device).items())
+    print_table(f"Host time of one call, {TOKENS} tokens at MiniPile's shape ({machine})", ["", "ms", "kernels"], rows)
+    for name, call in measured.items() if arguments.profile else ():
+        print(f"\n{name}")
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(50):
+            call()
+        profile.disable()
+        torch.cuda.synchronize()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(arguments.profile)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Launching a Triton kernel without what Triton repeats at every launch.
+
+``kernel[grid](…)`` binds names, describes every argument and builds a text to look the compiled kernel up by: longer
+than a small kernel runs. The same compiled kernel is found here by what Triton specialises on: types, whether addresses
+and integers are multiples of 16, integers that are one, and the constants.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from intbmoe.ops.backend import INTERPRETING
+
+_compiled: dict[tuple, tuple[Any, tuple]] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """``kernel[grid](*arguments, **constants)`` on the arguments' device; constants are all that have names."""
+    if INTERPRETING:
+        kernel[grid](*arguments, **constants)
+        return
+    first = arguments[0]
+    device = (first if isinstance(first, Tensor) else first.base).get_device()
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, *arguments, **constants)
+        return
+    key = (id(kernel), device, *[_kind(argument) for argument in arguments], *constants.items())
+    found = _compiled.get(key)
+    if found is None:
+        compiled = kernel[grid](*arguments, **constants)
+        names = kernel.arg_names[len(arguments) :]
+        _compiled[key] = compiled, tuple(constants[name] for name in names)
+        return
+    compiled, rest = found
+    compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
+
+
+def _kind(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, argument >> 31
+    if argument is None or isinstance(argument, float):
+        return type(argument)
+    return argument.base.dtype, tuple(argument.block_shape)  # a tensor descriptor
