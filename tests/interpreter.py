@@ -20,10 +20,10 @@ _device = "cpu" if INTERPRETING else pytest.param("cuda", marks=[pytest.mark.gpu
 on_device = pytest.mark.parametrize("device", [_device])
 
 
-def rerun(path):
-    """Run the test file at ``path`` in the interpreter."""
+def rerun(*paths):
+    """Run the test files at ``paths`` in the interpreter."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-W", "ignore", "-p", "no:cacheprovider", "-x", path]
+    command = [sys.executable, "-m", "pytest", "-W", "ignore", "-p", "no:cacheprovider", "-x", *paths]
     # Other packages' plugins for pytest, which take seconds to load, are of no use here.
     settings = {"TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)

@@ -51,7 +51,7 @@ gates = pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
 if not INTERPRETING:
 
     def test_in_the_interpreter():
-        rerun(__file__)
+        rerun(__file__, __file__.replace("test_fused", "test_hypernetwork"))
 
 else:
 

@@ -32,6 +32,7 @@ from intbmoe.analysis.sample import Sample
 from intbmoe.checks import require
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
+from intbmoe.ops.backend import Backend
 from intbmoe.ops.compose import Coefficients
 from intbmoe.parts.hypernetwork import Hypernetwork
 from intbmoe.precomposition import precompose
@@ -170,8 +171,8 @@ class _ChangedCoefficients(nn.Module):
         self.hypernetwork = hypernetwork
         self.base = base
 
-    def forward(self, codebook: Tensor) -> Coefficients:
-        whole = self.hypernetwork(codebook)
+    def forward(self, codebook: Tensor, backend: Backend = "tiled") -> Coefficients:
+        whole = self.hypernetwork(codebook, backend)
         value, gate = self._without_base(whole.value), whole.gate
         gate = None if gate is None else self._without_base(gate)
         if self.hypernetwork.coefficients == "softmax":

@@ -259,7 +259,7 @@ class IntBMoE(BlockLayer):
     def blocks(self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None) -> Blocks:
         """Compose the K blocks in the wide type; the matrices are then cast once."""
         codes = self._codes(conditioning)
-        coefficients = self.hypernetwork(codes)
+        coefficients = self.hypernetwork(codes, backend)
         token_filter = block_filter = None
         if self.filter is not None:
             token_filter, code_filter = self.filter.weight.split([self.config.dim, self.config.code_width], dim=1)

@@ -3,12 +3,13 @@
 import math
 from typing import Literal
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from intbmoe.ops.backend import Backend
 from intbmoe.ops.compose import Coefficients
+from intbmoe.ops.hypernetwork import coefficients
 from intbmoe.parts.linear import Linear
-from intbmoe.precision import wide
+from intbmoe.precision import linear, wide
 
 
 class Hypernetwork(nn.Module):
@@ -29,15 +30,15 @@ class Hypernetwork(nn.Module):
         self.value = Linear(hidden or codes, experts)
         self.gate = Linear(hidden or codes, experts) if gate else None
 
-    def forward(self, codes: Tensor) -> Coefficients:
+    def forward(self, codes: Tensor, backend: Backend = "tiled") -> Coefficients:
         """(K, codes) → the coefficients of each path in the wide type."""
         q = wide(codes)
+        maps = [None if each is None else (each.weight, each.bias) for each in (self.value, self.gate)]
         if self.two_layer:
-            trunk = self.trunk(q)
-            norm = wide(self.norm.weight), wide(self.norm.bias)
-            q = F.relu(F.layer_norm(trunk, self.norm.normalized_shape, *norm, self.norm.eps))
-        value = self.value(q)
-        gate = None if self.gate is None else self.gate(q)
+            trunk, norm = ((each.weight, each.bias) for each in (self.trunk, self.norm))
+            value, gate = coefficients(q, trunk, norm, self.norm.eps, *maps, backend)
+        else:
+            value, gate = (None if each is None else linear(q, *each) for each in maps)
         if self.coefficients == "softmax":
             return Coefficients(value.softmax(-1), None if gate is None else gate.softmax(-1), 1.0)
         return Coefficients(value, gate, 1 / math.sqrt(self.experts))

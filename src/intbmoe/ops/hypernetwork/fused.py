@@ -1,0 +1,210 @@
+"""The whole hypernetwork in one Triton kernel each way.
+
+It is tiny, so what it costs is the number of its kernels: plain torch starts five of them forward and fourteen
+backward, longer in all than the rest of a narrow layer takes. Forward, programs share out codes and bases, and each
+computes the hidden layer of its codes anew. Backward, one program does everything, bases a few at a time.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from intbmoe.ops.launch import launch
+from intbmoe.ops.operation import define
+from intbmoe.ops.triton_support import ceil_div, power_of_2
+
+ROWS, BASES, BACKWARD_BASES = 16, 64, 32
+
+
+def coefficients(codes: Tensor, trunk, norm, eps: float, value, gate) -> tuple[Tensor, Tensor | None]:
+    """As ``naive.coefficients``, for at most 64 codes."""
+    first, second = _coefficients(codes, *trunk, *norm, *value, *(gate or (None, None)), eps)
+    return first, None if gate is None else second
+
+
+@triton.jit
+def _load(base, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of a (ROWS, COLUMNS) matrix in float32, zero outside of it."""
+    mask = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
+    return tl.load(base + row[:, None] * COLUMNS + column[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _vector(base, place, WIDTH: tl.constexpr):
+    return tl.load(base + place, mask=place < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _hidden(
+    codes, trunk, trunk_bias, gain, shift, row, eps,
+    K: tl.constexpr, C: tl.constexpr, H: tl.constexpr, CODE: tl.constexpr, HIDDEN: tl.constexpr,
+):  # fmt: skip
+    """Some codes, (n, HIDDEN) their normed hidden layer before its gain, 1/σ, and q, after gain and ReLU."""
+    unit = tl.arange(0, HIDDEN)
+    column = tl.arange(0, CODE)
+    code = _load(codes, row, column, K, C)
+    weight = _load(trunk, unit, column, H, C)
+    h = tl.dot(code, tl.trans(weight), input_precision="ieee") + _vector(trunk_bias, unit, H)[None, :]
+    inside = (unit < H)[None, :]
+    centred = tl.where(inside, h - (tl.sum(h, 1) / H)[:, None], 0.0)
+    inverse = 1 / tl.sqrt(tl.sum(centred * centred, 1) / H + eps)
+    normal = centred * inverse[:, None]
+    q = tl.maximum(normal * _vector(gain, unit, H)[None, :] + _vector(shift, unit, H)[None, :], 0.0)
+    return code, normal, inverse, tl.where(inside, q, 0.0)
+
+
+@triton.jit
+def _forward(
+    codes, trunk, trunk_bias, gain, shift, value, value_bias, gate, gate_bias, first, second, eps,
+    K: tl.constexpr, C: tl.constexpr, H: tl.constexpr, E: tl.constexpr, CODE: tl.constexpr, HIDDEN: tl.constexpr,
+    GATE: tl.constexpr, ROWS: tl.constexpr, BASES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    base = tl.program_id(1) * BASES + tl.arange(0, BASES)
+    unit = tl.arange(0, HIDDEN)
+    _, _, _, q = _hidden(codes, trunk, trunk_bias, gain, shift, row, eps, K, C, H, CODE, HIDDEN)
+    mask = (row < K)[:, None] & (base < E)[None, :]
+    place = row[:, None] * E + base[None, :]
+    alpha = tl.dot(q, tl.trans(_load(value, base, unit, E, H)), input_precision="ieee")
+    tl.store(first + place, alpha + _vector(value_bias, base, E)[None, :], mask=mask)
+    if GATE:
+        alpha = tl.dot(q, tl.trans(_load(gate, base, unit, E, H)), input_precision="ieee")
+        tl.store(second + place, alpha + _vector(gate_bias, base, E)[None, :], mask=mask)
+
+
+@triton.jit
+def _path_backward(
+    grad, weight, weight_grad, bias_grad, q, row, base, unit, K: tl.constexpr, E: tl.constexpr, H: tl.constexpr
+):
+    """Gradients of one path's map for some bases; returns their part of that of q."""
+    dalpha = _load(grad, row, base, K, E)
+    dweight = tl.dot(tl.trans(dalpha), q, input_precision="ieee")
+    place = base[:, None] * H + unit[None, :]
+    tl.store(weight_grad + place, dweight, mask=(base < E)[:, None] & (unit < H)[None, :])
+    tl.store(bias_grad + base, tl.sum(dalpha, 0), mask=base < E)
+    return tl.dot(dalpha, _load(weight, base, unit, E, H), input_precision="ieee")
+
+
+@triton.jit
+def _backward(
+    grad, gate_grad, codes, trunk, trunk_bias, gain, shift, value, gate, eps,
+    dcodes, dtrunk, dtrunk_bias, dgain, dshift, dvalue, dvalue_bias, dgate, dgate_bias,
+    K: tl.constexpr, C: tl.constexpr, H: tl.constexpr, E: tl.constexpr, CODE: tl.constexpr, HIDDEN: tl.constexpr,
+    GATE: tl.constexpr, ROWS: tl.constexpr, BASES: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, ROWS)
+    unit = tl.arange(0, HIDDEN)
+    column = tl.arange(0, CODE)
+    code, normal, inverse, q = _hidden(codes, trunk, trunk_bias, gain, shift, row, eps, K, C, H, CODE, HIDDEN)
+    dq = tl.zeros([ROWS, HIDDEN], dtype=tl.float32)
+    for start in range(0, E, BASES):
+        base = start + tl.arange(0, BASES)
+        dq += _path_backward(grad, value, dvalue, dvalue_bias, q, row, base, unit, K, E, H)
+        if GATE:
+            dq += _path_backward(gate_grad, gate, dgate, dgate_bias, q, row, base, unit, K, E, H)
+    there = (row < K)[:, None] & (unit < H)[None, :]
+    dq = tl.where(there & (q > 0), dq, 0.0)
+    tl.store(dgain + unit, tl.sum(dq * normal, 0), mask=unit < H)
+    tl.store(dshift + unit, tl.sum(dq, 0), mask=unit < H)
+    dnormal = dq * _vector(gain, unit, H)[None, :]
+    dh = dnormal - (tl.sum(dnormal, 1) / H)[:, None] - normal * (tl.sum(dnormal * normal, 1) / H)[:, None]
+    dh = tl.where(there, dh * inverse[:, None], 0.0)
+    known = (unit < H)[:, None] & (column < C)[None, :]
+    place = unit[:, None] * C + column[None, :]
+    tl.store(dtrunk + place, tl.dot(tl.trans(dh), code, input_precision="ieee"), mask=known)
+    tl.store(dtrunk_bias + unit, tl.sum(dh, 0), mask=unit < H)
+    weight = _load(trunk, unit, column, H, C)
+    mask = (row < K)[:, None] & (column < C)[None, :]
+    tl.store(dcodes + row[:, None] * C + column[None, :], tl.dot(dh, weight, input_precision="ieee"), mask=mask)
+
+
+def _sizes(codes: Tensor, trunk: Tensor, value: Tensor, gate: Tensor | None) -> dict[str, int]:
+    (hidden, width), experts = trunk.shape, value.shape[0]
+    padded = {"CODE": power_of_2(width, 16), "HIDDEN": power_of_2(hidden, 16)}
+    return {"K": codes.shape[0], "C": width, "H": hidden, "E": experts, **padded, "GATE": gate is not None}
+
+
+def _run(codes, trunk, trunk_bias, gain, shift, value, value_bias, gate, gate_bias, eps):
+    inputs = codes, trunk, trunk_bias, gain, shift, value, value_bias, gate, gate_bias
+    first, second = _allocate(*inputs, eps)
+    inputs = [None if tensor is None else tensor.contiguous() for tensor in inputs]
+    sizes = _sizes(codes, trunk, value, gate)
+    grid = ceil_div(sizes["K"], ROWS), ceil_div(sizes["E"], BASES)
+    launch(_forward, grid, *inputs, first, second, eps, **sizes, ROWS=ROWS, BASES=BASES)
+    return first, second
+
+
+def _allocate(codes, trunk, trunk_bias, gain, shift, value, value_bias, gate, gate_bias, eps):
+    count, experts = codes.shape[0], value.shape[0]
+    shapes = (count, experts), (0 if gate is None else count, experts)
+    return tuple(codes.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+def _run_backward(grad, gate_grad, codes, trunk, trunk_bias, gain, shift, value, gate, eps):
+    inputs = grad, gate_grad, codes, trunk, trunk_bias, gain, shift, value, gate
+    outputs = _allocate_backward(*inputs, eps)
+    inputs = [None if tensor is None else tensor.contiguous() for tensor in inputs]
+    sizes = _sizes(codes, trunk, value, gate)
+    rows = power_of_2(sizes["K"], 16)
+    launch(_backward, (1,), *inputs, eps, *outputs, **sizes, ROWS=rows, BASES=BACKWARD_BASES)
+    return outputs
+
+
+def _allocate_backward(grad, gate_grad, codes, trunk, trunk_bias, gain, shift, value, gate, eps):
+    hidden, experts = trunk.shape[0], value.shape[0]
+    gated = 0 if gate is None else experts
+    shapes = codes.shape, trunk.shape, (hidden,), (hidden,), (hidden,)
+    shapes += (experts, hidden), (experts,), (gated, hidden), (gated,)
+    return tuple(codes.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.eps = inputs
+    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+    ctx.save_for_backward(*tensors[:6], tensors[7])  # no gradient depends on the paths' biases
+
+
+def _differentiate(ctx, grad, gate_grad):
+    *tensors, value, gate = ctx.saved_tensors
+    shape = tensors[0].shape[0], value.shape[0]
+    grad = value.new_zeros(shape, dtype=torch.float32) if grad is None else grad
+    if gate is not None and gate_grad is None:
+        gate_grad = value.new_zeros(shape, dtype=torch.float32)
+    gradients = _gradient(grad, None if gate is None else gate_grad, *tensors, value, gate, ctx.eps)
+    return *(None if dtype is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)), None
+
+
+_coefficients = define(
+    "hypernetwork",
+    "(Tensor codes, Tensor trunk, Tensor trunk_bias, Tensor gain, Tensor shift, Tensor value, Tensor value_bias, "
+    "Tensor? gate, Tensor? gate_bias, float eps) -> (Tensor, Tensor)",
+    _run,
+    _allocate,
+    _save,
+    _differentiate,
+)
+_gradient = define(
+    "hypernetwork_backward",
+    "(Tensor grad, Tensor? gate_grad, Tensor codes, Tensor trunk, Tensor trunk_bias, Tensor gain, Tensor shift, "
+    "Tensor value, Tensor? gate, float eps) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run_backward,
+    _allocate_backward,
+)
+
+
+def _products(codes_shape: tuple, trunk_shape: tuple, value_shape: tuple, gate_shape: tuple | None) -> int:
+    paths = 1 if gate_shape is None else 2
+    return 2 * codes_shape[0] * trunk_shape[0] * (trunk_shape[1] + paths * value_shape[0])
+
+
+@register_flop_formula(torch.ops.intbmoe.hypernetwork)
+def _(codes_shape, trunk_shape, trunk_bias, gain, shift, value_shape, value_bias, gate_shape, *_, **__):
+    return _products(codes_shape, trunk_shape, value_shape, gate_shape)
+
+
+@register_flop_formula(torch.ops.intbmoe.hypernetwork_backward)
+def _(grad, gate_grad, codes_shape, trunk_shape, trunk_bias, gain, shift, value_shape, gate_shape, *_, **__):
+    return 2 * _products(codes_shape, trunk_shape, value_shape, gate_shape)
