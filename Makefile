@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test lint
+.PHONY: help demo test gpu-test lint licences
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -30,11 +30,14 @@ lint: $(READY) ## check style and formatting with ruff, and the layers with impo
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-logo
 
+licences: $(READY) ## list the packages that are installed, with version and licence; ARGS=--json for other programs
+	@$(BIN)/python .ci/licences.py $(ARGS)
+
 # Touched last, so that an interrupted installation starts again. pip's output is thinned to what takes its time.
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/intbmoe/ops/native/*.[ch])
+$(READY): pyproject.toml constraints.txt setup.py .ci/install $(wildcard locks/*.txt) $(wildcard src/intbmoe/ops/native/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "intbmoe needs Python 3.11 or later; try make PYTHON=python3.12")'
 	@echo "==> Installing intbmoe and its tools into .venv (about a minute; longer where torch is large)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt -e '.[dev]' \
+	@.ci/install \
 		| awk '/Downloading .*\.(whl|tar)[^.]/ || /^Installing/ {sub(/^ */, "    "); sub(/: .*/, " …"); print; fflush()}'
 	@touch $@

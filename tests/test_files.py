@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from intbmoe.files import remove_folder, replace_file, replacing_file, replacing_folder, to_json
+from intbmoe import files
+from intbmoe.files import private_folder, remove_folder, replace_file, replacing_file, replacing_folder, to_json
 
 
 def names(folder):
@@ -52,6 +53,7 @@ def test_a_folder_that_may_not_be_replaced_or_cannot_be_stays(tmp_path, monkeypa
             raise OSError("no")
         rename(old, new)
 
+    monkeypatch.setattr(files, "_swap", lambda one, other: False)  # as on systems that cannot exchange folders
     monkeypatch.setattr(os, "rename", fail_into_place)
     (folder / "old").touch()
     with pytest.raises(OSError, match="no"), replacing_folder(folder) as beside:
@@ -64,3 +66,51 @@ def test_a_removed_folder_leaves_nothing(tmp_path):
     (tmp_path / "folder").mkdir()
     remove_folder(tmp_path / "folder")
     assert names(tmp_path) == []
+
+
+def test_what_killed_processes_left_is_swept_and_nothing_else(tmp_path):
+    folder = tmp_path / "to"
+    left, link = tmp_path / ".to.0123abcd.part", tmp_path / ".to.linked__.part"
+    (left / "inside").mkdir(parents=True)
+    mine = [tmp_path / name for name in (".to.settings", ".to.part", ".other.0123abcd.part", ".to.0123abcd.parts")]
+    for path in mine:
+        path.mkdir()
+    link.symlink_to(mine[0])
+    with private_folder(tmp_path, ".to.", ".part") as used:  # another process's, still at work
+        assert not left.exists()
+        with replacing_folder(folder) as beside:
+            (beside / "new").touch()
+        assert used.is_dir()
+    assert names(folder) == ["new"]
+    assert names(tmp_path) == sorted([folder.name, link.name, *(path.name for path in mine)])
+
+
+def test_a_folder_is_never_away_while_it_is_replaced(tmp_path, monkeypatch):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    swap, seen = files._swap, []
+
+    def watched(one, other):
+        seen.append((folder.exists(), swap(one, other), folder.exists()))
+        return True
+
+    monkeypatch.setattr(files, "_swap", watched)
+    monkeypatch.setattr(os, "rename", None)
+    with replacing_folder(folder) as beside:
+        (beside / "new").touch()
+    assert seen == [(True, True, True)]
+    assert names(tmp_path) == ["folder"]
+
+
+def test_a_kill_between_two_renames_is_made_good(tmp_path, monkeypatch):
+    """Where folders cannot be exchanged: the old one is put back before anything else."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "old").touch()
+    folder.rename(tmp_path / ".folder.removed")
+    monkeypatch.setattr(files, "_swap", lambda one, other: False)
+    with replacing_folder(folder) as beside:
+        assert names(folder) == ["old"]
+        (beside / "new").touch()
+    assert names(folder) == ["new"]
+    assert names(tmp_path) == ["folder"]

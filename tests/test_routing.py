@@ -1,5 +1,6 @@
 """record_routing and load_statistics: what users see of where tokens go."""
 
+import threading
 import warnings
 
 import pytest
@@ -44,6 +45,28 @@ def test_several_forwards_are_joined():
     assert log[""].ids.shape == (10, 2)
     with pytest.raises(ValueError, match="2 forwards"):
         _ = log[""].shape
+
+
+def test_forwards_of_other_threads_are_not_recorded():
+    layer, inside = intb().eval(), threading.Barrier(2)
+
+    def other():
+        with intbmoe.record_routing(layer) as log:
+            inside.wait(10)
+            layer(torch.randn(5, 8))
+            inside.wait(10)
+        seen.append(log[""].shapes)
+
+    seen = []
+    thread = threading.Thread(target=other)
+    with intbmoe.record_routing(layer) as log:
+        thread.start()
+        inside.wait(10)
+        layer(torch.randn(3, 8))
+        inside.wait(10)
+        thread.join()
+    assert (log[""].shapes, seen) == (((3,),), [((5,),)])
+    assert not layer.statistics.wants(training=False)
 
 
 def test_recording_ends_after_an_error():

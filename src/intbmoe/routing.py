@@ -73,7 +73,10 @@ class RecordedRouting:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[Mapping[str, RecordedRouting]]:
-    """``with record_routing(model) as log: model(x)``; then ``log["blocks.0.ffn"].ids`` and so on."""
+    """``with record_routing(model) as log: model(x)``; then ``log["blocks.0.ffn"].ids`` and so on.
+
+    What other threads run meanwhile is not recorded, unless the model is compiled.
+    """
     layers = dict(moe_layers(model))
     if not layers:
         raise ValueError(f"{type(model).__name__} holds no MoE layer, so it has no routing to record")

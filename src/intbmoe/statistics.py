@@ -5,6 +5,7 @@ losses and counts for a whole model, ``routing.py`` shows where tokens went.
 """
 
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,14 +77,14 @@ class LayerStatistics:
         self.pending: dict[str, Tensor] = {}  # counts of the step that is not finished yet, on this rank
         self.window: dict[str, Tensor] = {}  # counts of all steps since the window was last cleared, over all ranks
         self.warned: set[int] = set()  # dead experts that a warning has named
-        self._calls: list[RoutedForward] | None = None
+        self._recordings: dict[int, list[RoutedForward]] = {}  # by the thread whose forwards they are
         self._uncollected = False  # whether gradients went through a forward whose losses nobody took
 
     # What a forward does.
 
     def wants(self, training: bool) -> bool:
         # Activation checkpointing runs forwards again during backward: these were counted the first time.
-        return not recomputing() and (training or self._calls is not None)
+        return not recomputing() and (training or self._recording is not None)
 
     def keep(self, result: Result, count: Tensor, shape: tuple[int, ...], training: bool, layer: str) -> None:
         """A forward of ``count`` valid tokens in (…, T) = ``shape``; ``layer`` is what an error calls the layer."""
@@ -97,11 +98,12 @@ class LayerStatistics:
                 )
             self.record = Record(result.losses, {"tokens": count, **result.sums}, torch.is_grad_enabled())
             self._watch(result.y, self.record)
-        if self._calls is not None:
+        calls = self._recording
+        if calls is not None:
             ids, weights = result.routing or Routing(None, None)
             routing = Routing(ids, weights if weights is None else weights.detach())
             sums = {key: value.detach() for key, value in result.sums.items()}
-            self._calls.append(RoutedForward(routing, shape, count, sums))
+            calls.append(RoutedForward(routing, shape, count, sums))
 
     def _watch(self, y: Tensor, record: Record) -> None:
         """Notice when gradients go through ``y`` though nobody has collected the losses that belong to it."""
@@ -156,24 +158,36 @@ class LayerStatistics:
 
     @contextmanager
     def recording(self) -> Iterator[list[RoutedForward]]:
-        """A list that every forward inside the context is added to."""
-        outer, calls = self._calls, []
-        self._calls = calls
+        """A list that every forward of this thread inside the context is added to."""
+        thread, calls = threading.get_ident(), []
+        outer = self._recordings.get(thread)
+        self._recordings[thread] = calls
         try:
             yield calls
         finally:
+            del self._recordings[thread]
             if outer is not None:  # contexts nest: what the inner one saw, the outer one saw too
                 outer.extend(calls)
-            self._calls = outer
+                self._recordings[thread] = outer
+
+    @property
+    def _recording(self) -> list[RoutedForward] | None:
+        """Where this thread's forwards are recorded; None where they are not."""
+        if not self._recordings:
+            return None
+        if torch.compiler.is_compiling():  # a graph cannot ask for its thread
+            return next(reversed(self._recordings.values()))
+        return self._recordings.get(threading.get_ident())
 
     def repeat(self, calls: Iterable[RoutedForward]) -> None:
         """A replayed graph overwrote the tensors of ``calls``: whoever records gets copies."""
-        if self._calls is not None:
-            self._calls.extend(call.copy() for call in calls)
+        recording = self._recording
+        if recording is not None:
+            recording.extend(call.copy() for call in calls)
 
     def __getstate__(self) -> dict[str, Any]:
         # Non-leaf tensors in an attribute break deepcopy and pickle; they belong to a forward, not to the layer.
-        return {**self.__dict__, "record": None, "_calls": None}
+        return {**self.__dict__, "record": None, "_recordings": {}}
 
 
 @dataclass(frozen=True)

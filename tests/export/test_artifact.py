@@ -10,8 +10,9 @@ from small_runs import small_run
 
 from intbmoe import ComposedMoE, IntBMoE, load
 from intbmoe.export import ArtifactError, load_artifact
-from intbmoe.export.artifact import ABOUT, GOLDEN, MODEL, make_skeleton
+from intbmoe.export.artifact import ABOUT, CATALOGUE, GOLDEN, MODEL, checksum, make_skeleton
 from intbmoe.export.export import export_run
+from intbmoe.files import file_digest
 from intbmoe.version import program_version
 
 
@@ -32,8 +33,9 @@ def folder(exported, tmp_path):
 
 
 def edit(folder, **changes):
-    about = json.loads((folder / ABOUT).read_bytes())
-    (folder / ABOUT).write_text(json.dumps({**about, **changes}))
+    """As one who knows how: with the checksum that then fits."""
+    about = json.loads((folder / ABOUT).read_bytes()) | changes
+    (folder / ABOUT).write_text(json.dumps({**about, "checksum": checksum(about)}))
 
 
 def test_it_loads_what_was_exported(run, exported):
@@ -81,6 +83,33 @@ def test_damaged_files_are_refused(folder, name):
     (folder / name).unlink()
     with pytest.raises(ArtifactError, match=rf"{name} is missing"):
         load_artifact(folder)
+
+
+def change_metrics(folder, about):
+    about["metrics"]["test"]["accuracy"] = 0.99
+
+
+def change_classes(folder, about):
+    catalogue = json.loads((folder / CATALOGUE).read_bytes())
+    (folder / CATALOGUE).write_text(json.dumps({**catalogue, "classes": catalogue["classes"][::-1]}))
+    about["files"][CATALOGUE] = file_digest(folder / CATALOGUE)
+
+
+def drop_golden(folder, about):
+    (folder / GOLDEN).unlink()
+    del about["files"][GOLDEN]
+
+
+@pytest.mark.parametrize("change", [change_metrics, change_classes, drop_golden])
+def test_edits_that_fit_the_other_files_are_refused(folder, change):
+    about = json.loads((folder / ABOUT).read_bytes())
+    change(folder, about)
+    (folder / ABOUT).write_text(json.dumps(about))
+    with pytest.raises(ArtifactError, match=r"artifact\.json is altered, its checksum does not fit.*export"):
+        load_artifact(folder)
+    del about["checksum"]  # as artifacts of old are
+    (folder / ABOUT).write_text(json.dumps(about))
+    load_artifact(folder)
 
 
 def test_what_is_no_artifact_is_refused(folder, tmp_path):

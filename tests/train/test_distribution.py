@@ -121,3 +121,30 @@ def test_started_by_torchrun(tmp_path):
     assert done.stderr.count("step 10/10  test") == 1
     single = train(recipe_of("deepseek"), tmp_path / "one", quiet=True)
     assert_close_metrics(RunDirectory.of(recipe_of("deepseek"), tmp_path / "two"), single)
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_group_of_torchrun_saves(tmp_path):
+    """A rank gets it twice: with its group, and from the launcher, which passes its own on."""
+    code = (
+        "import os, signal, sys, torch; torch.set_num_threads(1)\nfrom tiny_task import tiny_recipe\n"
+        "from intbmoe.train import train\nfrom intbmoe.train.step import Stepper\ntake = Stepper.take\n"
+        "def signalled(self, step, *arguments):\n"
+        "    if step == 4 and os.environ['RANK'] == '1':\n"
+        "        os.killpg(0, signal.SIGTERM)\n        os.kill(os.getppid(), signal.SIGTERM)\n"
+        "    return take(self, step, *arguments)\n"
+        "Stepper.take = signalled\ntrain(tiny_recipe(workers=1), sys.argv[1])\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    here = Path(__file__).parent
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(here), *sys.path])}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*launch, script, tmp_path / "two"], env=environment, capture_output=True, text=True, start_new_session=True
+    )
+    assert done.returncode != 0
+    run = RunDirectory.of(tiny_recipe(), tmp_path / "two")
+    stopped = sorted((run.path / "checkpoints").iterdir())[-1]
+    assert stopped.name in ("step-00000004", "step-00000005"), done.stderr
+    assert "the same command goes on from there" in done.stderr

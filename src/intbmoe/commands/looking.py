@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from intbmoe.commands.terminal import explained, say, show
+from intbmoe.commands.terminal import cleaned_up_on_sigterm, explained, say, show
 from intbmoe.registry import find_method, list_methods
 
 
@@ -41,7 +41,7 @@ def analyse(
         from intbmoe.train import TrainingError
         from intbmoe.train.run import moved_data_is_explained
     kinds = (TrainingError, DataError, ValueError, OSError, ModuleNotFoundError)
-    with explained(*kinds), moved_data_is_explained(run):
+    with cleaned_up_on_sigterm(), explained(*kinds), moved_data_is_explained(run):
         if numbers_only and redraw:
             raise ValueError("--numbers-only draws nothing and --redraw computes nothing: give one of them")
         if redraw and (classes or layers):

@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 
 from intbmoe.checks import require
-from intbmoe.commands.terminal import explained, say
+from intbmoe.commands.terminal import cleaned_up_on_sigterm, explained, say
 from intbmoe.serve.settings import Settings
 
 
@@ -38,7 +38,12 @@ def export(
         from intbmoe.train import TrainingError
         from intbmoe.train.run import moved_data_is_explained
     refusals = (ExportError, TrainingError, DataError, ValueError, ModuleNotFoundError, OSError)
-    with explained(*refusals), moved_data_is_explained(run), Console(stderr=True).status("") as status:
+    with (
+        cleaned_up_on_sigterm(),
+        explained(*refusals),
+        moved_data_is_explained(run),
+        Console(stderr=True).status("") as status,
+    ):
         options = {"dtype": dtype, "formats": format, "precompose": not no_precompose}
         if "huggingface" in format:
             from intbmoe.export.huggingface import export_huggingface

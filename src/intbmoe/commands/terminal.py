@@ -1,5 +1,6 @@
 """What the commands share: what is printed, and how errors end a program."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,3 +34,13 @@ def explained(*kinds: type[Exception]) -> Iterator[None]:
         if isinstance(error, ModuleNotFoundError) and "pip install" not in message:
             message = f"{message}: training needs more packages, pip install 'intbmoe[train]'"
         sys.exit(f"intbmoe: {message}")
+
+
+@contextmanager
+def cleaned_up_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends the program as an error does, which removes what is half written."""
+    before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

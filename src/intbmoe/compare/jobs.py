@@ -213,6 +213,9 @@ class _Comparison(Scheduler):
     def __init__(self, plan: Plan, waiting: int, jobs: int, console: Console) -> None:
         super().__init__([Lane("cuda" if torch.cuda.is_available() else "cpu", jobs)])
         self.plan, self.console = plan, console
+        # Runs that begin later compute as those before them: their share of the cores may have grown meanwhile.
+        begun = [count for job in plan.jobs if (count := job.run.threads()) is not None]
+        self.threads = min([threads(jobs), *begun])
         self.total, self.done = len(plan.jobs), len(plan.jobs) - waiting
         self.failures: list[Failure] = []
         columns = (BarColumn(bar_width=24), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
@@ -243,7 +246,7 @@ class _Comparison(Scheduler):
         text = yaml.safe_dump(recipe_to_dict(job.recipe), sort_keys=False, allow_unicode=True)
         root = self.plan.folder.parent.parent
         command = [sys.executable, "-m", "intbmoe.cli", "train", str(recipe), "--root", str(root)]
-        environment = {"OMP_NUM_THREADS": str(threads(lane.places))}
+        environment = {"OMP_NUM_THREADS": str(self.threads)}
         if lane.device == "cuda":
             gpus = _visible_gpus()
             environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]

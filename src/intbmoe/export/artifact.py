@@ -1,7 +1,8 @@
 """The artifact: what serving needs of a run, in one folder, without pickle.
 
 artifact.json             what it is: format_version, task, method, recipe, dtype, precomposed, metrics of the run, the
-                          parity that was checked with its tolerance, formats, and the SHA-256 of every other file;
+                          parity that was checked with its tolerance, formats, the SHA-256 of every other file, and
+                          the checksum of all this;
                           of 8-bit weights also compute, the type of the rest, and what was and was not quantised
 model.safetensors         the weights, IntBMoE's composed: no pool, so the size does not depend on E
 catalogue.json            what the numbers mean that go in and come out, as each task's ``task.py`` says
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.checks import did_you_mean
-from intbmoe.files import file_digest
+from intbmoe.files import digest, file_digest, to_json
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 from intbmoe.parts.quantized import Storage
 from intbmoe.quantization import quantize
@@ -168,17 +169,25 @@ def load_artifact(path: str | Path) -> Artifact:
     missing = [key for key in ("task", "method", "recipe", "dtype", "precomposed", "files") if key not in about]
     if missing or not _known_types(about) or not isinstance(about["files"], dict):
         raise ArtifactError(f"{path / ABOUT} is not what an export writes (lacking: {missing}): {EXPORT_AGAIN}")
-    for name, digest in about["files"].items():
+    for name, expected in about["files"].items():
         if Path(name).name != name:
             raise ArtifactError(f"{path / ABOUT} names a file outside its folder, {name!r}: it is not to be trusted")
         if not (path / name).is_file():
             raise ArtifactError(f"{path / name} is missing: copy the whole folder again, or {EXPORT_AGAIN}")
-        if file_digest(path / name) != digest:
+        if file_digest(path / name) != expected:
             raise ArtifactError(
                 f"{path / name} is truncated or altered, its SHA-256 is not the one in {ABOUT}: "
                 f"copy the whole folder again, or {EXPORT_AGAIN}"
             )
+    # Artifacts of old have none. It tells of a slip of hand or disk, not of a forger, who would write the right one.
+    if about.get("checksum", (own := checksum(about))) != own:
+        raise ArtifactError(f"{path / ABOUT} is altered, its checksum does not fit: {EXPORT_AGAIN}")
     return Artifact(path, about, file_digest(path / ABOUT)[:12])
+
+
+def checksum(about: Mapping[str, Any]) -> str:
+    """Of the content of ``artifact.json``, and so of all files, whose digests are in it."""
+    return digest(to_json({key: value for key, value in about.items() if key != "checksum"}))
 
 
 def _known_types(about: Mapping[str, Any]) -> bool:

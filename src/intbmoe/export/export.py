@@ -73,7 +73,7 @@ def export_run(
         raise ExportError(f"--dtype {storage} quantises composed blocks, not pools: leave out --no-precompose")
     parity = Parity(task, trained, DTYPES[compute], storage)
     with (
-        replacing_folder(to, _require_replaceable) as folder,
+        replacing_folder(to, _require_replaceable, sync=True) as folder,
         full_disk_is_explained(folder, "free some space and export again"),
     ):
         about = _write_model(folder, run, trained, (storage, compute), precompose)
@@ -163,7 +163,7 @@ def _write_about(folder: Path, about: dict[str, Any]) -> None:
     """``artifact.json`` with the digests of all that is in the folder."""
     files = sorted(path for path in folder.iterdir() if path.name != ABOUT)
     content = {**about, "files": {path.name: file_digest(path) for path in files}}
-    (folder / ABOUT).write_bytes(to_json(content))
+    (folder / ABOUT).write_bytes(to_json({**content, "checksum": artifact.checksum(content)}))
 
 
 def _require_replaceable(to: Path) -> None:

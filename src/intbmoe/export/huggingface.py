@@ -47,7 +47,7 @@ def export_huggingface(
     parity = Parity(task, trained, DTYPES[dtype])
     catalogue = task.catalogue()
     with (
-        replacing_folder(to, _require_free) as folder,
+        replacing_folder(to, _require_free, sync=True) as folder,
         full_disk_is_explained(folder, "free some space and export again"),
     ):
         kind = type(made := from_backbone(model, **_fields(catalogue)))

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from intbmoe.files import private_folder
 from intbmoe.serve.messages import reason
 from intbmoe.serve.metrics import forget_process
 from intbmoe.serve.processes import FIRST_PAUSE_S, LONGEST_PAUSE_S, START_S, Child, EngineGroup, Folders, StartError
@@ -33,8 +33,7 @@ def serve(settings: Settings, say: Callable[[str], None]) -> None:
     """Serve until a signal; raises ``StartError`` if the artifact cannot be served, ``OSError`` for the port."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     settings.check()
-    folder = Path(tempfile.mkdtemp(prefix="intbmoe-"))
-    try:
+    with private_folder(Path(tempfile.gettempdir()), "intbmoe-", ".run") as folder:
         if len(os.fsencode(folder)) > LONGEST_PATH:
             where = f"the folder for temporary files, {str(folder.parent)!r},"
             raise OSError(f"{where} has too long a path for sockets: set TMPDIR to a shorter one, such as /tmp")
@@ -42,8 +41,6 @@ def serve(settings: Settings, say: Callable[[str], None]) -> None:
         folders.sockets.mkdir()
         folders.figures.mkdir()
         asyncio.run(Supervisor(settings, folders, say).run())
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Asked:

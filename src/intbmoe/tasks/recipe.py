@@ -93,6 +93,8 @@ class TrainSettings(Checked):
     """Optimizer steps between lines of metrics."""
     workers: NonNegativeInt = 0
     """Processes that prepare data."""
+    threads: PositiveInt | None = None
+    """Of the CPU, on which rounding depends. None for torch's choice when a run begins, which it then keeps."""
     deterministic: bool = True
     """Ask torch for deterministic algorithms, so that a resumed run repeats bit for bit on a GPU too."""
 

@@ -10,7 +10,6 @@ therefore needs no generator state, and evaluating in between disturbs nothing.
 """
 
 import hashlib
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from intbmoe.tasks.base import Batch, Examples
 from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.errors import TrainingError
+from intbmoe.train.signals import children_miss_signals, leave_signals_to_parent
 
 
 def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
@@ -117,20 +117,18 @@ class _Reads(Dataset):
         return read, self.examples.batch(indices, epoch, self.seed)
 
 
-def read_ahead(examples: Examples, reads: Iterator[Any], seed: int, workers: int, pin: bool = False) -> DataLoader:
+def read_ahead(
+    examples: Examples, reads: Iterator[Any], seed: int, workers: int, pin: bool = False
+) -> Iterator[tuple[Any, Batch]]:
     """(read, batch) for each entry of ``reads``, in their order; ``workers`` processes prepare them ahead."""
-    return DataLoader(
+    loader = DataLoader(
         _Reads(examples, seed),
         batch_size=None,
         sampler=reads,
         num_workers=workers,
         pin_memory=pin,
-        worker_init_fn=_leave_signals_to_parent,
+        worker_init_fn=leave_signals_to_parent,
         generator=torch.Generator(),  # the loader draws a number it has no use for: not from the global generator
     )
-
-
-def _leave_signals_to_parent(_: int) -> None:
-    """Ctrl-C reaches every process of a terminal: a worker must live until the parent has finished its step."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with children_miss_signals():  # workers are begun here
+        return iter(loader)

@@ -16,7 +16,7 @@ class RunConflictError(TrainingError):
 
 
 class NonFiniteLossError(TrainingError):
-    """The loss or its gradient is not a finite number."""
+    """Training has diverged: a loss, a gradient, a metric or a weight is not a finite number."""
 
 
 class CaptureError(TrainingError):

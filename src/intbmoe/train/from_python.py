@@ -2,13 +2,11 @@
 
 import hashlib
 import os
-import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from intbmoe.files import file_digest
+from intbmoe.files import file_digest, make_public, private_folder
 from intbmoe.recipes import list_recipes, load_recipe
 from intbmoe.tasks import find_task
 from intbmoe.tasks.recipe import Recipe
@@ -26,20 +24,16 @@ def store_data(recipe: Recipe, data: Any, folder: Path) -> Recipe:
     if task.own_source is not None and recipe.data.path is not None:
         raise ValueError(f"data.path={recipe.data.path!r} and data= were both given: leave one out")
     folder.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=".data.", dir=folder))
-    try:
+    with private_folder(folder, ".data.", ".part") as beside:
         task.save_data(data, beside, recipe.data)
         place = folder / f"data-{_digest(beside)}"
         if not place.is_dir():
-            os.umask(mask := os.umask(0))
-            beside.chmod(0o777 & ~mask)  # a temporary folder is its maker's alone
+            make_public(beside)
             try:
                 os.rename(beside, place)
             except OSError:
                 if not place.is_dir():  # else another process was quicker, with the same
                     raise
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
     return replace(recipe, data=replace(recipe.data, path=str(place)))
 
 

@@ -3,10 +3,11 @@
 It knows tasks, never a method by name: auxiliary losses and state come through the contract (``step.py``).
 """
 
+import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,21 @@ from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.build import build, doubts, learning_rate
 from intbmoe.train.data import derive_seed, make_generator, micro_batches, read_ahead
 from intbmoe.train.distribution import Ranks
-from intbmoe.train.errors import TrainingInterrupted
+from intbmoe.train.errors import NonFiniteLossError, TrainingInterrupted
 from intbmoe.train.evaluation import evaluate_split
 from intbmoe.train.files import pack_tensors
 from intbmoe.train.from_python import store_data
 from intbmoe.train.metrics import MetricsLog, Window, mean_load, take_loads
+from intbmoe.train.origin import describe_origin, require_same_origin
 from intbmoe.train.progress import TrainingProgress
-from intbmoe.train.resume import CheckpointFolder, Standing, make_checkpoint, model_tensors, restore
+from intbmoe.train.resume import (
+    CheckpointFolder,
+    Standing,
+    edited_state_is_explained,
+    make_checkpoint,
+    model_tensors,
+    restore,
+)
 from intbmoe.train.run import RunDirectory, RunLock, describe_environment
 from intbmoe.train.signals import StopRequest
 from intbmoe.train.step import StepResult
@@ -68,24 +77,27 @@ def train(
         if ranks.from_main(int(run.finished)):
             return run
         stack.enter_context(_determinism(recipe.train.deterministic))
-        training = Training(task, run, ranks, quiet)
+        said = stack.enter_context(_threads(recipe.train.threads, run, ranks))
+        training = Training(task, run, ranks, quiet, said)
         stack.callback(training.close)
-        stop = stack.enter_context(StopRequest(training.progress.say))
+        stack.enter_context(training.divergence_is_explained())
+        stop = stack.enter_context(StopRequest(training.progress.say, ranks.world))
         training.go_on(stop)
         training.finish()
     return run
 
 
 class Training:
-    def __init__(self, task: Task, run: RunDirectory, ranks: Ranks, quiet: bool) -> None:
+    def __init__(self, task: Task, run: RunDirectory, ranks: Ranks, quiet: bool, notes: Iterable[str] = ()) -> None:
         self.task, self.recipe, self.settings, self.run, self.ranks = task, task.recipe, task.recipe.train, run, ranks
         self.examples, self.plan, self.model, self.optimizer, self.stepper = build(task, ranks)
         self.progress = TrainingProgress("/".join(run.path.parts[-3:]), self.plan.steps, quiet or not ranks.main)
         if ranks.main:
-            for doubt in doubts(self.settings, self.plan, ranks.device):
+            for doubt in (*notes, *doubts(self.settings, self.plan, ranks.device)):
                 self.progress.warn(doubt)
         self.checkpoints = CheckpointFolder(run.path / "checkpoints", self.settings.keep_checkpoints)
         self.validates = len(self.task.split("valid")) > 0
+        self.origin = describe_origin(task) if ranks.main else {}
         self.at, self.saved_step = self._resume()
         self.log: MetricsLog | None = None
         if ranks.main:
@@ -96,10 +108,14 @@ class Training:
     def _resume(self) -> tuple[Standing, int]:
         """Go back to the newest whole checkpoint, the same on all ranks; to the beginning (−1) if there is none."""
         found = self.checkpoints.load_newest(self.progress.warn) if self.ranks.main else None
+        if found is not None:
+            with edited_state_is_explained(where := self.checkpoints.folder(found.step)):
+                require_same_origin(found.state.get("origin"), self.origin, self.recipe, where, self.progress.warn)
         step = self.ranks.from_main(-1 if found is None else found.step)
         if step < 0:
             return Standing(), step
-        return restore(found or self.checkpoints.load(step), unwrap(self.model), self.optimizer), step
+        with edited_state_is_explained(self.checkpoints.folder(step)):
+            return restore(found or self.checkpoints.load(step), unwrap(self.model), self.optimizer), step
 
     def save(self) -> None:
         """Write a checkpoint of the last step, unless there is one."""
@@ -108,7 +124,10 @@ class Training:
         self.at.seconds = time.perf_counter() - self.started
         if self.log is not None:
             self.at.lengths = self.log.sync()
-        checkpoint = make_checkpoint(self.at, self._epoch(), unwrap(self.model), self.optimizer)
+        checkpoint = make_checkpoint(self.at, self._epoch(), unwrap(self.model), self.optimizer, self.origin)
+        for name, _ in unwrap(self.model).named_parameters():
+            if not checkpoint.tensors["model"][name].isfinite().all():
+                raise NonFiniteLossError(f"step {self.at.step}: the weights {name} are not finite; they are not saved")
         if self.ranks.main:
             self.checkpoints.save(checkpoint)
         self.saved_step = self.at.step
@@ -172,8 +191,27 @@ class Training:
     def _evaluate(self, split: str) -> dict[str, float]:
         size, seed, workers = self.plan.micro, self.settings.seed, self.settings.workers
         values = evaluate_split(self.task, self.model, split, self.ranks, size, seed, workers)
+        for name in ("loss", self.task.metric):
+            if not math.isfinite(values.get(name, 0.0)):
+                raise NonFiniteLossError(f"step {self.at.step}: on the {split} split the {name} is {values[name]}")
+        values = {name: value for name, value in values.items() if math.isfinite(value)}  # others have no place in JSON
         self._write(split, values)
         return values
+
+    @contextmanager
+    def divergence_is_explained(self) -> Iterator[None]:
+        """Say what to change: the same command would come to the same end."""
+        try:
+            yield
+        except NonFiniteLossError as error:
+            train = self.settings
+            saved = f"goes on from step {self.saved_step} and " if self.saved_step > 0 else ""
+            raise NonFiniteLossError(
+                f"{error}. Training has diverged, and the same command {saved}would come to the same end: lower "
+                f"train.lr (it is {train.lr:g}) or train.clip ({train.clip}), or lengthen train.warmup "
+                f"({train.warmup:g} epochs), if the data has no such number itself; in a run of its own (--moe.label "
+                f"NAME), or remove {self.run.path} first"
+            ) from error
 
     def _write(self, split: str, values: dict[str, float], speed: float | None = None) -> None:
         if self.log is not None:
@@ -246,3 +284,24 @@ def _determinism(wanted: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before)
         torch.utils.deterministic.fill_uninitialized_memory = filling
+
+
+@contextmanager
+def _threads(wanted: int | None, run: RunDirectory, ranks: Ranks) -> Iterator[list[str]]:
+    """Compute with as many CPU threads as the run began with, or as are wanted; yields what is to be said about it."""
+    before = torch.get_num_threads()
+    if ranks.device.type != "cpu":
+        yield []
+        return
+    begun = ranks.from_main((run.threads() or 0) if ranks.main else 0)
+    count = wanted or begun or before
+    said = []
+    if begun and count != begun:
+        said = [f"threads: {count}, before {begun}: from here on sums round otherwise than without the interruption"]
+    elif begun and count != before:
+        said = [f"threads: {count} as before, not {before}, so that nothing rounds otherwise (train.threads overrules)"]
+    torch.set_num_threads(count)
+    try:
+        yield said
+    finally:
+        torch.set_num_threads(before)

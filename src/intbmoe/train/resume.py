@@ -3,7 +3,8 @@
     checkpoints/step-00000500/model.safetensors        parameters and buffers (a method's state among them)
                               optimizer.safetensors    what the optimizer remembers, as <parameter>/<quantity>
                               statistics.safetensors   load counts since the last line of metrics
-                              state.json               where the run stands, and the SHA-256 of every file
+                              state.json               where the run stands, what it is of (``origin.py``), and the
+                                                       SHA-256 of every file
 
 Nothing is pickled. A kill at any moment leaves the last whole checkpoint: a folder gets its name only when everything
 in it is on the disk, older ones go after that, and one that was damaged later is passed over with a message.
@@ -11,7 +12,8 @@ in it is on the disk, older ones go after that, and one that was damaged later i
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,9 @@ class CheckpointFolder:
         checksum = state.pop("checksum", None)
         if checksum != digest(to_json(state)) or state.get("step") != step:
             raise DamagedFileError(f"{path} is altered: its checksum or step does not fit")
-        sums = state.pop("sha256")
+        sums = state.pop("sha256", None)
+        if not isinstance(sums, dict) or not all(f"{part}.safetensors" in sums for part in PARTS):
+            raise DamagedFileError(f"{path} is altered: it lacks the SHA-256 of a file")
         tensors = {part: read_tensors(folder / f"{part}.safetensors", sums[f"{part}.safetensors"]) for part in PARTS}
         return Checkpoint(step, tensors, state)
 
@@ -102,6 +106,18 @@ class CheckpointFolder:
         return None
 
 
+@contextmanager
+def edited_state_is_explained(folder: Path) -> Iterator[None]:
+    """A state.json whose checksum fits but whose content does not was written by somebody else."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedFileError(
+            f"{folder / 'state.json'} does not hold what a checkpoint does ({type(error).__name__}: {error}): remove "
+            f"{folder}, and the run goes on from the checkpoint before, or from its beginning"
+        ) from error
+
+
 @dataclass
 class Standing:
     """Where a run stands, besides its tensors."""
@@ -116,7 +132,13 @@ class Standing:
     best_step: int = 0
 
 
-def make_checkpoint(standing: Standing, epoch: float, model: nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
+def make_checkpoint(
+    standing: Standing,
+    epoch: float,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    origin: Mapping[str, Any],
+) -> Checkpoint:
     """A checkpoint of a running training. With a sharded model all ranks must call this together."""
     tensors = {
         "model": model_tensors(model),
@@ -133,6 +155,7 @@ def make_checkpoint(standing: Standing, epoch: float, model: nn.Module, optimize
     }
     names = {parameter: name for name, parameter in model.named_parameters()}
     state = {
+        "origin": origin,
         "epoch": epoch,
         "seconds": standing.seconds,
         "window": standing.window.sums,
@@ -165,7 +188,7 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
         window = {key.removeprefix(prefix): value.to(device) for key, value in counts if key.startswith(prefix)}
         layer.statistics.restore(window, state["warned"].get(name, ()))
     # Runs begun before there were loads have no length of theirs.
-    lengths = {name: state[name] for name in ("metrics_length", "loads_length") if name in state}
+    lengths = {name: int(state[name]) for name in ("metrics_length", "loads_length") if name in state}
     window, best = Window(state["window"]), (state.get("best"), state.get("best_step", 0))
     return Standing(checkpoint.step, state["seconds"], window, state["valid"], lengths, *best)
 

@@ -36,8 +36,8 @@ from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
 from intbmoe.train.files import full_disk_is_explained, read_json
 
-FREE_TO_CHANGE = ("train.workers", "train.checkpoint_every", "train.keep_checkpoints", "seeds")
-"""Settings that may differ when a run goes on: they change nothing that is computed."""
+FREE_TO_CHANGE = ("train.workers", "train.threads", "train.checkpoint_every", "train.keep_checkpoints", "seeds")
+"""Settings that may differ when a run goes on: they change nothing that is computed, or (threads) its rounding."""
 PACKAGES = ("intbmoe", "torch", "accelerate", "safetensors", "numpy", "timm", "torchvision", "scikit-learn")
 """Those whose versions a result may depend on."""
 
@@ -52,6 +52,7 @@ class RunDirectory:
         self.loads_path = self.path / "loads.jsonl"
         self.model_path = self.path / "model.safetensors"
         self.result_path = self.path / "done.json"
+        self.environment_path = self.path / "environment.json"
 
     @classmethod
     def of(cls, recipe: Recipe, root: str | Path) -> "RunDirectory":
@@ -143,9 +144,21 @@ class RunDirectory:
         text = yaml.safe_dump(_from_anywhere(recipe_to_dict(recipe)), sort_keys=False, allow_unicode=True)
         self.write("config.yaml", text.encode())
 
+    def starts(self) -> list[dict[str, Any]]:
+        """The entries of ``environment.json``, one for each start."""
+        found = read_json(self.environment_path) if self.environment_path.is_file() else []
+        if isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
+            return found
+        raise DamagedFileError(f"{self.environment_path} is no list of starts: remove it, only notes are lost")
+
+    def threads(self) -> int | None:
+        """How many the run has computed with so far; None for one that has not begun."""
+        last = self.starts()[-1:]
+        count = last[0].get("threads") if last else None
+        return count if isinstance(count, int) and count > 0 else None
+
     def add_environment(self, entry: Mapping[str, Any]) -> None:
-        path = self.path / "environment.json"
-        self.write(path.name, to_json([*(read_json(path) if path.is_file() else []), entry]))
+        self.write(self.environment_path.name, to_json([*self.starts(), entry]))
 
     def write(self, name: str, content: bytes) -> None:
         with full_disk_is_explained(self.path / name, "free some space and start again; the run goes on where it was"):

@@ -5,39 +5,79 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 STARTED_BY = "INTBMOE_STARTED_BY"  # the environment variable that tells a training which process it belongs to
+ASKED = (signal.SIGINT, signal.SIGTERM)
+ECHO_SECONDS = 1.0
+"""A signal that comes again so soon is the same request: ``timeout`` signals the process and then its group."""
 
 
 class StopRequest:
-    """``with StopRequest(tell) as stop: … stop.signum``: end after the step. A second signal does not wait."""
+    """``with StopRequest(tell) as stop: … stop.signum``: end after the step. A second signal does not wait.
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    One of several ranks waits all the same: its launcher was signalled with it and passes the signal on, and itself
+    ends the ranks that take too long.
+    """
+
+    def __init__(self, tell: Callable[[str], None], world: int = 1) -> None:
+        self._tell, self._alone = tell, world == 1
         self._before: dict[int, Any] = {}
+        self._since = 0.0
         self.signum = 0  # the signal that came; 0 for none
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # elsewhere signals cannot be changed
-            asked = (signal.SIGINT, signal.SIGTERM)
-            self._before = {signum: signal.signal(signum, self._receive) for signum in asked}
+            self._before = {signum: signal.signal(signum, self._receive) for signum in ASKED}
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
-
-    def _receive(self, signum: int, _: FrameType | None) -> None:
-        self.signum = signum
-        self._restore()
-        self._tell(f"{signal.Signals(signum).name}: finishing the step and saving; once more ends at once")
-
-    def _restore(self) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
         self._before = {}
+
+    def _receive(self, signum: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signum == 0:
+            self.signum, self._since = signum, now
+            again = "; once more ends at once" if self._alone else ""
+            self._tell(f"{signal.Signals(signum).name}: finishing the step and saving{again}")
+        elif self._alone and now - self._since > ECHO_SECONDS:
+            self.__exit__()
+            os.kill(os.getpid(), signum)
+
+
+@contextmanager
+def children_miss_signals() -> Iterator[None]:
+    """Processes begun inside get neither SIGINT nor SIGTERM until they call ``leave_signals_to_parent``."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_signals_to_parent(_: int = 0) -> None:
+    """What a worker of a data loader does first: it must live until its parent has finished the step and saved.
+
+    Ctrl-C and schedulers signal a whole process group: a worker has one of its own. SIGTERM from the parent still ends
+    it, and so does the parent's end, however it comes.
+    """
+    os.setpgid(0, 0)
+    for signum, handler in zip(ASKED, (signal.SIG_IGN, signal.SIG_DFL), strict=True):
+        signal.signal(signum, signal.SIG_IGN)  # forgets one that came before
+        signal.signal(signum, handler)
+    _end_with_parent(signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
+
+
+def _end_with_parent(signum: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signum), 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
 
 
 def belongs_to_another() -> bool:
@@ -47,7 +87,7 @@ def belongs_to_another() -> bool:
         return False
     if sys.platform == "linux":
         # Where it is forbidden the run trains on alone, and who starts it again waits for its lock.
-        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
+        _end_with_parent(signal.SIGTERM)
         if os.getppid() != int(parent):
             sys.exit(128 + signal.SIGTERM)  # it ended before the signal was asked for
     return True

@@ -108,7 +108,4 @@ class Stepper:
     @staticmethod
     def _require_finite(step: int, name: str, value: float, beside: str) -> None:
         if not math.isfinite(value):
-            raise NonFiniteLossError(
-                f"step {step}: the {name} is {value} ({beside}). Training stopped before the weights were changed; "
-                f"the last checkpoint is whole. A lower train.lr, more train.warmup or train.clip usually helps."
-            )
+            raise NonFiniteLossError(f"step {step}: the {name} is {value} ({beside})")

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* ``kernels.h`` in float and double for one set of instructions, SET. */
 
 #define NAME(x) JOIN(x, SET, float)

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The arithmetic of native.c for one type and one instruction set; included once for each pair.
  *
  * Given by the includer: REAL and BITS, the number and the unsigned integer of its size; EXPONENT_SHIFT and

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* IntBMoE's blocks on the CPU without gradients, from tokens to weighted sums in one call.
  *
  * At a few hundred tokens most of the time of the layer is not arithmetic: operations of 10 µs each, rows written

@@ -1,0 +1,128 @@
+"""What a run's checkpoints are of: its recipe, and a fingerprint of its data. Only a run of both goes on from them.
+
+The fingerprint is cheap for data of any size: how many examples each split has, a few of them as the model gets them,
+and of the files their names, how many there are, and of some of them size and content. Small data is looked at whole.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from intbmoe.recipes import recipe_from_dict, recipe_to_dict
+from intbmoe.tasks.base import SPLITS, Examples, Task
+from intbmoe.tasks.own_data import fingerprint
+from intbmoe.tasks.recipe import Recipe
+from intbmoe.train.errors import RunConflictError
+from intbmoe.train.run import FREE_TO_CHANGE, differing_keys, differing_settings
+
+EXAMPLES = 32  # of each split
+FILES = 1000  # of those under a path
+BYTES = 64 * 2**20  # of all files together
+PIECES = 16  # that a large file is looked at in
+ROUNDING = 1e-3  # by which another machine may decode and normalise otherwise
+REMEDY = "put the data back as it was, or begin a run of its own (--name, --moe.label or another --root)"
+
+
+def describe_origin(task: Task) -> dict[str, Any]:
+    """What checkpoints say of the run that they belong to, as plain JSON values."""
+    return {"recipe": recipe_to_dict(task.recipe), "data": describe_data(task)}
+
+
+def describe_data(task: Task) -> dict[str, Any]:
+    splits = {name: task.split(name) for name in SPLITS}
+    found = {name: {"examples": len(examples), **_sample(examples)} for name, examples in splits.items()}
+    return {**found, "files": {key: _describe_files(Path(path)) for key, path in _paths(task.recipe.data)}}
+
+
+def require_same_origin(
+    there: Mapping[str, Any] | None, now: Mapping[str, Any], recipe: Recipe, where: Path, tell: Callable[[str], None]
+) -> None:
+    """Raise unless the checkpoint in the folder ``where`` is of this recipe and of this data."""
+    if there is None:
+        tell(f"{where} does not say which settings and data it is of, as checkpoints of old: taken as it is")
+        return
+    free = (*FREE_TO_CHANGE, "data.path")
+    settings = differing_settings(recipe_to_dict(recipe_from_dict(there["recipe"])), recipe)
+    settings = {key: values for key, values in settings.items() if key not in free}
+    if settings:
+        raise RunConflictError(
+            f"{where} is a checkpoint of another run:\n{_listed(settings)}\nRemove it, and put this run's own back if "
+            f"there is a copy; the run then goes on from the newest that is left."
+        )
+    data = {key: values for key, values in differing_keys(there["data"], now["data"]).items() if not _close(*values)}
+    if data:
+        raise RunConflictError(
+            f"the data is not what the checkpoint in {where} was trained on:\n{_listed(data)}\nTo go on, {REMEDY}."
+        )
+
+
+def _listed(differing: Mapping[str, tuple[Any, Any]]) -> str:
+    return "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, (old, new) in differing.items())
+
+
+def _close(old: Any, new: Any) -> bool:
+    numbers = isinstance(old, float) and isinstance(new, float)
+    return numbers and math.isclose(old, new, rel_tol=ROUNDING, abs_tol=ROUNDING)
+
+
+def _sample(examples: Examples) -> dict[str, Any]:
+    """Entry of a batch → what a few examples, evenly spread, have there."""
+    count = len(examples)
+    if not count:
+        return {}
+    indices = sorted({index * count // EXAMPLES for index in range(EXAMPLES)})
+    return {name: _describe_tensor(value) for name, value in sorted(examples.batch(indices, epoch=0, seed=0).items())}
+
+
+def _describe_tensor(values: Tensor) -> str | dict[str, Any]:
+    if not values.is_floating_point():
+        return fingerprint(values.numpy())
+    finite = values.double()[values.isfinite()]
+    size = math.sqrt(float(finite.square().mean())) if len(finite) else 0.0
+    mean = float(finite.mean()) if len(finite) else 0.0
+    return {"shape": list(values.shape), "not finite": values.numel() - len(finite), "mean": mean, "size": size}
+
+
+def _paths(settings: Any, prefix: str = "data") -> Iterator[tuple[str, str]]:
+    """Settings that name a file or folder: ``path``, and others that begin with the root."""
+    values = asdict(settings) if is_dataclass(settings) else settings
+    for key, value in values.items() if isinstance(values, dict) else ():
+        name = f"{prefix}.{key}"
+        if isinstance(value, dict):
+            yield from _paths(value, name)
+        elif isinstance(value, str) and (key == "path" or os.path.isabs(value)) and os.path.exists(value):
+            yield name, value
+
+
+def _describe_files(root: Path) -> dict[str, Any]:
+    names = sorted(_names(root)) if root.is_dir() else [""]
+    some = names[:: -(-len(names) // FILES)] if names else []
+    files = [root / name if name else root for name in some]
+    sizes = [file.stat().st_size for file in files]
+    share = BYTES // max(1, len(files))
+    contents = [piece for file, size in zip(files, sizes, strict=True) for piece in _content(file, size, share)]
+    return {"files": len(names), "bytes": sum(sizes), "content": fingerprint("\0".join(names), *contents)}
+
+
+def _names(root: Path) -> Iterator[str]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            if not name.startswith("."):
+                yield os.path.relpath(os.path.join(folder, name), root)
+
+
+def _content(file: Path, size: int, share: int) -> Iterator[np.ndarray]:
+    """The whole file, or pieces of it that are evenly spread from its beginning to its end."""
+    length = size if size <= share else share // PIECES
+    starts = [0] if size <= share else [(size - length) * piece // (PIECES - 1) for piece in range(PIECES)]
+    with open(file, "rb") as content:
+        for start in starts:
+            content.seek(start)
+            yield np.frombuffer(content.read(length), np.uint8)
