@@ -124,6 +124,7 @@ def cost(
     markdown: bool = False,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     attention: bool = False,
+    everything: bool = False,
     sweep: Literal["experts"] | None = None,
     output: Path | None = None,
 ) -> None:
@@ -134,6 +135,7 @@ def cost(
         markdown: Print Markdown instead of a table for the terminal.
         as_json: Print JSON with raw integers.
         attention: Count attention's score and value products too.
+        everything: Add the methods that the paper names without measuring them.
         sweep: Instead of the methods, IntBMoE with 1 to 128 experts: FLOPs and peak memory, printed and drawn.
         output: Where the sweep's picture goes. Default: cost_experts.png.
     """
@@ -146,7 +148,7 @@ def cost(
     form = "json" if as_json else "markdown" if markdown else "text"
     with explained(KeyError, ModuleNotFoundError):
         if sweep is None:
-            cost_report.print_cost(setting, form=form, attention=attention)
+            cost_report.print_cost(setting, form=form, attention=attention, everything=everything)
         else:
             cost_report.print_sweep(setting, output or Path("cost_experts.png"), form=form, attention=attention)
 
