@@ -34,6 +34,7 @@ Three points where the paper disagrees with itself or with code, and what is don
 - On ImageNet Soft MoE's authors would round 196/17 to 12 slots; the paper's printed parameters fit 11 (``slots=11``).
 """
 
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -75,22 +76,28 @@ def match_budget(
     tokens: int | None = None,
     domain: Domain = "vision",
     intbmoe_hidden: int | None = None,
+    tasks: int | None = None,
 ) -> dict[str, Any]:
     """Options for ``create(name, dim, **options)`` that match the paper's budget.
 
     ``hidden`` and ``expert`` describe the backbone's FFN, ``experts`` is the paper's E. ``tokens``, where their number
     is fixed, sets Soft MoE's slots and bounds Lory's segment; ``domain`` says which of its authors' scripts MASS
-    follows ("language" for any sequence model); ``intbmoe_hidden`` overrules the matching width of IntBMoE's blocks. A
+    follows ("language" for any sequence model); ``intbmoe_hidden`` overrules the matching width of IntBMoE's blocks.
+    ``tasks`` is for a head of several: methods that take a vector (``conditioning_dim``) are told them apart by it. A
     method that the paper does not have counts as one without a shared path, with experts like the backbone's FFN.
     """
     for argument, value in (("dim", dim), ("hidden", hidden), ("experts", experts)):
         require_positive_int(argument, value)
     require(expert in ("gelu", "swiglu"), "expert", expert, "'gelu' or 'swiglu'")
     require(domain in ("vision", "language"), "domain", domain, "'vision' or 'language'")
-    for argument, value in (("tokens", tokens), ("intbmoe_hidden", intbmoe_hidden)):
+    for argument, value in (("tokens", tokens), ("intbmoe_hidden", intbmoe_hidden), ("tasks", tasks)):
         if value is not None:
             require_positive_int(argument, value)
-    find_method(name)
+    config = find_method(name).layer.Config
+    if tasks is not None and "conditioning_dim" in {f.name for f in fields(config)}:
+        rest = {"expert": expert, "tokens": tokens, "domain": domain, "intbmoe_hidden": intbmoe_hidden}
+        options = match_budget(name, dim, hidden, experts=experts, **rest)
+        return {**options, **(_levels(hidden, experts, tasks) if name == "ple" else {}), "conditioning_dim": tasks}
     gelu_width = hidden if expert == "gelu" else round(hidden * 3 / 2)
     swiglu_width = hidden if expert == "swiglu" else max(1, round(hidden * 2 / 3))
     like_backbone = {"hidden": hidden, "experts": experts + 1, "expert": expert}
@@ -108,8 +115,7 @@ def match_budget(
         case "lapsum":
             return {**like_backbone, "top_k": min(2.0, (experts + 1) / 2)}
         case "ple":
-            each = max(2, (experts + 1) // 2)
-            return {**like_backbone, "experts": each, "hidden": max(1, round(hidden * (experts + 1) / (2 * each)))}
+            return {**like_backbone, **_levels(hidden, experts, tasks=1)}
         case "hypermoe":
             options = {**like_backbone, "experts": experts, "adapter_dim": max(1, dim // 24)}
             options |= {"embedding_dim": max(1, dim // 6)}
@@ -132,6 +138,12 @@ def match_budget(
             return {"hidden": intbmoe_hidden or gelu_width, "experts": experts, "shared_hidden": swiglu_width}
         case _:
             return like_backbone
+
+
+def _levels(hidden: int, experts: int, tasks: int) -> dict[str, int]:
+    """PLE's experts on each of two levels, at least one for each task and one that they share, and their width."""
+    each = max(tasks + 1, (experts + 1) // 2)
+    return {"experts": each, "hidden": max(1, round(hidden * (experts + 1) / (2 * each)))}
 
 
 def _solve_size(name: str, dim: int, options: dict[str, Any], size: str, like_backbone: dict[str, Any]) -> int:
