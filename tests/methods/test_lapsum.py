@@ -57,7 +57,7 @@ def test_ties_have_a_gradient_and_a_small_temperature_is_hard():
     torch.testing.assert_close(scores.grad, torch.tensor([0.75, -0.25, -0.25, -0.25], dtype=torch.float64))
     hard = lapsum_topk(torch.tensor([0.3, 2.0, -1.0, 1.0], dtype=torch.float64), 2, 1e-3)
     torch.testing.assert_close(hard, torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64))
-    with pytest.raises(ValueError, match="k=4.*between 0 and the number of scores"):
+    with pytest.raises(ValueError, match=r"k=4.*between 0 and the number of scores"):
         lapsum_topk(scores, 4, 1.0)
 
 
