@@ -34,14 +34,13 @@ def model(request):
     return Net(request.param, experts=4).double().eval()
 
 
-def test_differences_of_full_rank_change_nothing(model):
-    """At ratio 1 the rank is 4.8 → 4 of 8; with experts that differ by rank one it is more than enough."""
+def test_differences_of_low_rank_change_nothing():
+    """Three experts are the first one and a matrix of rank one: all differences have three, and four are kept."""
     alike = Net("mixtral", experts=4, expert="gelu").double().eval()
     with torch.no_grad():
         for part in (alike.mlp.experts.up, alike.mlp.experts.down):
-            part.weight[1:] = part.weight[0] + 0.1 * torch.einsum(
-                "ei,eo->eio", part.weight[1:, :, 0], part.weight[1:, 0]
-            )
+            column, row = part.weight[1:, :, 0], part.weight[1:, 0]
+            part.weight[1:] = part.weight[0] + 0.1 * torch.einsum("ei,eo->eio", column, row)
     changed, (row,) = share_base(alike, batches(), loss, ratio=1)
     assert row.error < 1e-9
     x = batches()[0]
@@ -78,8 +77,8 @@ def test_the_difference_is_the_best_of_its_rank_for_the_inputs():
 def test_an_intbmoe_is_fitted_to_a_mixture():
     model = Net("mixtral", experts=4).double().eval()
     sizes = {"experts": 4, "blocks": 4, "code_dim": 4, "router_dim": 8, "hyper_dim": 8}
-    errors = [fit_intbmoe(model, batches(), loss, steps=steps, **sizes)[1][0].error for steps in (1, 150)]
-    assert errors[1] < 0.7 * errors[0]
+    errors = [fit_intbmoe(model, batches(), loss, steps=steps, **sizes)[1][0].error for steps in (1, 50)]
+    assert errors[1] < 0.8 * errors[0]
     changed, _ = fit_intbmoe(model, batches(), loss, steps=1, **sizes)
     assert isinstance(changed.mlp, intbmoe.IntBMoE)
     assert not isinstance(model.mlp, intbmoe.IntBMoE)

@@ -47,7 +47,7 @@ def test_deepseek_v1_keeps_probabilities_and_evens_out_experts_and_devices():
     best, ids = p.topk(3)
     chosen = outputs_of(layer).gather(1, ids.unsqueeze(-1).expand(-1, -1, 8))
     close(layer(X)[0], layer.shared(X[0]) + (best.unsqueeze(-1) * chosen).sum(1))
-    f = F.one_hot(ids, 6).sum((0, 1)) * 6 / (3 * 7)
+    f = F.one_hot(ids, 6).double().sum((0, 1)) * 6 / (3 * 7)
     devices = [(f[part].mean(), p.mean(0)[part].sum()) for part in (slice(0, 3), slice(3, 6))]
     expected = 0.3 * (f * p.mean(0)).sum() + 0.7 * sum(a * b for a, b in devices)
     close(intbmoe.aux_loss(layer), expected)
