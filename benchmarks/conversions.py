@@ -2,7 +2,8 @@
 
     python benchmarks/conversions.py runs/digits/mixtral/0 --steps 1000
 
-Prints a Markdown table: the run as it is, D²-MoE at several ratios, IntBMoE of several sizes fitted to it.
+Prints a Markdown table: the run as it is, D²-MoE at several ratios, IntBMoE of several sizes fitted to it; of a run of
+``--moe.name swiglu`` Dense2MoE with several k.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from intbmoe.conversion import fit_intbmoe, share_base
+from intbmoe.conversion import fit_intbmoe, share_base, split_dense
 from intbmoe.tasks import make_task
 from intbmoe.train import RunDirectory
 from intbmoe.train.distribution import Ranks
@@ -19,6 +20,7 @@ from intbmoe.train.evaluation import evaluate_split, load
 
 RATIOS = (0.5, 0.25, 0.1, 0.05)
 POOLS = (16, 8, 4, 2)
+SPLIT = 6
 
 
 def main() -> None:
@@ -46,13 +48,18 @@ def main() -> None:
     print("|---|---|---|---|---|")
     total = sum(p.numel() for p in model.parameters())
     print(f"| as trained | {total:,} | 100 % | 0 | {quality(model):.4f} |", flush=True)
-    ways = [
-        (f"D²-MoE, ratio {ratio:g}", lambda ratio=ratio: share_base(model, batches, loss, ratio=ratio))
-        for ratio in RATIOS
-    ]
-    for pool in POOLS:
-        options = {"experts": pool, "blocks": 8, "steps": given.steps}
-        ways.append((f"IntBMoE, E = {pool}", lambda options=options: fit_intbmoe(model, batches, loss, **options)))
+    ways = []
+    if recipe.moe.name in ("dense", "swiglu"):
+        for k in range(SPLIT, 0, -1):
+            options = {"experts": SPLIT, "top_k": k, "steps": given.steps}
+            title = f"Dense2MoE, a quarter shared, {k} of {SPLIT} experts"
+            ways.append((title, lambda options=options: split_dense(model, batches, loss, **options)))
+    else:
+        for ratio in RATIOS:
+            ways.append((f"D²-MoE, ratio {ratio:g}", lambda ratio=ratio: share_base(model, batches, loss, ratio=ratio)))
+        for pool in POOLS:
+            options = {"experts": pool, "blocks": 8, "steps": given.steps}
+            ways.append((f"IntBMoE, E = {pool}", lambda options=options: fit_intbmoe(model, batches, loss, **options)))
     for title, convert in ways:
         changed, report = convert()
         before, after = (sum(getattr(row, name) for row in report) for name in ("parameters", "parameters_after"))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import intbmoe
-from intbmoe.conversion import fit_intbmoe, share_base
+from intbmoe.conversion import fit_intbmoe, share_base, split_dense
 
 DIM, HIDDEN = 8, 12
 
@@ -91,3 +91,30 @@ def test_what_cannot_be_converted_is_told():
         share_base(Net("dense"), batches(), loss, ratio=0.5)
     with pytest.raises(ValueError, match="at least two: the last one measures"):
         share_base(Net("mixtral", experts=4), batches(1), loss, ratio=0.5)
+
+
+@pytest.mark.parametrize("method", ["dense", "swiglu"])
+def test_a_dense_layer_is_shared_out_exactly_and_cut_by_importance(method):
+    model = Net(method).double().eval()
+    sizes = {"experts": 3, "shared": 0.2, "steps": 0}
+    changed, (row,) = split_dense(model, batches(), loss, top_k=3, **sizes)
+    with torch.no_grad():
+        changed.mlp.router.weight.zero_()  # every expert at weight one: the FFN itself, its units in another order
+    x = batches()[0]
+    torch.testing.assert_close(changed(x), model(x), rtol=0, atol=1e-12)
+    assert row.parameters_after - row.parameters <= 3 * (DIM + DIM)  # the router, and the experts' own last biases
+    fewer, _ = split_dense(model, batches(), loss, top_k=1, **sizes)
+    assert fewer.mlp.active_parameters() < changed.mlp.active_parameters()
+    before, after = (split_dense(model, batches(), loss, top_k=1, **{**sizes, "steps": n})[1][0].error for n in (0, 40))
+    assert after < before
+
+
+def test_the_most_important_units_are_the_shared_ones():
+    model = Net("dense").double().eval()
+    with torch.no_grad():
+        model.mlp.experts.down.weight[0, [2, 7, 9]] *= 20
+    changed, _ = split_dense(model, batches(), loss, experts=3, top_k=1, shared=0.25, steps=0)
+    kept = {tuple(row) for row in changed.mlp.shared.down.weight[0].tolist()}
+    assert kept == {tuple(row) for row in model.mlp.experts.down.weight[0, [2, 7, 9]].tolist()}
+    with pytest.raises(ValueError, match=r"experts=20.*few enough for 12"):
+        split_dense(model, batches(), loss, experts=20, top_k=1)
