@@ -13,6 +13,7 @@ from rich.table import Table
 
 from intbmoe.commands.terminal import explained, say, show
 from intbmoe.registry import find_method, list_methods
+from intbmoe.report.numbers import NOTHING
 
 
 def analyse(
@@ -96,17 +97,18 @@ def methods(
         about = {"name": method.name, "title": method.title, "participation": method.participation}
         reason = method.noncausal_reason()
         three = {name: getattr(found[-1], name) for name in ("participation", "execution", "materialization")}
-        causal = {"causal": reason is None, "noncausal_reason": reason, "paper": method.paper}
+        causal = {"causal": reason is None, "noncausal_reason": reason, "paper": method.paper, "code": method.code}
         rows.append({**about, "dynamic": method.dynamic, "quantities": three, **causal})
     if as_json:
         say(json.dumps(rows, indent=2, ensure_ascii=False))
     else:
-        table = Table("name", "title", "participation", "execution", "materialization", "causal", "paper")
+        table = Table("name", "title", "participation", "execution", "materialization", "causal", "paper", "code")
         for row in rows:
             three, about = row["quantities"], "~" if row["dynamic"] else ""
             numbers = f"{about}{three['participation']:g}", f"{about}{three['execution']:g}"
             causal = "yes" if row["causal"] else f"no: {row['noncausal_reason']}"
-            table.add_row(row["name"], row["title"], *numbers, str(three["materialization"]), causal, row["paper"])
+            sources = row["paper"], row["code"] or NOTHING
+            table.add_row(row["name"], row["title"], *numbers, str(three["materialization"]), causal, *sources)
         show(table)
     if picture is not None:
         with explained(ModuleNotFoundError, ValueError, OSError):

@@ -61,7 +61,13 @@ class DeepSeekV1Config(ExpertsConfig):
         require(self.experts % self.devices == 0, "devices", self.devices, f"a divisor of experts ({self.experts})")
 
 
-@register("deepseek_v1", title="DeepSeekMoE", paper="Dai et al., 2024", participation="sparse")
+@register(
+    "deepseek_v1",
+    title="DeepSeekMoE",
+    paper="Dai et al., 2024",
+    code="deepseek-ai/DeepSeek-MoE",
+    participation="sparse",
+)
 class DeepSeekV1(RoutedLayer):
     """Top-k token choice of small experts, with a shared one."""
 

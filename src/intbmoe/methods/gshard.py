@@ -57,7 +57,7 @@ class GShardConfig(CapacityConfig):
     """α, the coefficient of the load-balancing loss."""
 
 
-@register("gshard", title="GShard", paper="Lepikhin et al., 2021", participation="sparse")
+@register("gshard", title="GShard", paper="Lepikhin et al., 2021", code="tensorflow/lingvo", participation="sparse")
 class GShard(CapacityLayer):
     """Top-2 token choice with a random second choice."""
 

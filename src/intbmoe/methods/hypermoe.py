@@ -60,7 +60,7 @@ class HyperMoEConfig(ExpertsConfig):
     """α, the coefficient of the load-balancing loss."""
 
 
-@register("hypermoe", title="HyperMoE", paper="Zhao et al., 2024", participation="dense")
+@register("hypermoe", title="HyperMoE", paper="Zhao et al., 2024", code="Bumble666/Hyper_MoE", participation="dense")
 class HyperMoE(RoutedLayer):
     """Top-k token choice, and a generated network that stands for the experts not chosen."""
 

@@ -231,7 +231,14 @@ class BlockLayer(MoELayer):
         return ", ".join([widths, *options, f"backend={backend}"])
 
 
-@register("intbmoe", title="IntBMoE", paper="Cheng et al., 2026", participation="dense", composes=True)
+@register(
+    "intbmoe",
+    title="IntBMoE",
+    paper="Cheng et al., 2026",
+    code="AMAP-ML/DreamX-Rec",
+    participation="dense",
+    composes=True,
+)
 class IntBMoE(BlockLayer):
     """The trainable layer: K blocks are composed from the pools at every forward."""
 

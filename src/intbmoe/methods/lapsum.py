@@ -58,7 +58,14 @@ class LapSumConfig(ExpertsConfig):
         require(self.threshold < most, "threshold", self.threshold, f"less than top_k/experts ({most:g})")
 
 
-@register("lapsum", title="SoftMoE (LapSum)", paper="Zasada et al., 2026", participation="sparse", dynamic=True)
+@register(
+    "lapsum",
+    title="SoftMoE (LapSum)",
+    paper="Zasada et al., 2026",
+    code="gmum/LapSum",
+    participation="sparse",
+    dynamic=True,
+)
 class LapSum(RoutedLayer):
     """All experts whose soft top-k weight passes a threshold."""
 

@@ -39,7 +39,9 @@ class MixtralConfig(ExpertsConfig):
     """α, the coefficient of the load-balancing loss."""
 
 
-@register("mixtral", title="Mixtral", paper="Jiang et al., 2024", participation="sparse")
+@register(
+    "mixtral", title="Mixtral", paper="Jiang et al., 2024", code="mistralai/mistral-inference", participation="sparse"
+)
 class Mixtral(RoutedLayer):
     """Top-k token choice, renormalised over the chosen."""
 

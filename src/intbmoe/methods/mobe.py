@@ -80,7 +80,7 @@ class BasisLinear(nn.Module):
         return self.own(z, way, plan)
 
 
-@register("mobe", title="MoBE", paper="Chen et al., 2025", participation="sparse")
+@register("mobe", title="MoBE", paper="Chen et al., 2025", code="inclusionAI/MoBE", participation="sparse")
 class MoBE(Mixtral):
     """Top-k token choice of experts whose first matrices are composed of shared bases."""
 

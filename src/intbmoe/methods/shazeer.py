@@ -55,7 +55,13 @@ class ShazeerConfig(ExpertsConfig):
     """Of the normal law that the router starts from."""
 
 
-@register("shazeer", title="Sparsely-gated MoE", paper="Shazeer et al., 2017", participation="sparse")
+@register(
+    "shazeer",
+    title="Sparsely-gated MoE",
+    paper="Shazeer et al., 2017",
+    code="tensorflow/tensor2tensor",
+    participation="sparse",
+)
 class Shazeer(RoutedLayer):
     """Top-k token choice with noisy gates and two balancing losses."""
 
