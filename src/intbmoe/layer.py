@@ -196,7 +196,7 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, state: Any = None, **inputs: Any) -> Tensor:
         """(…, T, d) tokens, (…, T) bool validity (True: valid) → (…, T, d); masked tokens give zero.
 
-        ``inputs`` go to ``compute``: what one method alone takes, such as IntBMoE's ``conditioning``.
+        ``inputs`` go to ``compute``: what some methods take besides, such as a ``conditioning``.
         """
         self._check_input(x, mask)
         tokens = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])  # no −1: there may be no token
