@@ -15,6 +15,17 @@ TINY = {
     "vmoe": {"experts": 4},
     "expert_choice": {"experts": 4},
     "lory": {"segment": 2},
+    "mixture": {"experts": 3},
+    "shazeer": {"experts": 4, "router_std": 0.5},
+    "gshard": {"experts": 4},
+    "mixtral": {"experts": 4},
+    "deepseek_v1": {"experts": 6, "top_k": 3, "devices": 2},
+    "lapsum": {"experts": 4, "top_k": 1.5, "temperature": 0.5},
+    "hypermoe": {"experts": 4, "embedding_dim": 3, "hyper_dim": 4, "adapter_dim": 2},
+    "mobe": {"experts": 4, "bases": 2, "rank": 3},
+    "mmoe": {"experts": 3},
+    "ple": {"experts": 3, "levels": 1},
+    "dsfnet": {"experts": 3},
     "dynmoe": {"experts": 4, "update_every": 2},
     "mass": {"experts": 4, "window": 2, "warmup": 2, "expansion_steps": 99, "significance": 0.9, "similarity": 1.0},
 }
@@ -22,6 +33,8 @@ TINY = {
 QUIET = {
     "switch": {"jitter": 0.0},
     "vmoe": {"noise": 0.0},
+    "shazeer": {"noise": 0.0},
+    "gshard": {"second": "all"},
     "smear": {"expert_dropout": 0.0},
     "smear_token": {"expert_dropout": 0.0},
 }

@@ -113,7 +113,8 @@ def test_everything_is_either_quantised_or_named_with_a_reason(storage):
 
 @pytest.mark.parametrize("name", sorted(set(intbmoe.list_methods()) - {"intbmoe"}))
 def test_other_methods_run_quantised_and_route_alike(name):
-    model = language_model(name, **({} if name in ("dense", "swiglu") else {"experts": 4}))
+    experts = {} if name in ("dense", "swiglu") else {"experts": 8 if name == "deepseek_v1" else 4}
+    model = language_model(name, **experts)
     x, exact = torch.randn(2, 8, 32), copy.deepcopy(model)
     report = quantize(model)
     with torch.no_grad(), intbmoe.record_routing(model) as log, intbmoe.record_routing(exact) as exact_log:

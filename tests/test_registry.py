@@ -18,7 +18,7 @@ def test_methods_are_listed_by_name_and_have_traits():
         assert method.paper
         assert method.title
     assert find_method("intbmoe").noncausal_reason() is None
-    assert {name for name in names if find_method(name).dynamic} == {"dynmoe", "mass", "remoe"}
+    assert {name for name in names if find_method(name).dynamic} == {"dynmoe", "lapsum", "mass", "remoe"}
     assert {name for name in names if find_method(name).composes} == {"intbmoe"}
 
 

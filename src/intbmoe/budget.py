@@ -15,6 +15,13 @@ method makes of it. With a backbone FFN of weights W (2·d·h for GELU, 3·d·h 
     segments      Lory's have 16 tokens, and half the input where ``tokens`` says that 16 would swallow it
     ranks         μMoE's rank brings the module's number of parameters as near as possible to Switch's
 
+Of the methods that the paper names without measuring them:
+
+    deepseek_v1   the E + 1 experts are split into 4(E + 1) small ones, one of them shared, 7 of the others chosen
+    ple           (E + 1)/2 experts on each of two levels, their width such that all have the weights of E + 1
+    hypermoe      E experts, and a hypernetwork that brings the parameters as near as possible to Switch's
+    mobe          (E + 1)/4 bases of half the token's width, and as many experts as Switch's parameters allow
+
 Three points where the paper disagrees with itself or with code, and what is done here:
 
 - Its appendix says that μMoE's ranks are solved for IntBMoE's total. The totals it prints (24.070 M and 24.065 M, where
@@ -27,6 +34,7 @@ Three points where the paper disagrees with itself or with code, and what is don
 - On ImageNet Soft MoE's authors would round 196/17 to 12 slots; the paper's printed parameters fit 11 (``slots=11``).
 """
 
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -36,6 +44,9 @@ from intbmoe.registry import create, find_method
 
 Expert = Literal["gelu", "swiglu"]
 Domain = Literal["vision", "language"]
+
+SEGMENTS = 4
+"""m, into how many DeepSeekMoE's paper splits an expert."""
 
 TABLE_1 = (
     "dense", "switch", "deepseek", "remoe", "vmoe", "expert_choice", "dynmoe", "mass", "soft", "smear", "lory",
@@ -49,6 +60,11 @@ TABLE_2 = (
 )  # fmt: skip
 """The methods of its table on language and travel: those that do not look ahead, two of them in a causal form."""
 
+NAMED = (
+    "mixture", "shazeer", "gshard", "mixtral", "deepseek_v1", "lapsum", "hypermoe", "mobe", "mmoe", "ple", "dsfnet",
+)  # fmt: skip
+"""Methods that the paper names without measuring them; none of them looks ahead."""
+
 
 def match_budget(
     name: str,
@@ -60,22 +76,28 @@ def match_budget(
     tokens: int | None = None,
     domain: Domain = "vision",
     intbmoe_hidden: int | None = None,
+    tasks: int | None = None,
 ) -> dict[str, Any]:
     """Options for ``create(name, dim, **options)`` that match the paper's budget.
 
     ``hidden`` and ``expert`` describe the backbone's FFN, ``experts`` is the paper's E. ``tokens``, where their number
     is fixed, sets Soft MoE's slots and bounds Lory's segment; ``domain`` says which of its authors' scripts MASS
-    follows ("language" for any sequence model); ``intbmoe_hidden`` overrules the matching width of IntBMoE's blocks. A
+    follows ("language" for any sequence model); ``intbmoe_hidden`` overrules the matching width of IntBMoE's blocks.
+    ``tasks`` is for a head of several: methods that take a vector (``conditioning_dim``) are told them apart by it. A
     method that the paper does not have counts as one without a shared path, with experts like the backbone's FFN.
     """
     for argument, value in (("dim", dim), ("hidden", hidden), ("experts", experts)):
         require_positive_int(argument, value)
     require(expert in ("gelu", "swiglu"), "expert", expert, "'gelu' or 'swiglu'")
     require(domain in ("vision", "language"), "domain", domain, "'vision' or 'language'")
-    for argument, value in (("tokens", tokens), ("intbmoe_hidden", intbmoe_hidden)):
+    for argument, value in (("tokens", tokens), ("intbmoe_hidden", intbmoe_hidden), ("tasks", tasks)):
         if value is not None:
             require_positive_int(argument, value)
-    find_method(name)
+    config = find_method(name).layer.Config
+    if tasks is not None and "conditioning_dim" in {f.name for f in fields(config)}:
+        rest = {"expert": expert, "tokens": tokens, "domain": domain, "intbmoe_hidden": intbmoe_hidden}
+        options = match_budget(name, dim, hidden, experts=experts, **rest)
+        return {**options, **(_levels(hidden, experts, tasks) if name == "ple" else {}), "conditioning_dim": tasks}
     gelu_width = hidden if expert == "gelu" else round(hidden * 3 / 2)
     swiglu_width = hidden if expert == "swiglu" else max(1, round(hidden * 2 / 3))
     like_backbone = {"hidden": hidden, "experts": experts + 1, "expert": expert}
@@ -87,6 +109,21 @@ def match_budget(
         case "deepseek":
             few = {"top_k": 1} if experts == 1 else {}  # its own k is 2
             return {"hidden": swiglu_width, "experts": experts, "expert": "swiglu", **few}
+        case "deepseek_v1":
+            small = {"hidden": max(1, round(swiglu_width / SEGMENTS)), "experts": SEGMENTS * (experts + 1) - 1}
+            return {**small, "expert": "swiglu", "top_k": 2 * SEGMENTS - 1}
+        case "lapsum":
+            return {**like_backbone, "top_k": min(2.0, (experts + 1) / 2)}
+        case "ple":
+            return {**like_backbone, **_levels(hidden, experts, tasks=1)}
+        case "hypermoe":
+            options = {**like_backbone, "experts": experts, "adapter_dim": max(1, dim // 24)}
+            options |= {"embedding_dim": max(1, dim // 6)}
+            return {**options, "hyper_dim": _solve_size(name, dim, options, "hyper_dim", like_backbone)}
+        case "mobe":
+            options = {**like_backbone, "bases": max(1, (experts + 1) // 4), "top_k": 1}
+            size = _solve_size(name, dim, options, "experts", like_backbone)
+            return {**options, "experts": size, "top_k": min(2, size)}
         case "lory":
             return {"hidden": swiglu_width, "experts": experts + 1, "expert": "swiglu", "tokens": tokens}
         case "dynmoe" | "mass":
@@ -96,13 +133,24 @@ def match_budget(
             return {**like_backbone, "slots": 1 if tokens is None else max(1, round(tokens / (experts + 1)))}
         case "mumoe_cp" | "mumoe_tr":
             options = {"hidden": gelu_width, "experts": experts + 1}
-            target = _parameters("switch", dim, like_backbone)
-            one, two = (_parameters(name, dim, {**options, "rank": rank}) for rank in (1, 2))  # linear in the rank
-            return {**options, "rank": max(1, 1 + round((target - one) / (two - one)))}
+            return {**options, "rank": _solve_size(name, dim, options, "rank", like_backbone)}
         case "intbmoe":
             return {"hidden": intbmoe_hidden or gelu_width, "experts": experts, "shared_hidden": swiglu_width}
         case _:
             return like_backbone
+
+
+def _levels(hidden: int, experts: int, tasks: int) -> dict[str, int]:
+    """PLE's experts on each of two levels, at least one for each task and one that they share, and their width."""
+    each = max(tasks + 1, (experts + 1) // 2)
+    return {"experts": each, "hidden": max(1, round(hidden * (experts + 1) / (2 * each)))}
+
+
+def _solve_size(name: str, dim: int, options: dict[str, Any], size: str, like_backbone: dict[str, Any]) -> int:
+    """The value of an option, in which the parameters are linear, that brings them nearest to Switch's."""
+    target = _parameters("switch", dim, like_backbone)
+    one, two = (_parameters(name, dim, {**options, size: value}) for value in (1, 2))
+    return max(1, 1 + round((target - one) / (two - one)))
 
 
 def _parameters(name: str, dim: int, options: dict[str, Any]) -> int:

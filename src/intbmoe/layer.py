@@ -36,6 +36,8 @@ class LayerConfig(Checked):
     """d, the width of a token."""
     hidden: PositiveInt
     """Inner width of one expert."""
+    conditioning_dim: ClassVar[int] = 0
+    """Width of ``layer(x, conditioning=vector)``, a field of the methods that take one; 0: no vector."""
 
     def noncausal_reason(self) -> str | None:
         """Why a layer with this Config cannot be used in a causal model; None if it can."""
@@ -194,7 +196,7 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, state: Any = None, **inputs: Any) -> Tensor:
         """(…, T, d) tokens, (…, T) bool validity (True: valid) → (…, T, d); masked tokens give zero.
 
-        ``inputs`` go to ``compute``: what one method alone takes, such as IntBMoE's ``conditioning``.
+        ``inputs`` go to ``compute``: what some methods take besides, such as a ``conditioning``.
         """
         self._check_input(x, mask)
         tokens = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])  # no −1: there may be no token

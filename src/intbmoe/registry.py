@@ -44,6 +44,8 @@ class Method:
     composes: bool = False
     """Blocks are built from a pool, independently of the input, so the layer can be precomposed."""
     presets: dict[str, Any] = field(default_factory=dict)
+    code: str | None = None
+    """The authors' repository on GitHub; None where there is none."""
 
     def config(self, dim: int, hidden: Any, **options: Any) -> Any:
         return self.layer.make_config(dim, hidden, **{**self.presets, **options})
@@ -71,13 +73,14 @@ def register(
     participation: Participation,
     dynamic: bool = False,
     composes: bool = False,
+    code: str | None = None,
     **presets: Any,
 ) -> Callable[[type], type]:
     """Class decorator: make the layer available as ``create(name, …)``, with ``presets`` for its Config."""
 
     def add(layer: type) -> type:
         _require_free("method", name, _methods[name].layer if name in _methods else layer, layer)
-        _methods[name] = Method(name, layer, title, paper, participation, dynamic, composes, presets)
+        _methods[name] = Method(name, layer, title, paper, participation, dynamic, composes, presets, code)
         return layer
 
     return add

@@ -14,14 +14,18 @@ from intbmoe.counting import Shares, shares_of
 from intbmoe.layer import OnePer
 from intbmoe.registry import find_method, list_methods
 
-GROWING = {"smear": (5, 5), "smear_token": (5 * 33, 5 * 70), "lory": (5 * 3, 5 * 5)}
+GROWING = {
+    "smear": (5, 5),
+    **dict.fromkeys(("smear_token", "dsfnet", "hypermoe"), (5 * 33, 5 * 70)),
+    "lory": (5 * 3, 5 * 5),
+}
 """Weight sets for five sequences of 33 and of 70 tokens; Lory's segments have 16."""
 
 
 @pytest.mark.parametrize("name", list_methods())
 def test_materialization_is_what_a_method_builds_for_an_input(name):
     quantities = intbmoe.create(name, 8, 12).quantities()
-    fixed = 8 if name == "intbmoe" else 0
+    fixed = 8 if name in ("intbmoe", "mobe") else 0
     assert (quantities.sets(5, 33), quantities.sets(5, 70)) == GROWING.get(name, (fixed, fixed))
 
 
@@ -83,7 +87,7 @@ def test_the_picture_has_every_method_and_every_number():
         assert axes.get_xscale() == "log"
     by_place = {axes: {text.xy[1]: text.get_text() for text in axes.texts if text.get_text()} for axes in figure.axes}
     for row in rows:
-        place, about = titles.index(row.title), "~" if row.name in ("remoe", "dynmoe", "mass") else ""
+        place, about = titles.index(row.title), "~" if row.name in ("remoe", "dynmoe", "mass", "lapsum") else ""
         assert by_place[participation][place] == f"{about}{row.participation:g}"
         assert by_place[execution][place] == f"{about}{row.execution:g}"
         assert by_place[sets][place].startswith(str(row.materialization))

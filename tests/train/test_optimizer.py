@@ -8,6 +8,7 @@ from tiny_task import DIM, TinyTask, tiny_recipe
 from torch import nn
 
 import intbmoe
+from intbmoe.budget import NAMED
 from intbmoe.models.recommender import Recommender, RecommenderConfig
 from intbmoe.models.vit import ViT, ViTConfig
 from intbmoe.tasks.recipe import DecayGroup, TrainSettings
@@ -17,6 +18,7 @@ from intbmoe.train.data import plan_batches
 
 SPARED = {
     "deepseek": {"router.weight": "routers"},
+    **{name: {"router.weight": "routers"} for name in NAMED},
     "dense": {},
     "dynmoe": {"embeddings": "routers", "thresholds": "scales"},
     "expert_choice": {"router.weight": "routers"},
@@ -29,6 +31,7 @@ SPARED = {
     "mass": {"router.weight": "routers"},
     "mumoe_cp": {"gate": "routers"},
     "mumoe_tr": {"gate": "routers"},
+    "ple": dict.fromkeys(("router.0.weight", "router.1.weight", "shared_router.0.weight"), "routers"),
     "remoe": {"router.weight": "routers"},
     "smear": {"router.weight": "routers"},
     "smear_token": {"router.weight": "routers"},

@@ -11,17 +11,18 @@ from rich.console import Console
 
 from intbmoe.analysis.cost import MIB, SWEEP, UNITS, Row, Setting, SweepRow, measure, sweep_experts
 from intbmoe.analysis.settings import find_setting
+from intbmoe.budget import NAMED
 from intbmoe.report.numbers import NOTHING
 from intbmoe.report.tables import Table
 
 Form = Literal["text", "markdown", "json"]
 
 
-def print_cost(setting_name: str, *, form: Form = "text", attention: bool = False) -> None:
+def print_cost(setting_name: str, *, form: Form = "text", attention: bool = False, everything: bool = False) -> None:
     setting = find_setting(setting_name)
     rows = []
     with Console(stderr=True).status("") as status:
-        for method in setting.methods:
+        for method in (*setting.methods, *(NAMED if everything else ())):
             status.update(f"measuring {method}")
             rows.append(measure(setting, method, attention=attention))
     cost_table(setting, rows, attention=attention).print(form)

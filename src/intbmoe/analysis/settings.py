@@ -53,7 +53,7 @@ IMAGENET = Setting(
         "intbmoe": Figures(24.295, 23.111, 4.063),
         PRECOMPOSED: Figures(flops=3.457),
     },
-    active={"remoe": 1, "dynmoe": 6.37, "mass": 5.12},
+    active={"remoe": 1, "lapsum": 2, "dynmoe": 6.37, "mass": 5.12},
     notes={
         "remoe": (
             f"{_ROUTER.format(1)} The paper's FLOPs fit exactly 1, its Activated 1.53; no single mean fits both.",
@@ -135,7 +135,7 @@ MINIPILE = Setting(
     inputs=lambda: (torch.zeros(1, 1024, dtype=torch.int64),),
     experts=8,
     methods=("swiglu", *_CAUSAL_METHODS),
-    active={"remoe": 1, "dynmoe": 2, "mass": 2},
+    active={"remoe": 1, "lapsum": 2, "dynmoe": 2, "mass": 2},
     notes={
         **_MINIPILE_NOTES,
         "lory": ("64 segments of 16 tokens, each with a merged expert of its own.",),
@@ -173,7 +173,7 @@ INTTRAVEL = Setting(
     inputs=lambda: (torch.randn(1, 126, 96),),
     experts=32,
     methods=("dense", *_CAUSAL_METHODS),
-    active={"remoe": 1, "dynmoe": 8, "mass": 8},
+    active={"remoe": 1, "lapsum": 2, "dynmoe": 8, "mass": 8},
     notes={
         **_causal_notes(start=16, chosen=8, cp=2461, tr=636),
         "dense": ("The paper does not say what the dense head is: here an FFN like the layers'.",),

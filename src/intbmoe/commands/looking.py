@@ -13,6 +13,7 @@ from rich.table import Table
 
 from intbmoe.commands.terminal import cleaned_up_on_sigterm, explained, say, show
 from intbmoe.registry import find_method, list_methods
+from intbmoe.report.numbers import NOTHING
 
 
 def analyse(
@@ -96,17 +97,18 @@ def methods(
         about = {"name": method.name, "title": method.title, "participation": method.participation}
         reason = method.noncausal_reason()
         three = {name: getattr(found[-1], name) for name in ("participation", "execution", "materialization")}
-        causal = {"causal": reason is None, "noncausal_reason": reason, "paper": method.paper}
+        causal = {"causal": reason is None, "noncausal_reason": reason, "paper": method.paper, "code": method.code}
         rows.append({**about, "dynamic": method.dynamic, "quantities": three, **causal})
     if as_json:
         say(json.dumps(rows, indent=2, ensure_ascii=False))
     else:
-        table = Table("name", "title", "participation", "execution", "materialization", "causal", "paper")
+        table = Table("name", "title", "participation", "execution", "materialization", "causal", "paper", "code")
         for row in rows:
             three, about = row["quantities"], "~" if row["dynamic"] else ""
             numbers = f"{about}{three['participation']:g}", f"{about}{three['execution']:g}"
             causal = "yes" if row["causal"] else f"no: {row['noncausal_reason']}"
-            table.add_row(row["name"], row["title"], *numbers, str(three["materialization"]), causal, row["paper"])
+            sources = row["paper"], row["code"] or NOTHING
+            table.add_row(row["name"], row["title"], *numbers, str(three["materialization"]), causal, *sources)
         show(table)
     if picture is not None:
         with explained(ModuleNotFoundError, ValueError, OSError):
@@ -124,6 +126,7 @@ def cost(
     markdown: bool = False,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     attention: bool = False,
+    everything: bool = False,
     sweep: Literal["experts"] | None = None,
     output: Path | None = None,
 ) -> None:
@@ -134,6 +137,7 @@ def cost(
         markdown: Print Markdown instead of a table for the terminal.
         as_json: Print JSON with raw integers.
         attention: Count attention's score and value products too.
+        everything: Add the methods that the paper names without measuring them.
         sweep: Instead of the methods, IntBMoE with 1 to 128 experts: FLOPs and peak memory, printed and drawn.
         output: Where the sweep's picture goes. Default: cost_experts.png.
     """
@@ -146,7 +150,7 @@ def cost(
     form = "json" if as_json else "markdown" if markdown else "text"
     with explained(KeyError, ModuleNotFoundError):
         if sweep is None:
-            cost_report.print_cost(setting, form=form, attention=attention)
+            cost_report.print_cost(setting, form=form, attention=attention, everything=everything)
         else:
             cost_report.print_sweep(setting, output or Path("cost_experts.png"), form=form, attention=attention)
 

@@ -80,8 +80,8 @@ def compare(args: Unparsed) -> None:
     """Compare methods: intbmoe compare RECIPE --methods all --seeds 3.
 
     Trains what is not finished, several runs side by side, and prints accuracy, parameters and FLOPs. --methods takes
-    methods and sets (all, ablations, compute, place, K, k, E, L) with commas between them. Every setting of the recipe
-    is an option; --options.METHOD.OPTION VALUE is one of another method than the recipe's.
+    methods and sets (all, everything, ablations, compute, place, K, k, E, L) with commas between them. Every setting of
+    the recipe is an option; --options.METHOD.OPTION VALUE is one of another method than the recipe's.
     """
     with explained(KeyError, ValueError, OSError, ModuleNotFoundError):
         from intbmoe.commands.overrides import parse_recipe, take_method_options

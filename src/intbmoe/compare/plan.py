@@ -19,7 +19,7 @@ class CompareOptions(Checked):
     """What ``compare`` takes beside the recipe's settings."""
 
     methods: str = "all"
-    """Methods and sets, with commas between them: all, ablations, compute, place, K, k, E, L, switch,intbmoe, …"""
+    """Methods and sets, with commas between: all, everything, ablations, compute, place, K, k, E, L, switch, …"""
     seeds: PositiveInt = 1
     """Runs of each, over the recipe's seeds from the first on; with two or more there is an interval."""
     jobs: PositiveInt | None = None

@@ -64,7 +64,9 @@ class DeepSeekConfig(ExpertsConfig):
         return self.shared_experts * (self.shared_hidden or self.hidden)
 
 
-@register("deepseek", title="DeepSeek-V3", paper="DeepSeek-AI, 2024", participation="sparse")
+@register(
+    "deepseek", title="DeepSeek-V3", paper="DeepSeek-AI, 2024", code="deepseek-ai/DeepSeek-V3", participation="sparse"
+)
 class DeepSeek(WideBuffers, RoutedLayer):
     """Top-k token choice balanced by a bias on the choice, with a shared expert."""
 

@@ -85,7 +85,9 @@ class DynMoEConfig(PoolConfig):
     """β_2, mean activation relative to diversity (authors' DeepSpeed code: 1)."""
 
 
-@register("dynmoe", title="DynMoE", paper="Guo et al., 2025", participation="sparse", dynamic=True)
+@register(
+    "dynmoe", title="DynMoE", paper="Guo et al., 2025", code="LINs-lab/DynMoE", participation="sparse", dynamic=True
+)
 class DynMoE(PoolLayer):
     """Top-any token choice by cosine and threshold, with a pool that follows what tokens ask for."""
 

@@ -45,7 +45,9 @@ class ExpertChoiceConfig(ExpertsConfig):
         return "an expert chooses among all tokens of a sequence, so a later token can displace an earlier one"
 
 
-@register("expert_choice", title="Expert Choice", paper="Zhou et al., 2022", participation="sparse")
+@register(
+    "expert_choice", title="Expert Choice", paper="Zhou et al., 2022", code="google/flaxformer", participation="sparse"
+)
 class ExpertChoice(RoutedLayer):
     """Experts choose tokens."""
 

@@ -38,6 +38,7 @@ from intbmoe.ops.backend import BACKENDS, Backend, choose_backend
 from intbmoe.ops.blocks import Blocks
 from intbmoe.ops.choose import choose
 from intbmoe.parts.blocks import run_blocks
+from intbmoe.parts.conditioning import check_conditioning
 from intbmoe.parts.hypernetwork import Hypernetwork
 from intbmoe.parts.linear import Linear
 from intbmoe.parts.pool import Pool
@@ -230,7 +231,14 @@ class BlockLayer(MoELayer):
         return ", ".join([widths, *options, f"backend={backend}"])
 
 
-@register("intbmoe", title="IntBMoE", paper="Cheng et al., 2026", participation="dense", composes=True)
+@register(
+    "intbmoe",
+    title="IntBMoE",
+    paper="Cheng et al., 2026",
+    code="AMAP-ML/DreamX-Rec",
+    participation="dense",
+    composes=True,
+)
 class IntBMoE(BlockLayer):
     """The trainable layer: K blocks are composed from the pools at every forward."""
 
@@ -275,14 +283,11 @@ class IntBMoE(BlockLayer):
 
     def _codes(self, conditioning: Tensor | None) -> Tensor:
         """(K, code_width), in the wide type: the codebook, with the conditioning joined to every entry."""
-        codes, width = wide(self.codebook), self.config.conditioning_dim
-        if conditioning is None and width == 0:
+        codes = wide(self.codebook)
+        conditioning = check_conditioning(conditioning, self.config.conditioning_dim, codes)
+        if conditioning is None:
             return codes
-        if conditioning is None or conditioning.shape != (width,):
-            found = None if conditioning is None else f"a tensor of shape {tuple(conditioning.shape)}"
-            allowed = f"a vector of conditioning_dim={width} numbers" if width else "None where conditioning_dim is 0"
-            require(False, "conditioning", found, f"{allowed}, one for the whole call")
-        return torch.cat([codes, cast(conditioning, codes.dtype).expand(len(codes), -1)], dim=1)
+        return torch.cat([codes, conditioning.expand(len(codes), -1)], dim=1)
 
     @torch.no_grad()
     def start_as(self, module: nn.Module) -> None:

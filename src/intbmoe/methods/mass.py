@@ -125,7 +125,7 @@ class MASSConfig(PoolConfig):
         return warmup, window, phase if self.expansion_steps is None else self.expansion_steps
 
 
-@register("mass", title="MASS", paper="Park and Park, 2026", participation="sparse", dynamic=True)
+@register("mass", title="MASS", paper="Park and Park, 2026", code="psmiz/MASS", participation="sparse", dynamic=True)
 class MASS(PoolLayer):
     """Top-p token choice, with a pool that grows where gradients drift."""
 

@@ -201,7 +201,9 @@ class MuMoE(WideBuffers):
         return Quantities(participation=self.config.experts, execution=1, materialization=0)
 
 
-@register("mumoe_cp", title="μMoE (CP)", paper="Oldfield et al., 2024", participation="dense")
+@register(
+    "mumoe_cp", title="μMoE (CP)", paper="Oldfield et al., 2024", code="james-oldfield/muMoE", participation="dense"
+)
 class CPMuMoE(MuMoE):
     """μMoE in CP form."""
 
@@ -220,7 +222,9 @@ class CPMuMoE(MuMoE):
         return self.second(F.gelu(self.first(x, coefficients[0])), coefficients[-1])
 
 
-@register("mumoe_tr", title="μMoE (TR)", paper="Oldfield et al., 2024", participation="dense")
+@register(
+    "mumoe_tr", title="μMoE (TR)", paper="Oldfield et al., 2024", code="james-oldfield/muMoE", participation="dense"
+)
 class TRMuMoE(MuMoE):
     """μMoE in tensor-ring form."""
 

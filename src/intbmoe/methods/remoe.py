@@ -55,7 +55,7 @@ class ReMoEConfig(ExpertsConfig):
     """Standard deviation of the router's weights at the start; None: the law of nn.Linear."""
 
 
-@register("remoe", title="ReMoE", paper="Wang et al., 2025", participation="sparse", dynamic=True)
+@register("remoe", title="ReMoE", paper="Wang et al., 2025", code="thu-ml/ReMoE", participation="sparse", dynamic=True)
 class ReMoE(WideBuffers):
     """Every expert with a positive score, with a controller that keeps their mean number at k."""
 

@@ -61,9 +61,14 @@ class SmearConfig(ExpertsConfig):
 
 
 @register(
-    "smear_token", title="SMEAR (token-level)", paper="Muqeeth et al., 2024", participation="dense", level="token"
+    "smear_token",
+    title="SMEAR (token-level)",
+    paper="Muqeeth et al., 2024",
+    code="r-three/smear",
+    participation="dense",
+    level="token",
 )
-@register("smear", title="SMEAR", paper="Muqeeth et al., 2024", participation="dense")
+@register("smear", title="SMEAR", paper="Muqeeth et al., 2024", code="r-three/smear", participation="dense")
 class Smear(MoELayer):
     """One merged expert per sequence, or per token."""
 

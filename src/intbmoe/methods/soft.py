@@ -68,8 +68,15 @@ class SoftState:
     denominator: Tensor  # (E, B), Σ_j exp(L_{j,e})
 
 
-@register("soft_causal", title="Soft MoE (causal)", paper="Puigcerver et al., 2024", participation="dense", causal=True)
-@register("soft", title="Soft MoE", paper="Puigcerver et al., 2024", participation="dense")
+@register(
+    "soft_causal",
+    title="Soft MoE (causal)",
+    paper="Puigcerver et al., 2024",
+    code="google-research/vmoe",
+    participation="dense",
+    causal=True,
+)
+@register("soft", title="Soft MoE", paper="Puigcerver et al., 2024", code="google-research/vmoe", participation="dense")
 class Soft(MoELayer):
     """Every expert on weighted means of the tokens; every token a weighted mean of the experts' outputs."""
 

@@ -42,7 +42,9 @@ class SwitchConfig(CapacityConfig):
     """ε, multiplicative noise on the router's input in training."""
 
 
-@register("switch", title="Switch Transformer", paper="Fedus et al., 2022", participation="sparse")
+@register(
+    "switch", title="Switch Transformer", paper="Fedus et al., 2022", code="tensorflow/mesh", participation="sparse"
+)
 class Switch(CapacityLayer):
     """Top-1 token choice with a load-balancing loss."""
 

@@ -61,7 +61,7 @@ class VMoEConfig(CapacityConfig):
         require(useful, "priority_routing", self.priority_routing, "False without a capacity factor")
 
 
-@register("vmoe", title="V-MoE", paper="Riquelme et al., 2021", participation="sparse")
+@register("vmoe", title="V-MoE", paper="Riquelme et al., 2021", code="google-research/vmoe", participation="sparse")
 class VMoE(CapacityLayer):
     """Top-k token choice with noisy gates and two balancing losses."""
 

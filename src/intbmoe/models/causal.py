@@ -23,9 +23,9 @@ def _method_of(layer: MoELayer) -> str:
     return type(layer).__name__ if method is None else f"{method.title} ({method.name!r})"
 
 
-def apply_ffn(ffn: nn.Module, x: Tensor, mask: Tensor | None, state: Any = None) -> Tensor:
+def apply_ffn(ffn: nn.Module, x: Tensor, mask: Tensor | None, state: Any = None, **inputs: Any) -> Tensor:
     """(B, T, d) → (B, T, d); a plain module works token by token and has no use for the mask or a state."""
-    return ffn(x, mask, state) if isinstance(ffn, MoELayer) else ffn(x)
+    return ffn(x, mask, state, **inputs) if isinstance(ffn, MoELayer) else ffn(x)
 
 
 def new_ffn_state(ffn: nn.Module, batch: int) -> Any:

@@ -10,6 +10,9 @@ The FFNs *and* the head are what ``make_ffn`` makes, GELU FFNs when it is left o
 
     model = Recommender(RecommenderConfig(), lambda: intbmoe.create("switch", 96, 384, experts=33))
 
+``make_head`` makes another head than that. One that takes a task's vector (``layer(x, conditioning=vector)``) predicts
+for one task at a time, from ``states``, which all tasks share.
+
 The paper says that the head is a mixture too, but not what the dense model has there: here an FFN like the others, so
 that models differ only in their FFNs. A linear map would have 64,896 parameters fewer.
 
@@ -116,19 +119,34 @@ class Recommender(nn.Module):
     A layer that looks at later tokens is refused, with the reason.
     """
 
-    def __init__(self, config: RecommenderConfig, make_ffn: Callable[[], nn.Module] | None = None) -> None:
+    def __init__(
+        self,
+        config: RecommenderConfig,
+        make_ffn: Callable[[], nn.Module] | None = None,
+        make_head: Callable[[], nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         make = make_ffn or (lambda: _dense(config))
         self.blocks = nn.ModuleList(Block(config, require_causal(make())) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.dim)
-        self.head = require_causal(make())
+        self.head = require_causal((make_head or make)())
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """(B, T, d) tokens, (B, T) bool validity (True: valid; None: all) → (B, T, d), zero at padding.
 
-        Padding may stand anywhere and hold anything: no valid token sees it, and no mixture counts it.
+        Padding may stand anywhere and hold anything: no valid token sees it, and no mixture counts it. ``inputs`` are
+        what the head takes besides, such as a task's ``conditioning``.
         """
+        return self.predict(self.states(x, mask), mask, **inputs)
+
+    def predict(self, states: Tensor, mask: Tensor | None = None, **inputs: Tensor) -> Tensor:
+        """What the head makes of ``states``."""
+        y = apply_ffn(self.head, states, mask, **inputs)
+        return y if mask is None else torch.where(mask.unsqueeze(-1), y, 0)
+
+    def states(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """All that comes before the head."""
         c = self.config
         if x.dim() != 3 or x.shape[2] != c.dim or x.shape[1] > c.max_length:
             allowed = f"(batch, tokens, {c.dim}) with at most {c.max_length} tokens"
@@ -141,15 +159,16 @@ class Recommender(nn.Module):
             x = torch.where(mask.unsqueeze(-1), x, 0)
         for block in self.blocks:
             x = block(x, mask, visible)
-        y = apply_ffn(self.head, self.norm(x), mask)
-        return y if mask is None else torch.where(mask.unsqueeze(-1), y, 0)
+        return self.norm(x)
 
     def ends_token_by_token(self) -> bool:
         """Whether the last FFN and the head look at single tokens; a mixture with a memory sees earlier ones too."""
         last = (self.blocks[-1].ffn, self.head)
         return all(layer.new_state(1) is None for ffn in last for _, layer in moe_layers(ffn))
 
-    def output_at(self, x: Tensor, mask: Tensor, places: Tensor, filled: Tensor | None = None) -> Tensor:
+    def output_at(
+        self, x: Tensor, mask: Tensor, places: Tensor, filled: Tensor | None = None, **inputs: Tensor
+    ) -> Tensor:
         """(B, T, d) tokens, (B, T) validity, (B,) a valid place in each → (B, d), ``forward`` at these places.
 
         After the last attention tokens no longer meet: the last FFN and the head, themselves mixtures, are computed for
@@ -165,4 +184,4 @@ class Recommender(nn.Module):
         x = x[torch.arange(len(x), device=x.device), places].unsqueeze(1)
         valid = None if filled is None else filled.unsqueeze(1)
         x = x + apply_ffn(last.ffn, last.norm2(x), valid)
-        return apply_ffn(self.head, self.norm(x), valid).squeeze(1)
+        return apply_ffn(self.head, self.norm(x), valid, **inputs).squeeze(1)

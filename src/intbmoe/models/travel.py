@@ -18,6 +18,9 @@ Other tasks are heads on the same backbone, each a linear map of one of its outp
     when         hours until the user sets out, from y_s: 0 to 47, or later than that
     via          the place of session s + 1, from the output at intention_s, scored as above
 
+With ``head_by_task`` the backbone's head, a mixture, is told for which task it predicts, by a vector with a 1 at it:
+MMoE and PLE have gates for each, DSFNet and IntBMoE merge and compose by it. y_s then differs from task to task.
+
 Everything comes as codes, small integers with 0 for missing; a place is five of them. Cells and regions are the same
 whether a user is there or a place. Embeddings are multi-hash (``hashing.py``), so a model can be built without the
 data. All fields but ids and cells share one table, in which each code of each field is an id of its own.
@@ -31,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from intbmoe.checks import require
+from intbmoe.layer import MoELayer
 from intbmoe.models.hashing import ConcatenatedHashEmbedding, MultiHashEmbedding
 from intbmoe.models.recommender import Recommender, RecommenderConfig
 from intbmoe.precision import autocast_off, wide
@@ -79,6 +83,9 @@ class TravelConfig(Checked):
     code; empty: hashes tables of place_rows and cell_rows, whose vectors are added."""
     table_std: Positive = EMBEDDING_STD
     """Of the entries that places and cells start with."""
+    head_by_task: bool = False
+    """Whether the head is told the task it predicts for, in the methods that take one (mmoe, ple, dsfnet, intbmoe); the
+    others have one head for all tasks."""
     modes: PositiveInt = 6
     """Modes of travel that the task "how" tells apart."""
 
@@ -101,6 +108,7 @@ class TravelModel(nn.Module):
         config: TravelConfig,
         make_ffn: Callable[[], nn.Module] | None = None,
         tasks: Sequence[str] = ("where",),
+        make_head: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -110,7 +118,8 @@ class TravelModel(nn.Module):
         self.kinds = nn.Parameter(torch.randn(len(KINDS), config.dim) * EMBEDDING_STD)
         self.place_norm = nn.LayerNorm(config.dim)
         self.place_map = nn.Linear(config.dim, config.dim)
-        self.backbone = Recommender(config.backbone(), make_ffn)
+        self.backbone = Recommender(config.backbone(), make_ffn, make_head)
+        self.tasks = tuple(tasks)
         sizes = {"how": config.modes, "when": DEPARTURES, "via": config.dim}
         self.heads = nn.ModuleDict({task: nn.Linear(config.dim, sizes[task]) for task in tasks if task != "where"})
 
@@ -130,8 +139,10 @@ class TravelModel(nn.Module):
         are codes; mask (B, S) is True where there is a session, targets (B, S) where its candidates are to be scored.
         What stands at padding has no influence.
         """
-        outputs = self._outputs(batch)
-        predictions = outputs[:, PROFILE_TOKENS::SESSION_TOKENS]
+        tokens, mask = self.tokens(batch)
+        states = self.backbone.states(tokens, mask)
+        shared = self.backbone.predict(states, mask, **self.head_inputs("where"))
+        predictions = shared[:, PROFILE_TOKENS::SESSION_TOKENS]
         if "candidates" not in batch:
             return predictions
         targets, candidates = batch["targets"], batch["candidates"]
@@ -140,6 +151,9 @@ class TravelModel(nn.Module):
             return where
         scores = {"where": where}
         for task, head in self.heads.items():
+            inputs = self.head_inputs(task)
+            outputs = self.backbone.predict(states, mask, **inputs) if inputs else shared
+            predictions = outputs[:, PROFILE_TOKENS::SESSION_TOKENS]
             if task == "via":
                 following = targets[:, 1:]
                 intentions = outputs[:, PROFILE_TOKENS + 1 :: SESSION_TOKENS][:, :-1]
@@ -150,11 +164,15 @@ class TravelModel(nn.Module):
 
     def predict(self, batch: Mapping[str, Tensor]) -> Tensor:
         """(B, S, d): the output at each session's scenario token."""
-        return self._outputs(batch)[:, PROFILE_TOKENS::SESSION_TOKENS]
+        return self.backbone(*self.tokens(batch), **self.head_inputs("where"))[:, PROFILE_TOKENS::SESSION_TOKENS]
 
-    def _outputs(self, batch: Mapping[str, Tensor]) -> Tensor:
-        tokens, mask = self.tokens(batch)
-        return self.backbone(tokens, mask)
+    def head_inputs(self, task: str) -> dict[str, Tensor]:
+        """What the backbone's head is given for a task: nothing, or a vector with a 1 at it."""
+        head = self.backbone.head
+        if not (isinstance(head, MoELayer) and head.config.conditioning_dim):
+            return {}
+        places = torch.arange(len(self.tasks), device=self.kinds.device)
+        return {"conditioning": (places == self.tasks.index(task)).to(self.kinds.dtype)}
 
     def tokens(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The sequence (B, 6 + 3S, d), and which of its tokens are valid."""

@@ -3,7 +3,7 @@
 A stacked network is written once, over an open linear map that ``rows``, ``batch`` and ``merged`` fill in:
 
     rows      rows sorted by expert, each through its expert           sparse methods
-    batch     (E, S, d), each expert on its own S inputs               Soft MoE, Expert Choice
+    batch     (E, S, d), each expert on its own S inputs               Soft MoE, Expert Choice, dense mixtures
     merged    (G, S, d), group g through the expert Σ_e a_{g,e} θ_e    parameters merged
     composed  the same, of experts that ``compose`` built before       one composition for a whole text
 """
@@ -130,6 +130,11 @@ class StackedExperts(nn.Module):
         """
         plan = dispatch(ids, self.count, choose_backend(x), complete)
         return combine(self.rows(to_rows(x, plan), plan), weights, plan), plan.counts
+
+    def mix(self, x: Tensor, weights: Tensor) -> Tensor:
+        """(N, d) tokens, each through all experts, and (N, E) weights → weighted sums (N, d), in their type."""
+        outputs = self.batch(x.expand(self.count, *x.shape))
+        return torch.einsum("ne,end->nd", weights, outputs.to(weights.dtype))
 
     def expert_parameters(self) -> int:
         return sum(parameter.numel() // parameter.shape[0] for parameter in self.parameters())  # indexing would gather

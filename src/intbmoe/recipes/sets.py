@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from intbmoe.budget import TABLE_1, TABLE_2
+from intbmoe.budget import NAMED, TABLE_1, TABLE_2
 from intbmoe.checks import did_you_mean
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoEConfig
@@ -99,6 +99,10 @@ def _method(recipe: Recipe, name: str) -> Variant:
 
 def _methods(recipe: Recipe) -> list[Variant]:
     return [_method(recipe, name) for name in (TABLE_2 if find_task(recipe.task).causal else TABLE_1)]
+
+
+def _everything(recipe: Recipe) -> list[Variant]:
+    return _methods(recipe) + [_method(recipe, name) for name in NAMED]
 
 
 def _vary(changes: Callable[[IntBMoEConfig], list[Change]], recipe: Recipe) -> list[Variant]:
@@ -184,6 +188,7 @@ def _equal_widths(config: IntBMoEConfig, count: int) -> tuple[int, ...]:
 
 SETS: dict[str, VariantSet] = {
     "all": VariantSet("the methods of the paper's table for the task", _methods),
+    "everything": VariantSet("these, and the methods that the paper names without measuring them", _everything),
     "ablations": VariantSet("IntBMoE and its six ablations", partial(_vary, _ablations)),
     "compute": VariantSet("IntBMoE, and dense and sparse models with as many FLOPs in a training step", _compute),
     "place": VariantSet("dense, and its FFN with all that a mixture gets in its place but experts", _place),

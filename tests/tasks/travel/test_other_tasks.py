@@ -162,3 +162,25 @@ def test_a_run_with_all_tasks_is_trained_exported_and_served(tmp_path):
     visited = [session["place"] for session in request["history"][-7:]]
     named = data.names[np.searchsorted(data.ids, visited[-1])].decode()
     assert any(token.endswith(named) for token in answer["tokens"])
+
+
+@pytest.mark.parametrize("method", ["mmoe", "ple", "dsfnet", "intbmoe", "mixtral"])
+def test_the_head_may_be_told_its_task(fake, method):
+    """Each task then has predictions of its own, and gradients in the same head; others have one for all."""
+    torch.manual_seed(0)
+    given = replace(recipe(model=replace(SMALL, head_by_task=True)), moe=MoESettings(method, 4))
+    task = make_task(given)
+    model = task.make_model().double()
+    batch = task.split("train").batch(range(4), 0, 0)
+    tokens, mask = model.tokens(batch)
+    states = model.backbone.states(tokens, mask)
+    told = [model.backbone.predict(states, mask, **model.head_inputs(name)) for name in ALL]
+    differ = [bool((told[0] - other).abs().max() > 1e-9) for other in told[1:]]
+    assert differ == [method != "mixtral"] * 3
+    total, count = task.loss(model, batch)
+    (total / count).backward()
+    assert all(parameter.grad is not None for parameter in model.backbone.head.parameters())
+    where = model.eval().backbone(tokens, mask, **model.head_inputs("where"))
+    assert torch.equal(model.predict(batch), where[:, 6::3])
+    plain = make_task(replace(given, model=SMALL)).make_model()
+    assert plain.backbone.head.config.conditioning_dim == 0

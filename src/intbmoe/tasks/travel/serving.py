@@ -232,9 +232,10 @@ class PlacePredictor(Predictor):
         mask = torch.arange(tokens.shape[1], device=self.device) <= last.unsqueeze(1)
         if filled is not None:
             mask = mask & filled.unsqueeze(1)
+        inputs = self.model.head_inputs("where")
         if shortcut:
-            return self.model.backbone.output_at(tokens, mask, last, filled)
-        return self.model.backbone(tokens, mask)[torch.arange(len(last), device=self.device), last]
+            return self.model.backbone.output_at(tokens, mask, last, filled, **inputs)
+        return self.model.backbone(tokens, mask, **inputs)[torch.arange(len(last), device=self.device), last]
 
     def _token_names(self, places: np.ndarray) -> list[str]:
         names = [f"profile {number}" for number in range(1, PROFILE_TOKENS + 1)]

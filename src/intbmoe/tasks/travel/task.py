@@ -109,8 +109,11 @@ class TravelTask(Task):
 
     def make_model(self) -> nn.Module:
         config = self.recipe.model
-        ffn = ffn_maker(self.recipe.moe, config.dim, config.hidden, domain="language")
-        return TravelModel(config, ffn, self.recipe.data.tasks)
+        moe, tasks = self.recipe.moe, self.recipe.data.tasks
+        ffn = head = ffn_maker(moe, config.dim, config.hidden, domain="language")
+        if config.head_by_task:
+            head = ffn_maker(moe, config.dim, config.hidden, domain="language", tasks=len(tasks))
+        return TravelModel(config, ffn, tasks, head)
 
     def read_split(self, name: str) -> Examples:
         """``train`` (sessions before all others), ``valid`` or ``test`` (the last ones), by time."""

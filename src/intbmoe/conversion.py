@@ -1,0 +1,332 @@
+"""A trained mixture made smaller or made an IntBMoE, a dense model made a mixture: each with a report of its error.
+
+share_base    D²-MoE: experts become one base that all share and a low-rank difference each. Gu et al., "Delta
+              Decompression for MoE-based LLMs Compression", 2025 (arXiv 2502.17298), official code lliai/D2MoE:
+
+                  W̄ = Σ_e F_e W_e / Σ_e F_e          F_e: √(mean squared gradient) of each input, times e's load
+                  W_e ≈ W̄ + A_e B_e                  of rank ⌊ratio · i·o/(i + o)⌋, the best for e's own inputs X_e:
+                  L^T (W_e − W̄) = U Σ V^T            L L^T = X_e^T X_e;  A = L^{−T} U √Σ, B = √Σ V^T, largest ones
+
+              Biases stay. Their pruning of the base's columns, which depends on the batch, is left out.
+split_dense   Dense2MoE: a dense FFN's inner units are shared out among experts. Zheng et al., "Dense2MoE: Restructuring
+              Diffusion Transformer to MoE for Efficient Text-to-Image Generation", ICCV 2025 (arXiv 2510.09094):
+
+                  importance of unit i   |Σ_t z_{t,i} ∂loss/∂z_{t,i}|          Taylor's first term; z: inner units
+                  y = f_s(x) + Σ_{e ∈ top-k} E·p_e f_e(x),  p = softmax(W_r x)   s: the most important, always on
+
+              There is no code, and the abstract says no more than initialisation by Taylor and distillation. Ours are:
+              the other units are dealt to the experts in turn, by importance; the weight E·p_e, with which k = E and
+              W_r = 0 is the FFN itself; W_r starts as the regression of the experts' output norms, and is then fitted
+              with the experts to the FFN's outputs. The mixture of whole blocks and the balancing loss are left out.
+fit_intbmoe   each mixture is replaced by an IntBMoE that is fitted to its outputs by gradient descent: E experts become
+              bases and K blocks. IntBMoE's blocks are another function than an FFN, so nothing closed-form would do.
+
+All take ``batches`` and a function that runs the model on one, and return a copy; the model stays as it is. Everything
+is measured on the last batch, which nothing is fitted to.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from intbmoe.checks import require
+from intbmoe.layer import MoELayer, Quantities, Result, Routing, moe_layers, require_whole, unwrap
+from intbmoe.methods.dense import Dense
+from intbmoe.methods.intbmoe import IntBMoE
+from intbmoe.ops.permute import Permutation
+from intbmoe.parts.experts import ExpertsConfig, RoutedLayer, StackedExperts, StackedLinear
+from intbmoe.parts.router import mask_choices
+from intbmoe.parts.router import top_k as best_of
+from intbmoe.precision import wide
+from intbmoe.settings import AtMost, PositiveInt
+
+Batches = Sequence[Any]
+Loss = Callable[[nn.Module, Any], Tensor]
+"""The model and a batch → a number to differentiate; running it runs the model."""
+
+GRAM_EPS = 1e-6
+"""What is added to a Gram matrix's diagonal, relative to its mean: experts see few tokens, or none."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """One mixture, before and after: parameters, and ‖y' − y‖/‖y‖ of its outputs on the last batch."""
+
+    layer: str
+    parameters: int
+    parameters_after: int
+    error: float
+
+
+def share_base(model: nn.Module, batches: Batches, loss: Loss, *, ratio: float) -> tuple[nn.Module, list[Converted]]:
+    """D²-MoE: ``ratio`` is the share of an expert's matrix that its low-rank difference keeps, in parameters."""
+    require(0 < ratio <= 1, "ratio", ratio, "a number in (0, 1]")
+    changed, layers = _copy(model, batches)
+    maps = [part for _, layer in layers for part in layer.experts.modules() if isinstance(part, StackedLinear)]
+    seen = {part: _Seen(part) for part in maps}
+    with ExitStack() as stack:
+        for part in maps:
+            stack.callback(part.register_forward_pre_hook(seen[part].look).remove)
+        for batch in batches[:-1]:
+            changed.zero_grad()
+            loss(changed, batch).backward()
+            for part in maps:
+                seen[part].add_gradient()
+    changed.zero_grad()
+    for part in maps:
+        parts = seen[part].factors(max(1, int(ratio * _low_rank(part))))
+        parametrize.register_parametrization(part, "weight", _SharedBase(parts), unsafe=True)
+    return changed, _report(model, changed, [name for name, _ in layers], batches[-1], loss)
+
+
+def fit_intbmoe(
+    model: nn.Module, batches: Batches, loss: Loss, *, steps: int = 1000, lr: float = 3e-3, **options: Any
+) -> tuple[nn.Module, list[Converted]]:
+    """``options`` are IntBMoE's, ``experts`` and ``blocks`` above all; ``hidden`` is the experts' own if left out."""
+    changed, layers = _copy(model, batches)
+    tokens = _inputs(changed, [name for name, _ in layers], batches[:-1], loss)
+    for name, layer in layers:
+        wanted = {"hidden": layer.config.hidden, **options}
+        weight = next(layer.parameters())
+        fitted = IntBMoE(layer.config.dim, **wanted).to(weight.device, weight.dtype)
+        x = torch.cat(tokens[name])
+        with torch.no_grad():
+            y = torch.cat([layer(rows.unsqueeze(0)).squeeze(0) for rows in x.split(4096)])
+        _fit(fitted, x, y, steps, lr)
+        changed.set_submodule(name, fitted.train(layer.training))
+    return changed, _report(model, changed, [name for name, _ in layers], batches[-1], loss)
+
+
+def split_dense(
+    model: nn.Module,
+    batches: Batches,
+    loss: Loss,
+    *,
+    experts: int,
+    top_k: int,
+    shared: float = 0.25,
+    steps: int = 1000,
+    lr: float = 1e-3,
+) -> tuple[nn.Module, list[Converted]]:
+    """Dense2MoE: ``shared`` is the share of inner units that every token passes, and what the experts cannot divide."""
+    require(0 <= shared < 1, "shared", shared, "a number in [0, 1)")
+    changed, layers = _copy(model, batches, dense=True)
+    units = {name: torch.zeros(layer.config.hidden, dtype=torch.float64) for name, layer in layers}
+
+    def watch(name: str, z: Tensor) -> None:
+        def add(grad: Tensor) -> None:
+            units[name] += (grad * z.detach()).flatten(0, -2).sum(0).abs().cpu().double()
+
+        z.register_hook(add)
+
+    with ExitStack() as stack:
+        for name, layer in layers:
+            hook = layer.experts.down.register_forward_pre_hook(lambda _, args, name=name: watch(name, args[0]))
+            stack.callback(hook.remove)
+        for batch in batches[:-1]:
+            loss(changed, batch).backward()
+    changed.zero_grad()
+    tokens = _inputs(changed, [name for name, _ in layers], batches[:-1], loss)
+    for name, layer in layers:
+        x = torch.cat(tokens[name])
+        split = SplitFFN.of(layer, units[name], experts, top_k, shared, x)
+        with torch.no_grad():
+            y = layer(x.unsqueeze(0)).squeeze(0)
+        _fit(split, x, y, steps, lr)
+        changed.set_submodule(name, split.train(layer.training))
+    return changed, _report(model, changed, [name for name, _ in layers], batches[-1], loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitConfig(ExpertsConfig):
+    """``hidden`` is the width of one of the routed experts."""
+
+    top_k: Annotated[PositiveInt, AtMost("experts")] = 2
+    """k, routed experts of a token."""
+    shared_hidden: PositiveInt = 1
+    """Inner units that every token passes."""
+
+
+class SplitFFN(RoutedLayer):
+    """An FFN whose inner units are shared out: some always on, the others in experts. ``split_dense`` makes it."""
+
+    Config = SplitConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        c = self.config
+        self.shared = ExpertsConfig(c.dim, c.shared_hidden, experts=1, expert=c.expert).make_experts()
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, dense: Dense, importance: Tensor, experts: int, top_k: int, share: float, x: Tensor) -> "SplitFFN":
+        c = dense.config
+        width = int((c.hidden - max(1, round(share * c.hidden))) // experts)
+        require(width > 0, "experts", experts, f"few enough for {c.hidden} inner units, of which some are shared")
+        order = importance.argsort(descending=True).to(x.device)
+        always, rest = order.split([c.hidden - width * experts, width * experts])
+        config = SplitConfig(c.dim, width, experts=experts, expert=c.expert, top_k=top_k, shared_hidden=len(always))
+        split = cls(config).to(x.device, x.dtype).eval()
+        groups = rest.view(width, experts).t()  # (E, width): dealt in turn
+        for stacked, units in ((split.shared, always.unsqueeze(0)), (split.experts, groups)):
+            for name, part in stacked.named_children():
+                source = getattr(dense.experts, name)
+                last = name == "down"
+                part.weight.copy_(source.weight[0][units] if last else source.weight[0][:, units].transpose(0, 1))
+                if part.bias is not None and not last:
+                    part.bias.copy_(source.bias[0][units])
+        if split.shared.down.bias is not None:
+            split.shared.down.bias.copy_(dense.experts.down.bias)
+        norms = split.experts.batch(x.expand(experts, *x.shape)).norm(dim=-1).t()
+        wanted = (norms - norms.mean(0)) / norms.std(0).clamp(min=1e-12)
+        gram = x.t() @ x
+        gram = gram + torch.eye(c.dim).to(gram) * gram.diagonal().mean() * GRAM_EPS
+        split.router.weight.copy_(torch.linalg.solve(gram, x.t() @ wanted).t())
+        return split
+
+    def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
+        c = self.config
+        probabilities = self.router(wide(x)).softmax(-1).flatten(0, 1)
+        ids = mask_choices(best_of(probabilities, c.top_k), mask)
+        weights = torch.where(ids < 0, 0, c.experts * probabilities.gather(1, ids.clamp(min=0)))
+        tokens = x.flatten(0, 1).to(dtype)
+        y, load = self.experts.route(tokens, ids, weights, complete=mask is None)
+        y = y + self.shared.batch(tokens.unsqueeze(0)).squeeze(0)
+        return Result(y.view(x.shape), Routing(ids, weights), sums={"load": load})
+
+    def quantities(self) -> Quantities:
+        return Quantities(participation=self.config.top_k, execution=self.config.top_k, materialization=0)
+
+    def active_parameters(self) -> int:
+        idle = (self.config.experts - self.config.top_k) * self.experts.expert_parameters()
+        return super().active_parameters() - idle
+
+
+def _fit(layer: MoELayer, x: Tensor, y: Tensor, steps: int, lr: float, batch: int = 512) -> None:
+    optimizer = torch.optim.Adam(layer.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
+    generator = torch.Generator().manual_seed(0)
+    scale = y.square().mean()
+    for _ in range(steps):
+        rows = torch.randint(len(x), (min(batch, len(x)),), generator=generator).to(x.device)
+        optimizer.zero_grad()
+        ((layer(x[rows].unsqueeze(0)).squeeze(0) - y[rows]).square().mean() / scale).backward()
+        optimizer.step()
+        schedule.step()
+
+
+def _copy(model: nn.Module, batches: Batches, dense: bool = False) -> tuple[nn.Module, list[tuple[str, MoELayer]]]:
+    """A copy in evaluation, and its mixtures of experts that a router chooses from, or its dense layers."""
+    require(len(batches) >= 2, "batches", f"{len(batches)} of them", "at least two: the last one measures the error")
+    require_whole(model, "cannot convert")
+    changed = copy.deepcopy(unwrap(model)).eval()
+    layers = [
+        (name, layer)
+        for name, layer in moe_layers(changed)
+        if (type(layer) is Dense if dense else layer.choices is not None)
+        and isinstance(getattr(layer, "experts", None), StackedExperts)
+    ]
+    if not layers and dense:
+        raise ValueError("the model has no dense layer of ours (create('dense', …), create('swiglu', …))")
+    if not layers:
+        raise ValueError("the model has no mixture whose router chooses among experts (switch, mixtral, deepseek, …)")
+    return changed, layers
+
+
+def _inputs(model: nn.Module, names: list[str], batches: Batches, loss: Loss) -> dict[str, list[Tensor]]:
+    """The valid tokens (N, d) that each layer sees in each batch."""
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    layers = dict(moe_layers(model))
+
+    def keep(name: str, x: Tensor, mask: Tensor | None = None, *_: Any) -> None:
+        found[name].append(x.detach().flatten(0, -2) if mask is None else x.detach()[mask])
+
+    with ExitStack() as stack, torch.no_grad():
+        for name in names:
+            hook = layers[name].register_forward_pre_hook(lambda _, args, name=name: keep(name, *args))
+            stack.callback(hook.remove)
+        for batch in batches:
+            loss(model, batch)
+    return found
+
+
+def _report(before: nn.Module, after: nn.Module, names: list[str], batch: Any, loss: Loss) -> list[Converted]:
+    mode = before.training
+    tokens = _inputs(before.eval(), names, [batch], loss)
+    rows = []
+    for name in names:
+        old, new = (dict(moe_layers(model))[name] for model in (before, after))
+        x = tokens[name][0].unsqueeze(0)
+        with torch.no_grad():
+            y = old(x)
+            error = float((new(x) - y).norm() / y.norm())
+        sizes = (sum(p.numel() for p in layer.parameters()) for layer in (old, new))
+        rows.append(Converted(name, *sizes, error))
+    before.train(mode)
+    return rows
+
+
+def _low_rank(part: StackedLinear) -> float:
+    """The rank at which two factors have as many numbers as the matrix."""
+    _, inputs, outputs = part.weight.shape
+    return inputs * outputs / (inputs + outputs)
+
+
+class _Seen:
+    """What a stacked map has seen: each expert's inputs as a Gram matrix, its load, its squared gradients."""
+
+    def __init__(self, part: StackedLinear) -> None:
+        experts, inputs, _ = part.weight.shape
+        self.part = part
+        self.grams = torch.zeros(experts, inputs, inputs, dtype=torch.float64)
+        self.load = torch.zeros(experts, dtype=torch.float64)
+        self.squares = torch.zeros(experts, inputs, dtype=torch.float64)
+
+    def look(self, part: nn.Module, args: tuple[Any, ...]) -> None:
+        z, way, plan = args
+        require(way == "rows" and isinstance(plan, Permutation), "way", way, "'rows': experts that tokens are sent to")
+        for e in range(len(self.load)):
+            rows = z.detach()[plan.group[: len(z)] == e].cpu().double()
+            self.grams[e] += rows.t() @ rows
+            self.load[e] += len(rows)
+
+    def add_gradient(self) -> None:
+        self.squares += self.part.weight.grad.cpu().double().square().mean(-1)
+
+    def factors(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Base (i, o), left (E, i, rank) and right (E, rank, o)."""
+        weight = self.part.weight.detach()
+        exact = weight.cpu().double()
+        importance = self.squares.sqrt() * self.load.unsqueeze(-1)
+        total = importance.sum(0)
+        shares = torch.where(total > 0, importance / total.clamp(min=1e-300), 1 / len(importance))
+        base = torch.einsum("ei,eio->io", shares, exact)
+        diagonal = self.grams.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-12) * GRAM_EPS
+        identity = torch.eye(base.shape[0], dtype=torch.float64)
+        whitening = torch.linalg.cholesky(self.grams + diagonal[:, None, None] * identity)
+        left, values, right = torch.linalg.svd(whitening.mT @ (exact - base), full_matrices=False)
+        root = values[:, :rank].sqrt()
+        left = torch.linalg.solve_triangular(whitening.mT, left[:, :, :rank], upper=True) * root.unsqueeze(1)
+        return tuple(part.to(weight) for part in (base, left, root.unsqueeze(-1) * right[:, :rank]))
+
+
+class _SharedBase(nn.Module):
+    """A parametrisation: the owner's weights (E, i, o) are computed from a base and low-rank differences."""
+
+    def __init__(self, parts: tuple[Tensor, Tensor, Tensor]) -> None:
+        super().__init__()
+        self._parts: tuple[Tensor, ...] | None = parts
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Called once, when the parametrisation is put on: what was fitted to the weight, not the weight."""
+        parts, self._parts = self._parts, None
+        return parts
+
+    def forward(self, base: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        return base + left @ right

@@ -1,0 +1,66 @@
+"""DSFNet: weights merged by the scenario.
+
+Yu, Duan, Xu, Chen, Liu, Liu, Yang, Chu and Guo, "DSFNet: Learning Disentangled Scenario Factorization for
+Multi-Scenario Route Ranking", 2024 (arXiv 2404.00243).
+
+    α(s) = softmax(A s + a)                                         s the scenario's vector
+    y_t = f(x_t; Σ_i α_i(s) θ_i)                                    every weight and bias is merged
+
+``layer(x, conditioning=s)`` takes one s for the whole call, or one per sequence. Without a scenario
+(``conditioning_dim=0``) each token is its own, s_t = x_t: parameters merged for each token, as in ``smear_token``.
+
+What was found: no code; of the paper its abstract and the caption of its Figure 2, which give W(s) = Σ_i α_i(s) W̃_i
+with gates from s. The form of the gate is not in them: a softmax here, as SMEAR's. Left out, because their formulas
+were not found: the two regularisers (centroids of factors apart, directions within a factor together), the
+scenario-aware batch norm, which would also make a result depend on its batch, and the feature filter (IntBMoE has one).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from intbmoe.layer import MoELayer, OnePer, Quantities, Result
+from intbmoe.parts.conditioning import check_conditioning
+from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.parts.linear import Linear
+from intbmoe.precision import wide
+from intbmoe.registry import register
+from intbmoe.settings import NonNegativeInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSFNetConfig(ExpertsConfig):
+    """Factors merged by a scenario."""
+
+    conditioning_dim: NonNegativeInt = 0
+    """Width of the scenario's vector, layer(x, conditioning=vector); 0: each token is its own scenario."""
+
+
+@register("dsfnet", title="DSFNet", paper="Yu et al., 2024", participation="dense")
+class DSFNet(MoELayer):
+    """One merged expert per scenario."""
+
+    Config = DSFNetConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        c = self.config
+        self.router = Linear(c.conditioning_dim or c.dim, c.experts)
+        self.experts = c.make_experts()
+
+    def compute(
+        self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype, conditioning: Tensor | None = None
+    ) -> Result:
+        scenario = check_conditioning(conditioning, self.config.conditioning_dim, wide(x), per_sequence=True)
+        tokens = x.to(dtype)
+        if scenario is None:
+            a = self.router(wide(x).flatten(0, 1)).softmax(-1)
+            return Result(self.experts.merged(tokens.flatten(0, 1).unsqueeze(1), a).view(x.shape))
+        return Result(self.experts.merged(tokens, self.router(scenario).softmax(-1).expand(x.shape[0], -1)))
+
+    def quantities(self) -> Quantities:
+        """By the method's definition: ``ops/merged_mm`` builds none for single tokens."""
+        unit = "example" if self.config.conditioning_dim else "token"
+        return Quantities(self.config.experts, execution=1, materialization=OnePer(unit))

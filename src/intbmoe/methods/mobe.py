@@ -1,0 +1,99 @@
+"""MoBE: experts' first matrices are made of basis matrices that all of them share.
+
+Chen, Ha, Lan, Zhang and Li, "MoBE: Mixture-of-Basis-Experts for Compressing MoE-based LLMs", 2025 (arXiv 2508.05257);
+official code inclusionAI/MoBE. The nearest relative of IntBMoE in merging: there blocks are composed of a pool of
+experts, here the experts themselves of a pool of bases.
+
+    W_e = A_e φ(Σ_i α_{e,i} B_i),  α_e = softmax(a_e)               m bases B_i (r × d), A_e (h × r) the expert's own
+    f_e(x) = V_e GELU(W_e x + b_e) + c_e                            SwiGLU: gate and up so, each with bases of its own
+    y_t = Σ_{e ∈ K_t} g_{t,e} f_e(x_t)                              top-k, renormalised: ``mixtral``'s router and loss
+
+The paper compresses a trained mixture by fitting A, α and B to its matrices. Here the same form is trained from the
+start, beside the other methods. The last matrix V_e is not factorised, in the paper neither.
+
+Choices: φ is SiLU, or tanh (the code has both; the paper's formula in the README has none: ``activation="none"``). The
+router is the host model's in the paper. A composed matrix starts with about the variance of ``nn.Linear``: a_e ~ N(0,
+1), so that Σ α² ≈ e/m, and bases ~ N(0, c²·m/(e·d)), c = 2 where φ halves small numbers (SiLU), else 1.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from intbmoe.layer import Quantities
+from intbmoe.methods.mixtral import Mixtral, MixtralConfig
+from intbmoe.ops.grouped_mm import grouped_mm
+from intbmoe.ops.permute import Permutation
+from intbmoe.parts.experts import FFNExperts, StackedExperts, StackedLinear
+from intbmoe.precision import cast, wide
+from intbmoe.registry import register
+from intbmoe.settings import PositiveInt
+
+Activation = Literal["silu", "tanh", "none"]
+ACTIVATIONS = {"silu": F.silu, "tanh": torch.tanh, "none": lambda z: z}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoBEConfig(MixtralConfig):
+    """Experts of shared bases."""
+
+    bases: PositiveInt = 4
+    """m, basis matrices of each factorised matrix."""
+    rank: PositiveInt | None = None
+    """r, rows of a basis; None for half the width of a token."""
+    activation: Activation = "silu"
+    """φ, on the sum of bases."""
+
+    def make_experts(self) -> StackedExperts:
+        experts = super().make_experts()
+        factorised = ("up",) if isinstance(experts, FFNExperts) else ("gate", "up")
+        for name in factorised:
+            setattr(experts, name, BasisLinear(self, bias=isinstance(experts, FFNExperts)))
+        return experts
+
+
+class BasisLinear(nn.Module):
+    """E linear maps d → h, applied as z φ(Σ α B) A: composed of m bases, then each by its own A."""
+
+    def __init__(self, config: MoBEConfig, bias: bool) -> None:
+        super().__init__()
+        self.activation = config.activation
+        rank = config.rank or max(1, config.dim // 2)
+        self.bases = nn.Parameter(torch.empty(config.bases, config.dim, rank))
+        self.mixing = nn.Parameter(torch.randn(config.experts, config.bases))
+        small = 2 if self.activation == "silu" else 1
+        nn.init.normal_(self.bases, std=small * math.sqrt(config.bases / (math.e * config.dim)))
+        self.own = StackedLinear(config.experts, rank, config.hidden, bias)
+
+    def composed(self) -> Tensor:
+        """(E, d, r) in the wide type: φ(Σ_i α_{e,i} B_i)."""
+        shares = wide(self.mixing).softmax(-1)
+        return ACTIVATIONS[self.activation](torch.einsum("em,mdr->edr", shares, wide(self.bases)))
+
+    def forward(self, z: Tensor, way: Literal["rows"], plan: Permutation) -> Tensor:
+        """(M, d) rows sorted by expert → (M, h)."""
+        z = grouped_mm(z, cast(self.composed(), z.dtype), plan.ends, plan.backend, complete=plan.complete)
+        return self.own(z, way, plan)
+
+
+@register("mobe", title="MoBE", paper="Chen et al., 2025", code="inclusionAI/MoBE", participation="sparse")
+class MoBE(Mixtral):
+    """Top-k token choice of experts whose first matrices are composed of shared bases."""
+
+    Config = MoBEConfig
+
+    def quantities(self) -> Quantities:
+        """The bases make one matrix for each expert, whatever the input."""
+        c = self.config
+        return Quantities(participation=c.top_k, execution=c.top_k, materialization=c.experts)
+
+    def active_parameters(self) -> int:
+        """All bases, and the chosen experts' own."""
+        own = sum(p.numel() for name, p in self.experts.named_parameters() if not name.endswith("bases"))
+        return sum(p.numel() for p in self.parameters()) - own * (self.config.experts - self.config.top_k) // (
+            self.config.experts
+        )
