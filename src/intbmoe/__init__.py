@@ -39,7 +39,7 @@ def __dir__() -> list[str]:
 
 
 def load(run: str | PathLike[str]) -> nn.Module:
-    """The trained model of a finished run directory, on the CPU and in evaluation mode."""
+    """The trained model of a finished run directory, or of the zoo ("zoo:digits"), on the CPU in evaluation mode."""
     return _training().load(run)
 
 
