@@ -1,4 +1,4 @@
-"""Make what the site consists of: docs/, and pages generated from README.md, the methods and the public names.
+"""Make what the site consists of: docs/, and pages generated from README.md, the tour, the methods and public names.
 
     python docs/make_site.py [FOLDER]     build/site by default; .ci/site then builds the site from it
 
@@ -41,6 +41,7 @@ def make(target: Path) -> None:
     shutil.copytree(HOUSE / "docs", docs, ignore=shutil.ignore_patterns("*.py", "drawings", "__pycache__"))
     for source, name in TOP_PAGES.items():
         (docs / name).write_text(_moved((HOUSE / source).read_text(encoding="utf-8")), encoding="utf-8")
+    (docs / "tour.md").write_text(tour_page((HOUSE / "docs" / "tour.py").read_text(encoding="utf-8")), encoding="utf-8")
     (docs / "methods").mkdir()
     for name in list_methods():
         (docs / "methods" / f"{name}.md").write_text(method_page(name), encoding="utf-8")
@@ -62,7 +63,7 @@ def _moved(text: str) -> str:
     """Links of a page at the top of the repository, seen from docs/."""
     for source, name in TOP_PAGES.items():
         text = text.replace(f"]({source})", f"]({name})")
-    return text.replace("](docs/", "](")
+    return text.replace("](docs/tour.py)", "](tour.md)").replace("](docs/", "](")
 
 
 def _linked(text: str, page: Path) -> str:
@@ -88,6 +89,18 @@ def _mathml(found: re.Match[str]) -> str:
     tex = found[1] or found[2]
     made = latex2mathml.converter.convert(tex.strip(), display="block" if display else "inline")
     return f'\n\n<div class="equation">{made}</div>\n\n' if display else made
+
+
+def tour_page(script: str) -> str:
+    """A notebook in jupytext's percent format as a page; what stands before its first cell is for jupytext."""
+    parts = []
+    for cell in re.split(r"^# %%", script, flags=re.MULTILINE)[1:]:
+        kind, _, body = cell.partition("\n")
+        if "[markdown]" in kind:
+            parts.append(re.sub(r"^# ?", "", body.strip(), flags=re.MULTILINE))
+        else:
+            parts.append(f"```python\n{body.strip()}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 # A page for each method.

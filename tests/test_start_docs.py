@@ -45,7 +45,7 @@ def test_the_start_runs_as_printed(tmp_path):
             continue
         command = [sys.executable, "-m", "intbmoe.cli", *args]
         if args[0] == "serve":
-            assert "status" in served(command, tmp_path, environment)
+            assert '"ready":' in served(command, tmp_path, environment).replace(" ", "")
             continue
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
