@@ -1,5 +1,6 @@
-"""README.md and docs/start.md as a newcomer types them: every command, in the order printed."""
+"""Commands of README.md and the guides, as a newcomer types them: each exists, and finds what it needs."""
 
+import inspect
 import os
 import re
 import shlex
@@ -8,38 +9,61 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from intbmoe.cli import COMMANDS
+from intbmoe.serve.settings import Settings
 
 ROOT = Path(__file__).parent.parent
-PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/start.md")}
-SHELL = {
-    name: [line for block in re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S) for line in block.splitlines()]
-    for name, text in PAGES.items()
+START = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+SHELL = [line for block in re.findall(r"^```sh\n(.*?)^```", START, re.M | re.S) for line in block.splitlines()]
+OPTIONS = {
+    name: {
+        f"--{parameter.replace('_', '-').removeprefix('as-')}" for parameter in inspect.signature(command).parameters
+    }
+    for name, command in COMMANDS.items()
 }
+OPTIONS["serve"] = {f"--{field.name.replace('_', '-')}" for field in fields(Settings)}
+GUIDES = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES)
+def commands(page):
+    """The intbmoe commands of a page's code blocks, in order; lines with a word for what the reader has are left out."""
+    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = re.findall(r"^(?:    )?(?:\$ )?intbmoe (.*)$", text, flags=re.MULTILINE)
+    found = [shlex.split(line, comments=True) for line in lines]
+    return [args for args in found if args and not any(re.fullmatch(r"\[?[A-Z]{2,}\]?", word) for word in args)]
+
+
+@pytest.mark.parametrize("page", ["README.md", *GUIDES])
 def test_commands_exist_and_their_runs_come_from_earlier_lines(page):
     made = set()
-    for line in SHELL[page]:
-        program, *args = shlex.split(line, comments=True)
-        if program != "intbmoe":
-            continue
-        assert args[0] in COMMANDS, line
-        used = [word for word in args[1:] if word.startswith("runs/") or word.endswith("-artifact")]
-        target = args[args.index("--to") + 1] if "--to" in args else None
-        assert set(used) - {target} <= made, line
-        made |= {f"runs/{args[1]}/intbmoe/0"} if args[0] == "train" else {target}
+    for command, *args in commands(page):
+        assert command in COMMANDS, command
+        options = [word.partition("=")[0] for word in args if word.startswith("--")]
+        if command not in ("train", "compare"):  # whose options test_training_docs.py parses
+            assert set(options) <= OPTIONS[command], (command, options)
+        if args and command in ("eval", "analyse", "export", "serve", "generate"):
+            ready = args[0] in made or args[0].startswith(("zoo:", "runs/imagenet")) or not args[0].startswith("runs/")
+            assert ready, f"{command} {args[0]}: no line above trains it"
+        made |= {f"runs/{args[0]}/{name}/0" for name in trained(command, args)}
+
+
+def trained(command, args):
+    """The labels of the runs that a command leaves."""
+    if command == "train":
+        given = [args[args.index(option) + 1] for option in ("--moe.label", "--moe.name") if option in args]
+        return (given or ["intbmoe"])[:1]
+    return args[args.index("--methods") + 1].split(",") if command == "compare" and "--methods" in args else []
 
 
 @pytest.mark.slow
 def test_the_start_runs_as_printed(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    for line in SHELL["docs/start.md"]:
+    for line in SHELL:
         program, *args = shlex.split(line)
         if program != "intbmoe":  # the installation: .ci/package installs what was built
             continue
