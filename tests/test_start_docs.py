@@ -49,7 +49,7 @@ def test_commands_exist_and_their_runs_come_from_earlier_lines(page):
         if args and command in ("eval", "analyse", "export", "serve", "generate"):
             ready = args[0] in made or args[0].startswith(("zoo:", "runs/imagenet")) or not args[0].startswith("runs/")
             assert ready, f"{command} {args[0]}: no line above trains it"
-        made |= {f"runs/{args[0]}/{name}/0" for name in trained(command, args)}
+        made |= {f"runs/{args[0].removesuffix('.yaml')}/{name}/0" for name in trained(command, args)}
 
 
 def trained(command, args):
