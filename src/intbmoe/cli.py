@@ -18,7 +18,7 @@ from intbmoe.commands.greeting import greet
 from intbmoe.commands.looking import analyse, cost, doctor, methods, recipes
 from intbmoe.commands.serving import export, generate, serve
 from intbmoe.commands.terminal import explained
-from intbmoe.commands.training import compare, evaluate, prepare, train
+from intbmoe.commands.training import compare, demo, evaluate, prepare, train
 from intbmoe.registry import add_plugin
 from intbmoe.version import program_version
 
@@ -26,6 +26,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "eval": evaluate,
     "compare": compare,
+    "demo": demo,
     "analyse": analyse,
     "export": export,
     "generate": generate,

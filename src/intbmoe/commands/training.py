@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import sys
+import webbrowser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,23 @@ def compare(args: Unparsed) -> None:
         settings = _without(args, "--methods", "--seeds", "--jobs", "--root")
         status = run_comparison(recipe, options, settings, own)
     sys.exit(status)
+
+
+def demo(no_browser: bool = False) -> None:
+    """Compare all methods on handwritten digits, in a few minutes, and open the report.
+
+    Args:
+        no_browser: Only say where the report is.
+    """
+    try:
+        compare(["digits", "--methods", "all"])
+    except SystemExit as end:
+        if end.code:
+            raise
+    report = Path("runs/digits/compare/all/report.html").resolve()
+    say(f"the report: {report}")
+    if not no_browser:
+        webbrowser.open(report.as_uri())
 
 
 def prepare(

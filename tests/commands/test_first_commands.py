@@ -1,11 +1,13 @@
-"""``--device``, and ``intbmoe`` alone."""
+"""``--device``, ``intbmoe demo``, and ``intbmoe`` alone."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from intbmoe.cli import main
+from intbmoe.commands import training
 from intbmoe.commands.device import use_device
 
 
@@ -44,3 +46,20 @@ def test_intbmoe_alone_greets(capsys):
     assert shown.count("\n  intbmoe ") == 3
     assert f"torch             {torch.__version__}" in shown
     assert "intbmoe doctor" in shown
+
+
+@pytest.mark.parametrize(("status", "opened"), [(0, True), (1, False)])
+def test_the_demo_opens_the_report_it_made(status, opened, monkeypatch, capsys):
+    asked, pages = [], []
+
+    def compare(args):
+        asked.append(args)
+        raise SystemExit(status)
+
+    monkeypatch.setattr(training, "compare", compare)
+    monkeypatch.setattr(training.webbrowser, "open", pages.append)
+    with nullcontext() if opened else pytest.raises(SystemExit):
+        main(["demo"])
+    assert asked == [["digits", "--methods", "all"]]
+    assert [page.endswith("/runs/digits/compare/all/report.html") for page in pages] == [True] * opened
+    assert ("the report: " in capsys.readouterr().out) == opened
