@@ -41,7 +41,6 @@ def test_links_lead_to_pages(site):
 
 def test_a_method_has_its_equations_traits_and_options(site):
     text = (site / "docs" / "methods" / "intbmoe.md").read_text(encoding="utf-8")
-    assert "α<sub>b</sub><sup>v</sup>" not in text  # as the docstring writes it: a path p
     assert "α<sub>b</sub><sup>p</sup> = A<sub>p</sub> q<sub>b</sub>" in text
     assert "Σ<sub>b ∈ B<sub>t</sub></sub>" in text
     assert "| `experts` | `16` | `16` | E, expert bases" in text
