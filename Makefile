@@ -14,6 +14,7 @@ help: ## say what there is
 demo: $(READY) ## train every method on handwritten digits, and compare them in a table and a picture
 	@echo "==> Comparing all methods on handwritten digits (a few minutes; make demo again goes on where it was stopped)"
 	@$(BIN)/intbmoe compare digits --methods all
+	@echo "==> Open runs/digits/compare/all/report.html"
 
 # Two processes, a file of tests whole in one of them. pytest's last -n counts: ARGS="-n 0" is one process.
 test: $(READY) ## run the tests; ARGS="-m slow", ARGS="-n 0 tests/test_cli.py" and the like go to pytest

@@ -146,13 +146,6 @@ def test_letters_that_the_terminal_does_not_have_are_escaped(monkeypatch):
     assert [row["title"] for row in rows] == [find_method(name).title for name in intbmoe.list_methods()]
 
 
-def test_no_command_shows_the_help(capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        main([])
-    assert exit_info.value.code == 0
-    assert "usage: intbmoe" in capsys.readouterr().out
-
-
 def test_version(capsys):
     main(["--version"])
     assert capsys.readouterr().out.startswith("intbmoe ")

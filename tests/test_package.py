@@ -11,6 +11,13 @@ def test_every_public_name_is_there_and_listed():
     assert set(intbmoe.__all__) <= set(dir(intbmoe))
     assert all(getattr(intbmoe, name) is not None for name in intbmoe.__all__)
     assert intbmoe.__version__
+    assert "train" in dir(intbmoe)
+    assert not {"nn", "Any", "import_module", "PathLike"} & set(dir(intbmoe))
+
+
+def test_stacked_weights_show_their_sizes():
+    assert "(0): Pool(8 × (32, 64), bias=True)" in repr(intbmoe.IntBMoE(32, 64, experts=8))
+    assert "(up): StackedLinear(4 × (32, 64), bias=" in repr(intbmoe.create("switch", 32, hidden=64, experts=4))
 
 
 def test_loading_a_run_without_trainings_packages_says_what_to_install(tmp_path, monkeypatch):

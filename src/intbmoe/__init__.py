@@ -34,8 +34,12 @@ def __getattr__(name: str) -> Any:
     return _training()
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__", "__file__", "__name__", "__version__", "train"]
+
+
 def load(run: str | PathLike[str]) -> nn.Module:
-    """The trained model of a finished run directory, on the CPU and in evaluation mode."""
+    """The trained model of a finished run directory, or of the zoo ("zoo:digits"), on the CPU in evaluation mode."""
     return _training().load(run)
 
 

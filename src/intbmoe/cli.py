@@ -14,10 +14,11 @@ from io import TextIOWrapper
 import tyro
 
 from intbmoe.checks import did_you_mean
+from intbmoe.commands.greeting import greet
 from intbmoe.commands.looking import analyse, cost, doctor, methods, recipes
 from intbmoe.commands.serving import export, generate, serve
 from intbmoe.commands.terminal import explained
-from intbmoe.commands.training import compare, evaluate, prepare, train
+from intbmoe.commands.training import compare, demo, evaluate, prepare, train
 from intbmoe.registry import add_plugin
 from intbmoe.version import program_version
 
@@ -25,6 +26,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "eval": evaluate,
     "compare": compare,
+    "demo": demo,
     "analyse": analyse,
     "export": export,
     "generate": generate,
@@ -44,7 +46,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: a letter is no reason to stop midway
     try:
         try:
-            _run(list(sys.argv[1:] if args is None else args) or ["--help"])
+            _run(list(sys.argv[1:] if args is None else args))
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -66,6 +68,9 @@ def _run(args: Sequence[str]) -> None:
     with explained(ValueError, OSError):
         for file in plugins:
             add_plugin(file)
+    if not args:
+        greet()
+        return
     command = args[0]
     if command == "--version":
         sys.stdout.write(f"intbmoe {program_version()}\n")
@@ -98,7 +103,7 @@ def _take_plugins(args: Sequence[str]) -> tuple[list[str], list[str]]:
         if not file:
             sys.exit("intbmoe: --plugin needs the path of a Python file: --plugin my_task.py")
         files.append(file)
-    return rest or ["--help"], files
+    return rest, files
 
 
 if __name__ == "__main__":

@@ -292,7 +292,7 @@ def test_the_commands_that_lead_on_can_be_pasted(recipe, tmp_path):
     def commands(*settings):
         return [shlex.split(line, comments=True) for line in what_next(plan, options, settings).splitlines()]
 
-    more, place, ablations, own, evaluate, _ = commands("digits", "--name", "a b")
+    more, place, ablations, own, evaluate, analyse, _ = commands("digits", "--name", "a b")
     given = ["digits", "--name", "a b", "--root", str(options.root)]
     assert more[1:] == ["compare", *given, "--methods", "dense, switch", "--seeds", "3"]
     assert place[1:] == ["compare", *given, "--methods", "dense, switch,place", "--seeds", "1"]
@@ -300,6 +300,7 @@ def test_the_commands_that_lead_on_can_be_pasted(recipe, tmp_path):
     label = ["--moe.experts", "32", "--moe.label", "more-experts"]
     assert own[1:] == ["train", *given, "--moe.name", "switch", *label]
     assert evaluate[1:] == ["eval", str(options.root / "digits/switch/0")]
+    assert analyse[1:] == ["analyse", str(options.root / "digits/switch/0")]
     named = commands("digits", "--moe.name=dense")[3]
     assert named[1:] == ["train", "digits", "--moe.name=dense", "--root", str(options.root), *label], "named once"
     given = ["digits", "--moe.options.blocks", "4", "--root", str(options.root)]

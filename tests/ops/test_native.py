@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -296,3 +297,8 @@ def test_a_library_of_other_sources_is_refused(monkeypatch):
     found, status = library._load()
     assert found is None
     assert "built from other sources" in status
+
+
+def test_openmp_is_torchs_own():
+    """A library that asked for one by name could get a second, whose threads take the cores from torch's."""
+    assert b"libgomp" not in Path(library.__file__).with_name(library.NAME).read_bytes()

@@ -36,6 +36,7 @@ from intbmoe.train.errors import DamagedFileError, TrainingError
 from intbmoe.train.evaluation import BATCH, load
 from intbmoe.train.files import full_disk_is_explained, read_json
 from intbmoe.train.run import RunDirectory
+from intbmoe.zoo import in_zoo
 
 FOLDER = "analysis"
 PARTS = ("training", "load_training", "load", "routing", "examples", "coefficients", "participation", "cost")
@@ -70,6 +71,8 @@ def analyse(
     options = options or AnalyseOptions()
     if options.draw:
         require_matplotlib()
+    if in_zoo(run):
+        raise TrainingError(f"{run} has no place for an analysis: train it (its card has the command) and analyse that")
     run = RunDirectory.existing(run)
     recipe, task, model = _open(run)
     ranks = Ranks(recipe.train.precision)

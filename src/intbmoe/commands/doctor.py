@@ -7,12 +7,14 @@ gradients.
 import copy
 import platform
 import warnings
+from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
+from intbmoe.foreign import import_torchvision
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.ops import native
 from intbmoe.ops.backend import TRITON, Backend, choose_backend
@@ -38,10 +40,10 @@ class Finding(NamedTuple):
 
 
 def examine() -> list[Finding]:
-    return [*_machine(), *_packages(), *(_check(case) for case in _cases())]
+    return [*machine(), *_packages(), *(_check(case) for case in _cases())]
 
 
-def _machine() -> list[Finding]:
+def machine() -> list[Finding]:
     found = [Finding("python", platform.python_version()), Finding("torch", torch.__version__)]
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -52,17 +54,37 @@ def _machine() -> list[Finding]:
         found.append(Finding("cuda", "no device"))
     instructions = torch.backends.cpu.get_cpu_capability()
     name = platform.machine() if instructions == "DEFAULT" else f"{platform.machine()}, {instructions}"
-    return [*found, Finding("cpu", f"{torch.get_num_threads()} threads, {name}")]
+    threads = torch.get_num_threads()
+    return [*found, Finding("cpu", f"{threads} thread{'' if threads == 1 else 's'}, {name}")]
 
 
 def _packages() -> list[Finding]:
     triton = "not installed: a GPU runs plain torch, which is slower"
     found = [Finding("triton", _version("triton") if TRITON else triton), Finding("native library", native.STATUS)]
-    for extra, modules in EXTRAS.items():
-        missing = [module for module in modules if find_spec(module) is None]
-        value = "installed" if not missing else f"{', '.join(missing)} missing: pip install 'intbmoe[{extra}]'"
-        found.append(Finding(f"extra {extra}", value))
-    return found
+    return [*found, *(_extra(extra, modules) for extra, modules in EXTRAS.items())]
+
+
+def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
+    """Imported, not only looked for: a package that is there may still lack a library or another package."""
+    faults = [(module, fault) for module in modules if (fault := _import(module)) is not None]
+    missing = [module for module, fault in faults if fault == "missing"]
+    broken = [f"{module} cannot be imported: {fault}" for module, fault in faults if fault != "missing"]
+    told = [f"{', '.join(missing)} missing: pip install 'intbmoe[{extra}]'"] if missing else []
+    return Finding(f"extra {extra}", "; ".join([*broken, *told]) or "works", False if broken else None)
+
+
+@cache
+def _import(module: str) -> str | None:
+    """None where it can be imported, else in a few words why not."""
+    try:
+        if module == "timm":
+            import_torchvision(required=False)
+        import_module(module)
+    except Exception as error:  # whatever somebody else's package raises
+        if isinstance(error, ModuleNotFoundError) and error.name == module:
+            return "missing"
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return None
 
 
 def _version(package: str) -> str:

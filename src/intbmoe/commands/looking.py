@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from intbmoe.commands.device import use_device
 from intbmoe.commands.terminal import cleaned_up_on_sigterm, explained, say, show
 from intbmoe.registry import find_method, list_methods
 from intbmoe.report.numbers import NOTHING
@@ -24,6 +25,7 @@ def analyse(
     layers: tuple[str, ...] = (),
     numbers_only: bool = False,
     redraw: bool = False,
+    device: str | None = None,
 ) -> None:
     """Look inside a finished run's model: what its experts do, where its tokens go; a report in RUN/analysis.
 
@@ -35,8 +37,10 @@ def analyse(
         layers: Of the routing pictures, by number or name. Default: all.
         numbers_only: Draw nothing, for a machine without matplotlib; --redraw does it later, elsewhere too.
         redraw: Compute nothing, draw the pictures again from the data of an earlier analysis.
+        device: cpu, cuda or cuda:1. Default: a GPU where there is one.
     """
-    with explained(ModuleNotFoundError):
+    with explained(ModuleNotFoundError, ValueError):
+        use_device(device)
         from intbmoe.analysis import analyse as analysis
         from intbmoe.tasks import DataError
         from intbmoe.train import TrainingError

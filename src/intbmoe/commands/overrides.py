@@ -7,18 +7,21 @@ its Config, so that the parser knows their names and types too. Only those given
 import ast
 import inspect
 import textwrap
-from collections.abc import Sequence
-from dataclasses import field, is_dataclass, make_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, TypeVar
 
+import torch
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from intbmoe.layer import moe_layers
 from intbmoe.recipes import check_options, list_recipes, load_recipe, option_types, require_options
 from intbmoe.registry import find_method
 from intbmoe.settings import field_types
+from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import MoESettings, Recipe
 
 Options = TypeVar("Options")
@@ -53,7 +56,8 @@ def parse_recipe(command: str, options: Options, args: Sequence[str], descriptio
     recipe = load_recipe(name)
     method = _chosen_method(recipe, rest)
     require_options(method, _given_options(rest))  # the parser knows nothing of other methods' options
-    defaults = _arguments(recipe, options, method)
+    shown = _default_options(recipe, method) if set(HELP) & set(rest) else {}
+    defaults = _arguments(recipe, options, method, shown)
     parsed = tyro.cli(
         type(defaults),
         default=defaults,
@@ -90,7 +94,7 @@ def take_method_options(args: Sequence[str]) -> tuple[dict[str, dict[str, Any]],
 
 
 def _method_options(method: str, words: Sequence[str]) -> dict[str, Any]:
-    kind, where = _options_type(method), f"--options.{method}"
+    kind, where = _options_type(method, {}), f"--options.{method}"
     found = tyro.cli(kind, args=words, prog=where, config=(tyro.conf.FlagConversionOff,), registry=PARSERS)
     return check_options(method, found, where)
 
@@ -117,17 +121,31 @@ def _given_options(args: Sequence[str]) -> list[str]:
     return [option.removeprefix(prefix).replace("-", "_") for option in options]
 
 
-def _options_type(method: str) -> Any:
-    """The method's options as a dict with typed, optional keys."""
+def _options_type(method: str, defaults: Mapping[str, Any]) -> Any:
+    """The method's options as a dict with typed, optional keys; ``defaults`` are those that the help shows."""
     texts = setting_texts(find_method(method).layer.Config)
-    typed = {
-        name: Annotated[kind, tyro.conf.arg(help=texts.get(name, ""))] for name, kind in option_types(method).items()
-    }
+    typed = {}
+    for name, kind in option_types(method).items():
+        hint = f"(default: {defaults[name]})" if name in defaults else None
+        typed[name] = Annotated[kind, tyro.conf.arg(help=texts.get(name, ""), help_behavior_hint=hint)]
     text = f"Options of {method}, literal, on top of the budget."
     return Annotated[TypedDict(f"{method} options", typed, total=False), tyro.conf.arg(help=text)]
 
 
-def _arguments(recipe: Recipe, options: Any, method: str) -> Any:
+def _default_options(recipe: Recipe, method: str) -> dict[str, Any]:
+    """What a method's options are if none is given: the recipe's, the budget's, and its Config's besides."""
+    moe = recipe.moe if method == recipe.moe.name else MoESettings(method, recipe.moe.experts)
+    config = find_method(method).layer.Config
+    declared = {f.name: f.default for f in fields(config) if f.default is not MISSING}
+    try:
+        with torch.device("meta"):  # shapes without memory
+            layer = next((layer for _, layer in moe_layers(make_task(replace(recipe, moe=moe)).make_model())), None)
+    except ValueError:  # a recipe for your own data: its sizes are not known before the data is
+        return declared
+    return declared if layer is None else {f.name: getattr(layer.config, f.name) for f in fields(config)}
+
+
+def _arguments(recipe: Recipe, options: Any, method: str, defaults: Mapping[str, Any]) -> Any:
     """One object with the command's own options and the recipe's settings, whose class the parser reads.
 
     Its values are the defaults: another method than the recipe's starts without the recipe's options and label.
@@ -135,7 +153,7 @@ def _arguments(recipe: Recipe, options: Any, method: str) -> Any:
     """
     moe = make_dataclass(
         "MoE",
-        [("options", _options_type(method), field(default_factory=dict))],
+        [("options", _options_type(method, defaults), field(default_factory=dict))],
         bases=(MoESettings,),
         frozen=True,
         namespace={"__doc__": MoESettings.__doc__, "__post_init__": lambda self: None},

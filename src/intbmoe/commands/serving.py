@@ -1,6 +1,8 @@
 """Commands that make an artifact of a run, and answer with it."""
 
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,6 +12,8 @@ from rich.console import Console
 from intbmoe.checks import require
 from intbmoe.commands.terminal import cleaned_up_on_sigterm, explained, say
 from intbmoe.serve.settings import Settings
+from intbmoe.version import program_version
+from intbmoe.zoo import find_in_zoo, in_zoo
 
 
 def export(
@@ -66,7 +70,7 @@ def generate(
     """Continue a text with an exported language model: intbmoe generate ARTIFACT --prompt "def ".
 
     Args:
-        artifact: What intbmoe export wrote.
+        artifact: What intbmoe export wrote, or zoo:text.
         prompt: The text to continue; empty for a new one.
         max_tokens: Most new tokens. Default: 64, or as many as the model was trained to see.
         temperature: 0 takes the likeliest token; more is more varied.
@@ -76,7 +80,7 @@ def generate(
     with explained(ValueError, RuntimeError, ModuleNotFoundError):
         from intbmoe.export import ArtifactError, load_artifact
 
-        loaded = load_artifact(artifact)
+        loaded = load_artifact(_exported(artifact))
         if not loaded.predictor_type().streams:
             raise ArtifactError(f"{artifact} is a model of the task {loaded.task!r}: generate needs one of texts")
         request = {"prompt": prompt, "temperature": temperature, "seed": seed}
@@ -91,8 +95,8 @@ def generate(
 def serve(settings: Annotated[Settings, tyro.conf.OmitArgPrefixes]) -> None:
     """Answer requests over HTTP with an exported model: intbmoe serve ARTIFACT --port 8000 --budget-ms 60 --workers 2.
 
-    A page to try it is at http://127.0.0.1:8000/. SIGTERM and Ctrl-C end it when what is under way is answered; SIGHUP
-    loads the artifact anew.
+    zoo:journeys and its like need no export. A page to try it is at http://127.0.0.1:8000/. SIGTERM and Ctrl-C end it
+    when what is under way is answered; SIGHUP loads the artifact anew.
     """
     with explained(ModuleNotFoundError):
         from intbmoe.serve import require_packages
@@ -101,4 +105,22 @@ def serve(settings: Annotated[Settings, tyro.conf.OmitArgPrefixes]) -> None:
         from intbmoe.serve.processes import StartError
         from intbmoe.serve.supervisor import serve as run_server
     with explained(StartError, OSError, ValueError):
-        run_server(settings, say)
+        run_server(replace(settings, artifact=str(_exported(settings.artifact))), say)
+
+
+def _exported(artifact: str | Path) -> Path:
+    """The artifact itself, or that of a model of the zoo, which is exported when it is first asked for."""
+    if not in_zoo(artifact):
+        return Path(artifact)
+    from intbmoe.export import load_artifact
+    from intbmoe.export.export import export_run
+    from intbmoe.train import RunDirectory, TrainingError
+
+    with explained(TrainingError):
+        weights = RunDirectory.existing(artifact).result["sha256"]["model.safetensors"]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "intbmoe" / program_version()
+    folder = cache / f"{find_in_zoo(artifact).name}-{weights[:12]}"
+    if not folder.is_dir():
+        with Console(stderr=True).status(f"exporting {artifact} to {folder}, once"):
+            export_run(artifact, folder)
+    return load_artifact(folder).path

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import sys
+import webbrowser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from intbmoe.checks import did_you_mean
+from intbmoe.commands.device import use_device
 from intbmoe.commands.terminal import explained, say
 
 Unparsed = tyro.conf.Positional[list[str]]
@@ -25,6 +27,8 @@ class TrainOptions:
     """Where runs are kept."""
     quiet: bool = False
     """No progress, only where the run is."""
+    device: str | None = None
+    """cpu, cuda or cuda:1; None for a GPU where there is one."""
 
 
 def train(args: Unparsed) -> None:
@@ -36,6 +40,7 @@ def train(args: Unparsed) -> None:
         from intbmoe.commands.overrides import parse_recipe
 
         recipe, options = parse_recipe("train", TrainOptions(), args, _first_line(train))
+        use_device(options.device)
         from intbmoe.tasks import DataError
         from intbmoe.train import RunDirectory, TrainingError
         from intbmoe.train import train as run_training
@@ -55,6 +60,7 @@ def evaluate(
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
     split: Literal["test", "valid"] = "test",
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    device: str | None = None,
 ) -> None:
     """Evaluate a finished run's model.
 
@@ -62,8 +68,10 @@ def evaluate(
         run: A run directory: runs/<recipe>/<method>/<seed>.
         split: Which examples.
         as_json: Print JSON with all digits.
+        device: cpu, cuda or cuda:1. Default: a GPU where there is one.
     """
-    with explained(ModuleNotFoundError):
+    with explained(ModuleNotFoundError, ValueError):
+        use_device(device)
         from intbmoe.tasks import DataError
         from intbmoe.train import TrainingError
         from intbmoe.train import evaluate as evaluate_run
@@ -92,6 +100,7 @@ def compare(args: Unparsed) -> None:
 
         own, args = take_method_options(args)
         recipe, options = parse_recipe("compare", CompareOptions(), args, _first_line(compare))
+        use_device(options.device)
         if recipe.moe.label is not None:
             raise ValueError("--moe.label is the comparison's own choice: give it a name with --name")
         if _without(args, "--train.seed") != list(args):
@@ -103,6 +112,23 @@ def compare(args: Unparsed) -> None:
         settings = _without(args, "--methods", "--seeds", "--jobs", "--root")
         status = run_comparison(recipe, options, settings, own)
     sys.exit(status)
+
+
+def demo(no_browser: bool = False) -> None:
+    """Compare all methods on handwritten digits, in a few minutes, and open the report.
+
+    Args:
+        no_browser: Only say where the report is.
+    """
+    try:
+        compare(["digits", "--methods", "all"])
+    except SystemExit as end:
+        if end.code:
+            raise
+    report = Path("runs/digits/compare/all/report.html").resolve()
+    say(f"the report: {report}")
+    if not no_browser:
+        webbrowser.open(report.as_uri())
 
 
 def prepare(

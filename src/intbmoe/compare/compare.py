@@ -125,6 +125,7 @@ def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str], own:
         (f"compare {recipe} --methods ablations", "IntBMoE with one part left out at a time"),
         (f"train {recipe} {own}", "a run of your own"),
         (f"eval {shlex.quote(str(last.run.path))}", "the metrics of a trained model"),
+        (f"analyse {shlex.quote(str(last.run.path))}", "what its experts do, where its tokens go"),
         ("recipes", "which experiments there are"),
     ]
     labels = {job.variant.label for job in plan.jobs}

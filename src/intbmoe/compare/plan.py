@@ -26,6 +26,8 @@ class CompareOptions(Checked):
     """Runs side by side; None for as many as cores, memory and GPUs allow."""
     root: Path = Path("runs")
     """Where runs are kept."""
+    device: str | None = None
+    """cpu, cuda or cuda:1, for all runs; None for all GPUs that there are, or the CPU."""
 
 
 @dataclass(frozen=True)

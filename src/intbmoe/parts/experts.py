@@ -60,6 +60,10 @@ class StackedLinear(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def extra_repr(self) -> str:
+        experts, inputs, outputs = self.weight.shape
+        return f"{experts} × ({inputs}, {outputs}), bias={self.bias is not None}"
+
     def forward(self, z: Tensor, way: Literal["rows", "batch", "merged"], *given: Any) -> Tensor:
         """In one of three ways. Through the module's own call, where hooks, adapters and parametrisations expect it."""
         return {"rows": self._rows, "batch": self._batch, "merged": self._merged}[way](z, *given)

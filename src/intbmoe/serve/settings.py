@@ -21,7 +21,7 @@ class Settings(Checked):
     """How an artifact is served."""
 
     artifact: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="ARTIFACT")]]
-    """The folder that intbmoe export wrote, or a link to it."""
+    """The folder that intbmoe export wrote, or a link to it; or a model of the zoo, such as zoo:journeys."""
     host: str = "127.0.0.1"
     """Where to listen; by default only this machine can connect."""
     port: Annotated[int, MustBe("from 0 to 65535", lambda value: 0 <= value < 65536)] = 8000

@@ -35,6 +35,7 @@ from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
 from intbmoe.train.files import full_disk_is_explained, read_json
+from intbmoe.zoo import find_in_zoo, in_zoo
 
 FREE_TO_CHANGE = ("train.workers", "train.threads", "train.checkpoint_every", "train.keep_checkpoints", "seeds")
 """Settings that may differ when a run goes on: they change nothing that is computed, or (threads) its rounding."""
@@ -61,7 +62,10 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, run: str | PathLike[str]) -> "RunDirectory":
-        run = cls(run)
+        try:
+            run = cls(find_in_zoo(run) if in_zoo(run) else run)
+        except KeyError as error:
+            raise TrainingError(error.args[0]) from error
         if not run.config_path.is_file():
             raise TrainingError(f"{run.path} is not a run directory: it has no config.yaml")
         return run

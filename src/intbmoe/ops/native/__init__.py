@@ -7,13 +7,13 @@ plain tensors on the CPU in float32 or float64 and gives no gradients; ``backend
 import ctypes
 import os
 import zlib
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float64)
+NAME = "_library.so"
 SOURCES = ("native.c", "instructions.h", "kernels.h")
 
 
@@ -21,18 +21,18 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     """The library, or None, and in words what it is or why it is not used."""
     if os.environ.get("INTBMOE_NATIVE") == "0":
         return None, "switched off by INTBMOE_NATIVE=0"
-    found = find_spec("intbmoe.ops.native._library")
-    if found is None or found.origin is None:
+    path = Path(__file__).with_name(NAME)
+    if not path.is_file():
         return None, "not built: install intbmoe (pip install -e .) where there is gcc"
     try:
-        library = ctypes.CDLL(found.origin)
+        library = ctypes.CDLL(str(path))  # its OpenMP is torch's, which is loaded: a second one would slow both down
         library.intbmoe_source.restype = ctypes.c_uint32
         built_from = library.intbmoe_source()
     except (OSError, AttributeError) as error:
         return None, f"cannot be loaded: {error}"
     # The checksum of the sources beside this file; setup.py compiles the same number into the library.
     if built_from != zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in SOURCES)):
-        return None, f"{found.origin} was built from other sources: install intbmoe again (pip install -e .)"
+        return None, f"{path} was built from other sources: install intbmoe again (pip install -e .)"
     library.intbmoe_select.restype = ctypes.c_char_p
     library.intbmoe_scratch_bytes.restype = ctypes.c_int64
     library.intbmoe_run_blocks.restype = None

@@ -1,0 +1,254 @@
+"""Make what the site consists of: docs/, and pages generated from README.md, the tour, the methods and public names.
+
+    python docs/make_site.py [FOLDER]     build/site by default; .ci/site then builds the site from it
+
+A link to a file that is not on the site becomes its text. Equations become MathML here, so that pages need no script.
+"""
+
+import inspect
+import re
+import shutil
+import sys
+from dataclasses import MISSING, fields
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import latex2mathml.converter
+import torch
+
+import intbmoe
+from intbmoe.analysis.quantities import quantities_of
+from intbmoe.commands.overrides import setting_texts
+from intbmoe.registry import find_method, list_methods
+from intbmoe.report.tables import Table
+
+HOUSE = Path(__file__).parent.parent
+METHODS_IN_NAV = '"methods/index.md"'
+TOP_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+FENCED = re.compile(r"(^```.*?^```|^ {4}.*?$|`[^`\n]*`)", flags=re.MULTILINE | re.DOTALL)
+
+
+def main() -> None:
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else HOUSE / "build" / "site"
+    make(target)
+    sys.stdout.write(f"{target}\n")
+
+
+def make(target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    docs = target / "docs"
+    shutil.copytree(HOUSE / "docs", docs, ignore=shutil.ignore_patterns("*.py", "drawings", "__pycache__"))
+    for source, name in TOP_PAGES.items():
+        (docs / name).write_text(_moved((HOUSE / source).read_text(encoding="utf-8")), encoding="utf-8")
+    (docs / "tour.md").write_text(tour_page((HOUSE / "docs" / "tour.py").read_text(encoding="utf-8")), encoding="utf-8")
+    (docs / "methods").mkdir()
+    for name in list_methods():
+        (docs / "methods" / f"{name}.md").write_text(method_page(name), encoding="utf-8")
+    (docs / "methods" / "index.md").write_text(methods_page(), encoding="utf-8")
+    (docs / "reference.md").write_text(reference_page(), encoding="utf-8")
+    for page in docs.rglob("*.md"):
+        page.write_text(with_equations(_linked(page.read_text(encoding="utf-8"), page)), encoding="utf-8")
+    nav = ", ".join([METHODS_IN_NAV, *(f'"methods/{name}.md"' for name in list_methods())])
+    settings = (HOUSE / "zensical.toml").read_text(encoding="utf-8")
+    if METHODS_IN_NAV not in settings:
+        raise ValueError(f"zensical.toml must hold {METHODS_IN_NAV}, beside which the pages of the methods go")
+    (target / "zensical.toml").write_text(settings.replace(METHODS_IN_NAV, nav), encoding="utf-8")
+
+
+# Links and equations.
+
+
+def _moved(text: str) -> str:
+    """Links of a page at the top of the repository, seen from docs/."""
+    for source, name in TOP_PAGES.items():
+        text = text.replace(f"]({source})", f"]({name})")
+    return text.replace("](docs/tour.py)", "](tour.md)").replace("](docs/", "](")
+
+
+def _linked(text: str, page: Path) -> str:
+    def keep(found: re.Match[str]) -> str:
+        words, link = found[1], found[2]
+        there = "://" in link or link.startswith("#") or (page.parent / link.partition("#")[0]).exists()
+        return found[0] if there else words
+
+    return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", keep, text)
+
+
+def with_equations(text: str) -> str:
+    """``$…$`` and ``$$…$$`` outside of code as MathML."""
+    parts = FENCED.split(text)
+    parts[::2] = [
+        re.sub(r"\$\$(.+?)\$\$|\$([^$\n]+(?:\n[^$\n]+)?)\$", _mathml, part, flags=re.DOTALL) for part in parts[::2]
+    ]
+    return "".join(parts)
+
+
+def _mathml(found: re.Match[str]) -> str:
+    display = found[1] is not None
+    tex = found[1] or found[2]
+    made = latex2mathml.converter.convert(tex.strip(), display="block" if display else "inline")
+    return f'\n\n<div class="equation">{made}</div>\n\n' if display else made
+
+
+def tour_page(script: str) -> str:
+    """A notebook in jupytext's percent format as a page; what stands before its first cell is for jupytext."""
+    parts = []
+    for cell in re.split(r"^# %%", script, flags=re.MULTILINE)[1:]:
+        kind, _, body = cell.partition("\n")
+        if "[markdown]" in kind:
+            parts.append(re.sub(r"^# ?", "", body.strip(), flags=re.MULTILINE))
+        else:
+            parts.append(f"```python\n{body.strip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+# A page for each method.
+
+
+def method_page(name: str) -> str:
+    method = find_method(name)
+    layer = _example(name)
+    three = quantities_of(method)
+    about = "~" if three.decided_by_router else ""
+    reason = method.noncausal_reason()
+    facts = {
+        "name": f"`{name}`",
+        "paper": method.paper,
+        "family": three.family,
+        "participation": f"{about}{three.participation:g}",
+        "execution": f"{about}{three.execution:g}",
+        "materialization": str(three.materialization),
+        "causal": "yes" if reason is None else f"no: {reason}",
+        "parameters": f"{sum(p.numel() for p in layer.parameters()):,}",
+        "active per token": f"{layer.active_parameters():,}",
+    }
+    source = inspect.getmodule(method.layer)
+    return (
+        "\n\n".join(
+            [
+                f"# {method.title}",
+                _docstring(inspect.getdoc(source) or ""),
+                "## At a glance",
+                _table(["", ""], list(facts.items())),
+                "Quantities and sizes are those of a layer in place of an FFN 192 → 768 → 192 with the paper's budget "
+                "at E = 16. [Results](../results.md) says how it does, [side by side](../baselines.md) what was "
+                "chosen where its paper and code leave it open.",
+                "## Use",
+                f'```python\nimport intbmoe\n\nlayer = intbmoe.create("{name}", 192, '
+                f'**intbmoe.match_budget("{name}", 192, 768, experts=16))\n```',
+                f"`intbmoe train digits --moe.name {name}` trains it.",
+                "## Options",
+                _options(method.layer.Config, layer.config),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _example(name: str) -> Any:
+    with torch.device("meta"):
+        return intbmoe.create(name, 192, **intbmoe.match_budget(name, 192, 768, experts=16))
+
+
+def _options(config: type, found: Any) -> str:
+    texts = setting_texts(config)
+    rows = []
+    for f in fields(config):
+        default = "" if f.default is MISSING else f"`{f.default!r}`"
+        rows.append((f"`{f.name}`", default, f"`{getattr(found, f.name)!r}`", texts.get(f.name, "")))
+    return _table(["option", "default", "in the budget above", "meaning"], rows)
+
+
+def methods_page() -> str:
+    rows = []
+    for name in list_methods():
+        method, three = find_method(name), quantities_of(find_method(name))
+        about = "~" if three.decided_by_router else ""
+        numbers = f"{about}{three.participation:g}", f"{about}{three.execution:g}", str(three.materialization)
+        bold = "**" if name == "intbmoe" else ""
+        rows.append((f"{bold}[{method.title}]({name}.md){bold}", *numbers, method.paper))
+    return (
+        "\n\n".join(
+            [
+                "# Methods",
+                "Each is one file, and its page is what the file says of itself. The three quantities are those at the "
+                "paper's budget on images, E = 16; ~: a trained router decides.",
+                "![The three quantities of all methods](../images/quantities.svg)",
+                _table(["method", "participation", "execution", "materialization", "paper"], rows),
+                "[IntBMoE, equation by equation](../method.md) · [the others side by side](../baselines.md)",
+            ]
+        )
+        + "\n"
+    )
+
+
+def _table(header: list[str], rows: list[tuple[str, ...]]) -> str:
+    safe = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return Table.of_texts("", header, safe).markdown().replace("--:", ":--")
+
+
+def _docstring(text: str) -> str:
+    """A module's docstring: its first line as a lead, indented lines as equations, double backquotes as code."""
+    parts = []
+    for part in re.split(r"\n\s*\n", text):
+        lines = part.splitlines()
+        if all(line.startswith("    ") for line in lines if line.strip()):
+            parts.append(_equations(lines))
+        else:
+            parts.append(_marked(part))
+    return "\n\n".join(parts)
+
+
+def _marked(text: str) -> str:
+    text = re.sub(r"``([^`]+)``", r"`\1`", text)
+    parts = re.split(r"(`[^`]+`)", text)
+    return "".join(part if part.startswith("`") else re.sub(r"([_*$<])", r"\\\1", part) for part in parts)
+
+
+def _equations(lines: list[str]) -> str:
+    """A paragraph a line, which breaks on a phone where the source has two or more spaces."""
+    rows = []
+    for line in lines:
+        parts = [f"<span>{_indices(part)}</span>" for part in re.split(r"\s{2,}", line.strip())]
+        rows.append(f"<p>{' '.join(parts)}</p>")
+    return f'<div class="equations">{"".join(rows)}</div>'
+
+
+def _indices(text: str) -> str:
+    text = escape(text).replace("``", "")
+    for sign, tag in ((r"\^", "sup"), ("_", "sub")):
+        for pattern in (r"\{([^{}]*)\}", r"(\w)"):
+            text = re.sub(rf"(?<=[\w)}}>\u0300-\u036f]){sign}{pattern}", rf"<{tag}>\1</{tag}>", text)
+    return text
+
+
+# What ``import intbmoe`` offers.
+
+
+def reference_page() -> str:
+    parts = ["# Reference", "What `import intbmoe` offers; everything else may change."]
+    for name in sorted(intbmoe.__all__, key=str.lower):
+        thing = getattr(intbmoe, name)
+        parts += [f"## `{name}`", f"```python\n{_signature(name, thing)}\n```", _docstring(inspect.getdoc(thing) or "")]
+        if inspect.isclass(thing):
+            for method, function in sorted(vars(thing).items()):
+                if not method.startswith("_") and inspect.isfunction(function) and inspect.getdoc(function):
+                    parts += [f"### `{name}.{method}`", f"```python\n{_signature(method, function)}\n```"]
+                    parts.append(_docstring(inspect.getdoc(function) or ""))
+    return "\n\n".join(parts) + "\n"
+
+
+def _signature(name: str, thing: Any) -> str:
+    signature = inspect.signature(thing)
+    if "Annotated[" in str(signature):  # settings, whose meaning is in their texts
+        bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+        signature = inspect.Signature(bare)
+    text = re.sub(r"(?:[A-Za-z_]\w*\.)+(\w+)", r"\1", str(signature))  # modules say nothing to a caller
+    if len(text) > 90:
+        text = "(\n    " + re.sub(r", (?=[*\w]+(?:[:=,)]|$))", ",\n    ", text[1:])
+    return f"{'class' if inspect.isclass(thing) else 'def'} {name}{text}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation: {extension: .py, format_name: percent}
+# ---
+
+# %% [markdown]
+# # Tour
+#
+# Three minutes on two cores: the layer, where its tokens go, what its blocks are made of, the same without experts, in
+# somebody else's model, and beside other methods. As a notebook: `jupytext --to ipynb docs/tour.py`.
+
+# %%
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import intbmoe
+
+torch.manual_seed(0)
+
+# %% [markdown]
+# ## The layer
+#
+# It takes the place of a feed-forward network. Here it learns to turn tokens round.
+
+# %%
+ffn = intbmoe.IntBMoE(dim=32, hidden=64, experts=8, blocks=4, top_k=1)
+optimizer = torch.optim.AdamW(ffn.parameters(), lr=3e-3)
+for step in range(200):
+    x = torch.randn(8, 16, 32)
+    loss = nn.functional.mse_loss(ffn(x), x.flip(-1)) + intbmoe.aux_loss(ffn)
+    optimizer.zero_grad()
+    loss.backward()
+    intbmoe.before_step(ffn, optimizer)
+    optimizer.step()
+    intbmoe.after_step(ffn, optimizer)
+    if step % 50 == 0:
+        print(f"step {step:3}: loss {loss.item():.3f}")
+print(ffn.quantities())
+
+# %% [markdown]
+# ## Where tokens go
+#
+# The router sends each token to one of four blocks.
+
+# %%
+with intbmoe.record_routing(ffn) as log:
+    ffn(x)
+(routing,) = log.values()
+print("tokens per block:", routing.load_statistics().counts.tolist())
+print("blocks of the first sequence:", routing.ids[:16, 0].tolist())
+
+# %% [markdown]
+# ## What blocks are made of
+#
+# Each block is a sum of all eight experts; these are its coefficients.
+
+# %%
+value, gate = ffn.coefficients()
+for block, row in enumerate(value.detach()):
+    print(f"block {block}:", "  ".join(f"{coefficient:+.2f}" for coefficient in row.tolist()))
+
+# %% [markdown]
+# ## Without experts
+#
+# The coefficients do not depend on the tokens, so that a trained layer is composed once. What is left has four blocks,
+# whatever the number of experts was.
+
+# %%
+fast = ffn.eval().precompose()
+with torch.inference_mode():
+    print(f"largest difference: {(fast(x) - ffn(x)).abs().max().item():.1e}")
+for name, layer in (("trained", ffn), ("precomposed", fast)):
+    print(f"{name}: {sum(p.numel() for p in layer.parameters()):,} parameters")
+
+# %% [markdown]
+# ## In somebody else's model
+#
+# `replace_ffn` finds the feed-forward networks of a transformers model. The pretrained one stays inside as the shared
+# expert and the mixture starts at zero, so that the output does not change.
+
+# %%
+from intbmoe.foreign import import_torchvision
+
+import_torchvision(required=False)  # transformers imports it where it is there
+from transformers import LlamaConfig, LlamaForCausalLM
+
+config = LlamaConfig(
+    vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
+)
+llama = LlamaForCausalLM(config).eval()
+words = torch.randint(1, 128, (1, 12))
+before = llama(words).logits
+report = intbmoe.replace_ffn(llama, "intbmoe", experts=4, blocks=2)
+print(report)
+print(f"largest difference: {(llama(words).logits - before).abs().max().item():.1e}")
+
+# %% [markdown]
+# ## Beside other methods
+#
+# One recipe, three methods under one budget, trained for three epochs each. With one seed, differences of a point or
+# two are chance; `--seeds 3` gives intervals.
+
+# %%
+folder = Path(tempfile.mkdtemp())
+command = ["compare", "digits", "--methods", "dense,switch,intbmoe", "--train.epochs", "3", "--root", str(folder)]
+done = subprocess.run([sys.executable, "-m", "intbmoe.cli", *command], capture_output=True, text=True)
+print(done.stdout)
+
+# %% [markdown]
+# The comparison left a page that opens from disk: what won, by how much, how sure that is, and the pictures.
+
+# %%
+print(*folder.rglob("report.html"))

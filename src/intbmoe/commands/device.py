@@ -1,0 +1,27 @@
+"""``--device`` of the commands that train and evaluate."""
+
+import os
+
+import torch
+
+from intbmoe.checks import require
+
+
+def use_device(name: str | None) -> None:
+    """Let this process, and those it starts, see ``cpu``, ``cuda`` or one of several GPUs (``cuda:1``) alone.
+
+    None changes nothing: GPUs where there are any. It must come before anything has touched a GPU.
+    """
+    if name is None:
+        return
+    kind, _, index = name.partition(":")
+    known = name in ("cpu", "cuda") or (kind == "cuda" and index.isdecimal())
+    require(known, "--device", name, "cpu, cuda or, of several GPUs, one such as cuda:1")
+    if name == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return
+    count = torch.cuda.device_count()
+    require(int(index or 0) < count, "--device", name, f"a GPU that torch finds, which are {count}; or cpu")
+    if index:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index)]

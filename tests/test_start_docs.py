@@ -1,0 +1,97 @@
+"""Commands of README.md and the guides, as a newcomer types them: each exists, and finds what it needs."""
+
+import inspect
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from intbmoe.cli import COMMANDS
+from intbmoe.serve.settings import Settings
+
+ROOT = Path(__file__).parent.parent
+START = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+SHELL = [line for block in re.findall(r"^```sh\n(.*?)^```", START, re.M | re.S) for line in block.splitlines()]
+OPTIONS = {
+    name: {
+        f"--{parameter.replace('_', '-').removeprefix('as-')}" for parameter in inspect.signature(command).parameters
+    }
+    for name, command in COMMANDS.items()
+}
+OPTIONS["serve"] = {f"--{field.name.replace('_', '-')}" for field in fields(Settings)}
+GUIDES = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(page):
+    """The intbmoe commands of a page's code blocks, in order, without those in which RUN or the like stands."""
+    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = re.findall(r"^(?:    )?(?:\$ )?intbmoe (.*)$", text, flags=re.MULTILINE)
+    found = [shlex.split(line, comments=True) for line in lines]
+    return [args for args in found if args and not any(re.fullmatch(r"\[?[A-Z]{2,}\]?", word) for word in args)]
+
+
+@pytest.mark.parametrize("page", ["README.md", *GUIDES])
+def test_commands_exist_and_their_runs_come_from_earlier_lines(page):
+    made = set()
+    for command, *args in commands(page):
+        assert command in COMMANDS, command
+        options = [word.partition("=")[0] for word in args if word.startswith("--")]
+        if command not in ("train", "compare"):  # whose options test_training_docs.py parses
+            assert set(options) <= OPTIONS[command] | {"--plugin"}, (command, options)
+        if args and command in ("eval", "analyse", "export", "serve", "generate"):
+            ready = args[0] in made or args[0].startswith(("zoo:", "runs/imagenet")) or not args[0].startswith("runs/")
+            assert ready, f"{command} {args[0]}: no line above trains it"
+        made |= {f"runs/{args[0].removesuffix('.yaml')}/{name}/0" for name in trained(command, args)}
+
+
+def trained(command, args):
+    """The labels of the runs that a command leaves."""
+    if command == "train":
+        given = [args[args.index(option) + 1] for option in ("--moe.label", "--moe.name") if option in args]
+        return (given or ["intbmoe"])[:1]
+    return args[args.index("--methods") + 1].split(",") if command == "compare" and "--methods" in args else []
+
+
+@pytest.mark.slow
+def test_the_start_runs_as_printed(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    for line in SHELL:
+        program, *args = shlex.split(line)
+        if program != "intbmoe":  # the installation: .ci/package installs what was built
+            continue
+        command = [sys.executable, "-m", "intbmoe.cli", *args]
+        if args[0] == "serve":
+            assert '"ready":' in served(command, tmp_path, environment).replace(" ", "")
+            continue
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    assert (tmp_path / "runs/digits/compare/dense+switch+intbmoe/report.html").is_file()
+    assert (tmp_path / "runs/digits/intbmoe/0/analysis/report.html").is_file()
+
+
+def served(command, folder, environment):
+    """What the server says of itself; on another port than the printed one, which may be taken."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([*command, "--port", str(port)], cwd=folder, env=environment)
+    try:
+        end = time.monotonic() + 120
+        while time.monotonic() < end and server.poll() is None:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=5) as answer:
+                    return answer.read().decode()
+            except OSError:
+                time.sleep(0.5)
+        return f"no answer, exit status {server.poll()}"
+    finally:
+        server.terminate()
+        server.wait(60)
