@@ -20,7 +20,8 @@ def main(known: Path, folder: Path) -> None:
     for package in packages:
         name, version = re.match(r"([\w.-]+)(?:\[[\w,]*\])?==(\S+)", package).groups()
         if name == "torch":
-            added = [f"    --hash=sha256:{digest}" for digest in CPU_BUILDS.get(version, ())]
+            wanted = (f"    --hash=sha256:{digest}" for digest in CPU_BUILDS.get(version, ()))
+            added = [line for line in wanted if line not in package]
             package = " \\\n".join([package.rstrip(), *added]) + "\n"
         parts["torch" if name == "torch" else "cuda" if CUDA.match(name) else "packages"] += package
     for name, text in parts.items():
