@@ -24,7 +24,7 @@ TINY = {
     "hypermoe": {"experts": 4, "embedding_dim": 3, "hyper_dim": 4, "adapter_dim": 2},
     "mobe": {"experts": 4, "bases": 2, "rank": 3},
     "mmoe": {"experts": 3},
-    "ple": {"experts": 3, "levels": 1},
+    "ple": {"experts": 3},
     "dsfnet": {"experts": 3},
     "dynmoe": {"experts": 4, "update_every": 2},
     "mass": {"experts": 4, "window": 2, "warmup": 2, "expansion_steps": 99, "significance": 0.9, "similarity": 1.0},

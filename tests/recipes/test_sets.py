@@ -3,6 +3,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from intbmoe import list_methods
+from intbmoe.budget import NAMED
 from intbmoe.layer import moe_layers
 from intbmoe.recipes import SETS, check_options, load_recipe
 from intbmoe.recipes.sets import TABLE_1, find_variants
@@ -28,6 +30,12 @@ def test_the_methods_are_the_papers_table(recipe):
     assert [variant.moe.name for variant in variants] == list(TABLE_1)
     assert len(TABLE_1) == 14
     assert [variant.label for variant in variants] == list(TABLE_1)
+
+
+def test_everything_adds_the_methods_that_the_paper_only_names(recipe):
+    names = [variant.moe.name for variant in find_variants(recipe, "everything")]
+    assert names == [*TABLE_1, *NAMED]
+    assert {*names, "soft_causal", "smear_token", "swiglu"} >= set(list_methods())
 
 
 def test_no_set_is_listed_twice():
