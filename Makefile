@@ -37,7 +37,7 @@ licences: $(READY) ## list the packages that are installed, with version and lic
 # Touched last, so that an interrupted installation starts again. pip's output is thinned to what takes its time.
 $(READY): pyproject.toml constraints.txt setup.py .ci/install $(wildcard locks/*.txt) $(wildcard src/intbmoe/ops/native/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "intbmoe needs Python 3.11 or later; try make PYTHON=python3.12")'
-	@echo "==> Installing intbmoe and its tools into .venv (about a minute; longer where torch is large)"
+	@echo "==> Installing intbmoe and its tools into .venv (a minute or more; longer where torch is large)"
 	@$(PYTHON) -m venv .venv
 	@.ci/install \
 		| awk '/Downloading .*\.(whl|tar)[^.]/ || /^Installing/ {sub(/^ */, "    "); sub(/: .*/, " …"); print; fflush()}'

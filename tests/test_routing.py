@@ -69,6 +69,18 @@ def test_forwards_of_other_threads_are_not_recorded():
     assert not layer.statistics.wants(training=False)
 
 
+def test_a_compiled_layer_is_recorded_too():
+    layer, x = intb().eval(), torch.randn(3, 8)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        compiled(x)
+        with intbmoe.record_routing(layer) as eager:
+            layer(x)
+        with intbmoe.record_routing(layer) as log:
+            compiled(x)
+    assert torch.equal(log[""].ids, eager[""].ids)
+
+
 def test_recording_ends_after_an_error():
     layer = intb()
     with pytest.raises(ValueError, match="shape"), intbmoe.record_routing(layer):

@@ -176,7 +176,7 @@ class LayerStatistics:
         if not self._recordings:
             return None
         if torch.compiler.is_compiling():  # a graph cannot ask for its thread
-            return next(reversed(self._recordings.values()))
+            return list(self._recordings.values())[-1]
         return self._recordings.get(threading.get_ident())
 
     def repeat(self, calls: Iterable[RoutedForward]) -> None:
