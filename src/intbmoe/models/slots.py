@@ -172,9 +172,8 @@ class Slots:
             compute = self._computing(shape)
             if self._recorder is not None:
                 # While it is recorded it runs: on a table of no text, so that it writes where nobody looks.
-                self.input.array[:] = 0
-                self.input.array[: shape.texts * (HEAD + shape.tokens) : HEAD + shape.tokens] = self.count
-                self.input.to_device(len(self.input.array))
+                self.input.device.zero_()
+                self.input.device[: shape.texts * (HEAD + shape.tokens) : HEAD + shape.tokens] = self.count
                 with torch.inference_mode():
                     compute = self._recorder.record(compute)
             self.graphs[shape] = compute
