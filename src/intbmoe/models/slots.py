@@ -13,19 +13,21 @@ counts them, and their keys go to the last place of a slot (or to a slot of no t
 
 import weakref
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from intbmoe.captured import Mirror, Recorded, Recorder, ladder
+from intbmoe.captured import Mirror, Recorded, Recorder, halves, ladder
 from intbmoe.layer import moe_layers
 from intbmoe.models.sampling import Sampling, choose
 from intbmoe.precision import autocast_dtype, wide
 
 CHUNKS = (16, 64, 256)  # tokens of a prompt that are read at once, at most the last
 READERS = (1, 4, 16)  # prompts that are read at once
+LEAST_EXTENT = 256  # fewer places than so many take attention as long
 ROUND = 64  # a slot's room is a multiple of it: attention wants masks of aligned rows
 HEAD = 7  # columns of the table before the tokens: slot, start, count, temperature, chance, top_k, top_p
 
@@ -56,6 +58,7 @@ class Shape(NamedTuple):
     tokens: int
     prompts: bool  # whether rows stand for texts anywhere; else row i is slot i
     narrowed: bool  # whether the choice looks at top_k and top_p
+    extent: int  # places of a slot that attention looks at
 
 
 def why_not_captured(model: nn.Module) -> str | None:
@@ -86,7 +89,8 @@ class Slots:
         widest = max(count * (HEAD + 1), READERS[-1] * (HEAD + CHUNKS[-1]))
         self.input = Mirror(widest, torch.float64, weight.device)
         self.output = Mirror(2 * max(count, READERS[-1]), torch.float64, weight.device)
-        self.extent = self.room  # places that attention looks at
+        aligned = {-(-part // ROUND) * ROUND for part in halves(self.room, LEAST_EXTENT)}
+        self.extents = (*sorted(part for part in aligned if part < self.room), self.room)
         self.graphs: dict[Shape, Recorded] = {}
         self._recorder = Recorder(weight.device, model) if self.rounds else None
         self._addresses = self._now_at()
@@ -104,15 +108,14 @@ class Slots:
 
     def record(self, narrowed: bool = False) -> None:
         """All graphs that may be needed; else each is recorded when it is first needed. Raises ``CaptureError``."""
-        for texts in reversed(self.sizes):
-            self._graph(Shape(texts, 1, False, narrowed))
-        for texts in reversed(self.readers):
-            for tokens in CHUNKS:
-                self._graph(Shape(texts, tokens, True, narrowed))
+        for texts, extent in product(reversed(self.sizes), self.extents):
+            self._graph(Shape(texts, 1, False, narrowed, extent))
+        for texts, tokens in product(reversed(self.readers), CHUNKS):
+            self._graph(Shape(texts, tokens, True, narrowed, self.room))
 
     def prepare(self, texts: int, narrowed: bool) -> None:
         """The graph of a step of so many texts; raises ``CaptureError``."""
-        self._graph(Shape(_at_least(texts, self.sizes), 1, False, narrowed))
+        self._graph(Shape(_at_least(texts, self.sizes), 1, False, narrowed, self.extents[0]))
 
     def read(self, prompts: Sequence[Text]) -> list[Chosen]:
         """Read prompts from their first token, a chunk at a time, and choose what follows each."""
@@ -130,16 +133,20 @@ class Slots:
                 prompts[row]._replace(tokens=prompts[row].tokens[done : done + tokens], start=done) for row in left
             ]
             done += tokens
-            texts = _at_least(len(left), self.readers) if self.rounds else len(left)
-            chosen = self._run(parts, Shape(texts, tokens, True, _narrowed(parts)), range(len(parts)))
+            texts, extent = len(left), done
+            if self.rounds:
+                texts, extent = _at_least(texts, self.readers), self.room
+            chosen = self._run(parts, Shape(texts, tokens, True, _narrowed(parts), extent), range(len(parts)))
             found |= {row: one for row, one in zip(left, chosen, strict=True) if len(prompts[row].tokens) <= done}
         return [found[row] for row in range(len(prompts))]
 
     def step(self, texts: Sequence[Text]) -> list[Chosen]:
         """Read one token of each text and choose the next."""
         rows = [text.slot for text in texts]
-        size = _at_least(max(rows) + 1, self.sizes) if self.rounds else max(rows) + 1
-        return self._run(texts, Shape(size, 1, False, _narrowed(texts)), rows)
+        size, extent = max(rows) + 1, max(text.start for text in texts) + 1
+        if self.rounds:
+            size, extent = _at_least(size, self.sizes), _at_least(extent, self.extents)
+        return self._run(texts, Shape(size, 1, False, _narrowed(texts), extent), rows)
 
     def move(self, slot: int, to: int) -> None:
         """Let the text of a slot go on in another one."""
@@ -159,8 +166,6 @@ class Slots:
                 text.slot, text.start, len(text.tokens), text.sampling.temperature, text.chance, *limits,
             )  # fmt: skip
             table[row, HEAD : HEAD + len(text.tokens)] = text.tokens
-        if not self.rounds:
-            self.extent = max(text.start + len(text.tokens) for text in texts)
         self.input.to_device(table.size)
         graph()
         self.output.to_host(2 * shape.texts)
@@ -168,15 +173,14 @@ class Slots:
         return [Chosen(int(ids[row]), scores[row]) for row in rows]
 
     def _graph(self, shape: Shape) -> Recorded:
+        if self._recorder is None:
+            return self._computing(shape)
         if shape not in self.graphs:
-            compute = self._computing(shape)
-            if self._recorder is not None:
-                # While it is recorded it runs: on a table of no text, so that it writes where nobody looks.
-                self.input.device.zero_()
-                self.input.device[: shape.texts * (HEAD + shape.tokens) : HEAD + shape.tokens] = self.count
-                with torch.inference_mode():
-                    compute = self._recorder.record(compute)
-            self.graphs[shape] = compute
+            # While it is recorded it runs: on a table of no text, so that it writes where nobody looks.
+            self.input.device.zero_()
+            self.input.device[: shape.texts * (HEAD + shape.tokens) : HEAD + shape.tokens] = self.count
+            with torch.inference_mode():
+                self.graphs[shape] = self._recorder.record(self._computing(shape))
         return self.graphs[shape]
 
     def _computing(self, shape: Shape) -> Recorded:
@@ -203,7 +207,7 @@ class _Reading:
         number = torch.arange(shape.tokens, device=slot.device)
         self.valid = number < count.unsqueeze(1)  # (B, C)
         self.places = torch.where(self.valid, start.unsqueeze(1) + number, slots.room - 1)
-        self.extent = slots.extent
+        self.extent = shape.extent
         self.slot = slot if shape.prompts else None
         self.layers = [_Layer(self, *held) for held in zip(slots.keys, slots.values, strict=True)]
 
