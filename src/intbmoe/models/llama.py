@@ -169,7 +169,10 @@ class Attention(nn.Module):
         """(B, T, d) → (B, T, d); ``visible`` (B, 1, T, tokens so far), None for all up to one's own."""
         maps = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in maps)
-        q, k = rotate(q, turn), rotate(k, turn)
+        if cache is None:
+            q, k = rotate(q, turn), rotate(k, turn)
+        else:  # for few tokens every operation costs as much, whatever its size
+            q, k = rotate(torch.cat([q, k], 1), turn).chunk(2, 1)
         # A single token after others sees them all.
         causal = visible is None and (cache is None or cache.held == 0)
         if cache is not None:
