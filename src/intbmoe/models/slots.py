@@ -148,6 +148,7 @@ class Slots:
             size, extent = _at_least(size, self.sizes), _at_least(extent, self.extents)
         return self._run(texts, Shape(size, 1, False, _narrowed(texts), extent), rows)
 
+    @torch.inference_mode()
     def move(self, slot: int, to: int) -> None:
         """Let the text of a slot go on in another one."""
         for held in (self.keys, self.values):
@@ -155,7 +156,7 @@ class Slots:
 
     @torch.inference_mode()
     def _run(self, texts: Sequence[Text], shape: Shape, rows: Sequence[int]) -> list[Chosen]:
-        graph = self._graph(shape)  # first: recording it runs it, on the table of the call before
+        graph = self._graph(shape)  # first: a recording overwrites the table
         width = HEAD + shape.tokens
         table = self.input.array[: shape.texts * width].reshape(shape.texts, width)
         table[:] = 0
@@ -172,6 +173,7 @@ class Slots:
         ids, scores = self.output.array[: 2 * shape.texts].reshape(2, shape.texts).tolist()
         return [Chosen(int(ids[row]), scores[row]) for row in rows]
 
+    @torch.inference_mode()
     def _graph(self, shape: Shape) -> Recorded:
         if self._recorder is None:
             return self._computing(shape)
@@ -179,8 +181,7 @@ class Slots:
             # While it is recorded it runs: on a table of no text, so that it writes where nobody looks.
             self.input.device.zero_()
             self.input.device[: shape.texts * (HEAD + shape.tokens) : HEAD + shape.tokens] = self.count
-            with torch.inference_mode():
-                self.graphs[shape] = self._recorder.record(self._computing(shape))
+            self.graphs[shape] = self._recorder.record(self._computing(shape))
         return self.graphs[shape]
 
     def _computing(self, shape: Shape) -> Recorded:
