@@ -62,6 +62,17 @@ def test_slots_give_the_same_tokens_in_float32(name):
     assert torch.equal(found, expected)
 
 
+def test_an_ended_text_between_others_needs_no_limits():
+    """Its row of the table is empty: there is no likeliest token to choose among."""
+    model, tokens = make("switch"), ids(3)
+    options = {"temperature": 3.0, "top_k": 5}
+    [free, _] = both_ways(model, tokens, max_new_tokens=9, **options)
+    expected, found = both_ways(model, tokens, max_new_tokens=9, stop=int(free[1, 0]), **options)
+    assert torch.equal(found, expected)
+    assert (found[1] == found[1, 0]).all()
+    assert len(found[2].unique()) > 1
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from(TOKENWISE),

@@ -73,7 +73,7 @@ def choose(logits: Tensor, temperature: Tensor, chance: Tensor, limits: tuple[Te
     last = logits.shape[1] - 1
     if limits is not None:
         likely = torch.where(likely.cumsum(-1) - likely < top_p, likely, 0)
-        last = (likely > 0).sum(-1) - 1
+        last = ((likely > 0).sum(-1) - 1).clamp(min=0)  # none is likely where a row stands for no text: top_k is 0
     summed = likely.cumsum(-1)
     drawn = (summed <= chance.unsqueeze(1) * summed[:, -1:]).sum(-1).clamp(max=last)
     if order is not None:
