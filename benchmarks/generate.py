@@ -7,8 +7,8 @@
 The decoder has the sizes of the MiniPile recipe and random weights in bfloat16; prompts have 128 tokens; greedy.
 
 - steps: a token of ``Llama.generate``, captured and uncaptured, and of Hugging Face's ``generate`` on the same weights;
-  the time of the first tokens taken off, captured the median of three calls. "equal" says how many of the captured tokens are those of
-  the uncaptured way with the same weights in float32, where rounding decides less often than in bfloat16.
+  the time of the first tokens taken off, captured the median of three calls. "equal" says how many of the captured
+  tokens are those of the uncaptured way with the same weights in float32, where rounding decides less often.
 - writer: what a server's engine does, without HTTP: so many clients, each with its next request as soon as the last is
   answered. Beside it Hugging Face's ``generate``, with batches of so many requests one after another.
 
