@@ -201,10 +201,12 @@ def test_a_step_never_waits_for_the_device_and_counts_its_tokens(name):
     slots.record()
     texts = [Text(slot, [1, 2, 3], 0, GREEDY) for slot in range(3)]
     found = slots.read(texts)
-    with intbmoe.record_routing(model) as log:
-        slots.step([text.after(one.token) for text, one in zip(texts, found, strict=True)])
-    assert all(one.ids is None or len(one.ids[(one.ids >= 0).any(1)]) <= 3 for one in log.values())
+    if name != OWN:  # which has no mixture
+        with intbmoe.record_routing(model) as log:
+            slots.step([text.after(one.token) for text, one in zip(texts, found, strict=True)])
+        assert all(one.ids is None or len(one.ids[(one.ids >= 0).any(1)]) <= 3 for one in log.values())
     graphs = list(slots.graphs.values())
+    slots.input.device.zero_()  # no text in any of their tables
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -212,3 +214,4 @@ def test_a_step_never_waits_for_the_device_and_counts_its_tokens(name):
             graph()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
