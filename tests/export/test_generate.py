@@ -13,11 +13,15 @@ from small_predictors import LENGTH, predictor, requests, travel_catalogue
 
 from intbmoe import cli
 from intbmoe.export.golden import ask
+from intbmoe.models import sampling
 from intbmoe.recipes import load_recipe, recipe_to_dict
 from intbmoe.tasks import make_task
-from intbmoe.tasks.language.continuation import choose
 from intbmoe.tasks.language.serving import GeneratePredictor
 from intbmoe.tasks.language.vocabulary import BytePairs, ByteVocabulary
+
+
+def choose(logits, temperatures, chances):
+    return sampling.choose(logits, *(torch.tensor(one, dtype=torch.float64) for one in (temperatures, chances)))
 
 
 def uncached(asked, request):
@@ -93,6 +97,65 @@ def test_ended_requests_are_not_computed_any_more():
         counted.answer([counted.encode(request) for request in (short, short, long)])
     assert read[0] == 3
     assert set(read[1:]) <= {1}
+
+
+def in_service(method="intbmoe", texts=4):
+    """A predictor that writes all texts together, with what is read in each call."""
+    asked = predictor("generate", method)
+    served = GeneratePredictor(asked.vocabulary, LENGTH).with_model(asked.model)
+    served.record_graphs(texts)
+    return served
+
+
+@pytest.mark.parametrize("method", ["intbmoe", "lory"])
+def test_texts_join_those_that_are_being_written(method, monkeypatch):
+    """One call of the model per step for all batches, and every text as if it were alone."""
+    served, read = in_service(method), []
+    pool = [{**request, "max_tokens": 5} for request in requests("generate", 4, seed=4)]
+    expected = [uncached(served, request) for request in pool]
+    forward = served.model.next_logits
+    monkeypatch.setattr(served.model, "next_logits", lambda ids, *rest: read.append(len(ids)) or forward(ids, *rest))
+    first = served.stream([served.encode(request) for request in pool[:2]])
+    next(first)
+    second = served.stream([served.encode(request) for request in pool[2:]])
+    for _ in range(4):
+        read.clear()
+        pieces = next(first, None), next(second)
+        assert sum(read) == 4 - (pieces[0] is None) * 2 or any(len(new) < 5 for new in expected)
+        assert method == "lory" or len(read) <= 2
+    for _ in second:
+        pass
+    assert first.ids + second.ids == expected
+
+
+def test_more_texts_than_slots_wait_and_who_is_forgotten_makes_room():
+    served = in_service(texts=2)
+    pool = [{**request, "max_tokens": 4} for request in requests("generate", 5, seed=4)]
+    forgotten = served.stream([served.encode({**request, "max_tokens": LENGTH}) for request in pool[:2]])
+    next(forgotten)
+    waiting = served.stream([served.encode(request) for request in pool])
+    del forgotten
+    steps = sum(1 for _ in waiting)
+    assert waiting.ids == [uncached(served, request) for request in pool]
+    assert steps <= 3 * 4
+
+
+def test_a_step_that_fails_ends_all_texts_and_no_later_one(monkeypatch):
+    served = in_service()
+    request = served.encode(requests("generate", 1)[0])
+    going = served.stream([request]), served.stream([request])
+    next(going[0])
+
+    def fail(*_):
+        raise RuntimeError("the model failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.model, "next_logits", fail)
+        with pytest.raises(RuntimeError, match="the model failed"):
+            next(going[0])
+    assert next(going[1], None) is not None  # the piece it had before
+    assert next(going[1], None) is None
+    assert list(served.stream([request]))
 
 
 def test_chances_choose_by_probability():

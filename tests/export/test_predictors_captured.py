@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from large_places import encoded_requests, large_predictor
 from small_predictors import TRAVEL, predictor, requests
 
+from intbmoe import captured
+from intbmoe.captured import CaptureError, Recorder, halves, ladder
 from intbmoe.export.golden import compare_rankings
 from intbmoe.routing import record_routing
-from intbmoe.tasks.serving import captured
-from intbmoe.tasks.serving.captured import CaptureError, Recorder, halves, ladder
 from intbmoe.tasks.travel import captured as captured_places
 from intbmoe.tasks.travel import serving as recommend_places
 from intbmoe.tasks.travel.captured import CapturedSearch

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import intbmoe
-from intbmoe.models.decoding import Sampling
 from intbmoe.models.llama import Llama, LlamaConfig
+from intbmoe.models.sampling import Sampling
 from intbmoe.registry import find_method
 
 VOCABULARY = 31

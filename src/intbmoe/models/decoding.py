@@ -1,46 +1,22 @@
-"""Continuing prompts token by token: which tokens are read together, and how the next one is chosen."""
+"""Continuing prompts token by token: in slots, with a graph for each step, or in a cache that follows the prompts."""
 
+import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from intbmoe.captured import CaptureError, ladder
 from intbmoe.checks import require, require_positive_int
 from intbmoe.layer import moe_layers
 from intbmoe.models.causal import check_mask
-from intbmoe.precision import wide
-from intbmoe.settings import Checked, MustBe, PositiveInt
+from intbmoe.models.sampling import Sampling
+from intbmoe.models.slots import Slots, Text, why_not_captured
 
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling(Checked):
-    """How the next token is chosen. Greedy by default: the likeliest, of equals the one with the lowest id."""
-
-    temperature: Annotated[float, MustBe("0 (greedy) or a positive finite number", lambda value: value >= 0)] = 0.0
-    """Draw from softmax(logits / temperature); 0 takes the likeliest."""
-    top_k: PositiveInt | None = None
-    """Draw among the k likeliest; of equals, the lower ids."""
-    top_p: Annotated[float, MustBe("above 0 and at most 1", lambda value: 0 < value <= 1)] | None = None
-    """Draw among the likeliest that together have this probability, the one that reaches it included."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        idle = self.temperature == 0 and not (self.top_k is None and self.top_p is None)
-        require(not idle, "temperature", self.temperature, "positive with top_k or top_p, which greedy choice ignores")
-
-    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """(B, V) → (B,), the chosen ids."""
-        if self.temperature == 0:
-            return logits.argmax(-1)
-        ordered, ids = wide(logits).sort(dim=-1, descending=True, stable=True)
-        ordered = ordered[:, : self.top_k]
-        likely = ((ordered - ordered[:, :1]) / self.temperature).softmax(-1)
-        if self.top_p is not None:
-            before = likely.cumsum(-1) - likely
-            likely = torch.where(before < self.top_p, likely, 0)
-        return ids.gather(-1, torch.multinomial(likely, 1, generator=generator)).squeeze(-1)
+KEPT_LENGTH = 256
+"""Slots of ``generate`` have room for a multiple of this: prompts of other lengths then find their graphs."""
+log = logging.getLogger(__name__)
 
 
 class Prompts(NamedTuple):
@@ -59,6 +35,7 @@ def stream(
     stop: int | None,
     sampling: Sampling,
     generator: torch.Generator | None,
+    capture: bool | None,
 ) -> Iterator[Tensor]:
     """``Llama.stream``. Arguments are checked here, at the call; the model runs when the first id is asked for."""
     require_positive_int("max_new_tokens", max_new_tokens)
@@ -66,6 +43,10 @@ def stream(
         known = isinstance(stop, int) and 0 <= stop < model.config.vocabulary
         require(known, "stop", stop, f"an id of the vocabulary, 0 to {model.config.vocabulary - 1}")
     _check_prompts(ids, mask)
+    model.require_decoding()
+    slots = _find_slots(model, ids, max_new_tokens, sampling, capture)
+    if slots is not None:
+        return _steps_in_slots(model, slots, ids, mask, max_new_tokens, stop, sampling, generator)
     # A mixture with a memory may count positions from the first it is given, so that padding before a prompt would
     # change what it does: there, only prompts of one length are read together, and none is padded.
     remembers = any(layer.new_state(1) is not None for _, layer in moe_layers(model))
@@ -75,6 +56,63 @@ def stream(
         padding = None if mask is None or mask.all() else mask
         together = [Prompts(torch.arange(len(ids), device=ids.device), ids, padding)]
     return _steps(model, together, max_new_tokens, stop, sampling, generator)
+
+
+def _find_slots(
+    model: nn.Module, ids: Tensor, max_new_tokens: int, sampling: Sampling, capture: bool | None
+) -> Slots | None:
+    """The slots that the model kept, or new ones; None where its texts are decoded without."""
+    if capture is False or (capture is None and ids.device.type != "cuda"):
+        return None
+    reason = why_not_captured(model)
+    if reason is not None:
+        if capture:
+            raise ValueError(f"capture=True is not possible with this model: {reason}")
+        return None
+    count, length = len(ids), ids.shape[1] + max_new_tokens - 1  # the last id is never read
+    slots, model.kept_slots = model.kept_slots, None  # nobody else may use them meanwhile
+    if slots is None or not slots.fits(count, length):
+        del slots  # first, so that there is memory for the new ones
+        room = length if ids.device.type == "cpu" else -(-length // KEPT_LENGTH) * KEPT_LENGTH
+        slots = Slots(model, next(size for size in ladder(2 * count) if size >= count), room)
+    try:
+        slots.prepare(count, sampling.narrowed)
+    except CaptureError as error:
+        if capture:
+            raise
+        log.warning("generate is not captured, which is slow: the model's step cannot be recorded: %s", error)
+        return None
+    return slots
+
+
+def _steps_in_slots(
+    model: nn.Module,
+    slots: Slots,
+    ids: Tensor,
+    mask: Tensor | None,
+    max_new_tokens: int,
+    stop: int | None,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+) -> Iterator[Tensor]:
+    lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()
+    prompts = [row[len(row) - length :] for row, length in zip(ids.tolist(), lengths, strict=True)]
+    going = [Text(slot, prompt, 0, sampling) for slot, prompt in enumerate(prompts)]
+    chosen = [stop] * len(prompts)
+    try:
+        for step in range(max_new_tokens):
+            chances = sampling.draw(len(prompts), generator, ids.device)
+            if chances is not None:
+                chances = chances.tolist()
+                going = [text._replace(chance=chances[text.slot]) for text in going]
+            for text, one in zip(going, slots.step(going) if step else slots.read(going), strict=True):
+                chosen[text.slot] = one.token
+            yield torch.tensor(chosen, device=ids.device)
+            going = [text.after(chosen[text.slot]) for text in going if chosen[text.slot] != stop]
+            if not going:
+                return
+    finally:
+        model.kept_slots = slots
 
 
 def _check_prompts(ids: Tensor, mask: Tensor | None) -> None:

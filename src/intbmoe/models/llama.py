@@ -18,7 +18,7 @@ load into the dense form; the mixture of layer i is ``layers.i.mlp``. Matrices h
 mixture starts as it does anywhere.
 
 Decoding keeps what later tokens need of earlier ones in a ``Cache``: turned keys and values of every layer, and the
-state of mixtures that have one. The model itself holds nothing between calls.
+state of mixtures that have one. The model itself holds nothing between calls, but for the graphs of ``generate``.
 
     cache = model.new_cache(batch=1, length=100)
     logits = model(prompt, cache=cache)                # any number of tokens at a time
@@ -37,7 +37,9 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require, require_positive_int, require_state
 from intbmoe.models.causal import apply_ffn, check_mask, new_ffn_state, require_causal, visible_tokens
-from intbmoe.models.decoding import Sampling, stream
+from intbmoe.models.decoding import stream
+from intbmoe.models.sampling import Sampling
+from intbmoe.models.slots import Slots
 from intbmoe.precision import autocast_dtype, cast, wide
 from intbmoe.settings import Checked, Positive, PositiveInt
 
@@ -111,6 +113,10 @@ class Cache:
         """Tokens read, padding included."""
         return self.layers[0].held
 
+    def positions(self, x: Tensor) -> Tensor:
+        """(T,) of new tokens ``x`` (B, T, d)."""
+        return torch.arange(self.held, self.held + x.shape[1], device=x.device)
+
     def admit(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
         """Note the validity of new tokens (B, T) before the layers read them; return what they see.
 
@@ -132,12 +138,6 @@ class Cache:
         if self.held == 0 or tokens == 1:
             return None
         return visible_tokens(self.valid.new_ones(1, end), tokens)
-
-
-def rotation(config: LlamaConfig, x: Tensor, start: int = 0) -> Rotation:
-    """The turn of every position of ``x`` (B, T, d), the first of which is ``start``, in the wide type."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return turns(torch.arange(start, start + x.shape[1], dtype=dtype, device=x.device), config)
 
 
 def turns(positions: Tensor, config: LlamaConfig) -> Rotation:
@@ -169,7 +169,10 @@ class Attention(nn.Module):
         """(B, T, d) → (B, T, d); ``visible`` (B, 1, T, tokens so far), None for all up to one's own."""
         maps = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in maps)
-        q, k = rotate(q, turn), rotate(k, turn)
+        if cache is None:
+            q, k = rotate(q, turn), rotate(k, turn)
+        else:  # for few tokens every operation costs as much, whatever its size
+            q, k = rotate(torch.cat([q, k], 1), turn).chunk(2, 1)
         # A single token after others sees them all.
         causal = visible is None and (cache is None or cache.held == 0)
         if cache is not None:
@@ -223,6 +226,10 @@ class Llama(nn.Module):
         make = make_ffn or (lambda: Mlp(config))
         self.layers = nn.ModuleList(DecoderLayer(config, require_causal(make())) for _ in range(config.depth))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.kept_slots: Slots | None = None  # of the last captured ``generate``: the next one may use its graphs
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "kept_slots": None}  # graphs can be neither copied nor saved
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """(B, T) ids, (B, T) bool validity (True: valid; None: all) → (B, T, V) logits, without meaning at padding.
@@ -235,10 +242,20 @@ class Llama(nn.Module):
         with torch.no_grad():
             return self._logits(self._features(ids, mask, cache))
 
-    def next_logits(self, ids: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
-        """As ``forward``, but (B, V) for the last token alone: over a long prompt, all logits are much memory."""
+    def next_logits(self, ids: Tensor, mask: Tensor | None, cache: Any, last: Tensor | None = None) -> Tensor:
+        """As ``forward``, but (B, V) for one token of each: over a long prompt, all logits are much memory.
+
+        ``last`` (B,) says which; None for the last. The cache may be what ``slots.Slots`` make of theirs.
+        """
         with torch.no_grad():
-            return self._logits(self._features(ids, mask, cache)[:, -1])
+            features = self._features(ids, mask, cache)
+            if last is None:
+                return self._logits(features[:, -1])
+            return self._logits(features.gather(1, last.view(-1, 1, 1).expand(-1, 1, features.shape[2])).squeeze(1))
+
+    def require_decoding(self) -> None:
+        if self.training:
+            raise RuntimeError("the model is in training mode, which is not for decoding: call model.eval() first")
 
     def _logits(self, features: Tensor) -> Tensor:
         return F.linear(features, self.embed_tokens.weight)
@@ -248,15 +265,15 @@ class Llama(nn.Module):
             raise ValueError(f"ids have shape {tuple(ids.shape)}: expected (batch, tokens)")
         check_mask(mask, ids.shape)
         if cache is None:
-            start, memories = 0, [None] * len(self.layers)
+            memories = [None] * len(self.layers)
             visible = None if mask is None else visible_tokens(mask)
         else:
-            if self.training:
-                raise RuntimeError("the model is in training mode, which is not for decoding: call model.eval() first")
-            start, memories = cache.held, cache.layers
+            self.require_decoding()
+            memories = cache.layers
             visible = cache.admit(ids, mask)
         x = self.embed_tokens(ids)
-        turn = rotation(self.config, x, start)
+        positions = torch.arange(x.shape[1], device=x.device) if cache is None else cache.positions(x)
+        turn = turns(positions.to(torch.promote_types(x.dtype, torch.float32)), self.config)
         for layer, memory in zip(self.layers, memories, strict=True):
             x = layer(x, turn, mask, visible, memory)
         return self.norm(x)
@@ -282,6 +299,7 @@ class Llama(nn.Module):
         max_new_tokens: int,
         stop: int | None = None,
         generator: torch.Generator | None = None,
+        capture: bool | None = None,
         **sampling: Any,
     ) -> Iterator[Tensor]:
         """Continue prompts (B, T): yields (B,), the next id of each, once a step.
@@ -290,8 +308,12 @@ class Llama(nn.Module):
         were alone. Greedy unless ``temperature`` (with ``top_k``, ``top_p``; see ``Sampling``) says otherwise, then
         with draws from ``generator``. A sequence ends with the id ``stop`` and is filled with it; the iterator ends
         when all have ended, or after ``max_new_tokens``.
+
+        On a GPU a step is replayed from a CUDA graph, where the model allows it (``slots.why_not_captured``). The
+        graphs and their cache stay with the model for the next call; ``capture=False`` makes none, ``capture=True``
+        insists, and on a CPU runs the same steps without graphs.
         """
-        return stream(self, ids, mask, max_new_tokens, stop, Sampling(**sampling), generator)
+        return stream(self, ids, mask, max_new_tokens, stop, Sampling(**sampling), generator, capture)
 
     def generate(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         """What ``stream`` yields with the same arguments, as one (B, n): the new ids, without the prompts."""

@@ -129,8 +129,8 @@ class Batcher:
             self._tokens -= ticket.tokens
         return ticket is not None
 
-    def take(self) -> Taken:
-        """The next batch, first come first served, and the requests that expired before it."""
+    def take(self, requests: int | None = None) -> Taken:
+        """The next batch, first come first served, at most so many; and the requests that expired before it."""
         now, most, longest = self._clock(), self._most_tokens(), 0
         taken = Taken()
         for ticket in list(self._waiting.values()):
@@ -138,7 +138,7 @@ class Batcher:
                 taken.expired.append(ticket)
                 continue
             longest = max(longest, ticket.tokens)
-            if taken.batch and (len(taken.batch) + 1) * longest > most:
+            if len(taken.batch) == requests or (taken.batch and (len(taken.batch) + 1) * longest > most):
                 break
             taken.batch.append(ticket)
         for ticket in (*taken.batch, *taken.expired):

@@ -67,6 +67,11 @@ class Engine:
         self._sampled = float("-inf")
 
     @property
+    def most_together(self) -> int:
+        """Requests that may be computed at a time."""
+        return self._most_texts if self.predictor.streams else min(self.batcher.queue, self.batcher.batch_tokens)
+
+    @property
     def busy(self) -> bool:
         return len(self.batcher) > 0 or bool(self._texts)
 
@@ -104,15 +109,15 @@ class Engine:
 
     def step(self) -> list[Reply]:
         replies: list[Reply] = []
-        if len(self._texts) < self._most_texts:
-            taken = self.batcher.take()
+        room = self._most_texts - sum(len(text.going) for text in self._texts)
+        if room > 0:
+            taken = self.batcher.take(room if self.predictor.streams else None)
             replies += [Reply(ticket.key, EXPIRED) for ticket in taken.expired]
             self._count(taken)
             if taken.batch:
                 replies += self._start(taken.batch) if self.predictor.streams else self._answer(taken)
-        for text in list(self._texts):
-            replies += self._continue(text)
-        self._texts = [text for text in self._texts if text.going]
+        if self._texts:
+            replies += self._write()
         if self._metrics is not None:
             self._metrics.waiting.set(len(self.batcher))
         return replies
@@ -148,8 +153,20 @@ class Engine:
         self._texts.append(_Text(stream, tickets, set(range(len(tickets))), Taken(tickets).padded_tokens))
         return []
 
+    def _write(self) -> list[Reply]:
+        """One more token of every text; a predictor may compute those of all batches together."""
+        started, unread = self.clock(), sum(text.unread for text in self._texts)
+        replies = [reply for text in self._texts for reply in self._continue(text)]
+        seconds = self.clock() - started
+        if unread:
+            self.batcher.step_cost.learn(unread, seconds)
+        if self._metrics is not None:
+            self._metrics.compute_seconds.observe(seconds)
+        self._texts = [text for text in self._texts if text.going]
+        return replies
+
     def _continue(self, text: _Text) -> list[Reply]:
-        started = self.clock()
+        text.unread = 0
         try:
             with self._sampling():
                 pieces = next(text.stream, None)
@@ -159,12 +176,6 @@ class Engine:
         if pieces is None:
             failed, text.going = text.going, set()
             return [Reply(text.tickets[index].key, FAILED, ("the text ended early",)) for index in sorted(failed)]
-        seconds = self.clock() - started
-        if text.unread:
-            self.batcher.step_cost.learn(text.unread, seconds)
-            text.unread = 0
-        if self._metrics is not None:
-            self._metrics.compute_seconds.observe(seconds)
         replies = []
         for piece in pieces:
             if piece.index not in text.going:
@@ -246,7 +257,7 @@ def warm_up(engine: Engine, golden: Sequence[Mapping[str, Any]]) -> None:
     for number, encoded in enumerate(batch):
         _check(golden[number], predictor.answer([encoded])[0], f"golden request {number}")
     if hasattr(predictor, "record_graphs"):  # from here on answers are computed as in service
-        predictor.record_graphs(min(engine.batcher.queue, engine.batcher.batch_tokens))
+        predictor.record_graphs(engine.most_together)
     for _ in range(WARM_UP_ROUNDS):
         for few in (batch[:1], batch):
             started = engine.clock()

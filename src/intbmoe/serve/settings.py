@@ -42,8 +42,8 @@ class Settings(Checked):
     """Most requests waiting in one engine; more are refused with 429."""
     batch_tokens: PositiveInt = 65_536
     """Most tokens in a batch, padding included, whatever the budget allows."""
-    streams: PositiveInt = 8
-    """Batches of texts that an engine writes in parallel."""
+    streams: PositiveInt = 32
+    """Texts that an engine writes at a time; each has a place of its own in the cache."""
     body_bytes: PositiveInt | None = None
     """Largest request. Default: what the artifact's predictor says."""
     body_memory_mb: Positive = 256.0

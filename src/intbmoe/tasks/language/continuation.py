@@ -1,20 +1,19 @@
-"""A batch of prompts being continued together, each as if it were alone.
-
-Letters: ``b`` requests that are read together, ``T`` new tokens of each, ``V`` vocabulary.
+"""Texts being continued together, each as if it were alone: requests join and leave between two steps.
 
 Every request has its own temperature, length and random numbers: the n-th number of a request's seed decides its n-th
 token, by where it falls in the cumulated probabilities. A request that has ended or was dropped is no longer computed.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from intbmoe.layer import moe_layers
-from intbmoe.models.llama import Cache, LayerCache, Llama
+from intbmoe.models.llama import Cache, Llama
+from intbmoe.models.sampling import Sampling, choose
+from intbmoe.models.slots import Chosen, Slots, Text, why_not_captured
 from intbmoe.precision import wide
 from intbmoe.tasks.language.vocabulary import Decoder, Vocabulary
 from intbmoe.tasks.serving import Encoded, Piece
@@ -22,131 +21,147 @@ from intbmoe.tasks.serving import Encoded, Piece
 
 @dataclass
 class Ongoing:
-    index: int  # in the batch
-    prompt: np.ndarray
+    owner: "weakref.ref[Continuation]"
+    index: int  # in the owner's batch
+    text: Text  # what is to be read next, and where; its slot is −1 until it has one
     left: int  # tokens it may still get
-    temperature: float
     random: np.random.Generator
     decoder: Decoder
     dropped: bool = False
 
+    @property
+    def going(self) -> bool:
+        return self.left > 0 and not self.dropped and self.owner() is not None
 
-@dataclass
-class Together:
-    """Requests that are read together, and what the model keeps of them."""
 
-    requests: list[Ongoing]
-    cache: Cache
-    ids: Tensor  # (b, T), not yet read
-    mask: Tensor | None
+class Writer:
+    """Writes up to ``slots`` texts of up to ``length`` tokens at a time; more wait for one of them to end."""
+
+    def __init__(self, model: Llama, vocabulary: Vocabulary, slots: int, length: int, capture: bool = True) -> None:
+        self.vocabulary, self._count = vocabulary, slots
+        tokenwise = why_not_captured(model) is None
+        self.slots = Slots(model, slots, length, capture) if tokenwise else _OneByOne(model, length)
+        self._waiting: list[Ongoing] = []
+        self._writing: list[Ongoing] = []
+
+    def add(self, requests: Sequence[Ongoing]) -> None:
+        self._waiting += requests
+
+    def step(self) -> None:
+        """One more token for every text; its pieces go to the request's continuation."""
+        try:
+            self._leave()
+            old, new = self._writing, self._join()
+            chosen = self.slots.step([self._next(request) for request in old]) if old else []
+            chosen += self.slots.read([self._next(request) for request in new]) if new else []
+        except Exception:
+            for request in (*self._writing, *self._waiting):
+                request.dropped = True
+            raise
+        self._writing = old + new
+        for request, one in zip(self._writing, chosen, strict=True):
+            owner = request.owner()
+            if owner is not None:
+                owner.take(request, one, self.vocabulary.end_of_text)
+
+    @staticmethod
+    def _next(request: Ongoing) -> Text:
+        # A number for each token, drawn whether or not it is used, so that the n-th token has the n-th number.
+        return request.text._replace(chance=request.random.random())
+
+    def _leave(self) -> None:
+        """Forget requests that go no further, and let those in the last slots move to free ones before them."""
+        self._waiting = [request for request in self._waiting if request.going]
+        self._writing = sorted((one for one in self._writing if one.going), key=lambda one: one.text.slot)
+        free = sorted(set(range(len(self._writing))) - {one.text.slot for one in self._writing})
+        for request in self._writing[len(self._writing) - len(free) :]:
+            to = free.pop(0)
+            self.slots.move(request.text.slot, to)
+            request.text = request.text._replace(slot=to)
+
+    def _join(self) -> list[Ongoing]:
+        room = self._count - len(self._writing)
+        new, self._waiting = self._waiting[:room], self._waiting[room:]
+        for slot, request in enumerate(new, len(self._writing)):
+            request.text = request.text._replace(slot=slot)
+        return new
 
 
 class Continuation:
-    """An iterator over steps: each yields the pieces of all texts that are still going on."""
+    """An iterator over steps: each yields the pieces of all texts of one batch that are still going on.
 
-    def __init__(self, model: Llama, vocabulary: Vocabulary, batch: Sequence[Encoded]) -> None:
-        self.model, self.vocabulary = model, vocabulary
+    A step of one batch is a step of all batches of the same writer: their pieces wait until they are asked for.
+    """
+
+    def __init__(self, writer: Writer, batch: Sequence[Encoded]) -> None:
+        self._writer = writer
         self.ids: list[list[int]] = [[] for _ in batch]  # the new ids of each request so far
         self.scores = [0.0] * len(batch)
         """The log-probability of those, and of the end of the text where it was reached."""
+        self._pieces: list[Piece] = []
         self._requests = [self._start(index, encoded) for index, encoded in enumerate(batch)]
-        self._steps = self._run()
+        writer.add(self._requests)
+
+    def _start(self, index: int, encoded: Encoded) -> Ongoing:
+        payload = encoded.payload
+        text = Text(-1, payload["ids"].tolist(), 0, Sampling(temperature=float(payload["temperature"])))
+        random = np.random.Generator(np.random.Philox(payload["seed"]))
+        decoder = self._writer.vocabulary.new_decoder()
+        return Ongoing(weakref.ref(self), index, text, payload["max_tokens"], random, decoder)
 
     def __iter__(self) -> Iterator[list[Piece]]:
         return self
 
     def __next__(self) -> list[Piece]:
-        return next(self._steps)
+        while not self._pieces:
+            if not any(request.going for request in self._requests):
+                raise StopIteration
+            self._writer.step()
+        pieces, self._pieces = sorted(self._pieces), []
+        return pieces
 
     def drop(self, index: int) -> None:
         self._requests[index].dropped = True
 
-    def _start(self, index: int, encoded: Encoded) -> Ongoing:
-        payload = encoded.payload
-        random = np.random.Generator(np.random.Philox(payload["seed"]))
-        decoder = self.vocabulary.new_decoder()
-        return Ongoing(index, payload["ids"], payload["max_tokens"], payload["temperature"], random, decoder)
+    def take(self, request: Ongoing, chosen: Chosen, end_of_text: int) -> None:
+        """What a step of the writer has chosen for one of the requests."""
+        self.scores[request.index] += chosen.score
+        if chosen.token == end_of_text:
+            request.left = 0
+            self._pieces.append(Piece(request.index, request.decoder.end(), "stop"))
+            return
+        self.ids[request.index].append(chosen.token)
+        request.text = request.text.after(chosen.token)
+        request.left -= 1
+        text = request.decoder.add(chosen.token)
+        if request.left == 0:
+            self._pieces.append(Piece(request.index, text + request.decoder.end(), "length"))
+        else:
+            self._pieces.append(Piece(request.index, text, None))
 
-    def _run(self) -> Iterator[list[Piece]]:
-        groups = [self._read_together(requests) for requests in self._groups()]
-        while groups:
-            pieces = []
-            for group in groups:
-                pieces += self._step(group)
-            yield sorted(pieces)
-            groups = [smaller for group in groups if (smaller := _without_ended(group)) is not None]
 
-    def _groups(self) -> list[list[Ongoing]]:
-        """Everybody, or prompts of one length where a mixture counts positions: padding would be a position to it."""
-        remembers = any(layer.new_state(1) is not None for _, layer in moe_layers(self.model))
-        groups: dict[int, list[Ongoing]] = {}
-        for request in self._requests:
-            groups.setdefault(len(request.prompt) if remembers else 0, []).append(request)
-        return list(groups.values())
+class _OneByOne:
+    """In place of slots, where mixtures keep a state of their own: each text has a cache to itself."""
 
-    def _read_together(self, requests: list[Ongoing]) -> Together:
-        """Prompts padded on the left, with room for all that is to come; the last token is never read."""
-        device = self.model.embed_tokens.weight.device
-        longest = max(len(request.prompt) for request in requests)
-        ids = np.zeros((len(requests), longest), np.int64)
-        mask = np.zeros(ids.shape, bool)
-        for row, request in enumerate(requests):
-            ids[row, longest - len(request.prompt) :] = request.prompt
-            mask[row, longest - len(request.prompt) :] = True
-        room = longest + max(request.left for request in requests) - 1
-        padding = None if mask.all() else torch.from_numpy(mask).to(device)
-        return Together(requests, self.model.new_cache(len(requests), room), torch.from_numpy(ids).to(device), padding)
+    def __init__(self, model: Llama, length: int) -> None:
+        self._model, self._length = model, length
+        self._caches: dict[int, Cache] = {}
+
+    def read(self, prompts: Sequence[Text]) -> list[Chosen]:
+        for text in prompts:
+            self._caches[text.slot] = self._model.new_cache(1, self._length)
+        return self.step(prompts)
+
+    def step(self, texts: Sequence[Text]) -> list[Chosen]:
+        return [self._step(text) for text in texts]
 
     @torch.inference_mode()
-    def _step(self, group: Together) -> list[Piece]:
-        logits = self.model.next_logits(group.ids, group.mask, group.cache)
-        # One number a step for each, drawn whether or not it is used, so that the n-th token has the n-th number.
-        chance = [request.random.random() for request in group.requests]
-        chosen = choose(logits, [request.temperature for request in group.requests], chance)
-        group.ids, group.mask = chosen.unsqueeze(1), None
-        scores = wide(logits).log_softmax(-1).gather(1, group.ids).squeeze(1)
-        pieces = []
-        for request, token, score in zip(group.requests, chosen.tolist(), scores.tolist(), strict=True):
-            if request.left > 0 and not request.dropped:
-                self.scores[request.index] += score
-                pieces.append(self._take(request, token))
-        return pieces
+    def _step(self, text: Text) -> Chosen:
+        ids = torch.tensor([text.tokens], device=self._model.embed_tokens.weight.device)
+        logits = self._model.next_logits(ids, None, self._caches[text.slot])
+        temperature, chance = logits.new_tensor([[text.sampling.temperature], [text.chance]], dtype=torch.float64)
+        chosen = choose(logits, temperature, chance)
+        return Chosen(int(chosen), float(wide(logits).log_softmax(-1)[0, chosen]))
 
-    def _take(self, request: Ongoing, token: int) -> Piece:
-        if token == self.vocabulary.end_of_text:
-            request.left = 0
-            return Piece(request.index, request.decoder.end(), "stop")
-        self.ids[request.index].append(token)
-        request.left -= 1
-        text = request.decoder.add(token)
-        if request.left == 0:
-            return Piece(request.index, text + request.decoder.end(), "length")
-        return Piece(request.index, text, None)
-
-
-def choose(logits: Tensor, temperatures: Sequence[float], chance: Sequence[float]) -> Tensor:
-    """(b, V) → (b,): the likeliest where the temperature is 0, else the one in whose share ``chance`` falls."""
-    greedy = logits.argmax(-1)
-    if not any(temperatures):
-        return greedy
-    temperature, point = torch.tensor([temperatures, chance], dtype=torch.float64, device=logits.device).unsqueeze(-1)
-    scores = logits.double()
-    scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)
-    summed = scores.softmax(-1).cumsum(-1)
-    drawn = (summed <= point * summed[:, -1:]).sum(-1).clamp(max=logits.shape[1] - 1)
-    return torch.where(temperature.squeeze(-1) > 0, drawn, greedy)
-
-
-def _without_ended(group: Together) -> Together | None:
-    """The group without requests that go no further; None where all have ended."""
-    keep = [row for row, request in enumerate(group.requests) if request.left > 0 and not request.dropped]
-    if not keep:
-        return None
-    remembers = any(layer.state is not None for layer in group.cache.layers)
-    if len(keep) == len(group.requests) or remembers:  # a mixture's memory is its own: it cannot be cut
-        return group
-    rows = torch.tensor(keep, device=group.ids.device)
-    old = group.cache
-    layers = [LayerCache(layer.keys[rows], layer.values[rows], None, layer.held) for layer in old.layers]
-    cache = Cache(layers, old.valid[rows], old.padded)
-    return Together([group.requests[row] for row in keep], cache, group.ids[rows], None)
+    def move(self, slot: int, to: int) -> None:
+        self._caches[to] = self._caches.pop(slot)

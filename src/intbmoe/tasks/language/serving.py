@@ -1,12 +1,17 @@
 """``generate``: a prompt to its continuation."""
 
+import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from intbmoe.tasks.language.continuation import Continuation
+from intbmoe.captured import CaptureError
+from intbmoe.models.llama import Llama
+from intbmoe.models.slots import why_not_captured
+from intbmoe.tasks.language.continuation import Continuation, Writer
 from intbmoe.tasks.language.packed import TokenExamples
 from intbmoe.tasks.language.vocabulary import Vocabulary, read_vocabulary
 from intbmoe.tasks.serving.fields import EXPLAIN, REQUIRED, Flag, Integer, Number, Record, Text
@@ -17,6 +22,7 @@ MAX_TOKENS = 64
 PROMPT_TOKENS, NEW_TOKENS = 32, 16  # of a golden request
 HOTTEST = 10.0
 LARGEST_SEED = 2**53 - 1  # the largest whole number that every JSON reader keeps
+log = logging.getLogger(__name__)
 
 
 class GeneratePredictor(Predictor):
@@ -56,8 +62,39 @@ class GeneratePredictor(Predictor):
         payload |= {name: found[name] for name in ("max_tokens", "temperature", "seed", "stream", "explain")}
         return Encoded(len(payload["ids"]) + found["max_tokens"], payload)
 
+    def use(self, model: Llama) -> None:
+        super().use(model)
+        self._writer: Writer | None = None  # of all batches, from ``record_graphs`` on
+
+    def record_graphs(self, texts: int) -> None:
+        """From here on up to so many texts are written together; on a GPU, record what a step then replays."""
+        reason = why_not_captured(self.model)
+        self._writer = self._new_writer(texts, 2 * self.length)
+        if reason is not None:
+            log.info("texts are written one by one, kernel by kernel: %s", reason)
+        elif self.device.type == "cuda":
+            started = time.monotonic()
+            try:
+                self._writer.slots.record()
+            except CaptureError as error:
+                message = "the model cannot be recorded, so that every step is started kernel by kernel: %s"
+                log.warning(message, error, exc_info=True)
+                self._writer = self._new_writer(texts, 2 * self.length, capture=False)
+            else:
+                seconds = time.monotonic() - started
+                log.info(
+                    "%d graphs recorded in %.1f s, for up to %d texts", len(self._writer.slots.graphs), seconds, texts
+                )
+
+    def _new_writer(self, slots: int, length: int, capture: bool = True) -> Writer:
+        return Writer(self.model, self.vocabulary, slots, length, capture)
+
     def stream(self, batch: Sequence[Encoded]) -> Continuation:
-        return Continuation(self.model, self.vocabulary, batch)
+        """Texts of all calls are written together once ``record_graphs`` was called, else those of this call."""
+        if self._writer is not None:
+            return Continuation(self._writer, batch)
+        longest = max((encoded.tokens for encoded in batch), default=1)
+        return Continuation(self._new_writer(max(1, len(batch)), longest), batch)
 
     def answer(self, batch: Sequence[Encoded]) -> list[Answer]:
         """The pieces of ``stream`` joined: the ``text``, its log-probability as ``score``, and why it ``finished``."""

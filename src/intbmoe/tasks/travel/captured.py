@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from intbmoe.captured import Mirror, Recorded, Recorder, halves, ladder
 from intbmoe.models.travel import PROFILE_TOKENS
-from intbmoe.tasks.serving.captured import Mirror, Recorded, Recorder, halves, ladder
 from intbmoe.tasks.serving.ranking import ends_in_a_tie
 from intbmoe.tasks.serving.requests import Encoded
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from intbmoe.captured import CaptureError
 from intbmoe.models.travel import FEEDBACK, PROFILE_TOKENS, SCENARIO, SESSION_TOKENS, TravelModel
 from intbmoe.precision import wide
-from intbmoe.tasks.serving.captured import CaptureError
 from intbmoe.tasks.serving.fields import EXPLAIN, REQUIRED, Many, Record, top_n_field
 from intbmoe.tasks.serving.history import HISTORY, HISTORY_FORM, MOST, TOP_N, VISITED
 from intbmoe.tasks.serving.predictor import Exported, Predictor, blocks_of, recording

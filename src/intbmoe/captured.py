@@ -65,7 +65,7 @@ class Recorder:
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
         """``model`` is what the functions run; what its layers tell ``record_routing`` they go on telling it."""
-        self._device, self._model = device, model
+        self._device, self._statistics = device, [layer.statistics for _, layer in moe_layers(model)]
         self._constants = _Constants()
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
@@ -95,8 +95,7 @@ class Recorder:
         graph = torch.cuda.CUDAGraph()
         # The tensors in which a graph leaves its routing are kept with it: a sample of the routing costs nothing.
         with ExitStack() as stack:
-            layers = [layer.statistics for _, layer in moe_layers(self._model)]
-            routed = [(statistics, stack.enter_context(statistics.recording())) for statistics in layers]
+            routed = [(statistics, stack.enter_context(statistics.recording())) for statistics in self._statistics]
             # Not torch.cuda.graph, which empties the allocator's cache each time. Other threads may use the GPU.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
