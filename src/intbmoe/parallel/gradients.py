@@ -45,5 +45,4 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 def scale_to(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients of this norm down to ``max_norm``, in torch's own arithmetic."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in map(local, gradients):
-        gradient.mul_(factor.to(gradient.device))
+    torch._foreach_mul_([local(gradient) for gradient in gradients], factor.to(gradients[0].device))

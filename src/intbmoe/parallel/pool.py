@@ -45,8 +45,8 @@ def shard_pools(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, layer in layers:
         if layer.config.conditioning_dim:
             raise ValueError(
-                f"{name} has conditioning_dim={layer.config.conditioning_dim}: each rank composes a slice of the blocks "
-                f"of all, so their conditioning would have to be equal; use FSDP2 or DDP"
+                f"{name} has conditioning_dim={layer.config.conditioning_dim}: each rank composes a slice of all "
+                f"ranks' blocks, so their conditioning would have to be equal; use FSDP2 or DDP"
             )
         for pool in layer.pools:
             if not isinstance(pool, ShardedPool):

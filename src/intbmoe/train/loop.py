@@ -59,7 +59,7 @@ def train(
     task = make_task(recipe)
     recipe = task.resolve()
     run = RunDirectory.of(recipe, root)
-    ranks = Ranks(recipe.train.precision)
+    ranks = Ranks(recipe.train.precision, recipe.train.parallel, recipe.train.patience)
     with ExitStack() as stack:
         if ranks.main:
             run.path.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,9 @@ class Training:
         step = self.ranks.from_main(-1 if found is None else found.step)
         if step < 0:
             return Standing(), step
-        return restore(found or self.checkpoints.load(step), unwrap(self.model), self.optimizer), step
+        return restore(
+            found or self.checkpoints.load(step, check_shards=False), unwrap(self.model), self.optimizer
+        ), step
 
     def save(self) -> None:
         """Write a checkpoint of the last step, unless there is one."""
@@ -109,6 +111,7 @@ class Training:
         if self.log is not None:
             self.at.lengths = self.log.sync()
         checkpoint = make_checkpoint(self.at, self._epoch(), unwrap(self.model), self.optimizer)
+        self.checkpoints.save_shards(checkpoint, self.ranks)
         if self.ranks.main:
             self.checkpoints.save(checkpoint)
         self.saved_step = self.at.step
@@ -196,7 +199,7 @@ class Training:
         """Evaluate on the test split, unless ``_look`` did so all along, and write the results."""
         best = self.settings.report == "best"
         test = self.at.best if best else self._evaluate("test")
-        tensors = model_tensors(unwrap(self.model))
+        tensors = model_tensors(unwrap(self.model), keep=self.ranks.main)
         if self.ranks.main:
             self.log.sync()
             weights = pack_tensors(tensors)

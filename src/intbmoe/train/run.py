@@ -36,8 +36,10 @@ from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
 from intbmoe.train.files import full_disk_is_explained, read_json
 
-FREE_TO_CHANGE = ("train.workers", "train.checkpoint_every", "train.keep_checkpoints", "seeds")
-"""Settings that may differ when a run goes on: they change nothing that is computed."""
+FREE_TO_CHANGE = (
+    "train.workers", "train.checkpoint_every", "train.keep_checkpoints", "train.parallel", "train.patience", "seeds",
+)  # fmt: skip
+"""Settings that may differ when a run goes on: like the number of ranks, they change nothing but rounding."""
 PACKAGES = ("intbmoe", "torch", "accelerate", "safetensors", "numpy", "timm", "torchvision", "scikit-learn")
 """Those whose versions a result may depend on."""
 

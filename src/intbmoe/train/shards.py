@@ -1,0 +1,33 @@
+"""The sharded tensors of a checkpoint: every rank writes its own part, and any number of ranks reads them back.
+
+torch's distributed checkpointing, in its safetensors form, which pickles nothing.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from intbmoe.train.errors import DamagedFileError
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return any(placement.is_shard() for placement in getattr(tensor, "placements", ()))
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """All ranks together, into an empty folder."""
+    dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+
+
+def read_shards(folder: Path, targets: Mapping[str, Tensor]) -> None:
+    """Into ``targets``, whole or sharded, in place; all ranks together."""
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    try:
+        dcp.load(dict(targets), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
+    except (dcp.CheckpointException, SafetensorError, OSError) as error:
+        raise DamagedFileError(f"the shards in {folder} cannot be read back: {error}") from error
