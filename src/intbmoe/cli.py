@@ -1,8 +1,8 @@
 """The command line. A new command is one function in ``commands/`` and one entry in ``COMMANDS``.
 
-``train`` and ``compare`` take a recipe and any of its settings as options, so their parser depends on the recipe: they
-get their arguments unparsed (``overrides.py``). ``--plugin FILE``, anywhere, names a Python file with tasks or methods
-of your own (docs/adding-a-task.md).
+``train``, ``compare`` and ``plan`` take a recipe and any of its settings as options, so their parser depends on the
+recipe: they get their arguments unparsed (``overrides.py``). ``--plugin FILE``, anywhere, names a Python file with
+tasks or methods of your own (docs/adding-a-task.md).
 """
 
 import os
@@ -17,7 +17,7 @@ from intbmoe.checks import did_you_mean
 from intbmoe.commands.looking import analyse, cost, doctor, methods, recipes
 from intbmoe.commands.serving import export, generate, serve
 from intbmoe.commands.terminal import explained
-from intbmoe.commands.training import compare, evaluate, prepare, train
+from intbmoe.commands.training import compare, evaluate, plan, prepare, train
 from intbmoe.registry import add_plugin
 from intbmoe.version import program_version
 
@@ -25,6 +25,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "eval": evaluate,
     "compare": compare,
+    "plan": plan,
     "analyse": analyse,
     "export": export,
     "generate": generate,
@@ -35,7 +36,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "cost": cost,
     "doctor": doctor,
 }
-TAKE_A_RECIPE = ("train", "compare")
+TAKE_A_RECIPE = ("train", "compare", "plan")
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import intbmoe
@@ -72,7 +71,7 @@ class Shared:
             self.wrapped = DistributedDataParallel(model)
         others = [parameter for parameter in model.parameters() if parameter not in pools]
         groups = [{"params": [p for p in model.parameters() if p in pools]}, {"params": others}]
-        self.optimizer = torch.optim.AdamW(groups, 1e-2)
+        self.optimizer = torch.optim.AdamW(groups, 1e-2, fused=True)
 
     def step(self, number, accumulation=1, masked=False):
         self.optimizer.zero_grad()
@@ -101,22 +100,3 @@ class Shared:
 def _loss(model, inner, x, mask):
     loss = model(x, mask).square().sum()
     return loss + intbmoe.aux_loss(inner)
-
-
-class Messages(TorchDispatchMode):
-    """(operation, type, entries sent by this rank) of every message over the ranks."""
-
-    KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "allgather", "allreduce")
-
-    def __init__(self):
-        super().__init__()
-        self.sent = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.__name__
-        if function.namespace in ("c10d", "_c10d_functional") and any(kind in name for kind in self.KINDS):
-            # c10d's own take (output, input, …); the functional ones (input, …).
-            source = args[1] if function.namespace == "c10d" and "base" in name else args[0]
-            source = source[0] if isinstance(source, list | tuple) else source
-            self.sent.append((name.split(".")[0].strip("_"), source.dtype, source.numel()))
-        return function(*args, **(kwargs or {}))

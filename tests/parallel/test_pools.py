@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from pool_steps import BLOCKS, DIM, EXPERTS, HIDDEN, STEPS, Messages, Shared, Small, train_alone
+from pool_steps import BLOCKS, DIM, EXPERTS, HIDDEN, STEPS, Shared, Small, train_alone
 from torch.distributed.device_mesh import init_device_mesh
 
 import intbmoe
 from intbmoe import parallel
+from messages import Messages
 from ranks import run_ranks
 
 CASES = {

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch._functorch.config
@@ -24,7 +25,10 @@ from torch import Tensor, nn
 from intbmoe.layer import moe_layers
 from intbmoe.parallel import pool_parameters, set_requires_gradient_sync, shard_pools
 from intbmoe.tasks.recipe import TrainSettings
-from intbmoe.train.errors import TrainingError
+from intbmoe.train.errors import LostRankError, TrainingError
+
+LOST = ("closed by peer", "reset by peer", "broken pipe", "timed out waiting", "connection refused")
+"""In what gloo says when a rank is gone or silent."""
 
 
 def stacked_blocks(model: nn.Module) -> list[nn.Module]:
@@ -61,6 +65,7 @@ class Ranks:
             mixed_precision="bf16" if precision == "bfloat16" else "no",
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=patience))],
         )
+        self.patience = patience
         self.autocast, self.wait = self.accelerator.autocast, self.accelerator.wait_for_everyone
         self.device: torch.device = self.accelerator.device
         self.world: int = self.accelerator.num_processes
@@ -99,10 +104,16 @@ class Ranks:
             except ValueError as error:
                 raise TrainingError(f"train.parallel='pools' does not fit this model, take 'fsdp': {error}") from error
         model.to(self.device)
-        apart = pool_parameters(model)
+        how = {"mesh": mesh, "ignored_params": pool_parameters(model), "shard_placement_fn": self._placement}
         for block in stacked_blocks(model):
-            fully_shard(block, mesh=mesh, ignored_params=apart)
-        fully_shard(model, mesh=mesh, ignored_params=apart)
+            fully_shard(block, **how)
+        fully_shard(model, **how)
+
+    def _placement(self, parameter: nn.Parameter) -> Any:
+        """A dimension that the ranks divide: of eight stacked experts in 64 shards, 56 would be sent as padding."""
+        from torch.distributed.tensor import Shard
+
+        return next((Shard(place) for place, size in enumerate(parameter.shape) if size % self.world == 0), None)
 
     @contextmanager
     def accumulating(self, model: nn.Module, last: bool) -> Iterator[None]:
@@ -112,6 +123,21 @@ class Ranks:
             set_requires_gradient_sync(model, last)
         with nullcontext() if last or self.sharded or self.world == 1 else model.no_sync():
             yield
+
+    @contextmanager
+    def losses_are_explained(self) -> Iterator[None]:
+        """Turn what a message to a rank that is gone or silent raises into an error that says so."""
+        try:
+            yield
+        except RuntimeError as error:  # gloo has no class of its own
+            told = str(error).lower()
+            if self.world == 1 or not (isinstance(error, dist.DistError) or any(word in told for word in LOST)):
+                raise
+            raise LostRankError(
+                f"rank {self.rank} has lost another rank, which has ended or has not answered for train.patience="
+                f"{self.patience:g} seconds: its own message, if it left one, says why. The same command goes on from "
+                f"the last checkpoint. ({error})"
+            ) from error
 
     def sum(self, values: Tensor) -> Tensor:
         if self.world > 1:

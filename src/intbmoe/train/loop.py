@@ -67,6 +67,7 @@ def train(
             run.claim(recipe)
         if ranks.from_main(int(run.finished)):
             return run
+        stack.enter_context(ranks.losses_are_explained())
         stack.enter_context(_determinism(recipe.train.deterministic))
         training = Training(task, run, ranks, quiet)
         stack.callback(training.close)

@@ -3,6 +3,7 @@
 torch's distributed checkpointing, in its safetensors form, which pickles nothing.
 """
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def read_shards(folder: Path, targets: Mapping[str, Tensor]) -> None:
     """Into ``targets``, whole or sharded, in place; all ranks together."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     try:
-        dcp.load(dict(targets), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is meant
+            dcp.load(dict(targets), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
     except (dcp.CheckpointException, SafetensorError, OSError) as error:
         raise DamagedFileError(f"the shards in {folder} cannot be read back: {error}") from error
