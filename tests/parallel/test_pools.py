@@ -11,17 +11,21 @@ from messages import Messages
 from ranks import run_ranks
 
 CASES = {
-    "paper": {"rest": "fsdp"},
-    "masks and accumulation": {"accumulation": 3, "masked": True},
-    "recompute": {"recompute": True, "accumulation": 2},
-    "checkpointing": {"checkpointed": True, "accumulation": 2},
-    "no bias, linear, softmax": {"options": {"bias": False, "hypernetwork": "linear", "coefficients": "softmax"}},
-    "no norms, no filter": {"options": {"gate_norm": "none", "layer_norm": False, "filter": False}},
+    "paper": {"rest": "fsdp", "accumulation": 3},
+    "masks and recompute": {"recompute": True, "accumulation": 2, "masked": True},
+    "checkpointing": {
+        "checkpointed": True,
+        "accumulation": 2,
+        "options": {"bias": False, "hypernetwork": "linear", "coefficients": "softmax"},
+    },
 }
 MORE_CASES = {
     "accumulation beside fsdp": {"accumulation": 3, "rest": "fsdp", "masked": True},
     "recompute beside fsdp": {"recompute": True, "accumulation": 2, "rest": "fsdp"},
     "checkpointing and recompute": {"checkpointed": True, "recompute": True, "rest": "fsdp"},
+    "one micro-batch": {"masked": True},
+    "one micro-batch beside fsdp": {"rest": "fsdp"},
+    "no norms, no filter": {"options": {"gate_norm": "none", "layer_norm": False, "filter": False}},
     "one layer": {"options": {"hidden": ()}},
     "no gate": {"options": {"gate": False}},
     "no shared, fixed scale": {"options": {"shared": False, "learn_scale": False}},

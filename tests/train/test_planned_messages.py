@@ -12,7 +12,8 @@ from intbmoe.train import train
 from messages import Messages
 from ranks import run_ranks
 
-WAYS = [("intbmoe", "ddp"), ("intbmoe", "fsdp"), ("intbmoe", "pools"), ("switch", "ddp"), ("switch", "fsdp")]
+WAYS = [("intbmoe", "ddp"), ("intbmoe", "fsdp"), ("intbmoe", "pools")]
+MORE_WAYS = [*WAYS, ("switch", "ddp"), ("switch", "fsdp")]
 
 
 def recipe_of(method, parallel, experts=3):
@@ -21,7 +22,7 @@ def recipe_of(method, parallel, experts=3):
     return replace(recipe, moe=replace(recipe.moe, experts=experts))
 
 
-def measure(rank, world, root):
+def measure(rank, world, root, ways):
     """Bytes that the second step sends, and bytes of weights, gradients and moments after it."""
     from intbmoe.train.step import Stepper
 
@@ -35,7 +36,7 @@ def measure(rank, world, root):
         return result
 
     Stepper.take = counted
-    for way in WAYS:
+    for way in ways:
         train(recipe_of(*way), root / way[1], quiet=True)
     return found
 
@@ -48,44 +49,48 @@ def held(stepper):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return run_ranks(2, measure, tmp_path_factory.mktemp("planned"))
+    return run_ranks(2, measure, tmp_path_factory.mktemp("planned"), WAYS)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return count_recipe(recipe_of("intbmoe", "pools"))
 
 
 @pytest.mark.slow
-def test_four_ranks_hold_and_send_what_was_planned(tmp_path):
-    assert_planned(run_ranks(4, measure, tmp_path), 4)
+@pytest.mark.parametrize("world", [2, 4])
+def test_more_ranks_and_methods_hold_and_send_what_was_planned(tmp_path, planned, world):
+    switch = count_recipe(recipe_of("switch", "fsdp"))
+    assert_planned(run_ranks(world, measure, tmp_path, MORE_WAYS), world, {"intbmoe": planned, "switch": switch})
 
 
-def test_ranks_hold_and_send_what_was_planned(two):
-    assert_planned(two, 2)
+def test_ranks_hold_and_send_what_was_planned(two, planned):
+    assert_planned(two, 2, {"intbmoe": planned})
 
 
-def assert_planned(found, world):
-    for way in WAYS:
-        counted = count_recipe(recipe_of(*way))
+def assert_planned(found, world, planned):
+    for way in found[0]:
+        counted = planned[way[0]]
         sent, states = found[0][way]
         assert sent == pytest.approx(sent_bytes(counted, way[1], world), abs=1), way
         assert states == state_bytes(counted, way[1], world), way
 
 
-def test_one_process_holds_it_all_and_sends_nothing():
-    counted = count_recipe(recipe_of("intbmoe", "pools"))
-    assert {sent_bytes(counted, scheme, 1) for scheme in ("ddp", "fsdp", "pools", "experts")} == {0}
-    assert len({state_bytes(counted, scheme, 1) for scheme in ("ddp", "fsdp", "pools")}) == 1
+def test_one_process_holds_it_all_and_sends_nothing(planned):
+    assert {sent_bytes(planned, scheme, 1) for scheme in ("ddp", "fsdp", "pools", "experts")} == {0}
+    assert len({state_bytes(planned, scheme, 1) for scheme in ("ddp", "fsdp", "pools")}) == 1
 
 
-def test_pools_sends_less_from_the_break_even_on():
-    counted = count_recipe(recipe_of("intbmoe", "pools"))
-    turn = break_even_experts(counted, 2)
+def test_pools_sends_less_from_the_break_even_on(planned):
+    turn = break_even_experts(planned, 2)
     assert turn > 2
-    less, more = (counted.with_experts(2 * (turn // 2) + extra) for extra in (-2, 2))
+    less, more = (planned.with_experts(2 * (turn // 2) + extra) for extra in (-2, 2))
     assert sent_bytes(less, "fsdp", 2) < sent_bytes(less, "pools", 2)
     assert sent_bytes(more, "fsdp", 2) > sent_bytes(more, "pools", 2)
     assert sent_bytes(less, "pools", 2) == sent_bytes(more, "pools", 2)
 
 
-def test_messages_that_wait_are_added_to_the_computing():
-    counted = count_recipe(recipe_of("intbmoe", "pools"))
+def test_messages_that_wait_are_added_to_the_computing(planned):
     for scheme, together in (("fsdp", max), ("pools", lambda *parts: sum(parts))):
-        found = estimate(counted, scheme, 4, bandwidth=1, tflops=1e-3)
+        found = estimate(planned, scheme, 4, bandwidth=1, tflops=1e-3)
         assert found.step == together(found.computing, found.sending)
