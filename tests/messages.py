@@ -23,11 +23,11 @@ class Messages(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def bytes(self, world):
-        """Of messages that grow with the model; float64 ones are losses and counts, single ones norms."""
+        """Of messages that grow with the model: float64 ones are losses and counts, short ones norms and statistics."""
         factors = {"gather": world - 1, "scatter": (world - 1) / world, "reduce": 2 * (world - 1) / world}
         total = 0
         for name, dtype, entries in self.sent:
-            if dtype.is_floating_point and dtype != torch.float64 and entries > 1:
+            if dtype.is_floating_point and dtype != torch.float64 and entries > 8:
                 kind = next(kind for kind in factors if kind in name)
                 total += factors[kind] * entries * dtype.itemsize
         return total

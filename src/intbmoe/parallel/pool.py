@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
@@ -29,6 +28,8 @@ from intbmoe.ops.backend import Backend
 from intbmoe.ops.compose import Coefficients, compose
 from intbmoe.parts.pool import Pool
 from intbmoe.precision import wide
+
+collectives = torch.ops._c10d_functional  # their Python functions were renamed between versions of torch
 
 
 def shard_pools(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -233,7 +234,7 @@ def _gather(own: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
     each = -(-width // ranks)
     if own.shape[1] < each:
         own = nn.functional.pad(own, (0, 0, 0, each - own.shape[1]))
-    slices = collectives.wait_tensor(collectives.all_gather_tensor(own.contiguous(), 0, group))
+    slices = collectives.wait_tensor(collectives.all_gather_into_tensor(own.contiguous(), ranks, group.group_name))
     slices = slices.unflatten(0, (ranks, -1))
     return torch.cat([slices[rank, :, : _size(rank, each, width)] for rank in range(ranks)], dim=1)
 
@@ -245,7 +246,7 @@ def _scatter(grad: Tensor, group: dist.ProcessGroup, own: int) -> Tensor:
     if width < ranks * each:
         grad = nn.functional.pad(grad, (0, 0, 0, ranks * each - width))
     slices = grad.unflatten(1, (ranks, each)).movedim(1, 0).flatten(0, 1)
-    mine = collectives.wait_tensor(collectives.reduce_scatter_tensor(slices, "sum", 0, group))
+    mine = collectives.wait_tensor(collectives.reduce_scatter_tensor(slices, "sum", ranks, group.group_name))
     return mine[:, :own].contiguous()
 
 
