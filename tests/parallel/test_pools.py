@@ -167,11 +167,19 @@ def refuse(rank, world):
         except RuntimeError as error:
             messages.append(f"{attempt}: {error}")
             parallel.abandon_step(shared.model)
+    frozen = Shared(rank, world, {}, "ddp").model
+    for parameter in (*parallel.pool_parameters(frozen), *frozen.mixture.hypernetwork.value.parameters()):
+        parameter.requires_grad_(False)
+    (frozen(torch.randn(2, 4, DIM, dtype=torch.float64)).sum() + intbmoe.aux_loss(frozen)).backward()
+    with torch.inference_mode():
+        frozen.eval()(torch.randn(2, 4, DIM, dtype=torch.float64))
+    messages.append(float(frozen.mixture.hypernetwork.gate.weight.grad.abs().sum()))
     return messages
 
 
 def test_what_cannot_be_shared_out_says_so():
-    conditioned, without, changed = run_ranks(2, refuse)[0]
+    conditioned, without, changed, gate = run_ranks(2, refuse)[0]
     assert "mixture has conditioning_dim=3" in conditioned
     assert "Linear holds no IntBMoE" in without
     assert changed.startswith("1: the pool was changed while gradients")
+    assert gate > 0  # the gate's coefficients learn where all else that composes is frozen

@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoE
@@ -118,17 +118,15 @@ def count_recipe(recipe: Recipe) -> Counted:
     size = 2 if settings.precision == "bfloat16" else WIDE
     with torch.device("meta"):
         model = task.make_model().eval()
+        layers = [layer for _, layer in moe_layers(model)]
+        executed = {layer: layer.quantities().execution for layer in layers}
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")  # on the meta device FLOPs could not be counted
         inputs = task.example_inputs()
-        layers = [layer for _, layer in moe_layers(model)]
         # Which choices are of padding, or how many there are, only numbers would say: all count, or as many as usual.
         chooses = bool(layers) and layers[0].choices is not None and recipe.moe.name != "expert_choice"
-        active = layers[0].quantities().execution if chooses else None
-        try:
-            flops = training_flops(model, inputs, settings.device_batch or settings.batch, active)
-        except DataDependentOutputException as error:
-            raise ValueError(f"what {recipe.moe.name} computes depends on its training: plan another method") from error
+        active = executed[layers[0]] if chooses else None
+        flops = training_flops(model, inputs, settings.device_batch or settings.batch, active)
         tokens = _tokens(model, inputs)
         mixtures = [layer for layer in layers if isinstance(layer, IntBMoE)]
         routed = [layer for layer in layers if isinstance(layer, RoutedLayer)]
@@ -138,7 +136,7 @@ def count_recipe(recipe: Recipe) -> Counted:
         units = [[p for p in block.parameters() if p not in apart] for block in stacked_blocks(model)]
         inside = {p for unit in units for p in unit}
         root = [p for p in model.parameters() if p not in apart | inside]
-        chosen = sum(layer.quantities().execution * layer.config.dim for layer in (*mixtures, *routed))
+        chosen = sum(executed[layer] * layer.config.dim for layer in (*mixtures, *routed))
         return Counted(
             rest=(*(_tensors(unit) for unit in units), _tensors(root, gathers=1)),
             pools=tuple(shape for layer in mixtures for shape in _pool_shapes(layer, size)),

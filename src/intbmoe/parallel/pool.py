@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoE
@@ -49,10 +49,11 @@ def shard_pools(model: nn.Module, mesh: DeviceMesh) -> None:
                 f"{name} has conditioning_dim={layer.config.conditioning_dim}: each rank composes a slice of all "
                 f"ranks' blocks, so their conditioning would have to be equal; use FSDP2 or DDP"
             )
+        if isinstance(layer.pools[0], ShardedPool):
+            raise ValueError(f"{name}: its pools are shared out already, call shard_pools once")
         for pool in layer.pools:
-            if not isinstance(pool, ShardedPool):
-                pool.__class__ = ShardedPool
-                pool.share_out(mesh)
+            pool.__class__ = ShardedPool
+            pool.share_out(mesh)
         layer.register_forward_pre_hook(_drop_composed)
         layer.register_forward_hook(_stop_dropping, always_call=True)
     pools = pool_parameters(model)
@@ -92,13 +93,18 @@ class ShardedPool(Pool):
         self.group, self.sync = mesh.get_group(), True
         self.kept: dict[tuple, _Composition] = {}  # of the step's micro-batches, while more are to come
         self.awaited: list[_Composition] = []  # of this forward, whose blocks are dropped at its end
+        rank, ranks = mesh.get_local_rank(), mesh.size()
         for name, parameter in list(self.named_parameters(recurse=False)):
-            # Every rank has the same whole: it keeps its part, and nothing is sent.
-            part = distribute_tensor(parameter.detach(), mesh, [Shard(1)], src_data_rank=None)
-            part = nn.Parameter(part, requires_grad=parameter.requires_grad)
-            # The slice in memory of its own, or the whole would stay with it.
-            part._local_tensor = part._local_tensor.clone(memory_format=torch.contiguous_format)
-            setattr(self, name, part)
+            # Every rank has the same whole, and nothing is sent. Only the slice goes to the mesh's device, in memory of
+            # its own, or the whole would stay with it.
+            width = parameter.shape[1]
+            each = -(-width // ranks)
+            own = parameter.detach().narrow(1, min(rank * each, width), _size(rank, each, width))
+            device = own.device if own.device.type == mesh.device_type else mesh.device_type
+            own = own.to(device, copy=True, memory_format=torch.contiguous_format)
+            whole = {"shape": parameter.shape, "stride": parameter.stride()}
+            part = DTensor.from_local(own, mesh, [Shard(1)], run_check=False, **whole)
+            setattr(self, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
     @torch.compiler.disable
     def forward(
@@ -123,8 +129,9 @@ class ShardedPool(Pool):
     ) -> Tensor:
         """The K blocks (K, i, P·o) of all ranks' slices."""
         width, own = pool.shape[1], pool.to_local()
-        make = partial(_Composition, self, alpha, own, width, dtype, backend)
-        if not (torch.is_grad_enabled() and (own.requires_grad or alpha.value.requires_grad)):
+        make = partial(_Composition, self, alpha, own, width, dtype, backend if own.numel() else "tiled")
+        learned = any(tensor is not None and tensor.requires_grad for tensor in (alpha.value, alpha.gate, own))
+        if not (torch.is_grad_enabled() and learned):
             return make(drops=False).blocks()
         key = of, dtype, backend
         composition = self._kept(key, own)
@@ -134,7 +141,10 @@ class ShardedPool(Pool):
                 self.awaited.append(composition)
             elif not self.sync:
                 self.kept[key] = composition
-        return _Compose.apply(composition, alpha.value, alpha.gate, own)
+        blocks = _Compose.apply(composition, alpha.value, alpha.gate, own)
+        if self.sync and not recompute and key not in self.kept:
+            composition.hand_over()
+        return blocks
 
     def _kept(self, key: tuple, own: Tensor) -> "_Composition | None":
         """What the step's earlier micro-batches composed, if there were any."""
@@ -165,7 +175,8 @@ class _Composition:
         self.pool, self.width, self.drops, self.version = pool, width, drops, own._version
         self.grad: Tensor | None = None  # of the blocks, from micro-batches before the last
         inputs = [None if tensor is None else tensor.detach() for tensor in (alpha.value, alpha.gate, own)]
-        needed = [tensor is not None and tensor.requires_grad for tensor in (alpha.value, alpha.gate, own)]
+        learns = torch.is_grad_enabled()
+        needed = [tensor is not None and tensor.requires_grad and learns for tensor in (alpha.value, alpha.gate, own)]
         self.inputs = [tensor.requires_grad_() if need else tensor for tensor, need in zip(inputs, needed, strict=True)]
         self.how = alpha.factor, dtype, backend
         self._own: Tensor | None = None  # this rank's slice of the blocks, with its graph, which keeps inputs alone
@@ -188,6 +199,10 @@ class _Composition:
         """Whether ``tensor`` is the blocks, or a view of them."""
         blocks = self._blocks
         return blocks is not None and blocks.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+    def hand_over(self) -> None:
+        """Leave the blocks to whoever got them: activation checkpointing frees what nobody else holds."""
+        self._blocks = None
 
     def drop(self) -> None:
         self._own = self._blocks = None
