@@ -80,8 +80,8 @@ class CheckpointFolder:
         with full_disk_is_explained(folder, kept), replacing_folder(folder, sync=True) as beside:
             sums = {}
             for part in PARTS:
-                kept = {name: value for name, value in checkpoint.tensors[part].items() if not is_sharded(value)}
-                content = pack_tensors(kept)
+                tensors = checkpoint.tensors[part].items()
+                content = pack_tensors({name: value for name, value in tensors if not is_sharded(value)})
                 write_bytes(beside / f"{part}.safetensors", content)
                 sums[f"{part}.safetensors"] = digest(content)
             if sharded:
