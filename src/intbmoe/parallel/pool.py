@@ -40,7 +40,7 @@ def shard_pools(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh has {mesh.ndim} dimensions: pools are cut over one, take mesh['name of it']")
-    layers = [(name, layer) for name, layer in moe_layers(model) if isinstance(layer, IntBMoE)]
+    layers = [(name or "the model", layer) for name, layer in moe_layers(model) if isinstance(layer, IntBMoE)]
     if not layers:
         raise ValueError(f"{type(model).__name__} holds no IntBMoE, so it has no pools to share out: use FSDP2 or DDP")
     for name, layer in layers:
@@ -116,19 +116,27 @@ class ShardedPool(Pool):
         recompute: bool,
     ) -> Tensor:
         if of == "weights":
-            return self._gathered(alpha, self.weight, "weights", dtype, backend, recompute)
+            how = "weights", dtype, backend
+            return self._gathered(alpha, self.weight.to_local(), self.weight.shape[1], *how, recompute)
         if self.bias is None:
             return self._biases(alpha, backend)
         # As a pool of one column: its entries are then the second dimension, as those of weights are. No kernel for it.
         plain = "naive" if backend == "naive" else "tiled"
-        blocks = self._gathered(alpha, self.bias.unsqueeze(2), "biases", wide(self.bias).dtype, plain, False)
+        own = self.bias.to_local().unsqueeze(2)
+        blocks = self._gathered(alpha, own, self.bias.shape[1], "biases", wide(own).dtype, plain, False)
         return blocks.transpose(1, 2).flatten(1).contiguous()
 
     def _gathered(
-        self, alpha: Coefficients, pool: Tensor, of: str, dtype: torch.dtype, backend: Backend, recompute: bool
+        self,
+        alpha: Coefficients,
+        own: Tensor,
+        width: int,
+        of: str,
+        dtype: torch.dtype,
+        backend: Backend,
+        recompute: bool,
     ) -> Tensor:
-        """The K blocks (K, i, P·o) of all ranks' slices."""
-        width, own = pool.shape[1], pool.to_local()
+        """The K blocks (K, i, P·o) of all ranks' slices, this one's being ``own`` (E, i_r, o)."""
         make = partial(_Composition, self, alpha, own, width, dtype, backend if own.numel() else "tiled")
         learned = any(tensor is not None and tensor.requires_grad for tensor in (alpha.value, alpha.gate, own))
         if not (torch.is_grad_enabled() and learned):
