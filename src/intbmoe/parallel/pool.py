@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import Function, once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoE
@@ -90,6 +90,8 @@ class ShardedPool(Pool):
     """A pool of which this rank has a slice, biases included; ``shard_pools`` makes one of a ``Pool``."""
 
     def share_out(self, mesh: DeviceMesh) -> None:
+        from torch.distributed.tensor import DTensor, Shard  # takes a second, which a run of one process need not wait
+
         self.group, self.sync = mesh.get_group(), True
         self.kept: dict[tuple, _Composition] = {}  # of the step's micro-batches, while more are to come
         self.awaited: list[_Composition] = []  # of this forward, whose blocks are dropped at its end
@@ -106,7 +108,7 @@ class ShardedPool(Pool):
             part = DTensor.from_local(own, mesh, [Shard(1)], run_check=False, **whole)
             setattr(self, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
-    @torch.compiler.disable
+    @_disable_dynamo  # as torch.compiler.disable, which would import the compiler right here
     def forward(
         self,
         alpha: Coefficients,

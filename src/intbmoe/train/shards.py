@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from intbmoe.train.errors import DamagedFileError
 
@@ -22,11 +20,17 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """All ranks together, into an empty folder."""
+    import torch.distributed.checkpoint as dcp  # slow to import, and needed by sharded runs alone
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
     dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
 def read_shards(folder: Path, targets: Mapping[str, Tensor]) -> None:
     """Into ``targets``, whole or sharded, in place; all ranks together."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     try:
         with warnings.catch_warnings():
