@@ -1,8 +1,8 @@
 """The command line. A new command is one function in ``commands/`` and one entry in ``COMMANDS``.
 
-``train`` and ``compare`` take a recipe and any of its settings as options, so their parser depends on the recipe: they
-get their arguments unparsed (``overrides.py``). ``--plugin FILE``, anywhere, names a Python file with tasks or methods
-of your own (docs/adding-a-task.md).
+``train``, ``compare`` and ``plan`` take a recipe and any of its settings as options, so their parser depends on the
+recipe: they get their arguments unparsed (``overrides.py``). ``--plugin FILE``, anywhere, names a Python file with
+tasks or methods of your own (docs/adding-a-task.md).
 """
 
 import os
@@ -18,7 +18,7 @@ from intbmoe.commands.greeting import greet
 from intbmoe.commands.looking import analyse, cost, doctor, methods, recipes
 from intbmoe.commands.serving import export, generate, serve
 from intbmoe.commands.terminal import explained
-from intbmoe.commands.training import compare, demo, evaluate, prepare, train
+from intbmoe.commands.training import compare, demo, evaluate, plan, prepare, train
 from intbmoe.registry import add_plugin
 from intbmoe.version import program_version
 
@@ -27,6 +27,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "compare": compare,
     "demo": demo,
+    "plan": plan,
     "analyse": analyse,
     "export": export,
     "generate": generate,
@@ -37,7 +38,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "cost": cost,
     "doctor": doctor,
 }
-TAKE_A_RECIPE = ("train", "compare")
+TAKE_A_RECIPE = ("train", "compare", "plan")
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -1,63 +1,86 @@
-"""Two gloo ranks train as one process does, replicated (DDP) and sharded (FSDP2)."""
+"""Two gloo ranks train as one process does: replicated (DDP), sharded (FSDP2), and with their pools shared out."""
 
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_task import assert_close_metrics, still, tiny_recipe
 
 from intbmoe.train import RunDirectory, train
 from intbmoe.train.files import read_tensors
+from intbmoe.train.resume import CheckpointFolder
 from ranks import run_ranks
 
 METHODS = ("deepseek", "remoe", "dynmoe", "mass", "intbmoe", "switch")
 
 
-def recipe_of(method):
-    return still(tiny_recipe(method, log_every=1, eval_every=0.6))
+def recipe_of(method, **train):
+    return still(tiny_recipe(method, log_every=1, eval_every=0.6, **train))
+
+
+def pools_recipe():
+    """Two micro-batches a step, and clipping that always acts."""
+    return recipe_of("intbmoe", parallel="pools", device_batch=2, clip=0.05)
 
 
 def train_on_ranks(rank, world, root):
-    """All trainings in one start: replicated, sharded, sharded with an interruption, and what refuses to be sharded."""
+    """All trainings in one start: replicated, sharded, pools, with an interruption, and what refuses to be sharded."""
+    be_rank(rank, world)
+    for method in METHODS:
+        train(recipe_of(method), root / "replicated", quiet=True)
+    train(pools_recipe(), root / "pools", quiet=True)
+    with stopping_at(8):  # after a checkpoint of step 6
+        train(pools_recipe(), root / "resumed", quiet=True)
+    if rank == 0:
+        shutil.copytree(root / "resumed", root / "alone later")
+    dist.barrier()
+    train(pools_recipe(), root / "resumed", quiet=True)
+    refusals = {"switch": refusal(recipe_of("switch", parallel="pools"), root)}
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    train(recipe_of("intbmoe"), root / "sharded", quiet=True)
+    return refusals | {method: refusal(recipe_of(method), root) for method in ("dynmoe", "mass")}
+
+
+def be_rank(rank, world):
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), OMP_NUM_THREADS="1"
     )
-    for method in METHODS:
-        train(recipe_of(method), root / "replicated", quiet=True)
-    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
-    train(recipe_of("intbmoe"), root / "sharded", quiet=True)
-    interrupted(recipe_of("intbmoe"), root / "resumed")
-    refusals = {}
-    for method in ("dynmoe", "mass"):
-        try:
-            train(recipe_of(method), root / "refused", quiet=True)
-        except RuntimeError as error:
-            refusals[method] = str(error)
-    return refusals
 
 
-def interrupted(recipe, root):
-    """Fail after step 7, with a checkpoint of step 6, and go on."""
+def refusal(recipe, root):
+    try:
+        train(recipe, root / "refused", quiet=True)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def stopping_at(last):
+    """Fail before step ``last``."""
     from intbmoe.train.step import Stepper
 
     take = Stepper.take
 
     def fail(self, step, *arguments):
-        if step == 8:
+        if step == last:
             raise InterruptedError
         return take(self, step, *arguments)
 
     Stepper.take = fail
     try:
-        train(recipe, root, quiet=True)
+        yield
     except InterruptedError:
         pass
     finally:
         Stepper.take = take
-    train(recipe, root, quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -92,17 +115,74 @@ def test_shards_train_as_replicas_do(runs):
     assert_close_models(sharded, replicated)
 
 
+def test_shared_out_pools_train_as_one_process_does(runs, tmp_path):
+    single = train(replace_parallel(pools_recipe(), "ddp"), tmp_path, quiet=True)
+    both = RunDirectory.of(pools_recipe(), runs[0] / "pools")
+    assert_close_metrics(both, single)
+    assert_close_models(both, single)
+    assert both.result["params"] == single.result["params"]
+
+
 def test_shards_resume_bit_for_bit(runs):
-    recipe = recipe_of("intbmoe")
-    straight, resumed = (RunDirectory.of(recipe, runs[0] / kind) for kind in ("sharded", "resumed"))
-    for name in ("model.safetensors", "metrics.jsonl", "checkpoints/step-00000010/optimizer.safetensors"):
+    straight, resumed = (RunDirectory.of(pools_recipe(), runs[0] / kind) for kind in ("pools", "resumed"))
+    for name in ("model.safetensors", "metrics.jsonl"):
         assert (straight.path / name).read_bytes() == (resumed.path / name).read_bytes(), name
+    shards = sorted((straight.path / "checkpoints/step-00000010/shards").iterdir())
+    assert len(shards) == 2
+    for shard in shards:  # whose header has its names in any order
+        ours, theirs = read_tensors(shard), read_tensors(resumed.path / shard.relative_to(straight.path))
+        assert ours.keys() == theirs.keys()
+        assert any(name.startswith("optimizer/") and name.endswith("/exp_avg") for name in ours)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_growing_pools_refuse_to_be_sharded(runs):
+def test_one_process_goes_on_with_what_two_ranks_began(runs):
+    straight, begun = (RunDirectory.of(pools_recipe(), runs[0] / kind) for kind in ("pools", "alone later"))
+    shards = begun.path / "checkpoints/step-00000006/shards"
+    assert [path.suffix for path in shards.iterdir()] == [".safetensors"] * 2  # nothing is pickled
+    assert not begun.finished
+    assert_close_models(train(pools_recipe(), runs[0] / "alone later", quiet=True), straight)
+
+
+def test_a_damaged_shard_is_passed_over(runs, tmp_path):
+    run = shutil.copytree(RunDirectory.of(pools_recipe(), runs[0] / "pools").path, tmp_path / "run")
+    folder = CheckpointFolder(run / "checkpoints", keep=2)
+    newest = folder.folder(10)
+    shard = min((newest / "shards").iterdir())
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    messages = []
+    assert folder.load_newest(messages.append).step == 9
+    assert f"{shard} is missing, truncated or altered" in messages[0]
+
+
+def replace_parallel(recipe, parallel):
+    return replace(recipe, train=replace(recipe.train, parallel=parallel))
+
+
+def test_what_cannot_be_sharded_says_so(runs):
     for refusals in runs[1]:
-        assert set(refusals) == {"dynmoe", "mass"}
-        assert all("which is sharded" in message for message in refusals.values())
+        assert "train.parallel='pools' does not fit this model, take 'fsdp'" in refusals["switch"]
+        assert all("which is sharded" in refusals[method] for method in ("dynmoe", "mass"))
+
+
+def go_on(rank, world, root, last):
+    be_rank(rank, world)
+    with stopping_at(last):
+        train(pools_recipe(), root, quiet=True)
+
+
+@pytest.mark.slow
+def test_four_ranks_then_one_then_two(tmp_path):
+    straight = train(replace_parallel(pools_recipe(), "ddp"), tmp_path / "straight", quiet=True)
+    run_ranks(4, go_on, tmp_path, 4)
+    run = RunDirectory.of(pools_recipe(), tmp_path)
+    assert len(list((run.path / "checkpoints/step-00000003/shards").iterdir())) == 4
+    with stopping_at(8):
+        train(pools_recipe(), tmp_path, quiet=True)
+    assert not (run.path / "checkpoints/step-00000006/shards").exists()  # one process has it all
+    run_ranks(2, go_on, tmp_path, 99)
+    assert_close_models(run, straight)
+    assert_close_metrics(run, straight)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import tyro
 from intbmoe.checks import did_you_mean
 from intbmoe.commands.device import use_device
 from intbmoe.commands.terminal import explained, say
+from intbmoe.settings import Checked, Positive, PositiveInt
 
 Unparsed = tyro.conf.Positional[list[str]]
 
@@ -129,6 +130,41 @@ def demo(no_browser: bool = False) -> None:
     say(f"the report: {report}")
     if not no_browser:
         webbrowser.open(report.as_uri())
+
+
+@dataclass(frozen=True)
+class PlanOptions(Checked):
+    """What ``plan`` takes beside the recipe's settings."""
+
+    devices: PositiveInt = 8
+    """How many."""
+    memory: Positive = 80.0
+    """GB of one device."""
+    bandwidth: Positive = 400.0
+    """Gbit/s that a device sends: 400 for one network card of that kind each, thousands inside a machine."""
+    tflops: Positive = 300.0
+    """TFLOP/s that a device really reaches in training, not what it is sold for."""
+    picture: Path | None = None
+    """Where to draw the bytes against experts, tokens and devices, .png or .svg."""
+    markdown: bool = False
+    """Print Markdown."""
+    json: bool = False
+    """Print JSON."""
+
+
+def plan(args: Unparsed) -> None:
+    """Plan a training on many devices: intbmoe plan RECIPE --devices 64 --memory 80 --bandwidth 400.
+
+    Counts memory and bytes of a step for ddp, fsdp, pools and expert parallelism, and says which to take.
+    """
+    with explained(KeyError, ValueError, OSError, ModuleNotFoundError):
+        from intbmoe.analysis.scaling_report import print_plan
+        from intbmoe.commands.overrides import parse_recipe
+
+        recipe, options = parse_recipe("plan", PlanOptions(), args, _first_line(plan))
+        form = "json" if options.json else "markdown" if options.markdown else "text"
+        rates = options.devices, options.memory, options.bandwidth, options.tflops
+        print_plan(recipe, *rates, options.picture, form)
 
 
 def prepare(

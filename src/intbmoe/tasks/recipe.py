@@ -78,6 +78,11 @@ class TrainSettings(Checked):
     """Compile the Transformer's blocks, once for all that are alike; evaluation stays as it is."""
     capture: bool = False
     """Record forward and backward as a CUDA graph and replay it: several times faster for small models on one GPU."""
+    parallel: Literal["ddp", "fsdp", "pools"] = "ddp"
+    """What each of several ranks holds: the whole model; shards of it (FSDP2); of IntBMoE, a slice of every pool, which
+    sends composed blocks in place of experts, and shards of the rest."""
+    patience: Positive = 600.0
+    """Seconds that a rank waits for the others before the run ends with an error."""
     seed: int = 0
     """Of initial weights, the order of the data and everything else that is drawn."""
     eval_every: Positive = 1.0

@@ -1,25 +1,34 @@
 """Devices and ranks: where the model lives, how it is replicated or sharded, and sums over all ranks.
 
-Started plainly there is one process; under ``torchrun`` there are many, each with the whole model (DDP), or with
-shards of it (FSDP2) where ``ACCELERATE_USE_FSDP=true FSDP_VERSION=2`` is set, as ``accelerate launch`` does.
-accelerate finds the device and the process group, replicates and casts. Sharding calls torch's ``fully_shard`` itself:
-accelerate (1.15) silently skips FSDP where the ranks have no GPU, and a single path for both can be tested.
+Started plainly there is one process; under ``torchrun`` there are many, and ``train.parallel`` says what each holds:
+the whole model (``ddp``), shards of it (``fsdp``, which is FSDP2; ``ACCELERATE_USE_FSDP=true FSDP_VERSION=2``, as
+``accelerate launch`` sets them, means the same), or slices of the pools and shards of the rest (``pools``, see
+``intbmoe.parallel``). accelerate finds the device and the process group, replicates and casts. Sharding calls torch's
+``fully_shard`` itself: accelerate (1.15) silently skips FSDP where the ranks have no GPU, and a single path for both
+can be tested.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch._functorch.config
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from intbmoe.layer import moe_layers
+from intbmoe.parallel import pool_parameters, set_requires_gradient_sync, shard_pools
 from intbmoe.tasks.recipe import TrainSettings
-from intbmoe.train.errors import TrainingError
+from intbmoe.train.errors import LostRankError, TrainingError
+
+LOST = ("closed by peer", "reset by peer", "broken pipe", "timed out waiting", "connection refused")
+"""In what gloo says when a rank is gone or silent."""
 
 
 def stacked_blocks(model: nn.Module) -> list[nn.Module]:
@@ -48,29 +57,35 @@ def compile_in_place(model: nn.Module) -> None:
 class Ranks:
     """All processes of a training, seen from one of them."""
 
-    def __init__(self, precision: str = "float32") -> None:
+    def __init__(self, precision: str = "float32", parallel: str = "ddp", patience: float = 600.0) -> None:
         # accelerate keeps one state per process and refuses another precision: a later run may have one.
         AcceleratorState._reset_state()
         self.accelerator = Accelerator(
-            cpu=not torch.cuda.is_available(), mixed_precision="bf16" if precision == "bfloat16" else "no"
+            cpu=not torch.cuda.is_available(),
+            mixed_precision="bf16" if precision == "bfloat16" else "no",
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=patience))],
         )
+        self.patience = patience
         self.autocast, self.wait = self.accelerator.autocast, self.accelerator.wait_for_everyone
         self.device: torch.device = self.accelerator.device
         self.world: int = self.accelerator.num_processes
         self.rank: int = self.accelerator.process_index
         self.main: bool = self.accelerator.is_main_process
-        self.sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-        if self.sharded:
+        self.parallel = parallel if self.world > 1 else "ddp"
+        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
             if os.environ.get("FSDP_VERSION") != "2":
                 raise TrainingError("ACCELERATE_USE_FSDP is set: only FSDP2 is supported, set FSDP_VERSION=2 too")
             if not dist.is_initialized():
                 raise TrainingError("FSDP2 needs a process group: start with torchrun")
+            self.parallel = "fsdp" if self.parallel == "ddp" else self.parallel
+        self.sharded = self.parallel != "ddp"
 
     def place(self, model: nn.Module, settings: TrainSettings) -> nn.Module:
         """The model on this rank's device, compiled if asked, replicated or sharded. Names of parameters stay."""
-        model.to(self.device)
         if self.sharded:
             self._shard(model)
+        else:
+            model.to(self.device)
         if settings.compile:
             compile_in_place(model)
         if self.sharded or self.world == 1:
@@ -83,17 +98,46 @@ class Ranks:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(self.device.type, (self.world,))
+        if self.parallel == "pools":
+            try:
+                shard_pools(model, mesh)  # while the model is on the CPU: no device ever holds a whole pool
+            except ValueError as error:
+                raise TrainingError(f"train.parallel='pools' does not fit this model, take 'fsdp': {error}") from error
+        model.to(self.device)
+        how = {"mesh": mesh, "ignored_params": pool_parameters(model), "shard_placement_fn": self._placement}
         for block in stacked_blocks(model):
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(block, **how)
+        fully_shard(model, **how)
+
+    def _placement(self, parameter: nn.Parameter) -> Any:
+        """A dimension that the ranks divide: of eight stacked experts in 64 shards, 56 would be sent as padding."""
+        from torch.distributed.tensor import Shard
+
+        return next((Shard(place) for place, size in enumerate(parameter.shape) if size % self.world == 0), None)
 
     @contextmanager
     def accumulating(self, model: nn.Module, last: bool) -> Iterator[None]:
         """Gradients are exchanged in the backward of a step's last micro-batch only."""
         if self.sharded:
             model.set_requires_gradient_sync(last)
+            set_requires_gradient_sync(model, last)
         with nullcontext() if last or self.sharded or self.world == 1 else model.no_sync():
             yield
+
+    @contextmanager
+    def losses_are_explained(self) -> Iterator[None]:
+        """Turn what a message to a rank that is gone or silent raises into an error that says so."""
+        try:
+            yield
+        except RuntimeError as error:  # gloo has no class of its own
+            told = str(error).lower()
+            if self.world == 1 or not (isinstance(error, dist.DistError) or any(word in told for word in LOST)):
+                raise
+            raise LostRankError(
+                f"rank {self.rank} has lost another rank, which has ended or has not answered for train.patience="
+                f"{self.patience:g} seconds: its own message, if it left one, says why. The same command goes on from "
+                f"the last checkpoint. ({error})"
+            ) from error
 
     def sum(self, values: Tensor) -> Tensor:
         if self.world > 1:

@@ -23,6 +23,10 @@ class CaptureError(TrainingError):
     """The step cannot be recorded as a CUDA graph."""
 
 
+class LostRankError(TrainingError):
+    """Another rank has ended, or does not answer."""
+
+
 class DiskFullError(TrainingError):
     """Nothing more can be written."""
 

@@ -31,6 +31,7 @@ from intbmoe.train.metrics import MetricsLog, Window, mean_load, take_loads
 from intbmoe.train.origin import describe_origin, require_same_origin
 from intbmoe.train.progress import TrainingProgress
 from intbmoe.train.resume import (
+    Checkpoint,
     CheckpointFolder,
     Standing,
     edited_state_is_explained,
@@ -39,6 +40,7 @@ from intbmoe.train.resume import (
     restore,
 )
 from intbmoe.train.run import RunDirectory, RunLock, describe_environment
+from intbmoe.train.shards import is_sharded
 from intbmoe.train.signals import StopRequest
 from intbmoe.train.step import StepResult
 
@@ -68,7 +70,7 @@ def train(
     task = make_task(recipe)
     recipe = task.resolve()
     run = RunDirectory.of(recipe, root)
-    ranks = Ranks(recipe.train.precision)
+    ranks = Ranks(recipe.train.precision, recipe.train.parallel, recipe.train.patience)
     with ExitStack() as stack:
         if ranks.main:
             run.path.mkdir(parents=True, exist_ok=True)
@@ -76,6 +78,7 @@ def train(
             run.claim(recipe)
         if ranks.from_main(int(run.finished)):
             return run
+        stack.enter_context(ranks.losses_are_explained())
         stack.enter_context(_determinism(recipe.train.deterministic))
         said = stack.enter_context(_threads(recipe.train.threads, run, ranks))
         training = Training(task, run, ranks, quiet, said)
@@ -115,7 +118,8 @@ class Training:
         if step < 0:
             return Standing(), step
         with edited_state_is_explained(self.checkpoints.folder(step)):
-            return restore(found or self.checkpoints.load(step), unwrap(self.model), self.optimizer), step
+            found = found or self.checkpoints.load(step, check_shards=False)
+            return restore(found, unwrap(self.model), self.optimizer), step
 
     def save(self) -> None:
         """Write a checkpoint of the last step, unless there is one."""
@@ -125,13 +129,22 @@ class Training:
         if self.log is not None:
             self.at.lengths = self.log.sync()
         checkpoint = make_checkpoint(self.at, self._epoch(), unwrap(self.model), self.optimizer, self.origin)
-        for name, _ in unwrap(self.model).named_parameters():
-            if not checkpoint.tensors["model"][name].isfinite().all():
-                raise NonFiniteLossError(f"step {self.at.step}: the weights {name} are not finite; they are not saved")
+        self._require_finite(checkpoint)
+        self.checkpoints.save_shards(checkpoint, self.ranks)
         if self.ranks.main:
             self.checkpoints.save(checkpoint)
         self.saved_step = self.at.step
         self.ranks.wait()
+
+    def _require_finite(self, checkpoint: Checkpoint) -> None:
+        """Raises, on all ranks, where a weight of any of them is not finite: such a checkpoint would never go on."""
+        names = [name for name, _ in unwrap(self.model).named_parameters()]
+        parts = (checkpoint.tensors["model"][name] for name in names)
+        local = (part.to_local() if is_sharded(part) else part for part in parts)
+        bad = self.ranks.sum(torch.stack([~part.isfinite().all() for part in local]).float())
+        if bad.any():
+            name = names[int(bad.argmax())]
+            raise NonFiniteLossError(f"step {self.at.step}: the weights {name} are not finite; they are not saved")
 
     def go_on(self, stop: StopRequest) -> None:
         settings, plan, at = self.settings, self.plan, self.at
@@ -234,7 +247,7 @@ class Training:
         """Evaluate on the test split, unless ``_look`` did so all along, and write the results."""
         best = self.settings.report == "best"
         test = self.at.best if best else self._evaluate("test")
-        tensors = model_tensors(unwrap(self.model))
+        tensors = model_tensors(unwrap(self.model), keep=self.ranks.main)
         if self.ranks.main:
             self.log.sync()
             weights = pack_tensors(tensors)

@@ -5,11 +5,13 @@
                               statistics.safetensors   load counts since the last line of metrics
                               state.json               where the run stands, what it is of (``origin.py``), and the
                                                        SHA-256 of every file
+                              shards/                  of a model in shards: what each rank held of the first two
 
 Nothing is pickled. A kill at any moment leaves the last whole checkpoint: a folder gets its name only when everything
 in it is on the disk, older ones go after that, and one that was damaged later is passed over with a message.
 """
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -22,14 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.checks import require_state
-from intbmoe.files import digest, remove_folder, replacing_folder, to_json, write_bytes
+from intbmoe.files import digest, file_digest, remove_folder, replacing_folder, to_json, write_bytes
 from intbmoe.layer import moe_layers
-from intbmoe.train.distribution import assign, whole
+from intbmoe.train.distribution import Ranks, assign, whole
 from intbmoe.train.errors import DamagedFileError, TrainingError
 from intbmoe.train.files import full_disk_is_explained, pack_tensors, read_json, read_tensors
 from intbmoe.train.metrics import Window
+from intbmoe.train.shards import is_sharded, read_shards, write_shards
 
 FORMAT = 1
+SHARDED_FORMAT = 2  # with ``shards/``, whose tensors state.json lists
 PARTS = ("model", "optimizer", "statistics")
 
 
@@ -38,6 +42,12 @@ class Checkpoint:
     step: int  # optimizer steps done
     tensors: Mapping[str, Mapping[str, Tensor]]  # tensors by name, for each of ``PARTS``
     state: Mapping[str, Any]  # everything else, as plain JSON values
+    shards: Path | None = None  # where those tensors are that were read back without numbers, on the meta device
+
+    def sharded(self) -> dict[str, Tensor]:
+        """The tensors that ranks share, as <part>/<name>."""
+        found = ((f"{part}/{name}", value) for part in PARTS for name, value in self.tensors[part].items())
+        return {name: value for name, value in found if is_sharded(value)}
 
 
 class CheckpointFolder:
@@ -51,30 +61,60 @@ class CheckpointFolder:
     def folder(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
 
+    def _aside(self, step: int) -> Path:
+        return self.path / f".{self.folder(step).name}.shards"
+
+    def save_shards(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
+        """All ranks together, before one of them calls ``save``: each writes its part of what is sharded."""
+        sharded, aside = checkpoint.sharded(), self._aside(checkpoint.step)
+        if sharded:
+            if ranks.main:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+            ranks.wait()
+            with full_disk_is_explained(aside, "the checkpoints before it are whole; free some space and start again"):
+                write_shards(aside, sharded)
+
     def save(self, checkpoint: Checkpoint) -> Path:
-        folder = self.folder(checkpoint.step)
+        folder, sharded = self.folder(checkpoint.step), checkpoint.sharded()
         kept = f"the checkpoints before it are whole (steps {self.steps() or 'none'}); free some space and start again"
         # A folder of this name is damaged, or its step would not have been reached a second time.
         with full_disk_is_explained(folder, kept), replacing_folder(folder, sync=True) as beside:
             sums = {}
             for part in PARTS:
-                content = pack_tensors(checkpoint.tensors[part])
+                tensors = checkpoint.tensors[part].items()
+                content = pack_tensors({name: value for name, value in tensors if not is_sharded(value)})
                 write_bytes(beside / f"{part}.safetensors", content)
                 sums[f"{part}.safetensors"] = digest(content)
-            entries = {"format": FORMAT, "step": checkpoint.step, **checkpoint.state, "sha256": sums}
+            if sharded:
+                os.rename(self._aside(checkpoint.step), beside / "shards")
+                sums |= {f"shards/{path.name}": file_digest(path) for path in sorted((beside / "shards").iterdir())}
+            entries = {
+                "format": SHARDED_FORMAT if sharded else FORMAT,
+                "step": checkpoint.step,
+                **checkpoint.state,
+                "sha256": sums,
+            }
+            if sharded:
+                described = {name: [list(v.shape), str(v.dtype).removeprefix("torch.")] for name, v in sharded.items()}
+                entries["sharded"] = described
             write_bytes(beside / "state.json", to_json({**entries, "checksum": digest(to_json(entries))}))
         for step in self.steps()[: -self.keep]:
             remove_folder(self.folder(step))
         return folder
 
-    def load(self, step: int) -> Checkpoint:
-        """The checkpoint of a step; anything wrong with it is a ``DamagedFileError`` that names the file."""
+    def load(self, step: int, check_shards: bool = True) -> Checkpoint:
+        """The checkpoint of a step; anything wrong with it is a ``DamagedFileError`` that names the file.
+
+        Without ``check_shards`` the sharded tensors' files are left to another rank to check.
+        """
         folder = self.folder(step)
         path = folder / "state.json"
         state = read_json(path)
-        if not isinstance(state, dict) or state.get("format") != FORMAT:
+        if not isinstance(state, dict) or state.get("format") not in (FORMAT, SHARDED_FORMAT):
             found = state.get("format") if isinstance(state, dict) else None
-            raise DamagedFileError(f"{path} has format {found!r}: this version of intbmoe reads format {FORMAT}")
+            known = f"formats {FORMAT} and {SHARDED_FORMAT}"
+            raise DamagedFileError(f"{path} has format {found!r}: this version of intbmoe reads {known}")
         checksum = state.pop("checksum", None)
         if checksum != digest(to_json(state)) or state.get("step") != step:
             raise DamagedFileError(f"{path} is altered: its checksum or step does not fit")
@@ -82,7 +122,14 @@ class CheckpointFolder:
         if not isinstance(sums, dict) or not all(f"{part}.safetensors" in sums for part in PARTS):
             raise DamagedFileError(f"{path} is altered: it lacks the SHA-256 of a file")
         tensors = {part: read_tensors(folder / f"{part}.safetensors", sums[f"{part}.safetensors"]) for part in PARTS}
-        return Checkpoint(step, tensors, state)
+        shards = folder / "shards" if state["format"] == SHARDED_FORMAT else None
+        for name, (shape, dtype) in state.pop("sharded", {}).items():
+            part, _, tensor = name.partition("/")
+            tensors[part][tensor] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name in (name for name in sums if check_shards and name.startswith("shards/")):
+            if not (folder / name).is_file() or file_digest(folder / name) != sums[name]:
+                raise DamagedFileError(f"{folder / name} is missing, truncated or altered: its SHA-256 does not fit")
+        return Checkpoint(step, tensors, state, shards)
 
     def load_newest(self, tell: Callable[[str], None]) -> Checkpoint | None:
         """The newest whole checkpoint; None if there never was one. ``tell`` gets a message about each damaged one."""
@@ -139,11 +186,11 @@ def make_checkpoint(
     optimizer: torch.optim.Optimizer,
     origin: Mapping[str, Any],
 ) -> Checkpoint:
-    """A checkpoint of a running training. With a sharded model all ranks must call this together."""
+    """A checkpoint of a running training; what is sharded stays so, this rank's part."""
     tensors = {
-        "model": model_tensors(model),
+        "model": model.state_dict(),
         "optimizer": {
-            f"{name}/{quantity}": whole(value)
+            f"{name}/{quantity}": value if is_sharded(value) else whole(value)
             for name, parameter in model.named_parameters()
             for quantity, value in sorted(optimizer.state.get(parameter, {}).items())
         },
@@ -172,15 +219,20 @@ def make_checkpoint(
     return Checkpoint(standing.step, tensors, state)
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, whole and by name. With a sharded model all ranks must call this together."""
-    return {name: whole(value) for name, value in model.state_dict().items()}
+def model_tensors(model: nn.Module, keep: bool) -> dict[str, Tensor]:
+    """Parameters and buffers, whole and by name, on the rank that keeps them.
+
+    With a sharded model all ranks must call this together: one tensor at a time is made whole.
+    """
+    tensors = ((name, whole(value)) for name, value in model.state_dict().items())
+    return {name: value.cpu() for name, value in tensors if keep}
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Standing:
     """Put a checkpoint's tensors back, whose names and shapes must be exactly those of the model."""
-    restore_model(model, checkpoint.tensors["model"], f"the checkpoint of step {checkpoint.step}")
-    _restore_optimizer(model, optimizer, checkpoint.tensors["optimizer"])
+    source = f"the checkpoint of step {checkpoint.step}"
+    restore_model(model, checkpoint.tensors["model"], source, checkpoint.shards)
+    _restore_optimizer(model, optimizer, checkpoint.tensors["optimizer"], checkpoint.shards)
     state = checkpoint.state
     for name, layer in moe_layers(model):
         prefix, device = f"{name}/", next(layer.parameters()).device
@@ -193,7 +245,7 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
     return Standing(checkpoint.step, state["seconds"], window, state["valid"], lengths, *best)
 
 
-def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str, shards: Path | None = None) -> None:
     tensors = dict(tensors)
     for name, layer in moe_layers(model):
         layer.fit_state(tensors, f"{name}." if name else "")
@@ -203,17 +255,28 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) 
     except (KeyError, ValueError) as error:
         raise TrainingError(f"{source} is of another model: {error.args[0]}") from error
     for name, target in own.items():
-        assign(target, tensors[name])
+        if not tensors[name].is_meta:
+            assign(target, tensors[name])
+    if shards is not None:
+        read_shards(shards, {f"model/{name}": target for name, target in own.items() if tensors[name].is_meta})
 
 
-def _restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+def _restore_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], shards: Path | None
+) -> None:
     parameters = dict(model.named_parameters())
+    sharded = {}
     for key, value in tensors.items():
         name, _, quantity = key.rpartition("/")
         parameter = parameters[name]
         if value.shape == parameter.shape and quantity != "step":
             state = torch.zeros_like(parameter, requires_grad=False)
-            assign(state, value)
+            if value.is_meta:
+                sharded[f"optimizer/{key}"] = state
+            else:
+                assign(state, value)
         else:
             state = value.to(parameter.device)
         optimizer.state[parameter][quantity] = state
+    if shards is not None:
+        read_shards(shards, sharded)

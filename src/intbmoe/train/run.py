@@ -37,8 +37,11 @@ from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingErr
 from intbmoe.train.files import full_disk_is_explained, read_json
 from intbmoe.zoo import find_in_zoo, in_zoo
 
-FREE_TO_CHANGE = ("train.workers", "train.threads", "train.checkpoint_every", "train.keep_checkpoints", "seeds")
-"""Settings that may differ when a run goes on: they change nothing that is computed, or (threads) its rounding."""
+FREE_TO_CHANGE = (
+    "train.workers", "train.threads", "train.checkpoint_every", "train.keep_checkpoints", "train.parallel",
+    "train.patience", "seeds",
+)  # fmt: skip
+"""Settings that may differ when a run goes on: like the number of ranks, they change nothing but rounding."""
 PACKAGES = ("intbmoe", "torch", "accelerate", "safetensors", "numpy", "timm", "torchvision", "scikit-learn")
 """Those whose versions a result may depend on."""
 

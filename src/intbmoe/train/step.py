@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.layer import moe_layers, unwrap
+from intbmoe.parallel.gradients import global_norm, local, scale_to
 from intbmoe.steps import after_step, aux_loss, before_step
 from intbmoe.tasks.base import Batch, Task
 from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.capture import CapturedBackward
-from intbmoe.train.distribution import Ranks, whole
+from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import NonFiniteLossError, TrainingError
 
 
@@ -61,14 +62,14 @@ class Stepper:
         self._require_finite(step, "loss", loss, f"the auxiliary loss is {aux:g}")
         self._require_finite(step, "auxiliary loss", aux, f"the loss is {loss:g}")
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        torch._foreach_div_(gradients, units)
+        torch._foreach_div_([local(gradient) for gradient in gradients], units)
         if self.mixed:
             before_step(self.model, self.optimizer, lambda: self._reevaluate(batches) / units)
-        norm = whole(torch.nn.utils.get_total_norm(gradients))
+        norm = global_norm(gradients)
         grad_norm = float(norm)
         self._require_finite(step, "gradient's norm", grad_norm, f"the loss is {loss:g}")
         if self.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
+            scale_to(gradients, self.clip, norm)
         self.optimizer.step()
         if self.mixed:
             after_step(self.model, self.optimizer)

@@ -1,0 +1,252 @@
+"""What a recipe's training step holds and sends on R devices: ``ddp``, ``fsdp``, ``pools``, and expert parallelism.
+
+Counted, on a model without storage: parameters, FLOPs and tokens. From them follows, exactly, what every rank sends of
+parameters and gradients (a test counts the messages of two ranks): a gather or scatter of n numbers sends n·(R−1)/R of
+them, an all-reduce twice that. With a micro-batches in a step, P parameters, of which all but the last FSDP2 unit's are
+gathered for forward and backward, and composed blocks of C numbers:
+
+    ddp      2 P             in float32: one all-reduce of the gradients
+    fsdp     (2a + 1) P      in float32: gathered for each micro-batch, forward and backward; scattered once
+    pools    2 C             in the compute type, once a step; the parameters that are no pools as with fsdp
+    experts  4 T k d         in the compute type: T tokens of a rank to their k experts and back, forward and backward,
+                             if the tokens are spread evenly; everything but the experts as with fsdp
+
+C = P_c·K·D: D weights of one expert, K blocks, P_c = 2 paths with the gate, 1 without. It does not depend on E.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from intbmoe.layer import moe_layers
+from intbmoe.methods.intbmoe import IntBMoE
+from intbmoe.parts.experts import RoutedLayer
+from intbmoe.recipes.compute import training_flops
+from intbmoe.tasks import make_task
+from intbmoe.tasks.recipe import Recipe
+from intbmoe.train.distribution import stacked_blocks
+
+Scheme = Literal["ddp", "fsdp", "pools", "experts"]
+WIDE = 4  # bytes of a weight, a gradient or a moment
+OVERLAPPED = ("ddp", "fsdp")  # whose messages go on while layers compute; those of the others wait
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Parameters that are treated alike: their shapes, and how often FSDP2 gathers them for a micro-batch."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    gathers: int = 2
+
+    @property
+    def count(self) -> int:
+        return sum(map(prod, self.shapes))
+
+    def padded(self, devices: int) -> int:
+        """Numbers that are really sent: a tensor of which no dimension is divisible is filled up in its first."""
+        whole = (prod(s) if any(n % devices == 0 for n in s) else prod(s[1:]) * _up(s[0], devices) for s in self.shapes)
+        return sum(whole)
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """One pool of a layer, cut along i: weights (E, i, o), or biases (E, i), which have o = 1."""
+
+    experts: int
+    inputs: int
+    outputs: int
+    blocks: int
+    paths: int
+    bytes: int  # of a composed number
+    bias: bool = False
+
+    @property
+    def parameter(self) -> tuple[int, ...]:
+        return (self.experts, self.inputs) if self.bias else (self.experts, self.inputs, self.outputs)
+
+    def composed(self, devices: int) -> int:
+        return self.blocks * _up(self.inputs, devices) * self.paths * self.outputs
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A recipe's model and step."""
+
+    rest: tuple[Tensors, ...]  # what is neither pool nor routed expert
+    pools: tuple[PoolShape, ...]
+    experts: Tensors  # of sparse methods
+    choices: int  # Σ over mixture layers of k·d: numbers a token sends to its experts
+    tokens: int  # of one example in a mixture layer
+    flops: float  # of one example's forward
+    batch: int  # examples of a step, over all devices
+    device_batch: int | None
+    bytes: int  # of a number in the compute type
+
+    def micro_batches(self, devices: int) -> int:
+        share = -(-self.batch // devices)
+        return -(-share // min(self.device_batch or share, share))
+
+    def with_experts(self, experts: int) -> "Counted":
+        return replace(self, pools=tuple(replace(pool, experts=experts) for pool in self.pools))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one device and one step."""
+
+    scheme: Scheme
+    memory: int  # bytes of weights, gradients, both moments, and blocks or units that are whole
+    sent: int  # bytes
+    computing: float  # seconds
+    sending: float
+
+    @property
+    def step(self) -> float:
+        together = max if self.scheme in OVERLAPPED else lambda *parts: sum(parts)
+        return together(self.computing, self.sending)
+
+
+def count_recipe(recipe: Recipe) -> Counted:
+    """Build and run the recipe's model on tensors without numbers."""
+    task = make_task(recipe)
+    settings = recipe.train
+    size = 2 if settings.precision == "bfloat16" else WIDE
+    with torch.device("meta"):
+        model = task.make_model().eval()
+        layers = [layer for _, layer in moe_layers(model)]
+        executed = {layer: layer.quantities().execution for layer in layers}
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")  # on the meta device FLOPs could not be counted
+        inputs = task.example_inputs()
+        # Which choices are of padding, or how many there are, only numbers would say: all count, or as many as usual.
+        chooses = bool(layers) and layers[0].choices is not None and recipe.moe.name != "expert_choice"
+        active = executed[layers[0]] if chooses else None
+        flops = training_flops(model, inputs, settings.device_batch or settings.batch, active)
+        tokens = _tokens(model, inputs)
+        mixtures = [layer for layer in layers if isinstance(layer, IntBMoE)]
+        routed = [layer for layer in layers if isinstance(layer, RoutedLayer)]
+        pools = [parameter for layer in mixtures for parameter in layer.pools.parameters()]
+        experts = [parameter for layer in routed for parameter in layer.experts.parameters()]
+        apart = set(pools + experts)
+        units = [[p for p in block.parameters() if p not in apart] for block in stacked_blocks(model)]
+        inside = {p for unit in units for p in unit}
+        root = [p for p in model.parameters() if p not in apart | inside]
+        chosen = sum(executed[layer] * layer.config.dim for layer in (*mixtures, *routed))
+        return Counted(
+            rest=(*(_tensors(unit) for unit in units), _tensors(root, gathers=1)),
+            pools=tuple(shape for layer in mixtures for shape in _pool_shapes(layer, size)),
+            experts=_tensors(experts),
+            choices=chosen,
+            tokens=tokens,
+            flops=flops,
+            batch=settings.batch,
+            device_batch=settings.device_batch,
+            bytes=size,
+        )
+
+
+def _tensors(parameters: Sequence[nn.Parameter], gathers: int = 2) -> Tensors:
+    return Tensors(tuple(tuple(p.shape) for p in parameters if p.requires_grad), gathers)
+
+
+def _pool_shapes(layer: IntBMoE, size: int) -> list[PoolShape]:
+    c = layer.config
+    weights = [PoolShape(c.experts, *p.weight.shape[1:], c.blocks, c.paths, size) for p in layer.pools]
+    biases = [PoolShape(c.experts, p.bias.shape[1], 1, c.blocks, c.paths, WIDE, True) for p in layer.pools if c.bias]
+    return weights + biases
+
+
+def _tokens(model: nn.Module, inputs: tuple) -> int:
+    """Of one example, in the first mixture; 0 without one."""
+    seen: list[int] = []
+    layers = [layer for _, layer in moe_layers(model)]
+    hooks = [layer.register_forward_pre_hook(lambda _, x: seen.append(prod(x[0].shape[:-1]))) for layer in layers]
+    with torch.no_grad():
+        model(*inputs)
+    for hook in hooks:
+        hook.remove()
+    return seen[0] if seen else 0
+
+
+def schemes_of(counted: Counted) -> list[Scheme]:
+    """Those that this model has; expert parallelism is for comparison only, the library does not run it."""
+    return ["ddp", "fsdp", *(["pools"] if counted.pools else []), *(["experts"] if counted.choices else [])]
+
+
+def sent_bytes(counted: Counted, scheme: Scheme, devices: int, tokens: int | None = None) -> int:
+    """By one device in one step; ``tokens`` of a device in place of the recipe's."""
+    whole = Tensors(_pool_tensors(counted).shapes + counted.experts.shapes)
+    micro = counted.micro_batches(devices)
+    share = (devices - 1) / devices
+    if scheme == "ddp":
+        return round(share * WIDE * 2 * (whole.count + sum(unit.count for unit in counted.rest)))
+
+    def fsdp(unit: Tensors) -> float:
+        return share * WIDE * (unit.gathers * micro + 1) * unit.padded(devices)
+
+    total = sum(map(fsdp, counted.rest))
+    if scheme == "fsdp":
+        return round(total + fsdp(whole))
+    if scheme == "pools":
+        return round(total + share * sum(2 * pool.bytes * pool.composed(devices) for pool in counted.pools))
+    own = counted.batch / devices * counted.tokens if tokens is None else tokens
+    return round(total + share * counted.bytes * 4 * own * counted.choices)
+
+
+def break_even_experts(counted: Counted, devices: int) -> int:
+    """The number of bases from which on ``pools`` sends less than ``fsdp``; what ``pools`` sends has no E in it."""
+    pools = sent_bytes(counted, "pools", devices)
+    one, two = (sent_bytes(counted.with_experts(devices * n), "fsdp", devices) for n in (1, 2))
+    return max(1, 1 + int((pools - (2 * one - two)) / ((two - one) / devices)))
+
+
+def break_even_tokens(counted: Counted, devices: int) -> int:
+    """Tokens of a device from which on ``pools`` sends less than tokens sent to their experts would be."""
+    none = sent_bytes(counted, "experts", devices, tokens=0)
+    each = (sent_bytes(counted, "experts", devices, tokens=10**6) - none) / 10**6
+    return 1 + int((sent_bytes(counted, "pools", devices) - none) / each)
+
+
+def state_bytes(counted: Counted, scheme: Scheme, devices: int) -> int:
+    """Of weights, gradients and both moments, in float32, on the device that holds most of them."""
+    pools, rest = _pool_tensors(counted), sum(unit.padded(devices) for unit in counted.rest)
+    if scheme == "ddp":
+        own = pools.count + counted.experts.count + sum(unit.count for unit in counted.rest)
+    elif scheme == "pools":
+        sliced = sum(pool.experts * _up(pool.inputs, devices) * pool.outputs for pool in counted.pools)
+        own = (sliced + counted.experts.padded(devices) + rest) // devices
+    else:
+        own = (pools.padded(devices) + counted.experts.padded(devices) + rest) // devices
+    return 4 * WIDE * own
+
+
+def passing_bytes(counted: Counted, scheme: Scheme, devices: int) -> int:
+    """What is whole for a while: FSDP2's largest unit, weights and gradients; composed blocks, kept for backward."""
+    unit = max((unit.count for unit in counted.rest), default=0) if scheme != "ddp" else 0
+    if scheme == "fsdp":  # pools and experts are parts of their layers' units
+        unit += (_pool_tensors(counted).count + counted.experts.count) // max(1, len(counted.rest) - 1)
+    blocks = sum(pool.bytes * pool.composed(devices) for pool in counted.pools) if scheme != "experts" else 0
+    return 2 * WIDE * unit + blocks
+
+
+def _pool_tensors(counted: Counted) -> Tensors:
+    return Tensors(tuple(pool.parameter for pool in counted.pools))
+
+
+def estimate(
+    counted: Counted, scheme: Scheme, devices: int, bandwidth: float, tflops: float, tokens: int | None = None
+) -> Estimate:
+    """``bandwidth`` in Gbit/s of a device, ``tflops`` that a device really reaches; backward is twice a forward."""
+    sent = sent_bytes(counted, scheme, devices, tokens)
+    held = state_bytes(counted, scheme, devices) + passing_bytes(counted, scheme, devices)
+    computing = 3 * counted.flops * counted.batch / devices / (tflops * 1e12)
+    return Estimate(scheme, held, sent, computing, sent * 8 / (bandwidth * 1e9))
+
+
+def _up(number: int, devices: int) -> int:
+    return -(-number // devices) * devices

@@ -1,0 +1,121 @@
+"""``intbmoe plan``: the table of ways to train a recipe on many devices, which to take, and the picture."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from intbmoe.analysis.cost_report import Form, require_matplotlib
+from intbmoe.analysis.scaling import (
+    OVERLAPPED,
+    Counted,
+    Estimate,
+    break_even_experts,
+    break_even_tokens,
+    count_recipe,
+    estimate,
+    schemes_of,
+)
+from intbmoe.report.tables import Table
+from intbmoe.tasks.recipe import Recipe
+
+TITLES = {
+    "ddp": "ddp: whole model on each",
+    "fsdp": "fsdp: FSDP2",
+    "pools": "pools: slices of pools, FSDP2",
+    "experts": "expert parallelism: not in this library",
+}
+GB = 1e9
+
+
+def print_plan(
+    recipe: Recipe, devices: int, memory: float, bandwidth: float, tflops: float, picture: Path | None, form: Form
+) -> None:
+    if picture is not None:
+        require_matplotlib()
+    counted = count_recipe(recipe)
+    rows = [estimate(counted, scheme, devices, bandwidth, tflops) for scheme in schemes_of(counted)]
+    plan_table(recipe, counted, rows, devices, memory, bandwidth, tflops).print(form)
+    if picture is not None:
+        from intbmoe.analysis.drawing.quantities import save_picture
+        from intbmoe.analysis.drawing.scaling import draw_scaling
+
+        save_picture(draw_scaling(counted, recipe, devices), picture)
+        sys.stderr.write(f"drawn: {picture}\n")
+
+
+def plan_table(
+    recipe: Recipe,
+    counted: Counted,
+    rows: Sequence[Estimate],
+    devices: int,
+    memory: float,
+    bandwidth: float,
+    tflops: float,
+) -> Table:
+    best = choose(rows, memory)
+    records = [
+        {
+            "scheme": row.scheme,
+            "memory_bytes": row.memory,
+            "fits": row.memory <= memory * GB,
+            "sent_bytes": row.sent,
+            "computing_seconds": row.computing,
+            "sending_seconds": row.sending,
+            "step_seconds": row.step,
+            "taken": row is best,
+        }
+        for row in rows
+    ]
+    cells = [
+        [
+            TITLES[row.scheme],
+            f"{row.memory / GB:.2f}{'' if row.memory <= memory * GB else ' too much'}",
+            f"{row.sent / GB:.3f}",
+            f"{row.computing * 1e3:.1f}",
+            f"{row.sending * 1e3:.1f}",
+            f"{row.step * 1e3:.1f}",
+        ]
+        for row in rows
+    ]
+    header = ["way", "memory (GB)", "sent a step (GB)", "computing (ms)", "sending (ms)", "step (ms)"]
+    title = f"{recipe.name}, {recipe.moe.name}: one of {devices} devices, {bandwidth:g} Gbit/s, {tflops:g} TFLOP/s"
+    marked = frozenset(place for place, row in enumerate(rows) if row is best)
+    return Table.of_texts(
+        title, header, cells, notes=notes(counted, rows, best, devices), marked=marked, records=records
+    )
+
+
+def choose(rows: Sequence[Estimate], memory: float) -> Estimate | None:
+    """The fastest of those that fit and that the library has."""
+    fitting = [row for row in rows if row.scheme != "experts" and row.memory <= memory * GB]
+    return min(fitting, key=lambda row: row.step, default=None)
+
+
+def notes(counted: Counted, rows: Sequence[Estimate], best: Estimate | None, devices: int) -> list[str]:
+    found = []
+    if best is None:
+        found.append("Nothing fits: take more devices, or a smaller model.")
+    else:
+        found.append(f"Take --train.parallel {best.scheme}: the shortest step of those that fit.")
+    by_scheme = {row.scheme: row for row in rows}
+    pools, fsdp = by_scheme.get("pools"), by_scheme["fsdp"]
+    if pools is not None and devices > 1:
+        less = pools.sent < fsdp.sent
+        found.append(
+            f"pools sends {'less' if less else 'MORE'} than fsdp here, where E = {counted.pools[0].experts}: it sends "
+            f"less from E = {break_even_experts(counted, devices)} on."
+        )
+        own = round(counted.batch / devices * counted.tokens)
+        turn = break_even_tokens(counted, devices)
+        found.append(
+            f"A sparse mixture of the same d and k that sends its tokens to their experts would send "
+            f"{'more' if own > turn else 'LESS'} than pools: a device has {own:,} tokens a step, and pools sends less "
+            f"from {turn:,} on."
+        )
+    waits = [TITLES[row.scheme].split(":")[0] for row in rows if row.scheme not in OVERLAPPED]
+    found.append(
+        "Memory is of weights, gradients, AdamW's moments and what is gathered for a while; activations come on top. "
+        "Bytes are exact; times are estimates, FLOPs and bytes over the rates given"
+        + (f"; messages of {' and '.join(waits)} do not hide behind computing." if waits else ".")
+    )
+    return found

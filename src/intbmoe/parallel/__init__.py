@@ -1,0 +1,17 @@
+"""Many devices: pools cut along their entries, composed slice by slice, gathered as K blocks (docs/scaling.md).
+
+mesh = init_device_mesh("cuda", (world,))
+parallel.shard_pools(model, mesh)                                    # each rank keeps its slice of every expert base
+fully_shard(model, mesh=mesh, ignored_params=parallel.pool_parameters(model))    # or DDP, which ignores them by itself
+…
+parallel.set_requires_gradient_sync(model, last)                     # of micro-batches; not needed without accumulation
+parallel.clip_grad_norm(model.parameters(), 1.0)
+"""
+
+from intbmoe.parallel.gradients import clip_grad_norm, global_norm, local
+from intbmoe.parallel.pool import ShardedPool, abandon_step, pool_parameters, set_requires_gradient_sync, shard_pools
+
+__all__ = [
+    "ShardedPool", "abandon_step", "clip_grad_norm", "global_norm", "local", "pool_parameters",
+    "set_requires_gradient_sync", "shard_pools",
+]  # fmt: skip

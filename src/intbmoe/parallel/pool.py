@@ -1,0 +1,322 @@
+"""Pools that are shared out over ranks along their entries.
+
+A composed block is a weighted sum over the E bases, entry by entry. So rank r keeps the entries (E, i_r, o) of every
+base, composes its slice (K, i_r, P·o) of all blocks, and one all-gather makes them whole (K, i, P·o). Backward is one
+reduce-scatter of their gradient. What is sent depends on K, never on E or on the tokens, and nothing on the data.
+
+Gradients are as data parallelism that averages over ranks (FSDP2, DDP) expects them. With G the sum over ranks of the
+gradients of the composed blocks, a slice of the pool gets 1/R of its share of G: the average, final. Coefficients,
+which all ranks have, get from each rank what its slice contributes, times R: the average over ranks, which FSDP2 or
+DDP takes of everything before them, is then the sum of all slices' contributions. No message of their own is needed.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd.function import Function, once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+
+from intbmoe.layer import moe_layers
+from intbmoe.methods.intbmoe import IntBMoE
+from intbmoe.ops.backend import Backend
+from intbmoe.ops.compose import Coefficients, compose
+from intbmoe.parts.pool import Pool
+from intbmoe.precision import wide
+
+collectives = torch.ops._c10d_functional  # their Python functions were renamed between versions of torch
+
+
+def shard_pools(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep of every pool only this rank's slice, in place; all ranks call it, with equal weights, before training.
+
+    ``mesh`` has one dimension, over which the ranks have different tokens. Parameters keep their names and become
+    DTensors, so an optimizer that is made afterwards has state for its slice alone. Ranks need not divide the width.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh has {mesh.ndim} dimensions: pools are cut over one, take mesh['name of it']")
+    layers = [(name or "the model", layer) for name, layer in moe_layers(model) if isinstance(layer, IntBMoE)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} holds no IntBMoE, so it has no pools to share out: use FSDP2 or DDP")
+    for name, layer in layers:
+        if layer.config.conditioning_dim:
+            raise ValueError(
+                f"{name} has conditioning_dim={layer.config.conditioning_dim}: each rank composes a slice of all "
+                f"ranks' blocks, so their conditioning would have to be equal; use FSDP2 or DDP"
+            )
+        if isinstance(layer.pools[0], ShardedPool):
+            raise ValueError(f"{name}: its pools are shared out already, call shard_pools once")
+        for pool in layer.pools:
+            pool.__class__ = ShardedPool
+            pool.share_out(mesh)
+        layer.register_forward_pre_hook(_drop_composed)
+        layer.register_forward_hook(_stop_dropping, always_call=True)
+    pools = pool_parameters(model)
+    names = [name for name, parameter in model.named_parameters() if parameter in pools]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
+def pool_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Those of all shared-out pools: what FSDP2 must leave alone (``ignored_params``)."""
+    return {parameter for pool in _sharded(model) for parameter in pool.parameters()}
+
+
+def set_requires_gradient_sync(model: nn.Module, sync: bool) -> None:
+    """As FSDP2's method of this name: False before all but the last of a step's micro-batches, True before that.
+
+    Until then pools keep their composed blocks and add up their gradients, so a step gathers and scatters once. With
+    ``layer.recompute`` nothing is kept: every micro-batch gathers twice and scatters once.
+    """
+    for pool in _sharded(model):
+        pool.sync = sync
+
+
+def abandon_step(model: nn.Module) -> None:
+    """Forget the gradients of micro-batches whose last one will not come."""
+    for pool in _sharded(model):
+        pool.kept.clear()
+
+
+def _sharded(model: nn.Module) -> list["ShardedPool"]:
+    return [module for module in model.modules() if isinstance(module, ShardedPool)]
+
+
+class ShardedPool(Pool):
+    """A pool of which this rank has a slice, biases included; ``shard_pools`` makes one of a ``Pool``."""
+
+    def share_out(self, mesh: DeviceMesh) -> None:
+        from torch.distributed.tensor import DTensor, Shard  # takes a second, which a run of one process need not wait
+
+        self.group, self.sync = mesh.get_group(), True
+        self.kept: dict[tuple, _Composition] = {}  # of the step's micro-batches, while more are to come
+        self.awaited: list[_Composition] = []  # of this forward, whose blocks are dropped at its end
+        rank, ranks = mesh.get_local_rank(), mesh.size()
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            # Every rank has the same whole, and nothing is sent. Only the slice goes to the mesh's device, in memory of
+            # its own, or the whole would stay with it.
+            width = parameter.shape[1]
+            each = -(-width // ranks)
+            own = parameter.detach().narrow(1, min(rank * each, width), _size(rank, each, width))
+            device = own.device if own.device.type == mesh.device_type else mesh.device_type
+            own = own.to(device, copy=True, memory_format=torch.contiguous_format)
+            whole = {"shape": parameter.shape, "stride": parameter.stride()}
+            part = DTensor.from_local(own, mesh, [Shard(1)], run_check=False, **whole)
+            setattr(self, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+    @_disable_dynamo  # as torch.compiler.disable, which would import the compiler right here
+    def forward(
+        self,
+        alpha: Coefficients,
+        of: Literal["weights", "biases"],
+        dtype: torch.dtype,
+        backend: Backend,
+        recompute: bool,
+    ) -> Tensor:
+        if of == "weights":
+            how = "weights", dtype, backend
+            return self._gathered(alpha, self.weight.to_local(), self.weight.shape[1], *how, recompute)
+        if self.bias is None:
+            return self._biases(alpha, backend)
+        # As a pool of one column: its entries are then the second dimension, as those of weights are. No kernel for it.
+        plain = "naive" if backend == "naive" else "tiled"
+        own = self.bias.to_local().unsqueeze(2)
+        blocks = self._gathered(alpha, own, self.bias.shape[1], "biases", wide(own).dtype, plain, False)
+        return blocks.transpose(1, 2).flatten(1).contiguous()
+
+    def _gathered(
+        self,
+        alpha: Coefficients,
+        own: Tensor,
+        width: int,
+        of: str,
+        dtype: torch.dtype,
+        backend: Backend,
+        recompute: bool,
+    ) -> Tensor:
+        """The K blocks (K, i, P·o) of all ranks' slices, this one's being ``own`` (E, i_r, o)."""
+        make = partial(_Composition, self, alpha, own, width, dtype, backend if own.numel() else "tiled")
+        learned = any(tensor is not None and tensor.requires_grad for tensor in (alpha.value, alpha.gate, own))
+        if not (torch.is_grad_enabled() and learned):
+            return make(drops=False).blocks()
+        key = of, dtype, backend
+        composition = self._kept(key, own)
+        if composition is None:
+            composition = make(drops=recompute)
+            if recompute:
+                self.awaited.append(composition)
+            elif not self.sync:
+                self.kept[key] = composition
+        blocks = _Compose.apply(composition, alpha.value, alpha.gate, own)
+        if self.sync and not recompute and key not in self.kept:
+            composition.hand_over()
+        return blocks
+
+    def _kept(self, key: tuple, own: Tensor) -> "_Composition | None":
+        """What the step's earlier micro-batches composed, if there were any."""
+        found = self.kept.get(key)
+        if found is None or found.version == own._version:
+            return found
+        if found.grad is not None:
+            raise RuntimeError(
+                "the pool was changed while gradients of micro-batches were waiting for the step's last one: call "
+                "intbmoe.parallel.set_requires_gradient_sync(model, True) before that, or abandon_step(model)"
+            )
+        return self.kept.pop(key) and None
+
+
+class _Composition:
+    """K blocks composed from the ranks' slices: whole on every rank, or dropped until they are asked for again."""
+
+    def __init__(
+        self,
+        pool: ShardedPool,
+        alpha: Coefficients,
+        own: Tensor,
+        width: int,
+        dtype: torch.dtype,
+        backend: Backend,
+        drops: bool,
+    ) -> None:
+        self.pool, self.width, self.drops, self.version = pool, width, drops, own._version
+        self.grad: Tensor | None = None  # of the blocks, from micro-batches before the last
+        inputs = [None if tensor is None else tensor.detach() for tensor in (alpha.value, alpha.gate, own)]
+        learns = torch.is_grad_enabled()
+        needed = [tensor is not None and tensor.requires_grad and learns for tensor in (alpha.value, alpha.gate, own)]
+        self.inputs = [tensor.requires_grad_() if need else tensor for tensor, need in zip(inputs, needed, strict=True)]
+        self.how = alpha.factor, dtype, backend
+        self._own: Tensor | None = None  # this rank's slice of the blocks, with its graph, which keeps inputs alone
+        self._blocks: Tensor | None = None
+
+    def blocks(self) -> Tensor:
+        if self._blocks is None:
+            self._own = self._compose()
+            self._blocks = _gather(self._own.detach(), self.width, self.pool.group)
+        return self._blocks
+
+    def _compose(self) -> Tensor:
+        value, gate, own = self.inputs
+        factor, *how = self.how
+        # Whatever saves tensors in its own way around this (activation checkpointing) has nothing to save here.
+        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            return compose(Coefficients(value, gate, factor), own, *how)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is the blocks, or a view of them."""
+        blocks = self._blocks
+        return blocks is not None and blocks.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+    def hand_over(self) -> None:
+        """Leave the blocks to whoever got them: activation checkpointing frees what nobody else holds."""
+        self._blocks = None
+
+    def drop(self) -> None:
+        self._own = self._blocks = None
+
+    def collect(self, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of coefficients and slice, from all micro-batches; none as long as more are to come."""
+        if not (self.drops or self.pool.sync):
+            self.grad = wide(grad) + (0 if self.grad is None else self.grad)
+            return (None, None, None)
+        if self.grad is not None:
+            grad, self.grad = (self.grad + grad).to(grad.dtype), None
+        self.pool.kept = {key: kept for key, kept in self.pool.kept.items() if kept is not self}
+        ranks = dist.get_world_size(self.pool.group)
+        own = _scatter(grad, self.pool.group, self.inputs[2].shape[1]).div_(ranks)
+        needed = [tensor for tensor in self.inputs if tensor is not None and tensor.requires_grad]
+        composed = self._compose() if self._own is None else self._own
+        self.drop()
+        found = iter(torch.autograd.grad(composed, needed, own))
+        value, gate, slices = (
+            next(found) if tensor is not None and tensor.requires_grad else None for tensor in self.inputs
+        )
+        return (*(None if path is None else path * ranks for path in (value, gate)), slices)
+
+
+class _Compose(Function):
+    @staticmethod
+    def forward(ctx: Any, composition: _Composition, value: Tensor, gate: Tensor | None, own: Tensor) -> Tensor:
+        ctx.composition = composition
+        return composition.blocks().detach()  # a tensor of its own for each micro-batch's graph, on the same memory
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.composition.collect(grad))
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _gather(own: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's (K, i_r, c) → all ranks' (K, i, c). The slices of the last ranks may be smaller, or empty."""
+    ranks = dist.get_world_size(group)
+    each = -(-width // ranks)
+    if own.shape[1] < each:
+        own = nn.functional.pad(own, (0, 0, 0, each - own.shape[1]))
+    slices = collectives.wait_tensor(collectives.all_gather_into_tensor(own.contiguous(), ranks, group.group_name))
+    slices = slices.unflatten(0, (ranks, -1))
+    return torch.cat([slices[rank, :, : _size(rank, each, width)] for rank in range(ranks)], dim=1)
+
+
+def _scatter(grad: Tensor, group: dist.ProcessGroup, own: int) -> Tensor:
+    """(K, i, c) → this rank's ``own`` = i_r rows of the sum over ranks."""
+    ranks, width = dist.get_world_size(group), grad.shape[1]
+    each = -(-width // ranks)
+    if width < ranks * each:
+        grad = nn.functional.pad(grad, (0, 0, 0, ranks * each - width))
+    slices = grad.unflatten(1, (ranks, each)).movedim(1, 0).flatten(0, 1)
+    mine = collectives.wait_tensor(collectives.reduce_scatter_tensor(slices, "sum", ranks, group.group_name))
+    return mine[:, :own].contiguous()
+
+
+def _size(rank: int, each: int, width: int) -> int:
+    return max(0, min(each, width - rank * each))
+
+
+# ``layer.recompute``: autograd keeps the composition in place of the blocks, and asks for them again in backward.
+
+
+@dataclass(frozen=True)
+class _View:
+    composition: _Composition
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _drop_composed(layer: IntBMoE, _: Any) -> None:
+    layer._dropping = None
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if not layer.recompute or not torch.is_grad_enabled() or outer:
+        return  # activation checkpointing around the layer drops its blocks anyway
+
+    def pack(tensor: Tensor) -> Tensor | _View:
+        for pool in layer.pools:
+            for composition in pool.awaited:
+                if composition.holds(tensor):
+                    return _View(composition, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return tensor
+
+    def unpack(kept: Tensor | _View) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        return kept.composition.blocks().as_strided(kept.size, kept.stride, kept.offset)
+
+    layer._dropping = saved_tensors_hooks(pack, unpack)
+    layer._dropping.__enter__()
+
+
+def _stop_dropping(layer: IntBMoE, *_: Any) -> None:
+    if layer._dropping is not None:
+        layer._dropping.__exit__()
+        layer._dropping = None
+    for pool in layer.pools:
+        for composition in pool.awaited:
+            composition.drop()
+        pool.awaited.clear()

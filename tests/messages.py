@@ -1,0 +1,33 @@
+"""Count what ranks send to each other."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Messages(TorchDispatchMode):
+    """(operation, type, entries sent by this rank) of every message over the ranks."""
+
+    KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "allgather", "allreduce")
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__
+        if function.namespace in ("c10d", "_c10d_functional") and any(kind in name for kind in self.KINDS):
+            # c10d's own take (output, input, …); the functional ones (input, …).
+            source = args[1] if function.namespace == "c10d" and "base" in name else args[0]
+            source = source[0] if isinstance(source, list | tuple) else source
+            self.sent.append((name.split(".")[0].strip("_"), source.dtype, source.numel()))
+        return function(*args, **(kwargs or {}))
+
+    def bytes(self, world):
+        """Of messages that grow with the model: float64 ones are losses and counts, short ones norms and statistics."""
+        factors = {"gather": world - 1, "scatter": (world - 1) / world, "reduce": 2 * (world - 1) / world}
+        total = 0
+        for name, dtype, entries in self.sent:
+            if dtype.is_floating_point and dtype != torch.float64 and entries > 8:
+                kind = next(kind for kind in factors if kind in name)
+                total += factors[kind] * entries * dtype.itemsize
+        return total
