@@ -20,8 +20,10 @@ import uvicorn
 import uvloop
 
 from intbmoe.serve.connection import patient_protocol
+from intbmoe.serve.decoders import DecoderHost, Decoders, forked_host
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, ServedVersion
+from intbmoe.serve.loading import Opened
 from intbmoe.serve.messages import Lines, reason, to_line
 from intbmoe.serve.metrics import FrontMetrics
 from intbmoe.serve.settings import Settings
@@ -39,7 +41,10 @@ class OtherVersionError(RuntimeError):
 
 
 class FrontProcess:
-    def __init__(self, settings: Settings, listener: socket.socket, when: str, control: socket.socket) -> None:
+    def __init__(
+        self, settings: Settings, listener: socket.socket, when: str, control: socket.socket, host: DecoderHost
+    ) -> None:
+        self._settings, self._host = settings, host
         self._when_ready = when == "when-ready"
         self._ready = asyncio.Event()
         self._listener, self._control = listener, control
@@ -147,7 +152,7 @@ class FrontProcess:
                         raise OtherVersionError(
                             f"{wanted['artifact']} holds version {opened.version}, {wanted['version']} is served"
                         )
-                    self._prepared = ServedVersion(wanted["number"], opened)
+                    self._prepared = await self._version(wanted, opened)
                 served = self._prepared
         for path in wanted["engines"]:
             try:
@@ -159,6 +164,13 @@ class FrontProcess:
         if expected and served is not self._dispatcher.current and served.least_loaded() is None:
             raise ConnectionError("none of its engines can be reached")
         return served
+
+    async def _version(self, wanted: dict[str, Any], opened: Opened) -> ServedVersion:
+        number, decoders = wanted["number"], None
+        if opened.encoder.untrusted:
+            decoders = Decoders(self._host, number, wanted["artifact"], opened, self._settings.decoders)
+            await decoders.open()
+        return ServedVersion(number, opened, decoders)
 
     async def _abandon(self, number: int) -> None:
         async with self._opening:
@@ -201,11 +213,12 @@ def main(args: list[str]) -> None:
     settings = Settings.from_json(args[0])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s front %(process)d: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    host = forked_host(settings.loader)  # before there are threads and connections
     allow_files(settings.connections + SPARE_FILES)
 
     async def run() -> None:
         listener, control = socket.socket(fileno=int(args[1])), socket.socket(fileno=int(args[3]))
-        await FrontProcess(settings, listener, args[2], control).run()
+        await FrontProcess(settings, listener, args[2], control, host).run()
 
     uvloop.run(run())
     logging.shutdown()

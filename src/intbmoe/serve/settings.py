@@ -34,6 +34,8 @@ class Settings(Checked):
     """Engine processes, each with the model."""
     fronts: PositiveInt = 1
     """HTTP processes."""
+    decoders: PositiveInt = 2
+    """Processes of each front that decode images; there is one more for large ones."""
     threads: PositiveInt | None = None
     """CPU threads of each engine's model. Default: the cores that fronts leave, divided among the engines."""
     device: str = "cpu"
