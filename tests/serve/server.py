@@ -111,6 +111,9 @@ class Server:
     def engine_pids(self):
         return [pid for pid, command in self._children() if "engine_process" in command]
 
+    def front_pids(self):
+        return [pid for pid, command in self._children() if "front_process" in command]
+
     def _children(self):
         for folder in Path("/proc").glob("[0-9]*"):
             try:

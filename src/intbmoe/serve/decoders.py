@@ -25,11 +25,12 @@ from intbmoe.serve.http import HttpError
 from intbmoe.serve.loading import Opened
 from intbmoe.serve.messages import LARGEST_MESSAGE
 
+HEAVY_BODY = 2**20  # what is larger takes long to parse already
 START_S = 60.0
 WALL_S = 30.0  # a decoder that is silent for so long has been stopped, or swapped out: it is killed
 RETRY_S = 1.0  # before a decoder that could not be started is tried again
 KEPT = 0.9  # weight that earlier requests keep in the mean time of one
-SURE = 0.8  # share of the time left in which a request must be expected to end, so that few are given up half-way
+SURE = 0.85  # share of the time left in which a request must be expected to end, so that few are given up half-way
 
 
 class DecoderHost:
@@ -157,7 +158,7 @@ class _Lane:
         """How long a request of now takes; zero if a decoder is free, so that a wrong estimate is corrected."""
         if self._idle:
             return 0.0
-        return self._mean * (1 + len(self._waiting) / self._count)
+        return self._mean * (1 + (len(self._waiting) + 1) / self._count)
 
     async def encode(self, body: bytes, deadline: float) -> tuple[Any, ...] | None:
         wait = self.expected_wait()
@@ -241,7 +242,7 @@ class Decoders:
     async def encode(self, body: bytes, deadline: float) -> Prepared:
         """Raises ``HttpError``; to be cancelled when nobody waits for it."""
         await self.open()
-        reply = await self._light.encode(body, deadline)
+        reply = (HEAVY,) if len(body) > HEAVY_BODY else await self._light.encode(body, deadline)
         if reply is not None and reply[0] == HEAVY:
             reply = await self._heavy.encode(body, deadline)
         if reply is None:

@@ -59,7 +59,8 @@ class EngineProcess:
             self._listen(0 if self._engine.busy else ALIVE_EVERY_S / 2)
             self._gather()
             if self._engine.busy:
-                self._send([*self._engine.step(), *self._pace()])
+                self._send(self._pace())  # when all that came during the last batch has been read
+                self._send(self._engine.step())
             if time.monotonic() - self._told_alive >= ALIVE_EVERY_S:
                 self._told_alive = time.monotonic()
                 tell(self._control, {"event": "alive"})
@@ -69,7 +70,7 @@ class EngineProcess:
         if self._engine.predictor.streams:
             return []
         batcher = self._engine.batcher
-        content = (batcher.expected_wait(), batcher.cost.line()[1])
+        content = (batcher.expected_wait(), batcher.cost.line()[1], batcher.batch_seconds)
         return [Reply((number, 0), messages.PACE, content) for number in self._fronts]
 
     def _listen(self, seconds: float) -> bool:

@@ -34,9 +34,10 @@ class Front:
         dispatcher: Dispatcher,
         metrics: FrontMetrics,
         reload: Callable[[], Awaitable[dict[str, Any]]],
+        access: Access,
     ) -> None:
         self._settings, self._dispatcher, self._metrics, self._reload = settings, dispatcher, metrics, reload
-        self._access = Access(settings)
+        self._access = access
         self._memory = BodyMemory(settings.body_memory_bytes)
         self._document: tuple[int, Response] | None = None
         self.draining = False
@@ -53,7 +54,9 @@ class Front:
             Route("/v1/reload", self._reload_now, methods=["POST"]),
         ]
         handlers = {HttpError: lambda _, error: error.response(), HTTPException: _standard_error, Exception: _bug}
-        return Starlette(routes=routes, exception_handlers=handlers)
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        app.router.redirect_slashes = False  # it would send clients to whatever their Host header says
+        return app
 
     def tell_memory(self) -> None:
         """Update the metric; called once per second, because at each request it would cost too much."""
@@ -117,7 +120,7 @@ class Front:
         finally:
             if response is None:
                 give_up()
-        return json_response(_content_of(outcome, seconds), headers=self._headers(call))
+        return json_response(_content_of(outcome, seconds), headers={"x-model-version": call.served.opened.version})
 
     async def _stream(self, request: Request, call: Call, seconds: float) -> TextStream:
         # Until the first piece is there, the request can still be refused with another status.
@@ -139,15 +142,9 @@ class Front:
                 yield "error", error.content
 
         response = TextStream(events(), LINES in request.headers.get("accept", ""), self._settings.patience_s)
-        response.headers.update(self._headers(call))
+        response.headers["x-model-version"] = call.served.opened.version
         response.at_end(lambda: self._metrics.streams.labels(call.done.result().name).inc())
         return response
-
-    def _headers(self, call: Call) -> dict[str, str]:
-        headers = {"x-model-version": call.served.opened.version}
-        if self.draining:
-            headers["connection"] = "close"
-        return headers
 
     def _served(self, action: str | None = None) -> ServedVersion:
         served = self._dispatcher.current

@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import resource
+import select
 import socket
 import sys
 from typing import Any
@@ -19,7 +20,8 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from intbmoe.serve.connection import patient_protocol
+from intbmoe.serve.access import Access
+from intbmoe.serve.connection import Crowd, patient_protocol
 from intbmoe.serve.decoders import DecoderHost, Decoders, forked_host
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, ServedVersion
@@ -50,7 +52,9 @@ class FrontProcess:
         self._listener, self._control = listener, control
         self._metrics = FrontMetrics()
         self._dispatcher = Dispatcher(self._metrics.retries.inc)
-        self._front = Front(settings, self._dispatcher, self._metrics, self._reload)
+        self._access, self._with_keys = Access(settings), asyncio.Event()
+        self._front = Front(settings, self._dispatcher, self._metrics, self._reload, self._access)
+        self._crowd = Crowd(settings.address_connections or max(1, settings.connections // 2))
         self._loader = importlib.import_module(settings.loader)
         self._writer: asyncio.StreamWriter | None = None
         self._numbers = itertools.count(1)
@@ -61,7 +65,7 @@ class FrontProcess:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._front.app(),
-                http=patient_protocol(settings.patience_s),
+                http=patient_protocol(settings.patience_s, self._crowd),
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -79,6 +83,8 @@ class FrontProcess:
         breathing = asyncio.create_task(self._say_alive())
         if self._when_ready:
             await self._ready.wait()
+        if self._access.with_key:
+            await self._with_keys.wait()
         if not self._front.draining:
             await self._server.serve(sockets=[self._listener])
         listening.cancel()
@@ -92,6 +98,9 @@ class FrontProcess:
                     self._start(self._change(message))
                 elif message["do"] == "abandon":
                     self._start(self._abandon(message["number"]))
+                elif message["do"] == "keys":
+                    self._access.keys = [key.encode("latin-1") for key in message["keys"]]
+                    self._with_keys.set()
                 elif message["do"] == "drain":
                     self._start(self._drain())
                 elif message["do"] == "reloaded":
@@ -179,12 +188,15 @@ class FrontProcess:
                 self._prepared = None
 
     async def _drain(self) -> None:
-        self._front.draining = True
+        self._front.draining = self._crowd.ending = True
         self._ready.set()
+        self._with_keys.set()
         for waiting in self._reloads.values():  # a reload in progress is given up
             if not waiting.done():
                 waiting.set_result({"ok": False, "why": "the server is ending"})
         await asyncio.sleep(LAME_S)
+        while select.select([self._listener], [], [], 0)[0]:  # connections that have not been accepted yet
+            await asyncio.sleep(0.01)
         self._server.should_exit = True
 
     async def _reload(self) -> dict[str, Any]:

@@ -113,7 +113,8 @@ class Line(ABC):
 
     def __init__(self) -> None:
         self.load = 0  # tokens in flight
-        self._pace = (0.0, 0.0)  # when the engine had no more to do, by its own estimate, and seconds per token
+        self._free = 0.0  # when the engine has no more to do, by its own estimate
+        self._token_s = self._batch_s = 0.0  # of a token, and of its longest batch
         self._given_up = 0  # of these, tokens of calls that ended here since the engine was last heard from
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
@@ -139,13 +140,13 @@ class Line(ABC):
         call.sends += 1
         self._calls[call.number] = call
         self.load += call.tokens
-        free, token_s = self._pace
-        self._pace = max(free, time.monotonic()) + token_s * call.tokens, token_s
+        self._free = max(self._free, time.monotonic()) + self._token_s * call.tokens
         self._post(messages.ASK, call.number, call.deadline, call.content, call.pieces is not None, time.monotonic())
 
     def expected_wait(self) -> float:
-        """How long the engine should be busy with what it has; zero before it said how fast it is."""
-        return max(0.0, self._pace[0] - time.monotonic())
+        """Until the engine has done what it has; and a request is answered with those after it in its batch."""
+        busy = max(0.0, self._free - time.monotonic())
+        return busy + min(busy, self._batch_s)
 
     def forget(self, call: Call, *, tell: bool) -> None:
         """The call has ended here; ``tell`` the engine if it does not know."""
@@ -164,8 +165,8 @@ class Line(ABC):
         self.load -= self._given_up
         self._given_up = 0
         if kind == messages.PACE:
-            busy_s, token_s = content
-            self._pace = time.monotonic() + busy_s, token_s
+            busy_s, self._token_s, self._batch_s = content
+            self._free = time.monotonic() + busy_s
             return
         call = self._calls.get(number)
         if call is None:  # it has ended here meanwhile

@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 
+from intbmoe.serve.access import Access
 from intbmoe.serve.decoders import Decoders, spawned_host
 from intbmoe.serve.engine import Engine, Reply, warm_up
 from intbmoe.serve.front import Front
@@ -94,7 +95,7 @@ def build_app(settings: Settings, on_death: Callable[[], None] = lambda: None) -
     served.links["thread"] = ThreadLine(engine, on_death)
     dispatcher = Dispatcher()
     dispatcher.switch(served)
-    return Front(settings, dispatcher, metrics, _no_reload).app()
+    return Front(settings, dispatcher, metrics, _no_reload, Access(settings, settings.api_keys())).app()
 
 
 async def _no_reload() -> dict[str, Any]:

@@ -5,7 +5,7 @@
 front → engine   [ASK, id, deadline, request, stream, sent]    [CANCEL, id]
 engine → front   [ANSWER, id, answer]    [PIECE, id, text, finished]    [EXPIRED, id]    [FAILED, id, message]
                  [REFUSED, id, reason, retry after]            [BAD, id, field, message]
-                 [PACE, 0, seconds that it will be busy with what it has, seconds per token]    after each batch
+                 [PACE, 0, seconds of what it has to do, seconds per token, longest batch]    before each batch
 
 A request is what ``intbmoe.tasks.serving.requests.to_wire`` makes of it. Deadlines and sending times are on the
 machine's monotonic clock, which all processes share.
@@ -18,7 +18,7 @@ supervisor → engine   {"do": "drain"}
 engine → supervisor   {"event": "ready", "version": …}   {"event": "broken", "why": …}   {"event": "alive"}
 supervisor → front    {"do": "prepare", "number": n, "artifact": …, "version": …, "engines": [path, …]}
                       {"do": "serve", and the same}   {"do": "abandon", "number": n}
-                      {"do": "drain"}   {"do": "reloaded", "id": n, "ok": …, …}
+                      {"do": "drain"}   {"do": "reloaded", "id": n, "ok": …, …}   {"do": "keys", "keys": [key, …]}
 front → supervisor    {"event": "prepared", "number": n}   {"event": "serving", "number": n}
                       {"event": "cannot", "number": n, "why": …, "other": true if the folder holds another version}
                       {"event": "reload", "id": n}   {"event": "alive"}

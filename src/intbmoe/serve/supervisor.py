@@ -1,16 +1,20 @@
 """The process that a person starts: it opens the port, starts fronts and engines, and keeps them running.
 
 SIGTERM or Ctrl-C   drain: accept no new connection, answer requests in flight, then exit; twice: exit at once
-SIGHUP              reload: open the artifact's folder again, with new engines next to the old ones
+SIGHUP              reload: read the keys again, and the artifact's folder, with new engines next to the old ones
+SIGUSR1             read the keys again, and nothing else
 """
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import shutil
 import signal
 import socket
+import struct
+import sys
 import tempfile
 import time
 import weakref
@@ -24,6 +28,9 @@ from intbmoe.serve.processes import FIRST_PAUSE_S, LONGEST_PAUSE_S, START_S, Chi
 from intbmoe.serve.settings import Settings
 
 BACKLOG = 2048
+SO_ATTACH_FILTER = 26
+# Load the flags, keep SYN and ACK; if only SYN is left, take no byte of the packet, else all of it.
+DROP_SYN = ((0x30, 0, 0, 13), (0x54, 0, 0, 0x12), (0x15, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
 LONGEST_PATH = 80
 """Of the private folder, in bytes: the path of a Unix socket in it may have 104 to 108, depending on the system."""
 log = logging.getLogger(__name__)
@@ -72,13 +79,16 @@ class Supervisor:
         self._background: set[asyncio.Task] = set()
         self._stop: asyncio.Event | None = None
         self._ending = False
+        self._keys: tuple[bytes, ...] = ()  # from here, so that all fronts have the same, whatever the file holds
 
     async def run(self) -> None:
         self._stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._receive_end)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._start(self._reload_by_signal()))
+        loop.add_signal_handler(signal.SIGHUP, self._receive_reload)
+        loop.add_signal_handler(signal.SIGUSR1, self._read_keys)
+        self._keys = self._settings.api_keys()
         self._listeners = open_listeners(self._settings.host, self._settings.port, self._settings.fronts)
         keepers = [asyncio.create_task(self._keep_front(number)) for number in range(self._settings.fronts)]
         starting = asyncio.create_task(self._start_first())
@@ -149,6 +159,7 @@ class Supervisor:
                 log.error("a front could not be started: %s", error)
             else:
                 self._fronts[number] = child
+                self._tell_keys(child)
                 self._tell_front(child)
                 status = await child.watch(self._settings.hang_s)
                 forget_process(child.pid, self._folders.figures)
@@ -162,6 +173,24 @@ class Supervisor:
     def _tell_front(self, child: Child) -> None:
         if self._is_serving:
             child.tell({"do": "serve", **self._engines.describe()})
+
+    def _tell_keys(self, child: Child) -> None:
+        child.tell({"do": "keys", "keys": [key.decode("latin-1") for key in self._keys]})
+
+    def _receive_reload(self) -> None:
+        self._read_keys()
+        self._start(self._reload_by_signal())
+
+    def _read_keys(self) -> None:
+        try:
+            self._keys = self._settings.api_keys()
+        except ValueError as error:
+            log.error("the old keys stay: %s", error)
+            return
+        for child in self._fronts.values():
+            self._tell_keys(child)
+        if self._settings.api_key_file is not None:
+            log.info("%d keys are valid now", len(self._keys))
 
     def _hear(self, child: Child, message: dict[str, Any]) -> None:
         if message["event"] == "reload":
@@ -252,6 +281,7 @@ class Supervisor:
 
     async def _end(self) -> None:
         for listener in self._listeners:
+            refuse_new(listener)
             listener.close()
         for child in self._fronts.values():
             child.tell({"do": "drain"})
@@ -270,6 +300,22 @@ class Supervisor:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
+
+
+def refuse_new(listener: socket.socket) -> None:
+    """Let no connection begin, and lose none that has: closing the socket would reset those not accepted yet.
+
+    A filter on the socket drops packets that begin a connection (SYN without ACK in the flags, byte 13 of TCP's head).
+    """
+    if sys.platform != "linux":
+        return
+    program = b"".join(struct.pack("HBBI", *step) for step in DROP_SYN)
+    memory = ctypes.create_string_buffer(program)
+    filter_ = struct.pack("HP", len(DROP_SYN), ctypes.addressof(memory))
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filter_)
+    except OSError as error:
+        log.warning("connections that begin while the server ends may be lost: %s", error)
 
 
 def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
