@@ -33,7 +33,7 @@ class Server:
     """``with Server(artifact=…, workers=2) as server: server.post("/v1/recommend", {…})``."""
 
     def __init__(self, wait=180, **settings):
-        self.settings = {"port": 0, "loader": "fake_model", **settings}
+        self.settings = {"port": 0, "loader": "fake_model", "spare": False, **settings}
         self.settings["artifact"] = str(self.settings["artifact"])
         self.wait = wait
         self.log = []

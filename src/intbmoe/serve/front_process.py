@@ -2,7 +2,8 @@
 
 uvicorn on a socket that the supervisor opened, so that a front that dies loses no connection it has not accepted.
 WHEN is ``at-once`` for the first fronts, which say "not ready" until the model is loaded, and ``when-ready`` for one
-that replaces another: connections wait for it.
+that replaces another: connections wait for it. With ``when-chosen`` it is in reserve: it has the sockets of all fronts,
+and is told which of them to listen on when one is to be replaced.
 """
 
 import asyncio
@@ -44,11 +45,13 @@ class OtherVersionError(RuntimeError):
 
 class FrontProcess:
     def __init__(
-        self, settings: Settings, listener: socket.socket, when: str, control: socket.socket, host: DecoderHost
+        self, settings: Settings, listener: socket.socket | None, when: str, control: socket.socket, host: DecoderHost
     ) -> None:
         self._settings, self._host = settings, host
-        self._when_ready = when == "when-ready"
-        self._ready = asyncio.Event()
+        self._when_ready = when != "at-once"
+        self._ready, self._chosen = asyncio.Event(), asyncio.Event()
+        if when != "when-chosen":
+            self._chosen.set()
         self._listener, self._control = listener, control
         self._metrics = FrontMetrics()
         self._dispatcher = Dispatcher(self._metrics.retries.inc)
@@ -85,6 +88,7 @@ class FrontProcess:
             await self._ready.wait()
         if self._access.with_key:
             await self._with_keys.wait()
+        await self._chosen.wait()
         if not self._front.draining:
             await self._server.serve(sockets=[self._listener])
         listening.cancel()
@@ -98,6 +102,9 @@ class FrontProcess:
                     self._start(self._change(message))
                 elif message["do"] == "abandon":
                     self._start(self._abandon(message["number"]))
+                elif message["do"] == "listen":
+                    self._listener = socket.socket(fileno=message["listener"])
+                    self._chosen.set()
                 elif message["do"] == "keys":
                     self._access.keys = [key.encode("latin-1") for key in message["keys"]]
                     self._with_keys.set()
@@ -191,11 +198,14 @@ class FrontProcess:
         self._front.draining = self._crowd.ending = True
         self._ready.set()
         self._with_keys.set()
+        self._chosen.set()
         for waiting in self._reloads.values():  # a reload in progress is given up
             if not waiting.done():
                 waiting.set_result({"ok": False, "why": "the server is ending"})
         await asyncio.sleep(LAME_S)
-        while select.select([self._listener], [], [], 0)[0]:  # connections that have not been accepted yet
+        while (
+            self._listener is not None and select.select([self._listener], [], [], 0)[0]
+        ):  # connections that have not been accepted yet
             await asyncio.sleep(0.01)
         self._server.should_exit = True
 
@@ -229,7 +239,8 @@ def main(args: list[str]) -> None:
     allow_files(settings.connections + SPARE_FILES)
 
     async def run() -> None:
-        listener, control = socket.socket(fileno=int(args[1])), socket.socket(fileno=int(args[3]))
+        control = socket.socket(fileno=int(args[3]))
+        listener = None if args[2] == "when-chosen" else socket.socket(fileno=int(args[1]))
         await FrontProcess(settings, listener, args[2], control, host).run()
 
     uvloop.run(run())

@@ -19,6 +19,7 @@ engine → supervisor   {"event": "ready", "version": …}   {"event": "broken",
 supervisor → front    {"do": "prepare", "number": n, "artifact": …, "version": …, "engines": [path, …]}
                       {"do": "serve", and the same}   {"do": "abandon", "number": n}
                       {"do": "drain"}   {"do": "reloaded", "id": n, "ok": …, …}   {"do": "keys", "keys": [key, …]}
+                      {"do": "listen", "listener": file descriptor}
 front → supervisor    {"event": "prepared", "number": n}   {"event": "serving", "number": n}
                       {"event": "cannot", "number": n, "why": …, "other": true if the folder holds another version}
                       {"event": "reload", "id": n}   {"event": "alive"}

@@ -34,6 +34,8 @@ class Settings(Checked):
     """Engine processes, each with the model."""
     fronts: PositiveInt = 1
     """HTTP processes."""
+    spare: bool = True
+    """Whether one more of them waits in reserve, to take the place of one that dies within a moment."""
     decoders: PositiveInt = 2
     """Processes of each front that decode images; there is one more for large ones."""
     threads: PositiveInt | None = None

@@ -28,6 +28,8 @@ from intbmoe.serve.processes import FIRST_PAUSE_S, LONGEST_PAUSE_S, START_S, Chi
 from intbmoe.serve.settings import Settings
 
 BACKLOG = 2048
+SPARE = -1  # in place of a listener's number
+SPARE_AFTER_S = 10.0  # a spare front is started when the others have started
 SO_ATTACH_FILTER = 26
 # Load the flags, keep SYN and ACK; if only SYN is left, take no byte of the packet, else all of it.
 DROP_SYN = ((0x30, 0, 0, 13), (0x54, 0, 0, 0x12), (0x15, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
@@ -70,7 +72,9 @@ class Supervisor:
     def __init__(self, settings: Settings, folders: Folders, say: Callable[[str], None]) -> None:
         self._settings, self._folders, self._say = settings, folders, say
         self._listeners: list[socket.socket] = []
-        self._fronts: dict[int, Child] = {}
+        self._fronts: dict[int, Child] = {}  # by the number of their listener
+        self._ready_fronts: set[Child] = set()
+        self._spare_taken = asyncio.Event()
         self._engines: EngineGroup | None = None
         self._engine_groups: weakref.WeakSet[EngineGroup] = weakref.WeakSet()  # with those that are started, or left
         self._versions = 0
@@ -91,6 +95,8 @@ class Supervisor:
         self._keys = self._settings.api_keys()
         self._listeners = open_listeners(self._settings.host, self._settings.port, self._settings.fronts)
         keepers = [asyncio.create_task(self._keep_front(number)) for number in range(self._settings.fronts)]
+        if self._settings.spare:
+            keepers.append(asyncio.create_task(self._keep_spare()))
         starting = asyncio.create_task(self._start_first())
         stopping = asyncio.create_task(self._stop.wait())
         try:
@@ -145,30 +151,69 @@ class Supervisor:
         return engines
 
     async def _keep_front(self, number: int) -> None:
-        pause, listener = FIRST_PAUSE_S, self._listeners[number].fileno()
+        pause = FIRST_PAUSE_S
         while True:
-            try:
-                child = await Child.start(
-                    "intbmoe.serve.front_process",
-                    [self._settings.to_json(), str(listener), "when-ready" if self._is_serving else "at-once"],
-                    pass_fds=[listener],
-                    environment={**self._folders.environment, "OMP_NUM_THREADS": "1"},
-                    on_event=self._hear,
-                )
-            except OSError as error:
-                log.error("a front could not be started: %s", error)
-            else:
-                self._fronts[number] = child
-                self._tell_keys(child)
-                self._tell_front(child)
-                status = await child.watch(self._settings.hang_s)
-                forget_process(child.pid, self._folders.figures)
-                if self._asked is not None:
-                    self._asked.answer(child, f"it ended with status {status}")
-                log.error("front %d ended with status %s: another is started", child.pid, status)
+            when = "when-ready" if self._is_serving else "at-once"
+            child = self._take_spare(number) or await self._start_front(number, when)
+            if child is not None:
+                await self._watch_front(child)
                 pause = FIRST_PAUSE_S if time.monotonic() - child.started > LONGEST_PAUSE_S else pause
+                if self._spare_is_ready:
+                    continue
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _keep_spare(self) -> None:
+        """A front that has all but a socket: to start another takes seconds, in which clients wait on the port."""
+        while True:
+            await asyncio.sleep(SPARE_AFTER_S)
+            child = await self._start_front(SPARE, "when-chosen")
+            if child is not None:
+                ends = [asyncio.create_task(end) for end in (self._watch_front(child), self._spare_taken.wait())]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for end in ends:
+                    end.cancel()
+                self._spare_taken.clear()
+
+    @property
+    def _spare_is_ready(self) -> bool:
+        spare = self._fronts.get(SPARE)
+        return spare is not None and spare.is_running and spare in self._ready_fronts
+
+    def _take_spare(self, number: int) -> Child | None:
+        if not self._spare_is_ready:
+            return None
+        child = self._fronts[number] = self._fronts.pop(SPARE)
+        child.tell({"do": "listen", "listener": self._listeners[number].fileno()})
+        self._spare_taken.set()
+        return child
+
+    async def _start_front(self, number: int, when: str) -> Child | None:
+        listeners = [listener.fileno() for listener in self._listeners]
+        first = listeners[max(number, 0)]
+        try:
+            child = await Child.start(
+                "intbmoe.serve.front_process",
+                [self._settings.to_json(), str(first), when],
+                pass_fds=listeners if number == SPARE else [first],
+                environment={**self._folders.environment, "OMP_NUM_THREADS": "1"},
+                on_event=self._hear,
+            )
+        except OSError as error:
+            log.error("a front could not be started: %s", error)
+            return None
+        self._fronts[number] = child
+        self._tell_keys(child)
+        self._tell_front(child)
+        return child
+
+    async def _watch_front(self, child: Child) -> None:
+        status = await child.watch(self._settings.hang_s)
+        forget_process(child.pid, self._folders.figures)
+        self._ready_fronts.discard(child)
+        if self._asked is not None:
+            self._asked.answer(child, f"it ended with status {status}")
+        log.error("front %d ended with status %s: another takes its place", child.pid, status)
 
     def _tell_front(self, child: Child) -> None:
         if self._is_serving:
@@ -196,6 +241,8 @@ class Supervisor:
         if message["event"] == "reload":
             self._start(self._reload_for(child, message["id"]))
         elif message["event"] in ("prepared", "serving", "cannot"):
+            if message["event"] == "serving":
+                self._ready_fronts.add(child)
             asked, why = self._asked, message.get("why")
             if asked is not None and message["number"] == asked.number:
                 if why is not None or message["event"] == asked.event:
@@ -264,7 +311,8 @@ class Supervisor:
 
     def _name(self, child: Child) -> str:
         numbers = [number for number, other in self._fronts.items() if other is child]
-        return f"front {numbers[0] + 1 if numbers else 'that was'} (process {child.pid})"
+        which = "that was" if not numbers else "in reserve" if numbers == [SPARE] else numbers[0] + 1
+        return f"front {which} (process {child.pid})"
 
     def _receive_end(self) -> None:
         if not self._stop.is_set():
