@@ -78,6 +78,8 @@ class Call:
             self._take(served, encoding.result())
 
     def _take(self, served: "ServedVersion", prepared: Prepared) -> None:
+        if self.done.done():
+            return  # it has expired meanwhile
         self.served = served
         self.tokens, self.content, streamed = prepared
         if streamed and self.pieces is None:
