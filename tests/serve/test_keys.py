@@ -2,12 +2,14 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 from fake_model import write_artifact
 from server import Server
 
 from intbmoe.serve.settings import Settings
+from intbmoe.serve.supervisor import Supervisor
 
 PATH, BODY = "/v1/recommend", {"history": [1]}
 
@@ -22,6 +24,22 @@ def test_comments_are_no_keys(tmp_path):
         settings.api_keys()
 
 
+def test_the_supervisor_hands_out_the_keys_and_keeps_them_without_their_file(tmp_path, caplog):
+    file = tmp_path / "keys"
+    file.write_text("one\n")
+    told = []
+    supervisor = Supervisor(Settings(artifact="", api_key_file=str(file)), None, print)
+    supervisor._fronts = {number: SimpleNamespace(tell=told.append) for number in range(2)}
+    for content, keys in (("one\n", ["one"]), ("two\n#three\n", ["two"]), ("# none\n", None), (None, None)):
+        file.unlink() if content is None else file.write_text(content)
+        told.clear()
+        supervisor._read_keys()
+        assert told == ([] if keys is None else [{"do": "keys", "keys": keys}] * 2)
+        assert ("the old keys stay" in caplog.text) == (keys is None)
+    assert supervisor._keys == (b"two",)
+
+
+@pytest.mark.slow
 def test_keys_change_for_all_fronts_at_once_and_outlive_their_file(tmp_path):
     file = tmp_path / "keys"
     file.write_text("one\n")
