@@ -51,6 +51,7 @@ def patient_protocol(seconds: float, crowd: Crowd | None = None) -> type[HttpToo
         _unread: asyncio.TimerHandle | None = None
         _bytes = 0  # of this head, or discarded
         _in_body = _half_closed = False
+        _answered: Any = None  # the request being answered; uvicorn's ``cycle`` is the last that was sent
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
@@ -144,6 +145,7 @@ def patient_protocol(seconds: float, crowd: Crowd | None = None) -> type[HttpToo
                 self.leave()
 
         def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+            self._answered = cycle
             super()._start_asgi_task(cycle, self._last_of(app) if crowd.ending else app)
 
         def _last_of(self, app: Any) -> Any:
@@ -215,13 +217,21 @@ def patient_protocol(seconds: float, crowd: Crowd | None = None) -> type[HttpToo
             self._stop()
             self._stop_waiting()
             crowd.idle.pop(self, None)
+            self._let_go()
             if self._address is not None:
                 crowd.by_address[self._address] -= 1
                 if not crowd.by_address[self._address]:
                     del crowd.by_address[self._address]
             super().connection_lost(exc)
 
+        def _let_go(self) -> None:
+            """Nobody gets the answer under way: writing it would fail, with fifty lines in the log."""
+            if self._answered is not None and not self._answered.response_complete:
+                self._answered.disconnected = True
+                self._answered.message_event.set()
+
         def _close(self) -> None:
+            self._let_go()
             if self.transport.get_write_buffer_size():
                 self.transport.abort()  # the client does not read
             else:
