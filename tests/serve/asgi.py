@@ -3,6 +3,9 @@
 import asyncio
 import json
 
+LOOP = asyncio.Runner()
+"""One for all requests: an application belongs to the event loop of its first."""
+
 
 async def ask(app, path, content=None, headers=()):
     """One request: status and body."""
@@ -37,8 +40,8 @@ def ask_all(app, path, contents):
     async def run():
         return await asyncio.gather(*(ask(app, path, content) for content in contents))
 
-    return [(status, json.loads(body)) for status, body in asyncio.run(run())]
+    return [(status, json.loads(body)) for status, body in LOOP.run(run())]
 
 
 def call(app, path, content=None, headers=()):
-    return asyncio.run(ask(app, path, content, headers))
+    return LOOP.run(ask(app, path, content, headers))

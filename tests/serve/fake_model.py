@@ -3,7 +3,9 @@
 A recommendation is a sum over the history; a text repeats its prompt, a letter at a time. ``delay_ms`` is how long a
 batch takes, ``item_ms`` how much longer for each request in it. Some items do things: ``POISON`` ends the process,
 ``BUG`` raises, from ``SLOW`` to ``SLOW`` + 99 the batch takes that many hundredths of a second more. With
-``one_front``, the first front that opens the artifact refuses it, dies of it, or stops.
+``one_front``, the first front that opens the artifact refuses it, dies of it, or stops. With ``untrusted``, requests
+are encoded by decoders: it takes ``encode_ms``, ``BURN`` computes for ever, ``EAT`` takes a gigabyte, ``CRASH`` ends
+the process, and ``LARGE`` is for the heavy one.
 """
 
 import json
@@ -23,6 +25,7 @@ from intbmoe.tasks.serving.history import HISTORY_FORM
 
 LARGEST = 2**30
 POISON, BUG, SLOW = 2**29 + 1, 2**29 + 2, 2**29 + 900
+BURN, EAT, CRASH, LARGE = 2**29 + 11, 2**29 + 12, 2**29 + 13, 2**29 + 14
 """Written as sums: Hypothesis tries the numbers that it finds in the source, and these are not for it to find."""
 
 
@@ -40,6 +43,7 @@ class FakePredictor(Predictor):
         self.about = about
         self.action = about["action"]
         self.streams = self.action == "generate"
+        self.untrusted = about.get("untrusted", False)
         self.form = GeneratePredictor.form if self.streams else HISTORY_FORM
         self.limits = Limits(body_bytes=4096, top_n=10, history=100, max_tokens=200)
         if self.action == "recommend":
@@ -63,8 +67,22 @@ class FakePredictor(Predictor):
         found = self.record.read("", request)
         if self.action == "generate":
             return Encoded(found["max_tokens"], {"prompt": found["prompt"], "max_tokens": found["max_tokens"]})
+        if self.untrusted:
+            self._decode(found["history"])
         payload = {"items": np.array(found["history"], np.int64), "top_n": found["top_n"], "explain": found["explain"]}
         return Encoded(len(found["history"]), payload)
+
+    def encoding_seconds(self, request):
+        return 1.0 if LARGE in self.record.read("", request)["history"] else 0.1
+
+    def _decode(self, items):
+        sleep(self.about.get("encode_ms", 0) / 1000)
+        while BURN in items:
+            pass
+        if EAT in items:
+            bytearray(2**30)
+        if CRASH in items:
+            os.kill(os.getpid(), signal.SIGSEGV)
 
     def answer(self, batch):
         sleep((self.about["delay_ms"] + self.about["item_ms"] * len(batch)) / 1000)

@@ -33,7 +33,7 @@ class Server:
     """``with Server(artifact=…, workers=2) as server: server.post("/v1/recommend", {…})``."""
 
     def __init__(self, wait=180, **settings):
-        self.settings = {"port": 0, "loader": "fake_model", **settings}
+        self.settings = {"port": 0, "loader": "fake_model", "spare": False, **settings}
         self.settings["artifact"] = str(self.settings["artifact"])
         self.wait = wait
         self.log = []
@@ -110,6 +110,9 @@ class Server:
 
     def engine_pids(self):
         return [pid for pid, command in self._children() if "engine_process" in command]
+
+    def front_pids(self):
+        return [pid for pid, command in self._children() if "front_process" in command]
 
     def _children(self):
         for folder in Path("/proc").glob("[0-9]*"):

@@ -13,7 +13,7 @@ import uvloop
 from fake_model import SLOW, write_artifact
 
 from intbmoe.serve import connection
-from intbmoe.serve.connection import HEADERS_BYTES, SENT_AHEAD, patient_protocol
+from intbmoe.serve.connection import HEADERS_BYTES, SENT_AHEAD, Crowd, patient_protocol
 from intbmoe.serve.local import build_app
 from intbmoe.serve.settings import Settings
 
@@ -26,8 +26,10 @@ def server(tmp_path_factory):
     """A front's HTTP server in a thread."""
     folder = write_artifact(tmp_path_factory.mktemp("artifact"))
     app = build_app(Settings(artifact=str(folder), loader="fake_model", deadline_ms=8000))
-    config = uvicorn.Config(app, http=patient_protocol(PATIENCE), lifespan="off", log_level="critical")
+    crowd = Crowd()
+    config = uvicorn.Config(app, http=patient_protocol(PATIENCE, crowd), lifespan="off", log_level="critical")
     server = uvicorn.Server(config)
+    server.crowd = crowd
     server.listener = socket.create_server(("127.0.0.1", 0))
     server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)  # what is not read is soon not sent
     thread = threading.Thread(target=lambda: uvloop.run(server.serve(sockets=[server.listener])))
@@ -37,8 +39,9 @@ def server(tmp_path_factory):
     thread.join(10)
 
 
-def connect(server):
+def connect(server, address="127.0.0.1"):
     client = socket.socket()
+    client.bind((address, 0))
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.settimeout(5)
     client.connect(("127.0.0.1", server.listener.getsockname()[1]))
@@ -47,7 +50,8 @@ def connect(server):
 
 def request(item):
     body = json.dumps({"history": [item], "top_n": 1}).encode()
-    top = f"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    top = "POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    top += f"content-length: {len(body)}\r\n\r\n"
     return top.encode() + body
 
 
@@ -134,10 +138,91 @@ def test_connections_far_beyond_the_most_are_closed_unheard(server, monkeypatch)
     monkeypatch.setattr(server.config, "limit_concurrency", 3)
     monkeypatch.setattr(connection, "TOLD", 4)
     clients = [connect(server) for _ in range(20)]
-    assert open_connections(server, 6, 2) == 6
+    for client in clients:
+        with contextlib.suppress(ConnectionError):
+            client.sendall(request(SLOW + 40))  # none of them is idle
+    assert open_connections(server, 7, 0.2) <= 7
     for client in clients:
         client.close()
     assert open_connections(server, 0, 3) == 0
+
+
+def test_who_is_idle_makes_room_for_who_comes(server, monkeypatch):
+    """Idle connections of one client kept all others out for as long as they were kept alive."""
+    monkeypatch.setattr(server.config, "limit_concurrency", 10)
+    idle = [connect(server) for _ in range(30)]
+    assert open_connections(server, 9, 2) <= 10
+    for number in range(20):
+        with connect(server) as client:
+            client.sendall(request(number))
+            assert client.recv(4096).startswith(b"HTTP/1.1 200")
+    for client in idle:
+        client.close()
+    assert open_connections(server, 0, 3) == 0
+
+
+def test_one_address_has_a_part_of_the_connections(server, monkeypatch):
+    monkeypatch.setattr(server.crowd, "per_address", 2)
+    clients = [connect(server) for _ in range(2)]
+    with connect(server) as more, connect(server, "127.0.0.2") as other:
+        for client, status in ((more, b"HTTP/1.1 503"), (other, b"HTTP/1.1 200"), (clients[0], b"HTTP/1.1 200")):
+            client.sendall(request(1))
+            assert client.recv(4096).startswith(status)
+    for client in clients:
+        client.close()
+    assert open_connections(server, 0, 3) == 0
+    assert not server.crowd.by_address
+    assert not server.crowd.idle
+
+
+def test_who_has_closed_his_own_direction_is_answered(server):
+    for sent in (request(SLOW + 20), request(SLOW + 20) + request(2)):
+        with connect(server) as client:
+            client.sendall(sent)
+            client.shutdown(socket.SHUT_WR)
+            data = b""
+            while part := client.recv(4096):
+                data += part
+            assert data.count(b"HTTP/1.1 200") == sent.count(b"POST")
+            assert data.endswith(b"}")
+    assert open_connections(server, 0, 3) == 0
+
+
+def test_who_has_gone_is_noticed_while_the_model_computes(server):
+    before = left(server)
+    with connect(server) as client:
+        client.sendall(request(SLOW + 99))
+        time.sleep(0.1)
+    assert open_connections(server, 0, 0.6) == 0
+    assert left(server) == before + 1
+
+
+def left(server):
+    with connect(server) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        data = b""
+        while part := client.recv(65_536):
+            data += part
+    found = re.search(rb'requests_total\{action="recommend",outcome="left"\} (\S+)', data)
+    return 0 if found is None else float(found[1])
+
+
+@pytest.mark.parametrize("size", [-100, 100, 40_000])
+def test_a_head_is_as_long_as_documented(server, size):
+    """What came in one piece was accepted to 256 kB."""
+    head = b"GET /health/live HTTP/1.1\r\nhost: x\r\nx: "
+    with connect(server) as client:
+        client.sendall(head + b"y" * (HEADERS_BYTES + size - len(head)) + b"\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200" if size < 0 else b"HTTP/1.1 400")
+
+
+def test_no_address_of_ours_leads_to_where_the_client_says(server):
+    for path in (b"/metrics/", b"/health/live/", b"/v1/model/"):
+        with connect(server) as client:
+            client.sendall(b"GET " + path + b" HTTP/1.1\r\nhost: other.example\r\n\r\n")
+            answer = client.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 404")
+            assert b"other.example" not in answer
 
 
 def test_a_host_that_is_no_name_is_no_fault_of_the_server(server):

@@ -44,7 +44,7 @@ def test_requests_that_do_not_fit_a_socket_together_are_computed_together(tmp_pa
         _, link = await loop.create_unix_connection(lambda: Link(path, lambda *_: None), path)
         calls = []
         for number in range(count):
-            call = Call({}, time.monotonic() + 30)
+            call = Call(b"", time.monotonic() + 30)
             pixels = np.full((IMAGE, IMAGE, 3), number, np.uint8)
             call.content, call.tokens = to_wire(Encoded(197, {"pixels": pixels})), 197
             link.send(call)

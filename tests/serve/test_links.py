@@ -36,15 +36,17 @@ class FakeLine(Line):
 
 
 def served(**lines):
-    encoder = SimpleNamespace(action="recommend", encode=lambda request: Encoded(3, {}))
+    encoder = SimpleNamespace(
+        action="recommend", streams=False, request_schema={}, encode=lambda request: Encoded(3, {})
+    )
     made = ServedVersion(1, SimpleNamespace(encoder=encoder, version="one"))
     made.links.update(lines)
     return made
 
 
 async def ask(dispatcher, deadline_s=0.01):
-    call = Call({}, time.monotonic() + deadline_s)
-    call.encode(dispatcher.current)
+    call = Call(b"{}", time.monotonic() + deadline_s)
+    await call.encode(dispatcher.current)
     dispatcher.send(call)
     return (await call.done).name
 
@@ -71,8 +73,8 @@ def test_an_engine_that_says_nothing_of_what_was_given_up_is_asked_when_the_othe
         idle, busy = FakeLine(), FakeLine(hangs=True)
         dispatcher = Dispatcher()
         dispatcher.switch(served(idle=idle, busy=busy))
-        call = Call({}, time.monotonic() + 5)
-        call.encode(dispatcher.current)
+        call = Call(b"{}", time.monotonic() + 5)
+        await call.encode(dispatcher.current)
         idle.hangs = True
         dispatcher.send(call)
         call.finish(LEFT)
@@ -114,8 +116,8 @@ def test_what_an_engine_does_not_read_is_not_heaped_up_for_it(tmp_path, monkeypa
             dispatcher.switch(made)
             outcomes = []
             for _ in range(60):
-                call = Call({}, time.monotonic() + 0.005)
-                call.encode(made)
+                call = Call(b"{}", time.monotonic() + 0.005)
+                await call.encode(made)
                 call.content = bytes(size)
                 dispatcher.send(call)
                 outcomes.append((await call.done).name)
@@ -128,8 +130,8 @@ def test_what_an_engine_does_not_read_is_not_heaped_up_for_it(tmp_path, monkeypa
                 with contextlib.suppress(TimeoutError):
                     while await loop.run_in_executor(None, accepted.recv, 2**20):
                         pass
-                call = Call({}, time.monotonic() + 0.01)
-                call.encode(made)
+                call = Call(b"{}", time.monotonic() + 0.01)
+                await call.encode(made)
                 dispatcher.send(call)
                 assert (await call.done).name == "expired"  # it is asked again
 

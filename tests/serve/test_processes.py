@@ -148,3 +148,21 @@ def _is_alive(pid):
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_front_in_reserve_takes_the_place_of_one_that_dies(tmp_path):
+    """Clients waited on the port for as long as a new process took to start: seconds, and eleven under load."""
+    with Server(artifact=write_artifact(tmp_path), spare=True) as server:
+        for _ in range(3):
+            server.until(lambda: len(fronts(server)) == 2, 30)
+            time.sleep(15)  # the second of them is ready then
+            serving = min(fronts(server))
+            os.kill(serving, signal.SIGKILL)
+            started = time.monotonic()
+            while True:
+                try:
+                    assert server.post(PATH, {"history": [1]}).status == 200
+                    break
+                except ConnectionError:  # the one that died had accepted it
+                    continue
+            assert time.monotonic() - started < 1.0

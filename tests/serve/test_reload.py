@@ -207,7 +207,7 @@ def test_a_reload_does_not_begin_before_all_fronts_have_started(monkeypatch):
 
 def test_a_version_that_was_opened_too_late_leaves_its_engines():
     """They end when every front has closed its connection."""
-    opened = SimpleNamespace(encoder=SimpleNamespace(action="recommend"))
+    opened = SimpleNamespace(encoder=SimpleNamespace(action="recommend", request_schema={}))
     front = SimpleNamespace(_dispatcher=Dispatcher(), _prepared=None, _ready=asyncio.Event())
     front._ready.set()
 
@@ -266,7 +266,7 @@ def test_a_link_to_engines_that_are_left_is_closed_again(tmp_path):
 
         path = str(tmp_path / "engine")
         engine = await asyncio.start_unix_server(hear, path)
-        opened = SimpleNamespace(encoder=SimpleNamespace(action="recommend"))
+        opened = SimpleNamespace(encoder=SimpleNamespace(action="recommend", request_schema={}))
         dispatcher, served = Dispatcher(), ServedVersion(1, opened)
         await asyncio.gather(*(dispatcher.connect(served, path) for _ in range(3)))
         served.retire()

@@ -328,3 +328,26 @@ def test_a_broken_artifact_leaves_the_old_one_serving(recommender, about, why):
     assert f"version {serving} serves on" in answer.json["error"]["message"]
     assert recommender.post(PATH, {"history": [1]}).headers["x-model-version"] == serving
     assert len(recommender.engine_pids()) == 2
+
+
+def test_requests_sent_ahead_are_few_lines_in_the_log(recommender):
+    """There were 48 of each such connection."""
+    slow = b'{"history": [%d]}' % (SLOW + 10)
+    head = b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    first, page = head % len(slow) + slow, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+    before = len(recommender.log)
+    for sent in (
+        first + page * 60,
+        first * 20,
+        first + page * 200,
+        first + page * 30 + b"\0 nonsense\r\n\r\n",
+        page * 60,
+    ):
+        for waits in (False, True):
+            with socket.create_connection(("127.0.0.1", recommender.port), timeout=5) as client:
+                client.sendall(sent)
+                if waits:
+                    client.recv(4096)
+    recommender.until(lambda: recommender.metrics()["intbmoe_requests_in_flight"] == 0, 10)
+    time.sleep(0.2)
+    assert len(recommender.log) - before <= 10, "".join(recommender.log[before:][:100])

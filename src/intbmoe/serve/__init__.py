@@ -2,7 +2,9 @@
 
     supervisor   starts the others, restarts what dies, reloads, drains     supervisor.py, processes.py
       fronts     HTTP: validate, encode, hold connection and deadline       front.py, front_process.py, connection.py,
-                                                                            http.py, access.py, openapi.py, page.*
+                                                                            http.py, bodies.py, access.py, openapi.py,
+                                                                            page.*
+      decoders   encode images, within a budget                             decoders.py, decoder_process.py
       engines    batch the requests of all fronts and run the model         engine.py, engine_process.py, batcher.py
     links        a front's connections to the engines                       links.py
     messages     what all of them send each other                           messages.py

@@ -2,7 +2,7 @@
 
 import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 
 from intbmoe.serve.http import HttpError
@@ -12,19 +12,19 @@ AUTHORITY = re.compile(r"(\[[0-9a-fA-F:]+\]|[a-zA-Z0-9.-]+)(?::[0-9]+)?")
 
 
 class Access:
-    def __init__(self, settings: Settings) -> None:
-        self._keys = settings.api_keys()
-        self.with_key = bool(self._keys)
+    def __init__(self, settings: Settings, keys: Sequence[bytes] = ()) -> None:
+        self.keys = keys
+        self.with_key = settings.api_key_file is not None
         self._on_loopback = settings.on_loopback
 
     def authorise(self, headers: Mapping[str, str]) -> None:
         """Refuse, with 401, requests without one of the keys."""
-        if not self._keys:
+        if not self.with_key:
             return
         kind, _, given = headers.get("authorization", "").partition(" ")
         key = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
         # Every key is compared, each in constant time, so timing says nothing about the keys.
-        if not any([hmac.compare_digest(key, known) for known in self._keys]):  # noqa: C419
+        if not any([hmac.compare_digest(key, known) for known in self.keys]):  # noqa: C419
             message = "this server asks for a key: send the header 'Authorization: Bearer KEY'"
             raise HttpError(401, message, outcome="unauthorised", headers={"www-authenticate": "Bearer"})
 
@@ -39,7 +39,7 @@ class Access:
         self.authorise(headers)
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise _forbidden("another site's page may not reload this server")
-        if self._keys:
+        if self.with_key:
             return
         if not self._on_loopback:
             raise _forbidden(

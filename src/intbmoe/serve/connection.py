@@ -5,34 +5,102 @@ the connection at once would lose the answer, because the client is still sendin
 limit in bytes and time, and the connection stays open.
 
 A client that does not read its answer is cut off: a normal close would wait for it forever.
+
+A client may close its own direction and wait for the answer. One that has gone looks the same, so it is sent "100
+Continue", which every client passes over, and to which the system of one that has gone replies with a reset.
+
+Where there are as many connections as there may be, the one that has been idle for longest makes room for a new one.
 """
 
 import asyncio
+import errno
+import socket
+from collections import Counter
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEADERS_BYTES = 65_536
 LINGER_BYTES = 64 * 2**20  # how much of an already answered request is discarded
 TOLD = 256  # connections beyond the limit that still get a 503; further ones are closed at once
+PROBED_S = 0.05  # for the reset of a client that has gone to arrive; after that, twice as long each time
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+CLOSE = (b"connection", b"close")
 SENT_AHEAD = 64  # pipelined requests that may wait for earlier answers; uvicorn itself has no limit
 
 
-def patient_protocol(seconds: float) -> type[HttpToolsProtocol]:
+class Crowd:
+    """What all connections of a front share: who is idle, how many each address has, and whether the server ends."""
+
+    def __init__(self, per_address: int | None = None) -> None:
+        self.per_address = per_address
+        self.idle: dict[Any, None] = {}  # the longest first
+        self.by_address: Counter[str] = Counter()
+        self.ending = False  # each answer is the last of its connection
+        self.closing = False  # connections that are idle are closed
+
+
+def patient_protocol(seconds: float, crowd: Crowd | None = None) -> type[HttpToolsProtocol]:
     """A client has ``seconds`` for a request's head, for the rest of an answered request, and to read some answer."""
+    crowd = crowd or Crowd()
 
     class Patient(HttpToolsProtocol):
+        _refusal = ""
+        _address: str | None = None
         _limit: asyncio.TimerHandle | None = None
         _unread: asyncio.TimerHandle | None = None
         _bytes = 0  # of this head, or discarded
-        _in_body = False
+        _in_body = _half_closed = False
+        _answered: Any = None  # the request being answered; uvicorn's ``cycle`` is the last that was sent
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self._start()
-            if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency + TOLD:
-                transport.abort()
+            crowd.idle[self] = None
+            if self.client is not None:
+                self._address = self.client[0]
+                crowd.by_address[self._address] += 1
+            self._limit_number()
+
+        def _limit_number(self) -> None:
+            most, mine = crowd.per_address, crowd.by_address[self._address]
+            if most is not None and mine > most:
+                self.limit_concurrency, too_many = 0, mine - most  # uvicorn answers its request with 503
+            elif self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+                self._make_room()
+                too_many = len(self.connections) - self.limit_concurrency
+            else:
+                return
+            if too_many >= TOLD:
+                self.transport.abort()
+
+        def _make_room(self) -> None:
+            longest = next(iter(crowd.idle))
+            if longest is not self:
+                longest.leave()
+
+        def leave(self) -> None:
+            """Close an idle connection, unless a request has just come."""
+            crowd.idle.pop(self, None)
+            if not self._has_unread():
+                self.connections.discard(self)
+                self._close()
+
+        def _has_unread(self) -> bool:
+            """Whether the client has sent something that has not been read yet."""
+            try:
+                line = socket.socket(fileno=self.transport.get_extra_info("socket").fileno())
+            except OSError:
+                return False
+            try:
+                return bool(line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            except OSError:
+                return False
+            finally:
+                line.detach()
 
         def data_received(self, data: bytes) -> None:
+            crowd.idle.pop(self, None)
             if self._limit is None and (self.cycle is None or self.cycle.response_complete):
                 self._start()
             if self._limit is not None or not self._in_body:
@@ -46,7 +114,62 @@ def patient_protocol(seconds: float) -> type[HttpToolsProtocol]:
             elif self._bytes > HEADERS_BYTES:
                 self.send_400_response(f"The head of the request is longer than {HEADERS_BYTES} bytes.")
 
+        def eof_received(self) -> bool:
+            """Whether to keep the connection: the client may have closed its own direction only."""
+            if not self._is_busy or self._in_body:
+                return False
+            if not self.cycle.response_started and self.scope["http_version"] == "1.1":
+                self.transport.write(CONTINUE)
+                self._look_for_reset(PROBED_S)
+            self._half_closed = True
+            return True
+
+        def _look_for_reset(self, pause: float) -> None:
+            if self.transport.is_closing() or not self._is_busy:
+                return
+            line = self.transport.get_extra_info("socket")
+            if line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (errno.ECONNRESET, errno.EPIPE):
+                self.transport.abort()
+            else:
+                self.loop.call_later(pause, self._look_for_reset, 2 * pause)
+
+        @property
+        def _is_busy(self) -> bool:
+            """Whether a request is being answered."""
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def shutdown(self) -> None:
+            """The server ends, but what has been sent, in whole or in part, is still answered."""
+            crowd.closing = True
+            if not self._is_busy and not self._bytes:
+                self.leave()
+
+        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+            self._answered = cycle
+            super()._start_asgi_task(cycle, self._last_of(app) if crowd.ending else app)
+
+        def _last_of(self, app: Any) -> Any:
+            """Tells the client that no more is answered on this connection, unless more has been sent already."""
+
+            async def closing(scope: Any, receive: Any, send: Any) -> None:
+                async def send_last(message: Any) -> None:
+                    if message["type"] == "http.response.start" and not self.pipeline:
+                        message = {**message, "headers": [*message["headers"], CLOSE]}
+                    await send(message)
+
+                await app(scope, receive, send_last)
+
+            return closing
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if not self.pipeline and not self._is_busy and not self.transport.is_closing():
+                crowd.idle[self] = None
+                if self._half_closed or crowd.closing:
+                    self.leave()
+
         def send_400_response(self, msg: str) -> None:
+            msg = self._refusal or msg
             if self.cycle is None or self.cycle.response_complete:
                 super().send_400_response(msg)
             else:  # pipelined: a 400 now would take the place of an earlier answer, or land inside it
@@ -54,7 +177,11 @@ def patient_protocol(seconds: float) -> type[HttpToolsProtocol]:
 
         def on_headers_complete(self) -> None:
             if len(self.pipeline) >= SENT_AHEAD:
-                raise ValueError(f"more than {SENT_AHEAD} requests were sent ahead")  # uvicorn answers 400
+                self._refusal = f"More than {SENT_AHEAD} requests were sent ahead."
+            elif len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > HEADERS_BYTES:
+                self._refusal = f"The head of the request is longer than {HEADERS_BYTES} bytes."
+            if self._refusal:
+                raise ValueError(self._refusal)  # uvicorn answers 400
             self._stop()
             self._in_body = True
             super().on_headers_complete()
@@ -89,9 +216,22 @@ def patient_protocol(seconds: float) -> type[HttpToolsProtocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop()
             self._stop_waiting()
+            crowd.idle.pop(self, None)
+            self._let_go()
+            if self._address is not None:
+                crowd.by_address[self._address] -= 1
+                if not crowd.by_address[self._address]:
+                    del crowd.by_address[self._address]
             super().connection_lost(exc)
 
+        def _let_go(self) -> None:
+            """Nobody gets the answer under way: writing it would fail, with fifty lines in the log."""
+            if self._answered is not None and not self._answered.response_complete:
+                self._answered.disconnected = True
+                self._answered.message_event.set()
+
         def _close(self) -> None:
+            self._let_go()
             if self.transport.get_write_buffer_size():
                 self.transport.abort()  # the client does not read
             else:

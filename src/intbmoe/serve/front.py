@@ -5,7 +5,6 @@ nothing to do and would halve the rate of a front.
 """
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -19,15 +18,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from intbmoe.serve.access import Access
+from intbmoe.serve.decoders import refuse_late
 from intbmoe.serve.http import LINES, BodyMemory, HttpError, Share, TextStream, json_response, read_body
 from intbmoe.serve.links import LEFT, Call, Dispatcher, Outcome, ServedVersion
 from intbmoe.serve.metrics import FrontMetrics, read_metrics
 from intbmoe.serve.openapi import DEADLINE, describe, known_actions
 from intbmoe.serve.page import page_response
 from intbmoe.serve.settings import Settings
-from intbmoe.tasks.serving import RequestError
-
-LARGE_BODY = 65_536  # from this size on a request is encoded in a thread, so that others do not wait
 
 
 class Front:
@@ -37,9 +34,10 @@ class Front:
         dispatcher: Dispatcher,
         metrics: FrontMetrics,
         reload: Callable[[], Awaitable[dict[str, Any]]],
+        access: Access,
     ) -> None:
         self._settings, self._dispatcher, self._metrics, self._reload = settings, dispatcher, metrics, reload
-        self._access = Access(settings)
+        self._access = access
         self._memory = BodyMemory(settings.body_memory_bytes)
         self._document: tuple[int, Response] | None = None
         self.draining = False
@@ -56,7 +54,9 @@ class Front:
             Route("/v1/reload", self._reload_now, methods=["POST"]),
         ]
         handlers = {HttpError: lambda _, error: error.response(), HTTPException: _standard_error, Exception: _bug}
-        return Starlette(routes=routes, exception_handlers=handlers)
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        app.router.redirect_slashes = False  # it would send clients to whatever their Host header says
+        return app
 
     def tell_memory(self) -> None:
         """Update the metric; called once per second, because at each request it would cost too much."""
@@ -97,34 +97,30 @@ class Front:
         self._access.authorise(headers)
         served = self._served(action)
         seconds = self._seconds(headers, served.opened.encoder.streams)
+        refuse_late(served.expected_wait(), seconds)
         most = self._settings.body_bytes or served.opened.encoder.limits.body_bytes
         limits = {"most": min(most, self._memory.most), "patience_s": self._settings.patience_s}
         body = await read_body(request, headers, share, **limits)
-        content = parse_json(body)
-        call = Call(content, time.monotonic() + seconds, served.opened.encoder.streams and _is_streamed(content))
-        watcher, response = None, None
+        call = Call(body, time.monotonic() + seconds)
+        watcher, response = asyncio.create_task(_watch(request, call)), None
 
         def give_up() -> None:
             call.finish(LEFT)  # does nothing where the call has ended
-            if watcher is not None:
-                watcher.cancel()
+            watcher.cancel()
 
         try:
-            await _encode(call, served, len(body))
+            await call.encode(served)
             if not call.done.done():
                 self._dispatcher.send(call)
-            watcher = asyncio.create_task(_watch(request, call))
             if call.pieces is not None:
                 response = await self._stream(request, call, seconds)
                 response.at_end(give_up)
                 return response
             outcome = await call.done
-        except RequestError as error:
-            raise HttpError(422, str(error), field=error.field, outcome="bad") from error
         finally:
             if response is None:
                 give_up()
-        return json_response(_content_of(outcome, seconds), headers=self._headers(call))
+        return json_response(_content_of(outcome, seconds), headers={"x-model-version": call.served.opened.version})
 
     async def _stream(self, request: Request, call: Call, seconds: float) -> TextStream:
         # Until the first piece is there, the request can still be refused with another status.
@@ -146,15 +142,9 @@ class Front:
                 yield "error", error.content
 
         response = TextStream(events(), LINES in request.headers.get("accept", ""), self._settings.patience_s)
-        response.headers.update(self._headers(call))
+        response.headers["x-model-version"] = call.served.opened.version
         response.at_end(lambda: self._metrics.streams.labels(call.done.result().name).inc())
         return response
-
-    def _headers(self, call: Call) -> dict[str, str]:
-        headers = {"x-model-version": call.served.opened.version}
-        if self.draining:
-            headers["connection"] = "close"
-        return headers
 
     def _served(self, action: str | None = None) -> ServedVersion:
         served = self._dispatcher.current
@@ -234,55 +224,10 @@ def _headers_of(request: Request) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in request.scope["headers"]}
 
 
-async def _encode(call: Call, served: ServedVersion, size: int) -> None:
-    """Encode the call, in a thread if it may take long so that others do not wait, and no longer than its deadline."""
-    # A file of a few kilobytes can be an image of millions of pixels.
-    if size < LARGE_BODY and served.opened.encoder.limits.image_pixels is None:
-        call.encode(served)
-        return
-    encoding = asyncio.create_task(asyncio.to_thread(call.encode, served))
-    await asyncio.wait({encoding, call.done}, return_when=asyncio.FIRST_COMPLETED)
-    if encoding.done():
-        encoding.result()
-    else:
-        encoding.cancel()
-
-
 async def _watch(request: Request, call: Call) -> None:
     message = await request.receive()
     if message["type"] == "http.disconnect":
         call.finish(LEFT)
-
-
-JSON_KINDS = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-DECODER = json.JSONDecoder(parse_constant=_no_constant)
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    try:
-        content = DECODER.decode(body.decode())
-    except (ValueError, RecursionError) as error:
-        raise HttpError(422, f"the body is not JSON: {error}"[:200], field="body", outcome="bad") from error
-    if not isinstance(content, dict):
-        message = f"the body is a JSON {JSON_KINDS[type(content)]}: it must be an object"
-        raise HttpError(422, message, field="body", outcome="bad")
-    return content
-
-
-def _is_streamed(content: Mapping[str, Any]) -> bool:
-    """Whether to send a text piece by piece; one that is explained is sent whole."""
-    explained = content.get("explain") is True
-    streamed = content.get("stream", not explained) is not False
-    if streamed and explained:
-        message = "stream=true is not allowed with explain=true: a text is explained whole, send stream=false"
-        raise HttpError(422, message, field="stream", outcome="bad")
-    return streamed
 
 
 def _content_of(outcome: Outcome, seconds: float) -> Any:

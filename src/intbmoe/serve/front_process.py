@@ -2,7 +2,8 @@
 
 uvicorn on a socket that the supervisor opened, so that a front that dies loses no connection it has not accepted.
 WHEN is ``at-once`` for the first fronts, which say "not ready" until the model is loaded, and ``when-ready`` for one
-that replaces another: connections wait for it.
+that replaces another: connections wait for it. With ``when-chosen`` it is in reserve: it has the sockets of all fronts,
+and is told which of them to listen on when one is to be replaced.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import itertools
 import logging
 import os
 import resource
+import select
 import socket
 import sys
 from typing import Any
@@ -19,9 +21,12 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from intbmoe.serve.connection import patient_protocol
+from intbmoe.serve.access import Access
+from intbmoe.serve.connection import Crowd, patient_protocol
+from intbmoe.serve.decoders import DecoderHost, Decoders, forked_host
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, ServedVersion
+from intbmoe.serve.loading import Opened
 from intbmoe.serve.messages import Lines, reason, to_line
 from intbmoe.serve.metrics import FrontMetrics
 from intbmoe.serve.settings import Settings
@@ -39,13 +44,20 @@ class OtherVersionError(RuntimeError):
 
 
 class FrontProcess:
-    def __init__(self, settings: Settings, listener: socket.socket, when: str, control: socket.socket) -> None:
-        self._when_ready = when == "when-ready"
-        self._ready = asyncio.Event()
+    def __init__(
+        self, settings: Settings, listener: socket.socket | None, when: str, control: socket.socket, host: DecoderHost
+    ) -> None:
+        self._settings, self._host = settings, host
+        self._when_ready = when != "at-once"
+        self._ready, self._chosen = asyncio.Event(), asyncio.Event()
+        if when != "when-chosen":
+            self._chosen.set()
         self._listener, self._control = listener, control
         self._metrics = FrontMetrics()
         self._dispatcher = Dispatcher(self._metrics.retries.inc)
-        self._front = Front(settings, self._dispatcher, self._metrics, self._reload)
+        self._access, self._with_keys = Access(settings), asyncio.Event()
+        self._front = Front(settings, self._dispatcher, self._metrics, self._reload, self._access)
+        self._crowd = Crowd(settings.address_connections or max(1, settings.connections // 2))
         self._loader = importlib.import_module(settings.loader)
         self._writer: asyncio.StreamWriter | None = None
         self._numbers = itertools.count(1)
@@ -56,7 +68,7 @@ class FrontProcess:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._front.app(),
-                http=patient_protocol(settings.patience_s),
+                http=patient_protocol(settings.patience_s, self._crowd),
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -74,6 +86,9 @@ class FrontProcess:
         breathing = asyncio.create_task(self._say_alive())
         if self._when_ready:
             await self._ready.wait()
+        if self._access.with_key:
+            await self._with_keys.wait()
+        await self._chosen.wait()
         if not self._front.draining:
             await self._server.serve(sockets=[self._listener])
         listening.cancel()
@@ -87,6 +102,12 @@ class FrontProcess:
                     self._start(self._change(message))
                 elif message["do"] == "abandon":
                     self._start(self._abandon(message["number"]))
+                elif message["do"] == "listen":
+                    self._listener = socket.socket(fileno=message["listener"])
+                    self._chosen.set()
+                elif message["do"] == "keys":
+                    self._access.keys = [key.encode("latin-1") for key in message["keys"]]
+                    self._with_keys.set()
                 elif message["do"] == "drain":
                     self._start(self._drain())
                 elif message["do"] == "reloaded":
@@ -147,7 +168,7 @@ class FrontProcess:
                         raise OtherVersionError(
                             f"{wanted['artifact']} holds version {opened.version}, {wanted['version']} is served"
                         )
-                    self._prepared = ServedVersion(wanted["number"], opened)
+                    self._prepared = await self._version(wanted, opened)
                 served = self._prepared
         for path in wanted["engines"]:
             try:
@@ -160,6 +181,13 @@ class FrontProcess:
             raise ConnectionError("none of its engines can be reached")
         return served
 
+    async def _version(self, wanted: dict[str, Any], opened: Opened) -> ServedVersion:
+        number, decoders = wanted["number"], None
+        if opened.encoder.untrusted:
+            decoders = Decoders(self._host, number, wanted["artifact"], opened, self._settings.decoders)
+            await decoders.open()
+        return ServedVersion(number, opened, decoders)
+
     async def _abandon(self, number: int) -> None:
         async with self._opening:
             if self._prepared is not None and self._prepared.number == number:
@@ -167,12 +195,18 @@ class FrontProcess:
                 self._prepared = None
 
     async def _drain(self) -> None:
-        self._front.draining = True
+        self._front.draining = self._crowd.ending = True
         self._ready.set()
+        self._with_keys.set()
+        self._chosen.set()
         for waiting in self._reloads.values():  # a reload in progress is given up
             if not waiting.done():
                 waiting.set_result({"ok": False, "why": "the server is ending"})
         await asyncio.sleep(LAME_S)
+        while (
+            self._listener is not None and select.select([self._listener], [], [], 0)[0]
+        ):  # connections that have not been accepted yet
+            await asyncio.sleep(0.01)
         self._server.should_exit = True
 
     async def _reload(self) -> dict[str, Any]:
@@ -201,11 +235,13 @@ def main(args: list[str]) -> None:
     settings = Settings.from_json(args[0])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s front %(process)d: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    host = forked_host(settings.loader)  # before there are threads and connections
     allow_files(settings.connections + SPARE_FILES)
 
     async def run() -> None:
-        listener, control = socket.socket(fileno=int(args[1])), socket.socket(fileno=int(args[3]))
-        await FrontProcess(settings, listener, args[2], control).run()
+        control = socket.socket(fileno=int(args[3]))
+        listener = None if args[2] == "when-chosen" else socket.socket(fileno=int(args[1]))
+        await FrontProcess(settings, listener, args[2], control, host).run()
 
     uvloop.run(run())
     logging.shutdown()

@@ -111,7 +111,7 @@ async def read_body(
     A body that is too large is refused as soon as that is known: by the announced length, before any of it is read, or
     while it arrives. The connection discards the rest (``connection.py``).
     """
-    if headers.get("content-type", JSON).partition(";")[0].strip().lower() != JSON:
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
         raise HttpError(415, f"a request is JSON: send 'Content-Type: {JSON}'", outcome="bad")
     length = headers.get("content-length", "0")
     # A number of more than 18 digits is too large whatever the limit.

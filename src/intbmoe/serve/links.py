@@ -10,15 +10,18 @@ import asyncio
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 from intbmoe.serve import messages
+from intbmoe.serve.bodies import Prepared, most_values, prepare
+from intbmoe.serve.decoders import Decoders
+from intbmoe.serve.http import HttpError
 from intbmoe.serve.loading import Opened
-from intbmoe.tasks.serving.requests import RequestError, to_wire
 
 MOST_SENDS = 2  # a request whose first two engines died is not sent to a third: it may be what kills them
+LARGE_BODY = 65_536  # from this size on a request is encoded in a thread
 UNSENT_BYTES = 64 * 2**20
 """Limit of a front's buffer of requests that an engine has not read; they stay in it after their clients were told."""
 
@@ -44,11 +47,11 @@ _OUTCOMES = {
 class Call:
     """One request. ``await call.done`` gives its ``Outcome``; a streamed text's pieces are in ``call.pieces``."""
 
-    def __init__(self, request: Mapping[str, Any], deadline: float, stream: bool = False) -> None:
+    def __init__(self, body: bytes, deadline: float) -> None:
         loop = asyncio.get_running_loop()
-        self.request, self.deadline = request, deadline
+        self.body, self.deadline = body, deadline
         self.done: asyncio.Future[Outcome] = loop.create_future()
-        self.pieces: asyncio.Queue[str | None] | None = asyncio.Queue() if stream else None
+        self.pieces: asyncio.Queue[str | None] | None = None
         self.served: ServedVersion | None = None
         self.content = b""
         self.tokens = self.number = self.sends = 0
@@ -57,10 +60,30 @@ class Call:
         self._passed_on = 0  # characters passed on to the client
         self._timer = loop.call_later(max(0.0, deadline - time.monotonic()), self.finish, EXPIRED)
 
-    def encode(self, served: "ServedVersion") -> None:
-        """Check the request and prepare it for the engines of ``served``; raises ``RequestError``."""
-        encoded = served.opened.encoder.encode(self.request)
-        self.served, self.tokens, self.content = served, encoded.tokens, to_wire(encoded)
+    async def encode(self, served: "ServedVersion") -> None:
+        """Check the request and prepare it for the engines of ``served``, no longer than to its deadline; raises
+        ``HttpError``. A body that may take long is encoded beside the loop, so that others do not wait."""
+        if served.decoders is not None:
+            encoding = asyncio.create_task(served.decoders.encode(self.body, self.deadline))
+        elif len(self.body) >= LARGE_BODY:
+            encoding = asyncio.create_task(asyncio.to_thread(served.prepare, self.body))
+        else:
+            self._take(served, served.prepare(self.body))
+            return
+        try:
+            await asyncio.wait({encoding, self.done}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            encoding.cancel()  # does nothing where it has ended
+        if encoding.done():
+            self._take(served, encoding.result())
+
+    def _take(self, served: "ServedVersion", prepared: Prepared) -> None:
+        if self.done.done():
+            return  # it has expired meanwhile
+        self.served = served
+        self.tokens, self.content, streamed = prepared
+        if streamed and self.pieces is None:
+            self.pieces = asyncio.Queue()
 
     @property
     def begun(self) -> bool:
@@ -92,6 +115,8 @@ class Line(ABC):
 
     def __init__(self) -> None:
         self.load = 0  # tokens in flight
+        self._free = 0.0  # when the engine has no more to do, by its own estimate
+        self._token_s = self._batch_s = 0.0  # of a token, and of its longest batch
         self._given_up = 0  # of these, tokens of calls that ended here since the engine was last heard from
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
@@ -117,7 +142,13 @@ class Line(ABC):
         call.sends += 1
         self._calls[call.number] = call
         self.load += call.tokens
+        self._free = max(self._free, time.monotonic()) + self._token_s * call.tokens
         self._post(messages.ASK, call.number, call.deadline, call.content, call.pieces is not None, time.monotonic())
+
+    def expected_wait(self) -> float:
+        """Until the engine has done what it has; and a request is answered with those after it in its batch."""
+        busy = max(0.0, self._free - time.monotonic())
+        return busy + min(busy, self._batch_s)
 
     def forget(self, call: Call, *, tell: bool) -> None:
         """The call has ended here; ``tell`` the engine if it does not know."""
@@ -135,6 +166,10 @@ class Line(ABC):
     def deliver(self, kind: int, number: int, *content: Any) -> None:
         self.load -= self._given_up
         self._given_up = 0
+        if kind == messages.PACE:
+            busy_s, self._token_s, self._batch_s = content
+            self._free = time.monotonic() + busy_s
+            return
         call = self._calls.get(number)
         if call is None:  # it has ended here meanwhile
             return
@@ -194,12 +229,21 @@ class Link(Line, asyncio.Protocol):
 
 
 class ServedVersion:
-    def __init__(self, number: int, opened: Opened) -> None:
-        self.number, self.opened = number, opened
+    def __init__(self, number: int, opened: Opened, decoders: Decoders | None = None) -> None:
+        self.number, self.opened, self.decoders = number, opened, decoders
+        self._most_values = most_values(opened.encoder.request_schema)
         self.action: str = opened.encoder.action
         self.links: dict[str, Line] = {}
         self.connecting = asyncio.Lock()
         self._retired = False
+
+    def prepare(self, body: bytes) -> Prepared:
+        return prepare(self.opened.encoder, self._most_values, body)
+
+    def expected_wait(self) -> float:
+        """Until a request of now could be answered."""
+        encoding = 0.0 if self.decoders is None else self.decoders.expected_wait()
+        return encoding + min((link.expected_wait() for link in self.links.values() if link.is_open), default=0.0)
 
     def add(self, path: str, link: Line) -> None:
         """Add an engine; if another version serves by now, its link is closed again."""
@@ -215,12 +259,15 @@ class ServedVersion:
         self._retired = True
         for link in list(self.links.values()):
             link.retire()
+        if self.decoders is not None:
+            self.decoders.close()
 
 
 class Dispatcher:
     def __init__(self, on_retry: Callable[[], None] = lambda: None) -> None:
         self.current: ServedVersion | None = None
         self._on_retry = on_retry
+        self._encoding: set[asyncio.Task] = set()
 
     @property
     def ready(self) -> bool:
@@ -245,18 +292,25 @@ class Dispatcher:
         """Send an encoded call; if no engine can take it, it ends here."""
         link = call.served.least_loaded()
         if link is None and call.served is not self.current and not call.begun:
-            try:
-                call.encode(self.current)
-            except RequestError as error:  # the new model does not know what the old one knew
-                call.finish(Outcome("bad", (error.field, str(error))))
-                return
-            link = call.served.least_loaded()
+            task = asyncio.create_task(self._encode_again(call))
+            self._encoding.add(task)
+            task.add_done_callback(self._encoding.discard)
+            return
         if link is None:
             call.finish(Outcome("unavailable", ("no engine is running at the moment",)))
         elif not link.has_room:
             call.finish(Outcome("refused", ("the engine has not read those before it", 1.0)))
         else:
             link.send(call)
+
+    async def _encode_again(self, call: Call) -> None:
+        """For the version that serves now, because the one it was encoded for has no engine any more."""
+        try:
+            await call.encode(self.current)
+        except HttpError as error:  # the new model does not know what the old one knew
+            call.finish(Outcome("bad", (error.content.get("field", "body"), error.content["message"])))
+        if not call.done.done():
+            self.send(call)
 
     def _lost(self, served: ServedVersion, link: Link, calls: list[Call]) -> None:
         if served.links.get(link.path) is link:

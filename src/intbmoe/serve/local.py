@@ -13,6 +13,8 @@ from typing import Any
 
 from starlette.applications import Starlette
 
+from intbmoe.serve.access import Access
+from intbmoe.serve.decoders import Decoders, spawned_host
 from intbmoe.serve.engine import Engine, Reply, warm_up
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, Line, Outcome, ServedVersion
@@ -85,11 +87,15 @@ def build_app(settings: Settings, on_death: Callable[[], None] = lambda: None) -
     metrics = FrontMetrics()
     engine = Engine(opened.encoder, settings, EngineMetrics(opened.version, metrics.registry))
     warm_up(engine, opened.golden)
-    served = ServedVersion(1, opened)
+    decoders = None
+    if opened.encoder.untrusted:
+        host = spawned_host(settings.loader, on_death)
+        decoders = Decoders(host, 1, settings.artifact, opened, settings.decoders)
+    served = ServedVersion(1, opened, decoders)
     served.links["thread"] = ThreadLine(engine, on_death)
     dispatcher = Dispatcher()
     dispatcher.switch(served)
-    return Front(settings, dispatcher, metrics, _no_reload).app()
+    return Front(settings, dispatcher, metrics, _no_reload, Access(settings, settings.api_keys())).app()
 
 
 async def _no_reload() -> dict[str, Any]:

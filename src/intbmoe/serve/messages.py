@@ -5,6 +5,7 @@
 front → engine   [ASK, id, deadline, request, stream, sent]    [CANCEL, id]
 engine → front   [ANSWER, id, answer]    [PIECE, id, text, finished]    [EXPIRED, id]    [FAILED, id, message]
                  [REFUSED, id, reason, retry after]            [BAD, id, field, message]
+                 [PACE, 0, seconds of what it has to do, seconds per token, longest batch]    before each batch
 
 A request is what ``intbmoe.tasks.serving.requests.to_wire`` makes of it. Deadlines and sending times are on the
 machine's monotonic clock, which all processes share.
@@ -17,7 +18,8 @@ supervisor → engine   {"do": "drain"}
 engine → supervisor   {"event": "ready", "version": …}   {"event": "broken", "why": …}   {"event": "alive"}
 supervisor → front    {"do": "prepare", "number": n, "artifact": …, "version": …, "engines": [path, …]}
                       {"do": "serve", and the same}   {"do": "abandon", "number": n}
-                      {"do": "drain"}   {"do": "reloaded", "id": n, "ok": …, …}
+                      {"do": "drain"}   {"do": "reloaded", "id": n, "ok": …, …}   {"do": "keys", "keys": [key, …]}
+                      {"do": "listen", "listener": file descriptor}
 front → supervisor    {"event": "prepared", "number": n}   {"event": "serving", "number": n}
                       {"event": "cannot", "number": n, "why": …, "other": true if the folder holds another version}
                       {"event": "reload", "id": n}   {"event": "alive"}
@@ -30,7 +32,7 @@ from typing import Any
 
 import msgpack
 
-ASK, CANCEL, ANSWER, PIECE, REFUSED, EXPIRED, BAD, FAILED = range(8)
+ASK, CANCEL, ANSWER, PIECE, REFUSED, EXPIRED, BAD, FAILED, PACE = range(9)
 LARGEST_MESSAGE = 256 * 1024 * 1024
 LONGEST_LINE = 1024 * 1024
 OWN = ("intbmoe", "__main__")

@@ -14,7 +14,7 @@ ERRORS = {
     "404": "The model of this server does something else.",
     "408": "The request came too slowly.",
     "413": "The request is too large.",
-    "415": "The request is not application/json.",
+    "415": "The request does not say that it is application/json.",
     "422": "The request is not allowed; `field` says where and `message` what is allowed.",
     "429": "Too many requests; `Retry-After` says in how many seconds to come again.",
     "500": "The model failed on this request.",

@@ -34,6 +34,10 @@ class Settings(Checked):
     """Engine processes, each with the model."""
     fronts: PositiveInt = 1
     """HTTP processes."""
+    spare: bool = True
+    """Whether one more of them waits in reserve, to take the place of one that dies within a moment."""
+    decoders: PositiveInt = 2
+    """Processes of each front that decode images; there is one more for large ones."""
     threads: PositiveInt | None = None
     """CPU threads of each engine's model. Default: the cores that fronts leave, divided among the engines."""
     device: str = "cpu"
@@ -50,6 +54,8 @@ class Settings(Checked):
     """Most memory for the bodies of all requests in one front; more are refused with 429."""
     connections: PositiveInt = 4096
     """Most connections of one front; more are answered 503."""
+    address_connections: PositiveInt | None = None
+    """Of these, most that come from one address. Default: half; behind a proxy, as many as --connections."""
     patience_s: Positive = 10.0
     """A client that takes longer to send its request is cut off."""
     drain_s: Positive = 15.0
@@ -57,7 +63,7 @@ class Settings(Checked):
     hang_s: Positive = 60.0
     """A process that is silent for this long is killed and replaced."""
     api_key_file: str | None = None
-    """A file with one key per line; without it no key is needed."""
+    """A file with one key per line, or a comment after #; without it no key is needed."""
     loader: tyro.conf.Suppress[str] = LOADER
     """The module that opens artifacts; tests use one of their own."""
 
@@ -92,7 +98,7 @@ class Settings(Checked):
             lines = Path(self.api_key_file).read_bytes().splitlines()
         except OSError as error:
             raise ValueError(f"api_key_file={self.api_key_file!r} cannot be read: {error}") from error
-        keys = tuple(line.strip() for line in lines if line.strip())
+        keys = tuple(line.strip() for line in lines if line.strip() and not line.strip().startswith(b"#"))
         require(bool(keys), "api_key_file", self.api_key_file, "a file with a key on a line")
         return keys
 

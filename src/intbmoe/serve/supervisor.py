@@ -1,15 +1,19 @@
 """The process that a person starts: it opens the port, starts fronts and engines, and keeps them running.
 
 SIGTERM or Ctrl-C   drain: accept no new connection, answer requests in flight, then exit; twice: exit at once
-SIGHUP              reload: open the artifact's folder again, with new engines next to the old ones
+SIGHUP              reload: read the keys again, and the artifact's folder, with new engines next to the old ones
+SIGUSR1             read the keys again, and nothing else
 """
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
 import socket
+import struct
+import sys
 import tempfile
 import time
 import weakref
@@ -24,6 +28,11 @@ from intbmoe.serve.processes import FIRST_PAUSE_S, LONGEST_PAUSE_S, START_S, Chi
 from intbmoe.serve.settings import Settings
 
 BACKLOG = 2048
+SPARE = -1  # in place of a listener's number
+SPARE_AFTER_S = 10.0  # a spare front is started when the others have started
+SO_ATTACH_FILTER = 26
+# Load the flags, keep SYN and ACK; if only SYN is left, take no byte of the packet, else all of it.
+DROP_SYN = ((0x30, 0, 0, 13), (0x54, 0, 0, 0x12), (0x15, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
 LONGEST_PATH = 80
 """Of the private folder, in bytes: the path of a Unix socket in it may have 104 to 108, depending on the system."""
 log = logging.getLogger(__name__)
@@ -60,7 +69,9 @@ class Supervisor:
     def __init__(self, settings: Settings, folders: Folders, say: Callable[[str], None]) -> None:
         self._settings, self._folders, self._say = settings, folders, say
         self._listeners: list[socket.socket] = []
-        self._fronts: dict[int, Child] = {}
+        self._fronts: dict[int, Child] = {}  # by the number of their listener
+        self._ready_fronts: set[Child] = set()
+        self._spare_taken = asyncio.Event()
         self._engines: EngineGroup | None = None
         self._engine_groups: weakref.WeakSet[EngineGroup] = weakref.WeakSet()  # with those that are started, or left
         self._versions = 0
@@ -69,15 +80,20 @@ class Supervisor:
         self._background: set[asyncio.Task] = set()
         self._stop: asyncio.Event | None = None
         self._ending = False
+        self._keys: tuple[bytes, ...] = ()  # from here, so that all fronts have the same, whatever the file holds
 
     async def run(self) -> None:
         self._stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._receive_end)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._start(self._reload_by_signal()))
+        loop.add_signal_handler(signal.SIGHUP, self._receive_reload)
+        loop.add_signal_handler(signal.SIGUSR1, self._read_keys)
+        self._keys = self._settings.api_keys()
         self._listeners = open_listeners(self._settings.host, self._settings.port, self._settings.fronts)
         keepers = [asyncio.create_task(self._keep_front(number)) for number in range(self._settings.fronts)]
+        if self._settings.spare:
+            keepers.append(asyncio.create_task(self._keep_spare()))
         starting = asyncio.create_task(self._start_first())
         stopping = asyncio.create_task(self._stop.wait())
         try:
@@ -132,38 +148,98 @@ class Supervisor:
         return engines
 
     async def _keep_front(self, number: int) -> None:
-        pause, listener = FIRST_PAUSE_S, self._listeners[number].fileno()
+        pause = FIRST_PAUSE_S
         while True:
-            try:
-                child = await Child.start(
-                    "intbmoe.serve.front_process",
-                    [self._settings.to_json(), str(listener), "when-ready" if self._is_serving else "at-once"],
-                    pass_fds=[listener],
-                    environment={**self._folders.environment, "OMP_NUM_THREADS": "1"},
-                    on_event=self._hear,
-                )
-            except OSError as error:
-                log.error("a front could not be started: %s", error)
-            else:
-                self._fronts[number] = child
-                self._tell_front(child)
-                status = await child.watch(self._settings.hang_s)
-                forget_process(child.pid, self._folders.figures)
-                if self._asked is not None:
-                    self._asked.answer(child, f"it ended with status {status}")
-                log.error("front %d ended with status %s: another is started", child.pid, status)
+            when = "when-ready" if self._is_serving else "at-once"
+            child = self._take_spare(number) or await self._start_front(number, when)
+            if child is not None:
+                await self._watch_front(child)
                 pause = FIRST_PAUSE_S if time.monotonic() - child.started > LONGEST_PAUSE_S else pause
+                if self._spare_is_ready:
+                    continue
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _keep_spare(self) -> None:
+        """A front that has all but a socket: to start another takes seconds, in which clients wait on the port."""
+        while True:
+            await asyncio.sleep(SPARE_AFTER_S)
+            child = await self._start_front(SPARE, "when-chosen")
+            if child is not None:
+                ends = [asyncio.create_task(end) for end in (self._watch_front(child), self._spare_taken.wait())]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for end in ends:
+                    end.cancel()
+                self._spare_taken.clear()
+
+    @property
+    def _spare_is_ready(self) -> bool:
+        spare = self._fronts.get(SPARE)
+        return spare is not None and spare.is_running and spare in self._ready_fronts
+
+    def _take_spare(self, number: int) -> Child | None:
+        if not self._spare_is_ready:
+            return None
+        child = self._fronts[number] = self._fronts.pop(SPARE)
+        child.tell({"do": "listen", "listener": self._listeners[number].fileno()})
+        self._spare_taken.set()
+        return child
+
+    async def _start_front(self, number: int, when: str) -> Child | None:
+        listeners = [listener.fileno() for listener in self._listeners]
+        first = listeners[max(number, 0)]
+        try:
+            child = await Child.start(
+                "intbmoe.serve.front_process",
+                [self._settings.to_json(), str(first), when],
+                pass_fds=listeners if number == SPARE else [first],
+                environment={**self._folders.environment, "OMP_NUM_THREADS": "1"},
+                on_event=self._hear,
+            )
+        except OSError as error:
+            log.error("a front could not be started: %s", error)
+            return None
+        self._fronts[number] = child
+        self._tell_keys(child)
+        self._tell_front(child)
+        return child
+
+    async def _watch_front(self, child: Child) -> None:
+        status = await child.watch(self._settings.hang_s)
+        forget_process(child.pid, self._folders.figures)
+        self._ready_fronts.discard(child)
+        if self._asked is not None:
+            self._asked.answer(child, f"it ended with status {status}")
+        log.error("front %d ended with status %s: another takes its place", child.pid, status)
 
     def _tell_front(self, child: Child) -> None:
         if self._is_serving:
             child.tell({"do": "serve", **self._engines.describe()})
 
+    def _tell_keys(self, child: Child) -> None:
+        child.tell({"do": "keys", "keys": [key.decode("latin-1") for key in self._keys]})
+
+    def _receive_reload(self) -> None:
+        self._read_keys()
+        self._start(self._reload_by_signal())
+
+    def _read_keys(self) -> None:
+        try:
+            self._keys = self._settings.api_keys()
+        except ValueError as error:
+            log.error("the old keys stay: %s", error)
+            return
+        for child in self._fronts.values():
+            self._tell_keys(child)
+        if self._settings.api_key_file is not None:
+            log.info("%d keys are valid now", len(self._keys))
+
     def _hear(self, child: Child, message: dict[str, Any]) -> None:
         if message["event"] == "reload":
             self._start(self._reload_for(child, message["id"]))
         elif message["event"] in ("prepared", "serving", "cannot"):
+            if message["event"] == "serving":
+                self._ready_fronts.add(child)
             asked, why = self._asked, message.get("why")
             if asked is not None and message["number"] == asked.number:
                 if why is not None or message["event"] == asked.event:
@@ -232,7 +308,8 @@ class Supervisor:
 
     def _name(self, child: Child) -> str:
         numbers = [number for number, other in self._fronts.items() if other is child]
-        return f"front {numbers[0] + 1 if numbers else 'that was'} (process {child.pid})"
+        which = "that was" if not numbers else "in reserve" if numbers == [SPARE] else numbers[0] + 1
+        return f"front {which} (process {child.pid})"
 
     def _receive_end(self) -> None:
         if not self._stop.is_set():
@@ -249,6 +326,7 @@ class Supervisor:
 
     async def _end(self) -> None:
         for listener in self._listeners:
+            refuse_new(listener)
             listener.close()
         for child in self._fronts.values():
             child.tell({"do": "drain"})
@@ -267,6 +345,22 @@ class Supervisor:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
+
+
+def refuse_new(listener: socket.socket) -> None:
+    """Let no connection begin, and lose none that has: closing the socket would reset those not accepted yet.
+
+    A filter on the socket drops packets that begin a connection (SYN without ACK in the flags, byte 13 of TCP's head).
+    """
+    if sys.platform != "linux":
+        return
+    program = b"".join(struct.pack("HBBI", *step) for step in DROP_SYN)
+    memory = ctypes.create_string_buffer(program)
+    filter_ = struct.pack("HP", len(DROP_SYN), ctypes.addressof(memory))
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filter_)
+    except OSError as error:
+        log.warning("connections that begin while the server ends may be lost: %s", error)
 
 
 def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:

@@ -53,6 +53,9 @@ class Predictor:
     """Whether answers can come piece by piece; then it has ``stream`` and ``explain`` too."""
     form: ClassVar[Path | None] = None
     """The script of its form on the served page; None for one that follows from ``request_schema``."""
+    untrusted: ClassVar[bool] = False
+    """Whether ``encode`` runs a decoder that a file can be made to keep busy; then it has ``encoding_seconds`` too, and
+    a server encodes in processes that it can end."""
     request_schema: dict[str, Any]
     """JSON Schema (2020-12) of a request, with limits and ``examples``; ``fields.Record`` makes it."""
     limits: Limits
@@ -84,6 +87,10 @@ class Predictor:
     def encode(self, request: Request) -> Encoded:
         """Check a request and turn it into arrays; raises ``RequestError`` and nothing else."""
         raise NotImplementedError(f"{type(self).__name__} does not define encode(request)")
+
+    def encoding_seconds(self, request: Request) -> float:
+        """CPU time that ``encode`` may take for it, from what is cheap to see; raises ``RequestError``."""
+        raise NotImplementedError(f"{type(self).__name__} does not define encoding_seconds(request)")
 
     def answer(self, batch: Sequence[Encoded]) -> list[Answer]:
         """JSON-ready answers in the order of the batch: ``results`` with id and score each, a ``text``, or others.

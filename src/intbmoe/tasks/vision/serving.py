@@ -2,9 +2,7 @@
 
 import base64
 import binascii
-import io
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,8 @@ from intbmoe.tasks.serving.ranking import top_n
 from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request, RequestError, spread_evenly
 from intbmoe.tasks.vision.decode import SQUARES, middle_square, png_base64, whole_square
 from intbmoe.tasks.vision.examples import ImageExamples
+from intbmoe.tasks.vision.untrusted import IMAGE_BYTES, IMAGE_PIXELS, decoding_seconds, read_untrusted
 
-IMAGE_BYTES = 8 * 2**20
-IMAGE_PIXELS = 32 * 10**6
-LONGEST_SIDE = 16  # times the shorter one: the whole image is scaled before its middle is cut out
 TOP_N = 5
 THUMBNAIL = 320
 
@@ -44,6 +40,7 @@ class ClassifyPredictor(Predictor):
     action = "classify"
     summary = "What an image shows."
     form = Path(__file__).with_name("image.js")
+    untrusted = True
 
     def __init__(self, images: ImageFormat) -> None:
         self.images = images
@@ -69,30 +66,13 @@ class ClassifyPredictor(Predictor):
     def encode(self, request: Request) -> Encoded:
         """The payload has ``pixels`` (size, size, channels) of bytes."""
         found = self._record.read("", request)
-        try:
-            content = base64.b64decode(found["image"], validate=True)
-        except (binascii.Error, ValueError):
-            raise RequestError("image", found["image"], "a PNG or JPEG file in base64") from None
-        size = self.images.config.image_size
-        pixels = self.images.square(self._open(content), size).reshape(size, size, -1)
+        mode, size = "L" if self.images.config.channels == 1 else "RGB", self.images.config.image_size
+        pixels = self.images.square(read_untrusted(_file(found), mode), size).reshape(size, size, -1)
         payload = {"pixels": np.ascontiguousarray(pixels), "top_n": found["top_n"], "explain": found["explain"]}
         return Encoded(1 + self.images.config.patches, payload)
 
-    def _open(self, content: bytes) -> Image.Image:
-        if len(content) > IMAGE_BYTES:
-            raise RequestError("image", f"<{len(content)} bytes>", f"at most {IMAGE_BYTES} bytes, before base64")
-        mode = "L" if self.images.config.channels == 1 else "RGB"
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # odd metadata is no reason to speak up: pixels are what matters
-                with Image.open(io.BytesIO(content), formats=("PNG", "JPEG")) as image:
-                    _check_size(*image.size)
-                    return image.convert(mode)
-        except RequestError:
-            raise
-        except Exception as error:  # on damaged or hostile files decoders raise whatever they please
-            what = f"<{len(content)} bytes: {type(error).__name__}>"
-            raise RequestError("image", what, "a whole PNG or JPEG file in base64") from error
+    def encoding_seconds(self, request: Request) -> float:
+        return decoding_seconds(_file(self._record.read("", request)))
 
     def _disc(self) -> Image.Image:
         size = self.images.config.image_size
@@ -132,9 +112,8 @@ def image_requests(split: ImageExamples, count: int) -> list[Request]:
     return requests
 
 
-def _check_size(width: int, height: int) -> None:
-    found = f"<{width} × {height} pixels>"
-    if width * height > IMAGE_PIXELS:
-        raise RequestError("image", found, f"at most {IMAGE_PIXELS} pixels")
-    if max(width, height) > LONGEST_SIDE * min(width, height):
-        raise RequestError("image", found, f"at most {LONGEST_SIDE} times as long as wide")
+def _file(found: Mapping[str, Any]) -> bytes:
+    try:
+        return base64.b64decode(found["image"], validate=True)
+    except (binascii.Error, ValueError):
+        raise RequestError("image", found["image"], "a PNG or JPEG file in base64") from None

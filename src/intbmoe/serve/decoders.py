@@ -1,0 +1,268 @@
+"""A front's decoders: processes that encode requests of strangers within a budget, and are replaced when it is spent.
+
+Requests whose encoding may take long have one decoder of their own, at low priority, so that the others never wait for
+them. A request that cannot be encoded before its deadline is refused at once.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from intbmoe.serve.bodies import Prepared
+from intbmoe.serve.decoder_process import BAD, ENCODED, HEAVY, READY, start_host
+from intbmoe.serve.http import HttpError
+from intbmoe.serve.loading import Opened
+from intbmoe.serve.messages import LARGEST_MESSAGE
+
+HEAVY_BODY = 2**20  # what is larger takes long to parse already
+START_S = 60.0
+WALL_S = 30.0  # a decoder that is silent for so long has been stopped, or swapped out: it is killed
+RETRY_S = 1.0  # before a decoder that could not be started is tried again
+KEPT = 0.9  # weight that earlier requests keep in the mean time of one
+SURE = 0.85  # share of the time left in which a request must be expected to end, so that few are given up half-way
+
+
+class DecoderHost:
+    """The process that forks decoders; ``on_end`` is called if it is gone."""
+
+    def __init__(self, control: socket.socket, on_end: Callable[[], None]) -> None:
+        self._control, self._on_end = control, on_end
+        self._numbers = itertools.count(1)
+
+    def fork(self, number: int, artifact: str, version: str, heavy: bool) -> tuple[int, socket.socket]:
+        """Start a decoder: its id, and the line to it, which closes if it cannot be started."""
+        ours, theirs = socket.socketpair()
+        name = next(self._numbers)
+        wanted = {"fork": name, "number": number, "artifact": artifact, "version": version, "heavy": heavy}
+        with theirs:
+            self._tell(wanted, [theirs.fileno()])
+        return name, ours
+
+    def kill(self, name: int) -> None:
+        self._tell({"kill": name}, [])
+
+    def _tell(self, message: dict[str, Any], handed: list[int]) -> None:
+        try:
+            socket.send_fds(self._control, [json.dumps(message).encode()], handed)
+        except OSError:
+            self._on_end()
+
+
+def forked_host(loader: str) -> DecoderHost:
+    """For a front's own process, before it has threads: without its host it must end."""
+    return DecoderHost(start_host(loader), lambda: os._exit(1))
+
+
+def spawned_host(loader: str, on_end: Callable[[], None]) -> DecoderHost:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-P", "-m", "intbmoe.serve.decoder_process", loader, str(theirs.fileno())]
+        subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+    return DecoderHost(ours, on_end)
+
+
+class _Job:
+    def __init__(self, body: bytes, deadline: float) -> None:
+        self.body, self.deadline = body, deadline
+        self.done: asyncio.Future[tuple[Any, ...] | None] = asyncio.get_running_loop().create_future()
+        self.started = 0.0
+
+
+class _Decoder(asyncio.Protocol):
+    def __init__(self, lane: "_Lane", name: int) -> None:
+        self._lane, self.name = lane, name
+        self._unpacker = msgpack.Unpacker(max_buffer_size=LARGEST_MESSAGE)
+        self.transport: asyncio.Transport | None = None
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.job: _Job | None = None
+        self._limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def start(self, job: _Job) -> None:
+        self.job, job.started = job, time.monotonic()
+        self._limit = asyncio.get_running_loop().call_later(WALL_S, self._lane.host.kill, self.name)
+        self.transport.write(msgpack.packb(job.body))
+
+    def data_received(self, data: bytes) -> None:
+        self._unpacker.feed(data)
+        for message in self._unpacker:
+            if message[0] == READY:
+                self.ready.set_result(None)
+                self._lane.free(self)
+            else:
+                self._end(message)
+                self._lane.free(self)
+
+    @property
+    def was_ready(self) -> bool:
+        return self.ready.done() and self.ready.exception() is None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ready.done():
+            self.ready.set_exception(ConnectionError("a process for decoding could not be started: see the log"))
+            self.ready.exception()  # nobody may be waiting
+        self._end(None)
+        self._lane.lost(self)
+
+    def _end(self, message: tuple[Any, ...] | None) -> None:
+        """``None``: the process ended."""
+        if self.job is not None:
+            job, self.job = self.job, None
+            self._limit.cancel()
+            self._lane.learn(time.monotonic() - job.started)
+            if not job.done.done():
+                job.done.set_result(message)
+
+
+class _Lane:
+    """Requests in order of arrival, and the decoders that take them."""
+
+    def __init__(
+        self, host: DecoderHost, count: int, heavy: bool, fork: Callable[[], tuple[int, socket.socket]]
+    ) -> None:
+        self.host, self._count, self._heavy, self._fork = host, count, heavy, fork
+        self._waiting: deque[_Job] = deque()
+        self._all: set[_Decoder] = set()
+        self._idle: list[_Decoder] = []
+        self._mean = 0.0
+        self._closed = False
+        self._replacing: set[asyncio.Task] = set()
+
+    async def open(self) -> None:
+        decoders = [await self._add() for _ in range(self._count)]
+        async with asyncio.timeout(START_S):
+            for decoder in decoders:
+                await decoder.ready
+
+    async def _add(self) -> _Decoder:
+        name, line = self._fork()
+        loop = asyncio.get_running_loop()
+        _, decoder = await loop.create_unix_connection(lambda: _Decoder(self, name), sock=line)
+        self._all.add(decoder)
+        return decoder
+
+    def expected_wait(self) -> float:
+        """How long a request of now takes; zero if a decoder is free, so that a wrong estimate is corrected."""
+        if self._idle:
+            return 0.0
+        return self._mean * (1 + (len(self._waiting) + 1) / self._count)
+
+    async def encode(self, body: bytes, deadline: float) -> tuple[Any, ...] | None:
+        wait = self.expected_wait()
+        refuse_late(wait, deadline - time.monotonic())
+        job = _Job(body, deadline)
+        self._waiting.append(job)
+        self._next()
+        try:
+            return await job.done
+        finally:
+            if not job.done.done() or job.done.cancelled():
+                self._give_up(job)
+
+    def _give_up(self, job: _Job) -> None:
+        """Nobody waits for it any more; what is light ends sooner than a process is replaced."""
+        job.done.cancel()
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(job)
+        for decoder in self._all:
+            if self._heavy and decoder.job is job:
+                self.host.kill(decoder.name)
+
+    def free(self, decoder: _Decoder) -> None:
+        self._idle.append(decoder)
+        self._next()
+        self._end_idle()
+
+    def _next(self) -> None:
+        while self._idle and self._waiting:
+            job = self._waiting.popleft()
+            self._idle.pop().start(job)
+
+    def learn(self, seconds: float) -> None:
+        self._mean = seconds if self._mean == 0 else KEPT * self._mean + (1 - KEPT) * seconds
+
+    def lost(self, decoder: _Decoder) -> None:
+        self._all.discard(decoder)
+        if decoder in self._idle:
+            self._idle.remove(decoder)
+        if not self._closed or self._waiting:
+            task = asyncio.create_task(self._replace(0.0 if decoder.was_ready else RETRY_S))
+            self._replacing.add(task)
+            task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, pause: float) -> None:
+        await asyncio.sleep(pause)
+        await self._add()
+
+    def close(self) -> None:
+        self._closed = True
+        self._end_idle()
+
+    def _end_idle(self) -> None:
+        if self._closed:
+            for decoder in self._idle:
+                decoder.transport.close()
+
+
+class Decoders:
+    """Of one version; they are started by ``open``, or by the first request."""
+
+    def __init__(self, host: DecoderHost, number: int, artifact: str, opened: Opened, count: int) -> None:
+        def lane(count: int, heavy: bool) -> _Lane:
+            return _Lane(host, count, heavy, lambda: host.fork(number, artifact, opened.version, heavy))
+
+        self._light, self._heavy = lane(count, False), lane(1, True)
+        self._opening: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open())
+        await asyncio.shield(self._opening)
+
+    async def _open(self) -> None:
+        await self._light.open()
+        await self._heavy.open()
+
+    def expected_wait(self) -> float:
+        return self._light.expected_wait()
+
+    async def encode(self, body: bytes, deadline: float) -> Prepared:
+        """Raises ``HttpError``; to be cancelled when nobody waits for it."""
+        await self.open()
+        reply = (HEAVY,) if len(body) > HEAVY_BODY else await self._light.encode(body, deadline)
+        if reply is not None and reply[0] == HEAVY:
+            reply = await self._heavy.encode(body, deadline)
+        if reply is None:
+            message = "this request costs more to decode than its size accounts for: save the image anew, and smaller"
+            raise HttpError(422, message, field="body", outcome="bad")
+        kind, *content = reply
+        if kind == BAD:
+            status, message, field = content
+            raise HttpError(status, message, field=field, outcome="bad")
+        assert kind == ENCODED, kind
+        return Prepared(*content)
+
+    def close(self) -> None:
+        """When its requests have been encoded, its processes end."""
+        self._light.close()
+        self._heavy.close()
+
+
+def refuse_late(wait: float, left: float) -> None:
+    """Refuse a request that is expected to end after its deadline."""
+    if wait > SURE * left:
+        message = f"too many requests: the wait of about {wait:.3f} s is too long for the {max(left, 0):.3f} s it has"
+        raise HttpError(429, message, outcome="refused", headers={"retry-after": str(max(1, round(wait + 0.5)))})
