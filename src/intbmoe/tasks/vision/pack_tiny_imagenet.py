@@ -6,6 +6,7 @@ Images shrink from 64 to 32 px by the mean of 2×2 pixels. Each class becomes on
 8 px and chroma is not subsampled, so no JPEG block crosses two images.
 """
 
+import argparse
 import io
 import json
 import math
@@ -14,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import tyro
 from PIL import Image
 
 from intbmoe.tasks.errors import DataError
@@ -76,5 +76,13 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(member, io.BytesIO(content))
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Pack the official Tiny-ImageNet-200 folder into one tar at 32 px.")
+    parser.add_argument("folder", type=Path, help="the unzipped tiny-imagenet-200")
+    parser.add_argument("output", type=Path, help="the tar to write")
+    arguments = parser.parse_args()
+    pack(arguments.folder, arguments.output)
+
+
 if __name__ == "__main__":
-    tyro.cli(pack, config=(tyro.conf.PositionalRequiredArgs,))
+    main()

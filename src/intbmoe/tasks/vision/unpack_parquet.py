@@ -5,9 +5,8 @@
 Files keep their bytes. Class folders are called by the label, 0000 to 0999, so labels stay what they were.
 """
 
+import argparse
 from pathlib import Path
-
-import tyro
 
 from intbmoe.tasks.vision.imagenet_parquet import ParquetImages
 
@@ -24,5 +23,13 @@ def unpack(root: Path, output: Path) -> None:
             file.write_bytes(images.content(index))
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Unpack ImageNet's parquet files into an image folder.")
+    parser.add_argument("root", type=Path, help="the folder with data/train-*.parquet")
+    parser.add_argument("output", type=Path, help="the folder to write")
+    arguments = parser.parse_args()
+    unpack(arguments.root, arguments.output)
+
+
 if __name__ == "__main__":
-    tyro.cli(unpack, config=(tyro.conf.PositionalRequiredArgs,))
+    main()
