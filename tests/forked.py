@@ -5,6 +5,7 @@
 own. Not for tests of what a fresh process imports.
 """
 
+import logging
 import os
 import runpy
 import signal
@@ -34,6 +35,7 @@ def _child(words, env):
             signal.signal(signum, handler)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
         sys.argv = words
+        logging.root.handlers.clear()  # pytest's, who would keep what is logged to itself
         if env is not None:
             os.environ.clear()
             os.environ.update(env)
