@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck
 
+from forked import forked  # noqa: F401 - a fixture
+
 # The tensors here are tiny: a second thread costs more than it gains, much more on a busy machine.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the processes that tests start
@@ -24,6 +26,17 @@ LONG += ("test_your_data_docs", "test_contract", "test_docs", "test_run", "test_
 def pytest_collection_modifyitems(items):
     """The longest files first, so that of several processes none has one of them left at the end."""
     items.sort(key=lambda item: item.path.stem not in LONG)
+
+
+@pytest.fixture(scope="module")
+def sketched():
+    """For tests that are not about pictures: they are made as ever, but an empty one is rendered in their place."""
+    from matplotlib.figure import Figure
+
+    save = Figure.savefig
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda _, *to, **settings: save(Figure((1, 1)), *to, **settings))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -118,7 +118,7 @@ def test_it_compiles_whole():
     model = llama("intbmoe", top_k=2, blocks=4).eval()
     intbmoe.connect(model)
     expected = model(**batch()).loss
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")  # gradients: test_contract.py
     torch.testing.assert_close(compiled(**batch()).loss, expected)
 
 

@@ -1,18 +1,22 @@
 """The documentation is true: its Python runs, its links lead somewhere."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from fresh import run_each
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"])
 
 
 # timm and transformers import torchvision where it is installed, and fail where that fails.
-TORCHVISION = "import intbmoe.foreign\nintbmoe.foreign.import_torchvision(required=False)"
+FOREIGN = """
+from intbmoe.foreign import import_torchvision
+import_torchvision(required=False)
+import transformers.models.auto.modeling_auto, transformers.modeling_utils
+"""
 
 
 def snippets(page):
@@ -24,13 +28,19 @@ ELSEWHERE = ("training.md", "your-data.md", "in-your-framework.md")
 RUNNABLE = [page for page in PAGES if snippets(page) and page.name not in ELSEWHERE]
 
 
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """By page, the exit status and output of its Python in a process of its own: a page may register a method."""
+    scripts = {page: tmp_path_factory.mktemp(page.stem) / "snippets.py" for page in RUNNABLE}
+    for page, script in scripts.items():
+        script.write_text("\n".join(snippets(page)), encoding="utf-8")
+    return dict(zip(scripts, run_each(scripts.values(), FOREIGN), strict=True))
+
+
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
-def test_snippets_run_in_order(page, tmp_path):
-    """In a process of their own: a page may register a method, which other tests should not see."""
-    script = tmp_path / "snippets.py"
-    script.write_text("\n".join([TORCHVISION, *snippets(page)]), encoding="utf-8")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
+def test_snippets_run_in_order(page, ran):
+    code, output = ran[page]
+    assert code == 0, output
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

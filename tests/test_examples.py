@@ -6,7 +6,7 @@ LAYER = Path(__file__).parent.parent / "examples" / "layer.py"
 PNG = b"\x89PNG"
 
 
-def test_the_layer_example_runs_and_leaves_table_and_picture(tmp_path):
+def test_the_layer_example_runs_and_leaves_table_and_picture(tmp_path, forked):
     quick = ["--steps", "20", "--repeats", "2", "--experts", "1", "4"]
     done = subprocess.run([sys.executable, LAYER, *quick], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

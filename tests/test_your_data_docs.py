@@ -29,7 +29,7 @@ TEXTS = [f"Once upon a time, {number} cats sat in a tree.\n" * 3 for number in r
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, forked, sketched):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("INTBMOE_CACHE", str(tmp_path / "cache"))
     return tmp_path

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from intbmoe.analysis import analyse as analysis
@@ -43,12 +44,23 @@ def small(name, method="intbmoe"):
     )
 
 
+def render_only(patch, *forms):
+    """Figures of other forms are empty: to render takes most of an analysis's time."""
+    save = Figure.savefig
+
+    def render(figure, to, **settings):
+        save(figure if settings["format"] in forms else Figure((1, 1)), to, **settings)
+
+    patch.setattr(Figure, "savefig", render)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _short_sweep():
-    """tests/analysis/test_run_cost.py has the whole one, and pictures are laid out in the tests of the page."""
+def _quick():
+    """tests/analysis/test_run_cost.py has the whole sweep, and the tests of the page lay out and render every form."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_cost, "SWEEP", (1, 4))
-        patch.setattr(ConstrainedLayoutEngine, "execute", lambda self, figure: None)  # half of the time of drawing
+        patch.setattr(ConstrainedLayoutEngine, "execute", lambda self, figure: None)
+        render_only(patch, "svg")
         yield
 
 
@@ -79,6 +91,11 @@ def undrawn(monkeypatch):
     """Pictures take most of an analysis's time: not drawn where a test is about numbers."""
     for part in DRAWERS:
         monkeypatch.setitem(DRAWERS, part, lambda data: [])
+
+
+@pytest.fixture
+def unrendered(monkeypatch):
+    render_only(monkeypatch)
 
 
 def files(folder):
@@ -130,6 +147,7 @@ def test_participation_is_on_the_evaluated_metric(run):
     assert [len(layer[name]) for layer in found["layers"] for name in ("rises", "errors", "drops")] == [3] * 6
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_classes_and_layers_of_the_routing_pictures_are_chosen(run, capsys):
     """The paper's Figure 4: some classes, some layers."""
     main(["analyse", str(run), "--classes", "7", "3", "--layers", "2"])
@@ -186,6 +204,7 @@ def test_a_second_analysis_finds_the_same(run, analysed):
     assert not list(run.glob(".analysis*"))
 
 
+@pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize(
     ("method", "parts", "reason"),
     [

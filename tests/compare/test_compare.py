@@ -28,22 +28,10 @@ from intbmoe.report.numbers import format_metric
 from intbmoe.tasks import find_task, make_task
 from intbmoe.train import load, train
 
-SMALL = [
-    *(
-        "--model.dim",
-        "16",
-        "--model.depth",
-        "2",
-        "--model.heads",
-        "2",
-        "--model.hidden",
-        "16",
-        "--model.patch-size",
-        "4",
-    ),
-    *("--model.moe-layers", "0", "--moe.experts", "2", "--train.epochs", "1", "--train.warmup", "0"),
-    *("--train.batch", "128"),
-]
+# tests/tasks/test_adding_a_task.py compares with a process that imports everything anew.
+pytestmark = pytest.mark.usefixtures("forked", "sketched")
+SMALL = shlex.split("--model.dim 16 --model.depth 2 --model.heads 2 --model.hidden 16 --model.patch-size 4")
+SMALL += shlex.split("--model.moe-layers 0 --moe.experts 2 --train.epochs 1 --train.warmup 0 --train.batch 128")
 PNG = b"\x89PNG"
 
 
@@ -62,7 +50,7 @@ def recipe():
 
 
 @pytest.fixture(scope="module")
-def compared(recipe, tmp_path_factory):
+def compared(recipe, tmp_path_factory, forked, sketched):
     """Two methods, two seeds, in a folder of their own; the second seed's runs are there already."""
     folder = tmp_path_factory.mktemp("compare")
     options = CompareOptions(methods="remoe,intbmoe", seeds=2, root=folder / "runs")
@@ -192,18 +180,9 @@ def test_a_failed_run_is_named_with_the_end_of_its_log_and_the_others_stand(reci
 
 
 def test_an_interrupted_comparison_saves_and_goes_on(tmp_path):
-    args = [
-        "compare",
-        "digits",
-        "--methods",
-        "dense",
-        *SMALL,
-        "--train.epochs",
-        "400",
-        "--train.checkpoint-every",
-        "100000",
-    ]
-    command = [sys.executable, "-m", "intbmoe.cli", *args]
+    args = ["compare", "digits", "--methods", "dense", *SMALL]
+    endless = ["--train.epochs", "400", "--train.checkpoint-every", "100000"]
+    command = [sys.executable, "-m", "intbmoe.cli", *args, *endless]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     metrics = tmp_path / "runs/digits/dense/0/metrics.jsonl"
     deadline = time.monotonic() + 300  # on a busy machine

@@ -141,9 +141,19 @@ SAME_BLOCKS = ("softmax", "linear_hypernetwork", "one_expert", "fixed_scale", "a
 """Once composed, their blocks are the default's, with other numbers in them."""
 
 
-@pytest.mark.parametrize("name", [name for name in SWITCHES if name not in SAME_BLOCKS])
-def test_exports_with_any_number_of_tokens_and_any_routing(name):
-    assert_exports(make(**SWITCHES[name]).float().eval().precompose(), masked=True)
+# Several in one layer, where they do not exclude each other: an export takes a second.
+EXPORTED = ["default", "everything_off", "gate_layer_norm", "one_layer no_shared", "three_layers shared_mlp"]
+EXPORTED += ["no_gate no_bias", "no_filter three_shared", "one_block shared_linear", "no_layer_norm gate_without_norm"]
+
+
+def test_every_switch_is_exported():
+    assert {name for names in EXPORTED for name in names.split()} == SWITCHES.keys() - set(SAME_BLOCKS)
+
+
+@pytest.mark.parametrize("names", EXPORTED)
+def test_exports_with_any_number_of_tokens_and_any_routing(names):
+    options = {option: value for name in names.split() for option, value in SWITCHES[name].items()}
+    assert_exports(make(**options).float().eval().precompose(), masked=True)
 
 
 def test_exports_without_a_mask():

@@ -13,11 +13,10 @@ import time
 from pathlib import Path
 
 import intbmoe
+from forked import ForkedPopen
 
 HERE = Path(__file__).parent
 SOURCE = Path(intbmoe.__file__).parents[1]
-START = "import sys; from intbmoe.serve.settings import Settings; from intbmoe.serve.supervisor import serve; "
-START += "serve(Settings.from_json(sys.argv[1]), lambda line: print(line, flush=True))"
 
 
 class Answer:
@@ -40,8 +39,8 @@ class Server:
 
     def __enter__(self):
         paths = [str(HERE), str(SOURCE), os.environ.get("PYTHONPATH", "")]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", START, json.dumps(self.settings)],
+        self.process = ForkedPopen(  # the supervisor; the engines and fronts that it starts are not forked
+            [sys.executable, HERE / "start_server.py", json.dumps(self.settings)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from forked import ForkedPopen
 from intbmoe import cli, registry
 from intbmoe.export import ArtifactError, load_artifact
 
@@ -60,9 +61,8 @@ def served(words):
     words = [*words, "--workers", "1", "--fronts", "1"]
     words[words.index("--port") + 1] = "0"
     environment = {**os.environ, registry.PLUGINS: "", "PYTHONUNBUFFERED": "1"}
-    server = subprocess.Popen(
-        [sys.executable, "-m", "intbmoe.cli", *words], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    command = [sys.executable, "-m", "intbmoe.cli", *words]
+    server = ForkedPopen(command, stdout=subprocess.PIPE, text=True, env=environment)  # what it starts is not forked
     try:
         for line in server.stdout:
             found = re.search(r"http://[\d.]+:\d+", line)

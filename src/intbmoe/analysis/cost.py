@@ -133,7 +133,7 @@ def _precomposed(setting: Setting, model: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class SweepRow:
+class Swept:
     """IntBMoE with E expert bases, as trained and precomposed: FLOPs of one sample, peak bytes of its inference."""
 
     experts: int
@@ -141,6 +141,10 @@ class SweepRow:
     flops_precomposed: int
     memory: int
     memory_precomposed: int
+
+
+@dataclass(frozen=True)
+class SweepRow(Swept):
     paper: Mapping[str, float]
 
 

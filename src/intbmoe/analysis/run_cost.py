@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from intbmoe.analysis.cost import SWEEP, Setting, sweep_experts
+from intbmoe.analysis.cost import SWEEP, Setting, Swept, sweep_experts
 from intbmoe.precomposition import precompose
 from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import Recipe
@@ -21,14 +21,7 @@ MOST_BYTES = 2**32  # of a model's parameters: a sweep leaves out larger ones, w
 
 
 @dataclass(frozen=True)
-class CostRow:
-    """E expert bases: FLOPs of one example, peak bytes of its forward."""
-
-    experts: int
-    flops: int
-    flops_precomposed: int
-    memory: int
-    memory_precomposed: int
+class CostRow(Swept):
     allocated: int | None
     allocated_precomposed: int | None  # peak bytes that the GPU's allocator handed out; None without a GPU
 

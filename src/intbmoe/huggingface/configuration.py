@@ -16,6 +16,13 @@ from intbmoe.methods.intbmoe import ComposedMoE, IntBMoEConfig
 from intbmoe.models import llama, vit
 from intbmoe.registry import create, find_method
 
+SIZES = {
+    "dim": "hidden_size",
+    "hidden": "intermediate_size",
+    "depth": "num_hidden_layers",
+    "heads": "num_attention_heads",
+}
+"""This package's words for what every backbone has → transformers'."""
 REMOTE = "modeling_intbmoe"
 """The file that ``trust_remote_code=True`` imports."""
 
@@ -26,6 +33,8 @@ class MixtureConfig(PreTrainedConfig):
 
     auto_classes: ClassVar[dict[str, str]] = {}
     """Auto class → ours."""
+    sizes: ClassVar[dict[str, str]] = SIZES
+    """Fields of the backbone's configuration → those of this one that say the same, in both directions."""
 
     method: str | None = "intbmoe"
     """The registered name of the mixture; None for the backbone's own dense FFN."""
@@ -59,6 +68,9 @@ class MixtureConfig(PreTrainedConfig):
         # JSON has no tuples
         return {"dim": self.hidden_size, **{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}}
 
+    def _sizes(self) -> dict[str, Any]:
+        return {ours: getattr(self, theirs) for ours, theirs in self.sizes.items()}
+
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """As transformers', with what ``trust_remote_code=True`` needs: a file that imports this package."""
         self.auto_map = {auto: f"{REMOTE}.{ours}" for auto, ours in self.auto_classes.items()}
@@ -84,6 +96,7 @@ class IntBMoETextConfig(MixtureConfig):
         "AutoModel": "IntBMoETextModel",
         "AutoModelForCausalLM": "IntBMoEForCausalLM",
     }
+    sizes: ClassVar = {**SIZES, "vocabulary": "vocab_size", "norm_eps": "rms_norm_eps", "init_std": "initializer_range"}
     base_model_pp_plan: ClassVar = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -118,16 +131,7 @@ class IntBMoETextConfig(MixtureConfig):
 
     def backbone(self) -> llama.LlamaConfig:
         """The same sizes in this package's words; raises for those that do not go together."""
-        return llama.LlamaConfig(
-            vocabulary=self.vocab_size,
-            dim=self.hidden_size,
-            depth=self.num_hidden_layers,
-            heads=self.num_attention_heads,
-            hidden=self.intermediate_size,
-            rope_theta=float(self.rope_parameters["rope_theta"]),
-            norm_eps=self.rms_norm_eps,
-            init_std=self.initializer_range,
-        )
+        return llama.LlamaConfig(**self._sizes(), rope_theta=float(self.rope_parameters["rope_theta"]))
 
 
 @strict
@@ -138,6 +142,14 @@ class IntBMoEImageConfig(MixtureConfig):
     auto_classes: ClassVar = {
         "AutoConfig": "IntBMoEImageConfig",
         "AutoModelForImageClassification": "IntBMoEForImageClassification",
+    }
+    sizes: ClassVar = {
+        **SIZES,
+        "image_size": "image_size",
+        "patch_size": "patch_size",
+        "channels": "num_channels",
+        "drop_path": "drop_path_rate",
+        "ffn_std": "ffn_std",
     }
 
     image_size: int = 224
@@ -161,16 +173,5 @@ class IntBMoEImageConfig(MixtureConfig):
 
     def backbone(self) -> vit.ViTConfig:
         """The same sizes in this package's words; raises for those that do not go together."""
-        return vit.ViTConfig(
-            image_size=self.image_size,
-            patch_size=self.patch_size,
-            channels=self.num_channels,
-            classes=self.num_labels,
-            dim=self.hidden_size,
-            depth=self.num_hidden_layers,
-            heads=self.num_attention_heads,
-            hidden=self.intermediate_size,
-            moe_layers=tuple(self.mixture_layers),
-            drop_path=self.drop_path_rate,
-            ffn_std=self.ffn_std,
-        )
+        layers = tuple(self.mixture_layers)  # a list in JSON
+        return vit.ViTConfig(**self._sizes(), classes=self.num_labels, moe_layers=layers)

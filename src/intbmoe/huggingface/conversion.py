@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require
 from intbmoe.huggingface.causal_lm import IntBMoEForCausalLM
-from intbmoe.huggingface.configuration import IntBMoEImageConfig, IntBMoETextConfig
+from intbmoe.huggingface.configuration import IntBMoEImageConfig, IntBMoETextConfig, MixtureConfig
 from intbmoe.huggingface.image_classification import IntBMoEForImageClassification
 from intbmoe.huggingface.mixture import MixtureModel, state_shapes
 from intbmoe.layer import moe_layers
@@ -29,12 +29,15 @@ def from_backbone(model: nn.Module, **options: Any) -> MixtureModel:
     ``options`` are fields of the configuration besides: ``eos_token_id``, ``id2label``.
     """
     if isinstance(model, Llama):
-        config = _text_config(model, options)
+        rope = {"rope_type": "default", "rope_theta": model.config.rope_theta}
+        config = _config(IntBMoETextConfig, model, rope_parameters=rope, **options)
         made = _without_memory(IntBMoEForCausalLM, config)
         made.model.load_state_dict(_copied(model), assign=True)
         made.tie_weights()
     elif isinstance(model, ViT):
-        config = _image_config(model, options)
+        labels = {} if "id2label" in options else {"num_labels": model.config.classes}
+        layers = list(model.config.moe_layers)
+        config = _config(IntBMoEImageConfig, model, mixture_layers=layers, **labels, **options)
         made = _without_memory(IntBMoEForImageClassification, config)
         made.vit.load_state_dict(_copied(model), assign=True)
     else:
@@ -71,40 +74,9 @@ def _copied(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def _text_config(model: Llama, options: dict[str, Any]) -> IntBMoETextConfig:
-    sizes = model.config
-    return IntBMoETextConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.dim,
-        intermediate_size=sizes.hidden,
-        num_hidden_layers=sizes.depth,
-        num_attention_heads=sizes.heads,
-        rms_norm_eps=sizes.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
-        initializer_range=sizes.init_std,
-        **_mixture(model),
-        **options,
-    )
-
-
-def _image_config(model: ViT, options: dict[str, Any]) -> IntBMoEImageConfig:
-    sizes = model.config
-    labels = {} if "id2label" in options else {"num_labels": sizes.classes}
-    return IntBMoEImageConfig(
-        image_size=sizes.image_size,
-        patch_size=sizes.patch_size,
-        num_channels=sizes.channels,
-        hidden_size=sizes.dim,
-        intermediate_size=sizes.hidden,
-        num_hidden_layers=sizes.depth,
-        num_attention_heads=sizes.heads,
-        mixture_layers=list(sizes.moe_layers),
-        drop_path_rate=sizes.drop_path,
-        ffn_std=sizes.ffn_std,
-        **_mixture(model),
-        **labels,
-        **options,
-    )
+def _config(kind: type[MixtureConfig], model: Llama | ViT, **options: Any) -> MixtureConfig:
+    sizes = {theirs: getattr(model.config, ours) for ours, theirs in kind.sizes.items()}
+    return kind(**sizes, **_mixture(model), **options)
 
 
 def _mixture(model: nn.Module) -> dict[str, Any]:

@@ -48,7 +48,6 @@ FEEDBACK = ("mode", "action")
 PROFILE = tuple(f"profile{number}" for number in range(1, PROFILE_TOKENS + 1))
 # The fields that share one table.
 FIELDS = ("category", "region", "score", "weather", "hour", "weekday", "gap", *FEEDBACK, *PROFILE)
-TASKS = ("where", "how", "when", "via")
 DEPARTURES = 49  # classes of "when"
 KINDS = (*PROFILE, "scenario", "intention", "feedback")
 EMBEDDING_STD = 0.1

@@ -34,12 +34,12 @@ def cache_folder() -> Path:
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "intbmoe"
 
 
-def require_path(path: str | None, recipe: str, what: str) -> Path:
+def require_path(path: str | None, source: str, what: str, page: str = PAGE) -> Path:
     if path is None:
-        raise DataError(f"{recipe} needs {what}: set data.path (--data.path …); see {PAGE}")
+        raise DataError(f"{source} needs {what}: set data.path (--data.path …); see {page}")
     found = Path(path).expanduser()
     if not found.exists():
-        raise DataError(f"{found} does not exist: data.path must be {what}")
+        raise DataError(f"{found} does not exist: data.path must be {what} (see {page})")
     return found
 
 

@@ -111,11 +111,11 @@ def test_another_number_of_items_than_the_recipes_is_an_error_with_the_right_one
 
 
 def test_no_path_no_file_and_files_of_another_kind(file, tmp_path):
-    with pytest.raises(DataError, match=r"check-ins need .*set data\.path"):
+    with pytest.raises(DataError, match=r"check-ins needs .*set data\.path"):
         read_check_ins(None, 5)
-    with pytest.raises(DataError, match=r"some\.npz is not a file"):
+    with pytest.raises(DataError, match=r"some\.npz does not exist: data.path must be an \.npz file"):
         read_check_ins(str(file), 5)
-    with pytest.raises(DataError, match="is not a file"):
+    with pytest.raises(DataError, match=r"cannot be read.*expected an \.npz file"):
         read_check_ins(str(tmp_path), 5)
     file.write_text("user,poi,time\n")
     with pytest.raises(DataError, match=r"some\.npz cannot be read"):

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.own_data import require_path
 
-WHAT = "an .npz file of item sequences"
+WHAT, PAGE = "an .npz file of item sequences", "docs/data.md"
 CHECK_INS = ("user", "poi", "time")
 ITEM_LISTS = ("items", "offsets")
 LARGEST = np.iinfo(np.int64).max
@@ -45,7 +46,7 @@ class ItemSequences:
 
 def read_check_ins(path: str | None, item_count: int) -> ItemSequences:
     """Places visited: ``user``, ``poi`` (from 0) and ``time`` of each check-in, in the order of (user, time)."""
-    file = _require_file(path, "check-ins")
+    file = require_path(path, "check-ins", WHAT, PAGE)
     arrays = _read_arrays(file, CHECK_INS)
     user, time = arrays["user"], arrays["time"]
     for name in ("poi", "time"):
@@ -62,7 +63,7 @@ def read_check_ins(path: str | None, item_count: int) -> ItemSequences:
 
 def read_item_lists(path: str | None, item_count: int) -> ItemSequences:
     """Items bought or reviewed: ``items`` (from 1), of which user u has those of offsets[u] to offsets[u + 1] − 1."""
-    file = _require_file(path, "item-lists")
+    file = require_path(path, "item-lists", WHAT, PAGE)
     arrays = _read_arrays(file, ITEM_LISTS)
     items, offsets = arrays["items"], arrays["offsets"]
     if offsets[0] != 0 or offsets[-1] != len(items):
@@ -73,15 +74,6 @@ def read_item_lists(path: str | None, item_count: int) -> ItemSequences:
     _refuse(np.diff(offsets) < 0, f"{file}: 'offsets'", offsets[1:], "offsets that never fall", first_row=1)
     _check_ids(items, 1, item_count, f"{file}: 'items'")
     return ItemSequences(items.astype(np.int64) - 1, offsets.astype(np.int64), item_count)
-
-
-def _require_file(path: str | None, source: str) -> Path:
-    if path is None:
-        raise DataError(f"{source} need {WHAT}: set data.path (--data.path …); docs/data.md says what it holds")
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise DataError(f"{file} is not a file: data.path must be {WHAT} (see docs/data.md)")
-    return file
 
 
 def _read_arrays(file: Path, names: tuple[str, ...]) -> Mapping[str, np.ndarray]:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from intbmoe.models.vit import ViTConfig
 from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.own_data import require_path
 from intbmoe.tasks.vision.class_names import FILE, read_class_names
 from intbmoe.tasks.vision.folder import FolderImages, class_folders, list_images
 from intbmoe.tasks.vision.imagenet_parquet import ParquetImages
-from intbmoe.tasks.vision.source import IMAGENET_NORMALISATION, Images, Source, check_labels, hold_out, require_path
+from intbmoe.tasks.vision.source import IMAGENET_NORMALISATION, Images, Source, check_labels, hold_out
 
 WHAT = "a folder with train/<class>/ and val/<class>/ or with data/train-*.parquet"
 
@@ -22,7 +23,7 @@ WHAT = "a folder with train/<class>/ and val/<class>/ or with data/train-*.parqu
 def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
     if model.channels != 3:
         raise DataError(f"imagenet images have 3 channels: set model.channels=3 (it is {model.channels})")
-    root = require_path(path, "imagenet", WHAT)
+    root = require_path(path, "imagenet", WHAT, "docs/data.md")
     if sorted(root.glob("data/train-*.parquet")):
         folders = None
         train, test = (ParquetImages.find(root, split) for split in ("train", "validation"))

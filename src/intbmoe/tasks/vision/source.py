@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -82,15 +81,6 @@ def hold_out(labels: np.ndarray, fraction: float, where: str, seed: int = 0) -> 
         held.append(np.random.default_rng(drawn).permutation(members)[:count])
     out = np.sort(np.concatenate(held))
     return np.setdiff1d(np.arange(len(labels)), out), out
-
-
-def require_path(path: str | None, source: str, what: str) -> Path:
-    if path is None:
-        raise DataError(f"{source} needs {what}: set data.path (--data.path …); docs/data.md says how to get the data")
-    found = Path(path).expanduser()
-    if not found.exists():
-        raise DataError(f"{found} does not exist: data.path must be {what} (see docs/data.md)")
-    return found
 
 
 def check_labels(labels: np.ndarray, classes: int, where: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from intbmoe.models.vit import ViTConfig
 from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.own_data import require_path
 from intbmoe.tasks.vision.class_names import FILE, read_class_names
 from intbmoe.tasks.vision.decode import decode
 from intbmoe.tasks.vision.source import (
@@ -23,7 +24,6 @@ from intbmoe.tasks.vision.source import (
     check_image_size,
     check_labels,
     hold_out,
-    require_path,
 )
 
 TILE = 32
@@ -33,7 +33,7 @@ _SHEET = re.compile(r"(?:\./)?(train|val)/(\d+)\.jpg")
 
 def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
     check_image_size(model.image_size, model.channels, (TILE, 3), "tiny-imagenet")
-    file = require_path(path, "tiny-imagenet", WHAT)
+    file = require_path(path, "tiny-imagenet", WHAT, "docs/data.md")
     sheets, names = _read_tar(file)
     train, test = (_join(sheets[split], model.classes, f"{file}: {split}/") for split in ("train", "val"))
     kept, held = hold_out(train.labels, valid_fraction, f"{file}: train/")
