@@ -5,12 +5,15 @@
 
 Every variant continues from the same weights, on the same batches in a new order, with a fresh AdamW, a warm-up of 5 %
 and half a cosine. FFNs are replaced by ``intbmoe.replace_ffn``; ``--options`` go to IntBMoE. "wide" is the control for
-parameters: one more dense FFN beside each, likewise starting at zero (DeepSeek with one expert).
+parameters: one more dense FFN beside each, likewise starting at zero (DeepSeek with one expert). ``--side-by-side 5``
+runs five continuations at a time, each in a process of its own.
 """
 
 import argparse
 import json
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from statistics import fmean, stdev
 from typing import Any
 
@@ -43,13 +46,18 @@ def main() -> None:
     parser.add_argument("--lr", type=float, required=True, help="the highest rate of the continuation")
     parser.add_argument("--options", type=json.loads, default={}, help="of IntBMoE, as JSON: '{\"experts\": 8}'")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--side-by-side", type=int, default=1, help="continuations at a time")
     given = parser.parse_args()
+    jobs = [(run, variant, given.steps, given.lr, given.options) for run in given.runs for variant in given.variants]
+    if given.side_by_side == 1:
+        losses = [continued(*job) for job in jobs]
+    else:  # one that fails is told at the end, when the others are done
+        with ProcessPoolExecutor(given.side_by_side, get_context("spawn"), max_tasks_per_child=1) as pool:
+            begun = [pool.submit(continued, *job) for job in jobs]
+        losses = [job.result() for job in begun]
     results: dict[str, list[float]] = {}
-    for run in given.runs:
-        for variant in given.variants:
-            loss, about = continued(run, variant, given.steps, given.lr, given.options)
-            results.setdefault(variant, []).append(loss)
-            print(f"{run}: {variant}: validation loss {loss:.4f} ({about})", flush=True)
+    for (_, variant, *_), loss in zip(jobs, losses, strict=True):
+        results.setdefault(variant, []).append(loss)
     base = results.get("dense continued")
     for variant, losses in results.items():
         spread = f" ± {stdev(losses):.4f}" if len(losses) > 1 else ""
@@ -57,8 +65,8 @@ def main() -> None:
         print(f"{variant}: {fmean(losses):.4f}{spread}{against}")
 
 
-def continued(path: str, variant: str, steps: int, lr: float, options: dict[str, Any]) -> tuple[float, str]:
-    """The validation loss after ``steps`` more, and what the replacement did."""
+def continued(path: str, variant: str, steps: int, lr: float, options: dict[str, Any]) -> float:
+    """The validation loss after ``steps`` more; prints it with what the replacement did."""
     run = RunDirectory.existing(path)
     task, model = make_task(run.recipe), intbmoe.load(path)
     plan = plan_batches(len(task.split("train")), replace(run.recipe.train, steps=steps), 1)
@@ -87,8 +95,9 @@ def continued(path: str, variant: str, steps: int, lr: float, options: dict[str,
                 group["lr"] = learning_rate(read.step, settings, plan)
             stepper.take(read.step + 1, batches, 0)
             batches = []
-    metrics = evaluate_split(task, model, "valid", ranks, plan.micro, settings.seed, 0)
-    return metrics["loss"], about
+    loss = evaluate_split(task, model, "valid", ranks, plan.micro, settings.seed, 0)["loss"]
+    print(f"{path}: {variant}: validation loss {loss:.4f} ({about})", flush=True)
+    return loss
 
 
 if __name__ == "__main__":

@@ -7,8 +7,18 @@ import sys
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    Gemma2ForCausalLM,
+    LlamaForCausalLM,
+    Qwen3ForCausalLM,
+    StaticCache,
+    ViTForImageClassification,
+)
 
 import intbmoe
 from intbmoe.layer import moe_layers
@@ -249,6 +259,20 @@ def test_trap_4_a_file_says_whose_it_is(tmp_path):
     assert config["model_type"] == "intbmoe"
     assert config["architectures"] == ["IntBMoEForCausalLM"]
     assert not {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"} & set(config)
+    for foreign in (LlamaForCausalLM, Qwen3ForCausalLM, Gemma2ForCausalLM, ViTForImageClassification):
+        with pytest.raises(StrictDataclassFieldValidationError, match=r"hidden_act[^$]*import intbmoe\.huggingface"):
+            foreign.from_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_trap_4_without_a_mixture_it_is_a_llama(tmp_path):
+    model = language_model(None, torch.float64)
+    model.save_pretrained(tmp_path)
+    llama = LlamaForCausalLM.from_pretrained(tmp_path)
+    logits = model(prompts()).logits
+    # Llama rounds to float32 where ours does not
+    torch.testing.assert_close(llama(prompts()).logits, logits, rtol=0, atol=1e-4 * logits.abs().max().item())
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
 
 
 def test_trap_5_losses_are_in_the_loss_whatever_is_returned():

@@ -1,4 +1,7 @@
-"""``intbmoe.train(recipe, data=…)``: data sets that live in Python. Hugging Face's are stood in for by their shape."""
+"""``intbmoe.train(recipe, data=…)``: data sets that live in Python.
+
+Hugging Face's are stood in for by their shape; where ``datasets`` is installed, one test takes the real ones.
+"""
 
 import numpy as np
 import pytest
@@ -227,3 +230,32 @@ def test_images_are_checked_before_the_training_begins(tmp_path):
     with pytest.raises(DataError, match=r"b/2\.png cannot be read as an image"):
         intbmoe.train("images", tmp_path / "runs", quiet=True, settings=settings)
     assert not (tmp_path / "runs").exists()
+
+
+def test_data_sets_of_hugging_face_give_the_same_runs_as_lists(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    images = [Image.fromarray(np.random.default_rng(n).integers(0, 256, (9, 8, 3), np.uint8)) for n in range(24)]
+    labels = [n % 3 for n in range(24)]
+    texts = [f"{n} times {n} is {n * n}. " * 6 for n in range(40)]
+    events = {"user": [n % 8 for n in range(64)], "item": [n * n % 11 for n in range(64)], "time": list(range(64))}
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["zebra", "ant", "cow"]))
+    part = datasets.Dataset.from_dict
+    theirs = {
+        "images": part({"image": images, "label": labels}, features=features),
+        "text": datasets.DatasetDict(
+            train=datasets.Dataset.from_dict({"text": texts[:32]}),
+            test=datasets.Dataset.from_dict({"text": texts[32:]}),
+        ),
+        "sequences": part(events),
+    }
+    lists = {
+        "images": Table({"label": ClassLabel()}, image=images, label=labels),
+        "text": {"train": texts[:32], "test": texts[32:]},
+        "sequences": events,
+    }
+    for recipe, settings in (("images", IMAGES), ("text", TEXT), ("sequences", SEQUENCES)):
+        runs = [train(recipe, data[recipe], tmp_path / str(n), settings) for n, data in enumerate((theirs, lists))]
+        assert runs[0].result["test"] == runs[1].result["test"]
+        assert runs[0].model_path.read_bytes() == runs[1].model_path.read_bytes()
+    with pytest.raises(DataError, match="IterableDataset, which has no length"):
+        train("text", theirs["text"]["train"].to_iterable_dataset(), tmp_path, TEXT)

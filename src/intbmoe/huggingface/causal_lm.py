@@ -79,7 +79,7 @@ class IntBMoEAttention(llama.Attention):
             self.config._attn_implementation, eager_attention_forward
         )
         seen, weights = attend(self, q, k, v, visible, dropout=0.0, scaling=self.scaling, **kwargs)
-        return self.o_proj(seen.flatten(2)), weights
+        return self.o_proj(seen.reshape(x.shape)), weights  # vLLM's has the tokens of all sequences in one row
 
 
 class IntBMoEDecoderLayer(GradientCheckpointingLayer):
@@ -127,6 +127,11 @@ class IntBMoETextModel(IntBMoETextPreTrainedModel):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config)
         self.gradient_checkpointing = False
+        if config._attn_implementation == "vllm" and remembers(self):
+            raise ValueError(
+                f"{config.method!r} needs earlier tokens of its own sequence, and vLLM has those of all sequences in "
+                f"one row: generate by transformers, or intbmoe serve"
+            )
         self.post_init()
 
     @merge_with_config_defaults

@@ -25,6 +25,9 @@ SIZES = {
 """This package's words for what every backbone has → transformers'."""
 REMOTE = "modeling_intbmoe"
 """The file that ``trust_remote_code=True`` imports."""
+REFUSAL = "none: the FFN is a mixture. import intbmoe.huggingface, then load with an Auto class"
+"""Saved as ``hidden_act``, in a list: a class that is not ours, Llama's for one, would take our attention, leave its
+FFNs random and only warn. But transformers checks types, and its error has this in it."""
 
 
 @strict
@@ -35,6 +38,8 @@ class MixtureConfig(PreTrainedConfig):
     """Auto class → ours."""
     sizes: ClassVar[dict[str, str]] = SIZES
     """Fields of the backbone's configuration → those of this one that say the same, in both directions."""
+    dense_act: ClassVar[str | None] = None
+    """The activation of the model without a mixture, where a class of transformers can read that."""
 
     method: str | None = "intbmoe"
     """The registered name of the mixture; None for the backbone's own dense FFN."""
@@ -74,6 +79,9 @@ class MixtureConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """As transformers', with what ``trust_remote_code=True`` needs: a file that imports this package."""
         self.auto_map = {auto: f"{REMOTE}.{ours}" for auto, ours in self.auto_classes.items()}
+        refused = self.method is not None or self.dense_act is None
+        self.hidden_act = [REFUSAL] if refused else self.dense_act
+        self.hidden_activation = self.hidden_act  # as Gemma calls it
         names = ", ".join(sorted(self.auto_classes.values()))
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +98,7 @@ class IntBMoETextConfig(MixtureConfig):
     """A Llama-style decoder with a mixture in every layer; the defaults are the paper's on MiniPile."""
 
     model_type = "intbmoe"
+    dense_act = "silu"  # it is a Llama
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
     auto_classes: ClassVar = {
         "AutoConfig": "IntBMoETextConfig",

@@ -102,6 +102,8 @@ class TrainSettings(Checked):
     """Of the CPU, on which rounding depends. None for torch's choice when a run begins, which it then keeps."""
     deterministic: bool = True
     """Ask torch for deterministic algorithms, so that a resumed run repeats bit for bit on a GPU too."""
+    start: str | None = None
+    """A finished run, or a folder of intbmoe.huggingface, whose weights the training begins with; None for new ones."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,6 +14,7 @@ from intbmoe.tasks.base import Examples, Task
 from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.data import BatchPlan, derive_seed, plan_batches
 from intbmoe.train.distribution import Ranks
+from intbmoe.train.start import begin_with
 from intbmoe.train.step import Stepper
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
@@ -27,13 +28,18 @@ class Built(NamedTuple):
     stepper: Stepper
 
 
-def build(task: Task, ranks: Ranks) -> Built:
-    """Everything that follows from the task's recipe; the weights follow from its seed."""
+def build(task: Task, ranks: Ranks, begins: bool = True) -> Built:
+    """Everything that follows from the task's recipe; the weights follow from its seed.
+
+    Where a training goes on (not ``begins``), they are replaced by a checkpoint's, and ``train.start`` is not needed.
+    """
     settings = task.recipe.train
     examples = task.split("train")
     plan = plan_batches(len(examples), settings, ranks.world)
     torch.manual_seed(derive_seed(settings.seed, "model"))
     model = task.make_model().train()
+    if begins and settings.start is not None:
+        begin_with(model, settings.start)
     plan_steps(model, plan.steps)  # before the model is placed: a replica holds on to the buffers it was made with
     model = ranks.place(model, settings)
     optimizer = make_optimizer(unwrap(model), settings)

@@ -93,12 +93,13 @@ def train(
 class Training:
     def __init__(self, task: Task, run: RunDirectory, ranks: Ranks, quiet: bool, notes: Iterable[str] = ()) -> None:
         self.task, self.recipe, self.settings, self.run, self.ranks = task, task.recipe, task.recipe.train, run, ranks
-        self.examples, self.plan, self.model, self.optimizer, self.stepper = build(task, ranks)
+        self.checkpoints = CheckpointFolder(run.path / "checkpoints", self.settings.keep_checkpoints)
+        begins = not self.checkpoints.steps()
+        self.examples, self.plan, self.model, self.optimizer, self.stepper = build(task, ranks, begins)
         self.progress = TrainingProgress("/".join(run.path.parts[-3:]), self.plan.steps, quiet or not ranks.main)
         if ranks.main:
             for doubt in (*notes, *doubts(self.settings, self.plan, ranks.device)):
                 self.progress.warn(doubt)
-        self.checkpoints = CheckpointFolder(run.path / "checkpoints", self.settings.keep_checkpoints)
         self.validates = len(self.task.split("valid")) > 0
         self.origin = describe_origin(task) if ranks.main else {}
         self.at, self.saved_step = self._resume()

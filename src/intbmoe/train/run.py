@@ -206,11 +206,11 @@ def differing_keys(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any,
 
 
 def _from_anywhere(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings whose data is found from other working directories too."""
-    data = config.get("data")
-    if not isinstance(data, dict) or not isinstance(data.get("path"), str):
-        return config
-    return {**config, "data": {**data, "path": os.path.abspath(data["path"])}}
+    """Settings whose data and start are found from other working directories too."""
+    paths = {"data": "path", "train": "start"}
+    found = {part: config[part][name] for part, name in paths.items() if name in (config.get(part) or {})}
+    absolute = {part: os.path.abspath(path) for part, path in found.items() if isinstance(path, str)}
+    return {**config, **{part: {**config[part], paths[part]: path} for part, path in absolute.items()}}
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Tokens of one's own text files, made once and kept in a cache (``own_data.cache_folder``) as a packed folder.
 
-The tokenizer is trained on the training documents ("bpe"), read from a file of Hugging Face's ``tokenizers``, or none
-("bytes"). The folder's name follows from the files (names, sizes, times) and from the settings; what a run remembers of
-it, the fingerprint, from the tokens themselves.
+The tokenizer is trained on the training documents ("bpe"), read from a file of Hugging Face's ``tokenizers`` or of
+sentencepiece, or none ("bytes"). The folder's name follows from the files (names, sizes, times) and from the settings;
+what a run remembers of it, the fingerprint, from the tokens themselves.
 """
 
 import fcntl
@@ -21,6 +21,7 @@ from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language import packed, stdlib
 from intbmoe.tasks.language.files import Texts, find_texts
 from intbmoe.tasks.language.packed import META, SPLITS, TOKENIZER, TokenSource, token_type, tokens_name
+from intbmoe.tasks.language.sentence_pieces import convert
 from intbmoe.tasks.language.tokenizer import BATCH_CHARACTERS, END_OF_TEXT, Encoder, import_tokenizers, train_bpe
 from intbmoe.tasks.own_data import cache_folder, fingerprint, require_same_data, require_size
 
@@ -73,20 +74,23 @@ def _key(data: Any, texts: Texts) -> str:
         split: [[str(f.relative_to(texts.root)), (at := f.stat()).st_size, at.st_mtime_ns] for f in found]
         for split, found in texts.files.items()
     }
-    given = None if data.tokenizer in ("bpe", "bytes") else digest(_read_given(data.tokenizer).encode())
+    given = None if data.tokenizer in ("bpe", "bytes") else digest(_given(data.tokenizer).read_bytes())
     chosen = [data.column, data.tokenizer, given, data.tokenizer_size, data.end_of_text, texts.shares, texts.seed]
     return fingerprint(to_json([packed.VERSION, str(texts.root.resolve()), files, chosen]))
 
 
-def _read_given(path: str) -> str:
+def _given(path: str) -> Path:
     file = Path(path).expanduser()
     if not file.is_file():
-        raise DataError(f"data.tokenizer={path!r} is not a file: expected 'bpe', 'bytes' or a tokenizer.json")
-    if file.suffix == ".model":
         raise DataError(
-            f"{file} is a sentencepiece model: save it as tokenizer.json first (transformers: "
-            f"AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER)), and give that file"
+            f"data.tokenizer={path!r} is not a file: expected 'bpe', 'bytes', a tokenizer.json or a tokenizer.model"
         )
+    return file
+
+
+def _read_given(file: Path, texts: Texts) -> str:
+    if file.suffix == ".model":
+        return convert(file, _sample(texts))
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -99,7 +103,7 @@ def _make_encoder(texts: Texts, data: Any) -> Bytes | Encoder:
     import_tokenizers("byte pairs (data.tokenizer: bytes does without)")
     if data.tokenizer != "bpe":
         ends = ENDS if data.end_of_text is None else (data.end_of_text,)
-        return Encoder(_read_given(data.tokenizer), data.tokenizer, ends)
+        return Encoder(_read_given(_given(data.tokenizer), texts), data.tokenizer, ends)
     if data.tokenizer_size < LEAST:
         raise DataError(f"data.tokenizer_size={data.tokenizer_size}: a byte-level BPE has {LEAST} tokens or more")
     content = train_bpe(_sample(texts), data.tokenizer_size)

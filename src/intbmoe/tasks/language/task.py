@@ -65,7 +65,7 @@ class LanguageData(Checked):
     column: str = "text"
     """files: the field of .jsonl files, or column of .parquet files, with the text."""
     tokenizer: str = "bpe"
-    """files: bpe trains byte pairs on the text; bytes takes it byte by byte; or a tokenizer.json of Hugging Face's."""
+    """files: bpe trains byte pairs on the text; bytes takes it byte by byte; or a tokenizer.json or tokenizer.model."""
     tokenizer_size: PositiveInt = 8192
     """files: tokens of a trained tokenizer, at most."""
     end_of_text: str | None = None
