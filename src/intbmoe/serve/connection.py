@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 HEADERS_BYTES = 65_536
 LINGER_BYTES = 64 * 2**20  # how much of an already answered request is discarded
 TOLD = 256  # connections beyond the limit that still get a 503; further ones are closed at once
-PROBED_S = 0.05  # for the reset of a client that has gone to arrive; after that, twice as long each time
+PROBED_S = 0.005  # for the reset of a client that has gone to arrive; after that, twice as long each time
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CLOSE = (b"connection", b"close")
 SENT_AHEAD = 64  # pipelined requests that may wait for earlier answers; uvicorn itself has no limit
