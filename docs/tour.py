@@ -52,7 +52,7 @@ print(ffn.quantities())
 with intbmoe.record_routing(ffn) as log:
     ffn(x)
 (routing,) = log.values()
-print("tokens per block:", routing.load_statistics().counts.tolist())
+print("tokens per block:", list(routing.load_statistics().counts))
 print("blocks of the first sequence:", routing.ids[:16, 0].tolist())
 
 # %% [markdown]
