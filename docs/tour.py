@@ -26,14 +26,16 @@ torch.manual_seed(0)
 # %% [markdown]
 # ## The layer
 #
-# It takes the place of a feed-forward network. Here it learns to turn tokens round.
+# It takes the place of a feed-forward network. Here it learns to turn some tokens round and to negate
+# the others.
 
 # %%
-ffn = intbmoe.IntBMoE(dim=32, hidden=64, experts=8, blocks=4, top_k=1)
+ffn = intbmoe.IntBMoE(dim=32, hidden=64, experts=8, blocks=4, top_k=2)
 optimizer = torch.optim.AdamW(ffn.parameters(), lr=3e-3)
 for step in range(200):
     x = torch.randn(8, 16, 32)
-    loss = nn.functional.mse_loss(ffn(x), x.flip(-1)) + intbmoe.aux_loss(ffn)
+    wanted = torch.where(x[..., :1] > 0, x.flip(-1), -x)
+    loss = nn.functional.mse_loss(ffn(x), wanted) + intbmoe.aux_loss(ffn)
     optimizer.zero_grad()
     loss.backward()
     intbmoe.before_step(ffn, optimizer)
@@ -46,13 +48,13 @@ print(ffn.quantities())
 # %% [markdown]
 # ## Where tokens go
 #
-# The router sends each token to one of four blocks.
+# The router sends each token to two of four blocks; shown is the first choice.
 
 # %%
 with intbmoe.record_routing(ffn) as log:
     ffn(x)
 (routing,) = log.values()
-print("tokens per block:", routing.load_statistics().counts.tolist())
+print("tokens per block:", list(routing.load_statistics().counts))
 print("blocks of the first sequence:", routing.ids[:16, 0].tolist())
 
 # %% [markdown]

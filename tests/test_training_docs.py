@@ -1,4 +1,4 @@
-"""The commands of README.md and docs/training.md parse, and the recipe shown in the latter trains."""
+"""The commands of README.md, docs/start.md and docs/training.md parse; the recipe shown in the last trains."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ from intbmoe.recipes.sets import find_variants
 
 ROOT = Path(__file__).parent.parent
 TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8") + TRAINING
+TEXT = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/start.md")) + TRAINING
 LINES = re.findall(r"^ *(?:torchrun .*-m intbmoe\.cli|intbmoe) (.*)$", TEXT, flags=re.MULTILINE)
 LINES += re.findall(r"`intbmoe ([a-z]+ [^`]*)`", TEXT)
 COMMANDS_SHOWN = [shlex.split(line, comments=True) for line in LINES]
