@@ -70,7 +70,7 @@ def generate(
     """Continue a text with an exported language model: intbmoe generate ARTIFACT --prompt "def ".
 
     Args:
-        artifact: What intbmoe export wrote, or zoo:text.
+        artifact: What intbmoe export wrote.
         prompt: The text to continue; empty for a new one.
         max_tokens: Most new tokens. Default: 64, or as many as the model was trained to see.
         temperature: 0 takes the likeliest token; more is more varied.
