@@ -36,8 +36,6 @@ class LayerConfig(Checked):
     """d, the width of a token."""
     hidden: PositiveInt
     """Inner width of one expert."""
-    conditioning_dim: ClassVar[int] = 0
-    """Width of ``layer(x, conditioning=vector)``, a field of the methods that take one; 0: no vector."""
 
     def noncausal_reason(self) -> str | None:
         """Why a layer with this Config cannot be used in a causal model; None if it can."""

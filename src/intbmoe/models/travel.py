@@ -168,7 +168,7 @@ class TravelModel(nn.Module):
     def head_inputs(self, task: str) -> dict[str, Tensor]:
         """What the backbone's head is given for a task: nothing, or a vector with a 1 at it."""
         head = self.backbone.head
-        if not (isinstance(head, MoELayer) and head.config.conditioning_dim):
+        if not (isinstance(head, MoELayer) and getattr(head.config, "conditioning_dim", 0)):  # some methods have none
             return {}
         places = torch.arange(len(self.tasks), device=self.kinds.device)
         return {"conditioning": (places == self.tasks.index(task)).to(self.kinds.dtype)}
