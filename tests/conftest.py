@@ -22,10 +22,19 @@ LONG = ("test_analyse", "test_compare", "test_cost_causal", "test_fused", "test_
 LONG += ("test_server", "test_processes", "test_reload", "test_comparison_page", "test_preparation", "test_inttravel")
 LONG += ("test_your_data_docs", "test_contract", "test_docs", "test_run", "test_travel", "test_adding_a_task")
 
+NAMED = {"mixture", "shazeer", "gshard", "mixtral", "deepseek_v1", "lapsum"}
+NAMED |= {"hypermoe", "mobe", "mmoe", "ple", "dsfnet"}
+"""Methods of the same parts as the others: in tests/methods always, in tests of everything else with ``-m slow``."""
 
+
+@pytest.hookimpl(tryfirst=True)  # before the markers are looked at
 def pytest_collection_modifyitems(items):
     """The longest files first, so that of several processes none has one of them left at the end."""
     items.sort(key=lambda item: item.path.stem not in LONG)
+    for item in items:
+        given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if item.path.parent.name != "methods" and any(isinstance(value, str) and value in NAMED for value in given):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")

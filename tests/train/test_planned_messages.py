@@ -64,6 +64,7 @@ def test_more_ranks_and_methods_hold_and_send_what_was_planned(tmp_path, planned
     assert_planned(run_ranks(world, measure, tmp_path, MORE_WAYS), world, {"intbmoe": planned, "switch": switch})
 
 
+@pytest.mark.slow
 def test_ranks_hold_and_send_what_was_planned(two, planned):
     assert_planned(two, 2, {"intbmoe": planned})
 
