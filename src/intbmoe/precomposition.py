@@ -28,6 +28,11 @@ def precompose(model: nn.Module, dtype: torch.dtype | None = None, conditioning:
     return served
 
 
+def has_one_precomposed_form(model: nn.Module) -> bool:
+    """Whether its blocks are the same at every call: no layer takes a conditioning."""
+    return not any(getattr(layer.config, "conditioning_dim", 0) for _, layer in moe_layers(model))
+
+
 def cast_for_serving(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast ``model`` in place, except what decides where tokens go, and precomposed layers, which have their types."""
     spared = {id(tensor) for _, layer in moe_layers(model) for tensor in layer.kept_wide()}

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import intbmoe
 from intbmoe import ComposedMoE, IntBMoE
+from intbmoe.precomposition import has_one_precomposed_form
 from ranks import run_ranks
 from small_intbmoe import SWITCHES, make, switches, tokens
 
@@ -278,3 +279,9 @@ def test_without_gradients_the_row_operation_is_still_the_specification():
     expected = layer(x)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+
+
+def test_a_layer_told_of_tasks_has_no_one_precomposed_form():
+    plain, told = (IntBMoE(8, 8, experts=2, blocks=2, conditioning_dim=width) for width in (0, 3))
+    assert has_one_precomposed_form(nn.Sequential(plain))
+    assert not has_one_precomposed_form(nn.Sequential(plain, told))

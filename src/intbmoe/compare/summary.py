@@ -13,7 +13,7 @@ from torch import nn
 from intbmoe.compare.plan import Job
 from intbmoe.counting import Counts, Shares, count, shares_of
 from intbmoe.models.vit import ViT, class_token_ffns
-from intbmoe.precomposition import precompose
+from intbmoe.precomposition import has_one_precomposed_form, precompose
 from intbmoe.registry import find_method
 from intbmoe.routing import record_routing
 from intbmoe.tasks import Task, make_task
@@ -103,7 +103,7 @@ def summarise(jobs: Iterable[Job]) -> list[Summary]:
             reported=task.reported,
         )
         summaries.append(summary)
-        if method.composes and first.variant.moe.label is None:
+        if method.composes and first.variant.moe.label is None and has_one_precomposed_form(model):
             counts = _count(task, precompose(model), None)
             summaries.append(
                 replace(summary, title=f"{summary.title}, precomposed", values=(), results=(), counts=counts)
