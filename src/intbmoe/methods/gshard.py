@@ -87,15 +87,8 @@ class GShard(CapacityLayer):
         return Result(y.view(x.shape), Routing(ids, weights), losses, sums)
 
     def _capacity(self, x: Tensor, mask: Tensor | None) -> int | Tensor | None:
-        """Places of an expert for a sequence; (B, 1) with a mask, since padding needs no place."""
-        ratio = self._ratios[self.training]
-        if ratio is None:
-            return None
-        numerator, denominator = ratio
-        valid = x.shape[1] if mask is None else mask.sum(1, keepdim=True)
-        places = valid * numerator // (self.config.experts * denominator)
-        places = max(1, places) if mask is None else places.clamp(min=1)
-        return -(-places // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+        places = self.places(x, mask, 1)
+        return None if places is None else -(-places // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
 
     def quantities(self) -> Quantities:
         return Quantities(participation=2, execution=2, materialization=0)

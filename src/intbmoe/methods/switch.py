@@ -57,7 +57,7 @@ class Switch(CapacityLayer):
             seen = seen * torch.empty_like(seen).uniform_(1 - c.jitter, 1 + c.jitter)
         probabilities = self.router(seen).softmax(-1).flatten(0, 1)
         chosen = mask_choices(top_k(probabilities, 1), mask)
-        capacity = self._capacity(x, mask)
+        capacity = self.places(x, mask, MIN_CAPACITY)
         ids = chosen
         if capacity is not None:
             ids = limit_capacity(chosen.view(*x.shape[:2], 1), c.experts, capacity).view_as(chosen)
@@ -71,16 +71,6 @@ class Switch(CapacityLayer):
             losses["balance"] = c.balance * balance_loss(total, wanted, count_valid(x, mask))
         sums = {"load": load, "dropped": wanted.sum() - load.sum()}
         return Result(y.view(x.shape), Routing(ids, weights), losses, sums)
-
-    def _capacity(self, x: Tensor, mask: Tensor | None) -> int | Tensor | None:
-        """Places of an expert for a sequence; (B, 1) with a mask, since padding needs no place."""
-        ratio = self._ratios[self.training]
-        if ratio is None:
-            return None
-        numerator, denominator = ratio
-        valid = x.shape[1] if mask is None else mask.sum(1, keepdim=True)
-        places = valid * numerator // (self.config.experts * denominator)
-        return max(MIN_CAPACITY, places) if mask is None else places.clamp(min=MIN_CAPACITY)
 
     def quantities(self) -> Quantities:
         return Quantities(participation=1, execution=1, materialization=0)

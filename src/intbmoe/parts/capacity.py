@@ -6,6 +6,8 @@ The group is the sequence, so that a result does not depend on the batch around 
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from intbmoe.parts.dispatch import exact_ratio
 from intbmoe.parts.experts import ExpertsConfig, RoutedLayer
 from intbmoe.settings import Positive
@@ -41,3 +43,13 @@ class CapacityLayer(RoutedLayer):
         self._ratios = {
             training: None if factor is None else exact_ratio(factor) for training, factor in factors.items()
         }
+
+    def places(self, x: Tensor, mask: Tensor | None, least: int) -> int | Tensor | None:
+        """Of an expert for a sequence; (B, 1) with a mask, since padding needs no place; None: as many as come."""
+        ratio = self._ratios[self.training]
+        if ratio is None:
+            return None
+        numerator, denominator = ratio
+        valid = x.shape[1] if mask is None else mask.sum(1, keepdim=True)
+        places = valid * numerator // (self.config.experts * denominator)
+        return max(least, places) if mask is None else places.clamp(min=least)
