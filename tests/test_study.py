@@ -19,8 +19,10 @@ from benchmarks.study import __main__ as study  # noqa: E402
 from benchmarks.study import paper as study_paper  # noqa: E402
 from benchmarks.study import plan as study_plan  # noqa: E402
 from benchmarks.study import tables as study_tables  # noqa: E402
-from benchmarks.study.clock import START_SECONDS, TIMING, Clock  # noqa: E402
+from benchmarks.study.clock import START_SECONDS, Clock  # noqa: E402
+from benchmarks.study.plan import TIMING  # noqa: E402
 from benchmarks.study.scheduler import STOP_SECONDS, StudyLane, StudyScheduler, pack  # noqa: E402
+from benchmarks.study.studies import REAL  # noqa: E402
 
 from intbmoe.compare.jobs import Process  # noqa: E402
 
@@ -194,7 +196,7 @@ def test_a_part_replaces_what_was_between_its_markers():
 
 def test_the_document_has_a_place_for_every_study():
     text = study_tables.DOCUMENT.read_text(encoding="utf-8")
-    for name in (*study_plan.REAL, "tuning", "mixing", "overview", "gains", "ablations"):
+    for name in (*REAL, "tuning", "mixing", "overview", "gains", "ablations"):
         study_tables.put(text, name, "…", study_tables.DOCUMENT)
 
 
@@ -307,3 +309,22 @@ def test_runs_are_summarised_packed_and_not_repeated(tmp_path):
     from intbmoe.train import load
 
     assert load(run) is not None
+
+
+def test_a_study_of_labels_has_just_these_for_every_seed(monkeypatch):
+    own = replace(study_plan.STUDIES["digits"], settings={"train.epochs": 4.0}, labels=("dense-wide", "intbmoe"))
+    monkeypatch.setitem(study_plan.STUDIES, "digits", own)
+    entries = study_plan.make_plan(["digits"])
+    assert {(entry.label, entry.seed) for entry in entries} == {
+        (label, seed) for label in own.labels for seed in entries[0].recipe["seeds"]
+    }
+    assert [entry.label for entry in entries[:2]] == list(own.labels)
+
+
+def test_equal_time_gives_the_quicker_one_more_steps(monkeypatch, tmp_path):
+    rows = {"intbmoe": {"step_ms": 30.0}, "dense-wide": {"step_ms": 20.0}}
+    (tmp_path / TIMING.format("digits")).write_text(json.dumps({"rows": rows}))
+    own = replace(study_plan.STUDIES["digits"], settings={"train.epochs": 4.0}, labels=("dense-wide",))
+    monkeypatch.setitem(study_plan.STUDIES, "digits", replace(own, as_long_as="intbmoe"))
+    monkeypatch.setattr(study_plan, "RESULTS", tmp_path)
+    assert {entry.recipe["train"]["epochs"] for entry in study_plan.make_plan(["digits"])} == {6.0}

@@ -21,6 +21,7 @@ import torch
 from benchmarks.study import plan
 from benchmarks.study.clock import Clock
 from benchmarks.study.scheduler import STOP_SECONDS, StudyLane, StudyScheduler, sharing_by_mps
+from benchmarks.study.studies import REAL, STUDIES
 
 from intbmoe.train.run import git_state
 
@@ -55,7 +56,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Run the study, as much of it as fits into the time.")
     add = parser.add_argument
-    add("--only", nargs="+", choices=list(plan.STUDIES), help="only these studies; without it the four of the report")
+    add("--only", nargs="+", choices=list(STUDIES), help="only these studies; without it the four of the report")
     add("--stages", nargs="+", choices=[*plan.STAGES, plan.TUNING], help="only these stages")
     add("--set", action="append", default=[], help="key=value or study:key=value, for all methods alike")
     add("--plan", type=Path, help="a plan written before")
@@ -80,7 +81,7 @@ def parse() -> argparse.Namespace:
 def find_entries(options: argparse.Namespace) -> list[plan.Entry]:
     if options.plan is None:
         return plan.make_plan(
-            options.only or plan.REAL, options.set, options.stages or plan.STAGES, plan.read_summaries(options.output)
+            options.only or REAL, options.set, options.stages or plan.STAGES, plan.read_summaries(options.output)
         )
     entries = [plan.change(entry, options.set) for entry in plan.read_plan(options.plan)]
     return [

@@ -8,9 +8,8 @@ import json
 from pathlib import Path
 from statistics import median
 
-from benchmarks.study.plan import Entry
+from benchmarks.study.plan import TIMING, Entry
 
-TIMING = "timing--{}.json"
 MARGIN = 1.08
 START_SECONDS = {"cuda": 25.0, "cpu": 9.0}
 """Imports, reading data, compiling kernels, and at the end the test split and counting."""

@@ -13,7 +13,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
-from benchmarks.study.plan import ONE_LAYER, REAL, RESULTS, read_summaries
+from benchmarks.study.plan import RESULTS, read_summaries
+from benchmarks.study.studies import ONE_LAYER, REAL
 from benchmarks.study.tables import ABLATIONS, COMPUTE, CONTROL, NARROW, PARAMETERS, TITLES, Rows, find_rows, table_of
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

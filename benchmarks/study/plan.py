@@ -8,11 +8,12 @@ result, so a finished run is recognised, and one of other settings is never mist
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from benchmarks.study.studies import ONE_LAYER, STUDIES, Study
 
 from intbmoe.checks import require
 from intbmoe.recipes import load_recipe, recipe_from_dict, recipe_to_dict
@@ -38,68 +39,9 @@ NOT_IN_DIGEST = (*FREE_TO_CHANGE, "data.path", "train.capture", "train.compile")
 """Settings that are about speed. A captured step has the kernels of an ordinary one; a compiled one rounds elsewhere
 and draws other random numbers, as another GPU would."""
 BASELINES_REPEATED = 2
-ONE_LAYER = "intbmoe-one_layer"
-"""The ablation that costs much less: it has dense networks of its own compute beside it."""
-
-
-@dataclass(frozen=True)
-class Study:
-    recipe: str
-    settings: Mapping[str, Any]  # dotted settings on top of the recipe's
-    first: tuple[str, ...]
-    epoch_steps: int  # optimizer steps of an epoch, for estimates of time
-    rates: tuple[float, ...]  # learning rates for the stage ``tune``
-    tuning: Mapping[str, Any] = field(default_factory=dict)  # further settings of that stage
-    on_cpu: bool = False  # so small that a core is enough
-
-
-GPU = {"train.checkpoint_every": 1_000_000, "train.keep_checkpoints": 1}
-"""A run lasts minutes: it is saved when it ends or is asked to stop."""
-
-STUDIES = {
-    "tiny-imagenet": Study(
-        "tiny-imagenet",
-        {
-            **GPU,
-            "data.augmentation.mix_probability": 0.0,  # better on validation than 0.5 and 1 in so few epochs
-            "train.epochs": 20.0,
-            "train.precision": "bfloat16",
-            "train.eval_every": 5.0,
-            "train.workers": 2,
-        },
-        ("dense", "intbmoe", "vmoe", "soft", "deepseek"),
-        epoch_steps=95_000 // 512,
-        rates=(5e-4, 1e-3, 2e-3),
-        tuning={"train.epochs": 5.0, "train.warmup": 0.5},
-    ),
-    "wikipedia": Study(
-        "wikipedia",
-        {**GPU, "train.batch": 32, "train.steps": 1000, "train.workers": 1},
-        ("dense", "intbmoe", "deepseek", "switch", "remoe"),
-        epoch_steps=40_000_000 // (32 * 512),  # the first 40 M of the 93.5 M tokens
-        rates=(5e-4, 1e-3, 2e-3),
-        tuning={"train.steps": 200, "train.warmup": 0.01},
-    ),
-    "foursquare": Study(
-        "foursquare",
-        {**GPU, "train.workers": 0},
-        ("dense", "intbmoe", "deepseek", "switch", "remoe"),
-        epoch_steps=94,
-        rates=(1e-3, 3e-3, 1e-2),
-        on_cpu=True,
-    ),
-    "foursquare-us": Study(
-        "foursquare-us",
-        {**GPU, "train.workers": 0},
-        ("dense", "intbmoe", "deepseek", "switch", "remoe"),
-        epoch_steps=157,
-        rates=(1e-3, 3e-3, 1e-2),
-    ),
-    # Dry runs: they need no data and no GPU, and are part of no table.
-    "digits": Study("digits", {}, ("dense", "intbmoe", "vmoe"), 20, (1e-3, 2e-3), on_cpu=True),
-    "stdlib": Study("stdlib", {}, ("dense", "intbmoe", "deepseek"), 600, (5e-3, 1e-2), on_cpu=True),
-}
-REAL = ("tiny-imagenet", "wikipedia", "foursquare", "foursquare-us")
+TIMING = "timing--{}.json"
+CLASS_TOKEN = "dense-class_token"
+"""Dense in its place with the backbone's start: of what a mixture gets there, the class token's FFN alone."""
 
 
 @dataclass(frozen=True)
@@ -143,13 +85,14 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
     recipe = with_settings(load_recipe(study.recipe), {**study.settings, **given})
     if TUNING in stages:
         return _tuning(name, study, recipe, given)
-    staged = {"first": ",".join(study.first), "methods": "all", "compute": "compute,place", "ablations": "ablations"}
+    if study.labels:
+        return [entry for entry in _labelled(name, study, recipe, given) if entry.stage in stages]
     first_seed, *more = recipe.seeds
     entries, seen = [], {}
-    for stage, choice in staged.items():
+    for stage in ("first", "methods", "compute", "ablations"):
         if not set(stages) & {stage, "seeds", "rest"}:
             continue
-        for variant in find_variants(recipe, choice) + (_narrow(recipe) if stage == "compute" else []):
+        for variant in _variants(recipe, stage, study.first):
             if variant.label not in seen:
                 seen[variant.label] = variant
                 entries.append(_entry(name, stage, recipe, variant, first_seed, {**study.settings, **given}))
@@ -159,6 +102,44 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
             stage = "seeds" if label in repeated else "rest"
             entries.append(_entry(name, stage, recipe, variant, seed, {**study.settings, **given}))
     return [entry for entry in entries if entry.stage in stages]
+
+
+def _labelled(name: str, study: Study, recipe: Recipe, given: Mapping[str, Any]) -> list[Entry]:
+    """The study's labels, the first seed of all of them before the others."""
+    recipe = with_settings(recipe, {"name": name})
+    known = {variant.label: variant for stage in STAGES[:4] for variant in _variants(recipe, stage, study.first)}
+    entries = []
+    for seed in recipe.seeds:
+        for label in study.labels:
+            settings = {**study.settings, **given, "name": name, **_equal_time(study, label)}
+            stage = "first" if seed == recipe.seeds[0] else "seeds"
+            changed = with_settings(recipe, _equal_time(study, label))
+            entries.append(_entry(name, stage, changed, known[label], seed, settings))
+    return entries
+
+
+def _equal_time(study: Study, label: str) -> dict[str, Any]:
+    """How long ``label`` trains in the time of ``study.as_long_as``."""
+    if not study.as_long_as:
+        return {}
+    rows = json.loads((RESULTS / TIMING.format(study.recipe)).read_text(encoding="utf-8"))["rows"]
+    ratio = rows[study.as_long_as]["step_ms"] / rows[label]["step_ms"]
+    key, digits = ("train.steps", None) if "train.steps" in study.settings else ("train.epochs", 1)
+    return {key: round(study.settings[key] * ratio, digits)}
+
+
+def _variants(recipe: Recipe, stage: str, first: Sequence[str]) -> list[Variant]:
+    choice = {"first": ",".join(first), "methods": "all", "compute": "compute,place", "ablations": "ablations"}[stage]
+    found = find_variants(recipe, choice) if choice else []
+    return found + (_narrow(recipe) + _class_token(recipe) if stage == "compute" else [])
+
+
+def _class_token(recipe: Recipe) -> list[Variant]:
+    if recipe.task != "vision":
+        return []  # elsewhere there is none, and the start is the whole difference
+    options = {"hidden": recipe.model.hidden, "std": recipe.model.ffn_std}
+    moe = MoESettings("dense", recipe.moe.experts, options, label=CLASS_TOKEN)
+    return [Variant("Dense, the class token's FFN apart", moe)]
 
 
 def _narrow(recipe: Recipe) -> list[Variant]:

@@ -21,7 +21,8 @@ from typing import Any
 
 from benchmarks.study.clock import TIMING
 from benchmarks.study.paper import gains
-from benchmarks.study.plan import ONE_LAYER, REAL, RESULTS, STUDIES, TUNED, TUNING, read_summaries
+from benchmarks.study.plan import RESULTS, TUNED, TUNING, read_summaries
+from benchmarks.study.studies import ONE_LAYER, REAL, STUDIES
 
 from intbmoe.budget import TABLE_1, TABLE_2
 from intbmoe.compare.summary import confidence_interval

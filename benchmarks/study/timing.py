@@ -17,8 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from benchmarks.study.clock import TIMING
-from benchmarks.study.plan import RESULTS, SOURCE, Entry, free_settings, read_plan, with_settings
+from benchmarks.study.plan import RESULTS, SOURCE, TIMING, Entry, free_settings, read_plan, with_settings
 
 from intbmoe.files import replace_file, to_json
 from intbmoe.recipes import recipe_from_dict

@@ -28,3 +28,12 @@ def test_swiglu_is_the_equation():
 def test_a_dense_layer_has_one_expert():
     with pytest.raises(ValueError, match=r"experts=2.*1 in a dense layer"):
         intbmoe.create("dense", 6, 10, experts=2)
+
+
+def test_std_starts_the_weights_as_a_backbones_ffn_starts():
+    layer = intbmoe.create("dense", 64, 256, std=0.02)
+    for linear in layer.experts.children():
+        assert linear.weight.std().item() == pytest.approx(0.02, rel=0.05)
+        assert (linear.bias == 0).all()
+    with pytest.raises(ValueError, match="std"):
+        intbmoe.create("dense", 64, 256, std=-1.0)

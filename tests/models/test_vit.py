@@ -1,6 +1,7 @@
 """The Vision Transformer: its size, its class token, stochastic depth, and timm's weights."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -148,6 +149,17 @@ def test_the_class_token_goes_through_its_own_ffn():
     y = model.blocks[0].feed_forward(x)
     torch.testing.assert_close(y[:, :1], model.blocks[0].mlp(x[:, :1]))
     assert (y[:, 1:] == 0).all()
+
+
+def test_without_an_ffn_of_its_own_the_class_token_goes_through_the_mixture():
+    config = replace(SMALL, class_token_ffn=False)
+    model = ViT(config, Recorder).eval()
+    x = torch.randn(2, 1 + SMALL.patches, SMALL.dim)
+    model.blocks[0].feed_forward(x)
+    assert model.blocks[0].moe.calls[0][0][0] is x
+    assert model.blocks[0].mlp is None
+    assert model.blocks[1].mlp is not None
+    assert config.mixture_tokens == SMALL.mixture_tokens + 1 == 1 + SMALL.patches
 
 
 @pytest.mark.parametrize("name", [None, "switch", "intbmoe"])

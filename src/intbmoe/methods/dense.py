@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from intbmoe.layer import MoELayer, Quantities, Result
 from intbmoe.parts.experts import ExpertsConfig
 from intbmoe.registry import register
-from intbmoe.settings import MustBe
+from intbmoe.settings import MustBe, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,8 @@ class DenseConfig(ExpertsConfig):
 
     experts: Annotated[Literal[1], MustBe("1 in a dense layer")] = 1
     """Always 1."""
+    std: Positive | None = None
+    """Weights start from a truncated normal of this spread, as a backbone's FFN may; None: as ``nn.Linear`` does."""
 
 
 @register("swiglu", title="Dense SwiGLU", paper="Shazeer, 2020", participation="dense", expert="swiglu")
@@ -34,6 +36,9 @@ class Dense(MoELayer):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.experts = self.config.make_experts()
+        if self.config.std is not None:
+            for linear in self.experts.children():
+                nn.init.trunc_normal_(linear.weight, std=self.config.std)
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         y = self.experts.batch(x.to(dtype).reshape(1, -1, self.config.dim))

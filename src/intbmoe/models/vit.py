@@ -59,6 +59,8 @@ class ViTConfig(Checked):
     ffn_std: Positive | None = INIT_STD
     """Of the truncated normal that the dense FFNs start from, the class token's too; None for nn.Linear's law, by which
     mixtures start."""
+    class_token_ffn: bool = True
+    """Whether the class token of an MoE block has a dense FFN of its own; False sends it through the mixture too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,6 +74,11 @@ class ViTConfig(Checked):
     @property
     def patches(self) -> int:
         return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def mixture_tokens(self) -> int:
+        """How many tokens of an image reach a mixture."""
+        return self.patches + (not self.class_token_ffn)
 
 
 def _linear(inputs: int, outputs: int, std: float | None = INIT_STD) -> nn.Linear:
@@ -139,14 +146,17 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm Transformer block; with ``moe``, patch tokens go through it and ``mlp`` is the class token's."""
+    """A pre-norm Transformer block; with ``moe``, patch tokens go through it and ``mlp`` is the class token's.
+
+    Without ``class_token_ffn`` a block has one of the two, for all tokens.
+    """
 
     def __init__(self, config: ViTConfig, drop_path: float, moe: nn.Module | None = None) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.dim, eps=NORM_EPS)
         self.attn = Attention(config)
         self.norm2 = nn.LayerNorm(config.dim, eps=NORM_EPS)
-        self.mlp = Mlp(config)
+        self.mlp = Mlp(config) if moe is None or config.class_token_ffn else None
         self.moe = moe
         self.drop_path = DropPath(drop_path)
 
@@ -158,6 +168,8 @@ class Block(nn.Module):
     def feed_forward(self, x: Tensor) -> Tensor:
         if self.moe is None:
             return self.mlp(x)
+        if self.mlp is None:
+            return self.moe(x)
         return torch.cat([self.mlp(x[:, :1]), self.moe(x[:, 1:])], dim=1)
 
 
@@ -222,5 +234,5 @@ class ViT(nn.Module):
 
 def class_token_ffns(model: ViT) -> int:
     """Parameters that only the class token uses."""
-    own = [block.mlp for block in model.blocks if block.moe is not None]
+    own = [block.mlp for block in model.blocks if block.moe is not None and block.mlp is not None]
     return sum(parameter.numel() for mlp in own for parameter in mlp.parameters())

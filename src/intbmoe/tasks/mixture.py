@@ -19,9 +19,10 @@ def ffn_maker(moe: MoESettings, dim: int, hidden: int, **backbone: Any) -> Calla
     """
     find_method(moe.name)
     if moe.name == "dense":
-        allowed = "empty for the dense model, which has no mixture, or a hidden width alone"
-        require(set(moe.options) <= {"hidden"}, "moe.options", moe.options, allowed)
+        allowed = "empty for the dense model, which has no mixture, or a hidden width, with or without std"
+        require(set(moe.options) <= {"hidden", "std"}, "moe.options", moe.options, allowed)
         if not moe.options:
             return None
+        require("hidden" in moe.options, "moe.options", moe.options, allowed)
     options = {**match_budget(moe.name, dim, hidden, experts=moe.experts, **backbone), **moe.options}
     return lambda: create(moe.name, dim, **options)

@@ -162,7 +162,8 @@ def _draw_images(data: Data) -> Figure:
             axes = add_inches(figure, left + column * (cell + gap), top + row * (cell + gap), cell, cell)
             axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, extent=(0, size, size, 0), interpolation="nearest")
             if row:
-                _tint(axes, shown["layers"][row - 1]["ids"], side, size / side, colours)
+                # The class token, where a mixture sees it, comes before the patches.
+                _tint(axes, shown["layers"][row - 1]["ids"][-side * side :], side, size / side, colours)
             else:
                 axes.set_title(shown["title"], fontsize=9, parse_math=False)
             axes.set_xlim(0, size)

@@ -29,6 +29,8 @@ def class_view(names: Sequence[str], keys: Sequence[str]) -> View:
 def show_images(split: ImageExamples, names: tuple[str, ...], model: ViTConfig) -> Shown:
     side = model.image_size // model.patch_size
     tokens = [Token("patch", f"row {row}, column {column}") for row in range(side) for column in range(side)]
+    if not model.class_token_ffn:
+        tokens.insert(0, Token("class token", ""))
 
     def describe(batch: Batch, row: int, index: int) -> Content:
         pixels = split.images.pixels([index], model.image_size)[0]

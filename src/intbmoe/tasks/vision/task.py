@@ -99,7 +99,7 @@ class VisionTask(Task):
         config = self.recipe.model
         require_known(config.classes, "model.classes")
         # The paper's dense row is the backbone itself: there is no mixture to keep the class token out of.
-        return ViT(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, tokens=config.patches))
+        return ViT(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, tokens=config.mixture_tokens))
 
     def read_split(self, name: str) -> Examples:
         source = self._source

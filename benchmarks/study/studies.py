@@ -1,0 +1,94 @@
+"""What is trained on which data, for how long; ``plan.py`` makes runs of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from intbmoe.recipes.sets import PLACED
+
+ONE_LAYER = "intbmoe-one_layer"
+"""The ablation that costs much less: it has dense networks of its own compute beside it."""
+
+
+@dataclass(frozen=True)
+class Study:
+    recipe: str
+    settings: Mapping[str, Any]  # dotted settings on top of the recipe's
+    first: tuple[str, ...]
+    epoch_steps: int  # optimizer steps of an epoch, for estimates of time
+    rates: tuple[float, ...]  # learning rates for the stage ``tune``
+    tuning: Mapping[str, Any] = field(default_factory=dict)  # further settings of that stage
+    on_cpu: bool = False  # so small that a core is enough
+    labels: tuple[str, ...] = ()  # only these variants, all seeds, in place of the stages' own
+    as_long_as: str = ""  # a label: each variant trains for as much time as that one, by the measured time of a step
+
+
+GPU = {"train.checkpoint_every": 1_000_000, "train.keep_checkpoints": 1}
+"""A run lasts minutes: it is saved when it ends or is asked to stop."""
+
+IMAGES = {
+    **GPU,
+    "data.augmentation.mix_probability": 0.0,  # better on validation than 0.5 and 1 in so few epochs
+    "train.epochs": 20.0,
+    "train.precision": "bfloat16",
+    "train.eval_every": 5.0,
+    "train.workers": 2,
+}
+WIKIPEDIA_STEPS = 40_000_000 // (32 * 512)  # the first 40 M of the 93.5 M tokens
+TEXT = {**GPU, "train.batch": 32, "train.steps": 1000, "train.lr": 2e-3, "train.workers": 1}  # the rate by stage tune
+
+STUDIES = {
+    "tiny-imagenet": Study(
+        "tiny-imagenet",
+        IMAGES,
+        ("dense", "intbmoe", "vmoe", "soft", "deepseek"),
+        epoch_steps=95_000 // 512,
+        rates=(5e-4, 1e-3, 2e-3),
+        tuning={"train.epochs": 5.0, "train.warmup": 0.5},
+    ),
+    "wikipedia": Study(
+        "wikipedia",
+        TEXT,
+        ("dense", "intbmoe", "deepseek", "switch", "remoe"),
+        epoch_steps=WIKIPEDIA_STEPS,
+        rates=(5e-4, 1e-3, 2e-3),
+        tuning={"train.steps": 200, "train.warmup": 0.01},
+    ),
+    "foursquare": Study(
+        "foursquare",
+        {**GPU, "train.workers": 0},
+        ("dense", "intbmoe", "deepseek", "switch", "remoe"),
+        epoch_steps=94,
+        rates=(1e-3, 3e-3, 1e-2),
+        on_cpu=True,
+    ),
+    "foursquare-us": Study(
+        "foursquare-us",
+        {**GPU, "train.workers": 0},
+        ("dense", "intbmoe", "deepseek", "switch", "remoe"),
+        epoch_steps=157,
+        rates=(1e-3, 3e-3, 1e-2),
+    ),
+    # What survives: parts of the first ones again, with one thing changed; ``labels`` are all there is of them.
+    "tiny-imagenet-start": Study(  # dense in its place, but for the class token's own FFN
+        "tiny-imagenet", {**IMAGES, "model.class_token_ffn": False}, (), 95_000 // 512, (), labels=(PLACED,)
+    ),
+    "tiny-imagenet-time": Study(
+        "tiny-imagenet", IMAGES, (), 95_000 // 512, (), labels=(PLACED, "swiglu-wide"), as_long_as="intbmoe"
+    ),
+    "wikipedia-time": Study(
+        "wikipedia", TEXT, (), WIKIPEDIA_STEPS, (), labels=(PLACED, "swiglu-wide"), as_long_as="intbmoe"
+    ),
+    "wikipedia-long": Study(
+        "wikipedia",
+        {**TEXT, "train.steps": 4000},
+        (),
+        WIKIPEDIA_STEPS,
+        (),
+        labels=(PLACED, "swiglu-wide", "intbmoe", ONE_LAYER, "remoe", "remoe-more", "deepseek"),
+    ),
+    # Dry runs: they need no data and no GPU, and are part of no table.
+    "digits": Study("digits", {}, ("dense", "intbmoe", "vmoe"), 20, (1e-3, 2e-3), on_cpu=True),
+    "stdlib": Study("stdlib", {}, ("dense", "intbmoe", "deepseek"), 600, (5e-3, 1e-2), on_cpu=True),
+}
+REAL = ("tiny-imagenet", "wikipedia", "foursquare", "foursquare-us")
