@@ -40,7 +40,7 @@ def main() -> None:
         return total / count
 
     def quality(model: torch.nn.Module) -> float:
-        return evaluate_split(task, model, "test", ranks, size, recipe.train.seed, 0)[task.metric]
+        return evaluate_split(task, model, "test", ranks, size, recipe.train.seed, 0).metrics[task.metric]
 
     print(
         f"| {recipe.moe.name} on {recipe.name} | parameters | of the mixtures | error of outputs | test {task.metric} |"

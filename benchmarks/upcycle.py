@@ -95,7 +95,7 @@ def continued(path: str, variant: str, steps: int, lr: float, options: dict[str,
                 group["lr"] = learning_rate(read.step, settings, plan)
             stepper.take(read.step + 1, batches, 0)
             batches = []
-    loss = evaluate_split(task, model, "valid", ranks, plan.micro, settings.seed, 0)["loss"]
+    loss = evaluate_split(task, model, "valid", ranks, plan.micro, settings.seed, 0).metrics["loss"]
     print(f"{path}: {variant}: validation loss {loss:.4f} ({about})", flush=True)
     return loss
 

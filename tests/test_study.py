@@ -25,6 +25,8 @@ from benchmarks.study.scheduler import STOP_SECONDS, StudyLane, StudyScheduler, 
 from benchmarks.study.studies import REAL  # noqa: E402
 
 from intbmoe.compare.jobs import Process  # noqa: E402
+from intbmoe.train import RunDirectory, load  # noqa: E402
+from intbmoe.train.outcomes import read_outcomes  # noqa: E402
 
 SHORT = ("train.epochs=1", "train.warmup=0.2")
 
@@ -300,15 +302,16 @@ def test_runs_are_summarised_packed_and_not_repeated(tmp_path):
     assert summary["flops_training"] > 0
     assert summary["curve"]
     listed = subprocess.run(["tar", "tf", tmp_path / "pack" / "study.tar"], capture_output=True, text=True).stdout
-    assert sorted(listed.split()) == [path.name for path in files]
+    outcomes = [path.with_suffix(".npz") for path in files]
+    assert sorted(listed.split()) == sorted(path.name for path in [*files, *outcomes])
+    assert read_outcomes(outcomes[0])["accuracy"].mean() == pytest.approx(summary["test"]["accuracy"])
     assert "0 runs wait" in call("--seconds", "60", *places)
     parts = b"".join(path.read_bytes() for path in sorted((tmp_path / "pack").glob("*.part*")))
     subprocess.run(["tar", "x"], input=parts, cwd=tmp_path, check=True)
     run = next(tmp_path.glob("digits/intbmoe/0"), None) or next(tmp_path.glob("*/digits/intbmoe/0"))
     subprocess.run([sys.executable, HOUSE / "benchmarks/study/job.py", "--widen", run], check=True)
-    from intbmoe.train import load
-
     assert load(run) is not None
+    assert RunDirectory(run).outcomes()["accuracy"].shape == (359,)
 
 
 def test_a_study_of_labels_has_just_these_for_every_seed(monkeypatch):

@@ -1,4 +1,4 @@
-"""One run of the study, from a job file to one small summary.
+"""One run of the study, from a job file to one small summary, with the outcomes of the test examples beside it.
 
     python benchmarks/study/job.py JOB.json
     python benchmarks/study/job.py --widen RUN             # a run that came back in half precision, see write_run
@@ -35,7 +35,7 @@ CURVE_POINTS = 100
 LOADS = ("utilisation", "worst_case", "entropy", "dropped")
 LAST_ROWS = 10  # lines of metrics that the load statistics are averaged over
 HALF = "model.half.safetensors"
-KEPT = (".yaml", ".json", ".jsonl")
+KEPT = (".yaml", ".json", ".jsonl", ".npz")
 PART_BYTES = 15 * 2**20
 FORMAT = 1
 
@@ -51,6 +51,9 @@ def main() -> None:
     run = train(recipe, root=job["root"])
     summary = summarise_run(recipe, run, job)
     Path(job["summary"]).parent.mkdir(parents=True, exist_ok=True)
+    kept = run.outcomes_path
+    if summary["test"] is not None and kept.is_file():  # the test split of a tuning run is not looked at
+        replace_file(Path(job["summary"]).with_suffix(kept.suffix), kept.read_bytes())
     replace_file(Path(job["summary"]), to_json(summary))
     if job["weights"]:
         write_run(run, Path(job["weights"]))
@@ -161,7 +164,8 @@ def widen(run: RunDirectory) -> None:
     weights = pack_tensors(
         {name: value.float() if value.dtype == torch.float16 else value for name, value in halves.items()}
     )
-    result = {**run.result, "sha256": {"model.safetensors": digest(weights)}, "weights": "rounded to half precision"}
+    checksums = {**run.result["sha256"], "model.safetensors": digest(weights)}
+    result = {**run.result, "sha256": checksums, "weights": "rounded to half precision"}
     run.write("model.safetensors", weights)
     run.write("done.json", to_json(result))
 

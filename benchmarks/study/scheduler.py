@@ -150,21 +150,23 @@ class StudyScheduler(Scheduler):
         return f"finished  {process.job.id}: {shown}, {summary['steps_per_second']:.1f} steps/s{gpu}"
 
     def pack(self) -> None:
-        """Summaries and what failed runs said last, where few files travel back."""
+        """Summaries, outcomes and what failed runs said last, where few files travel back."""
         if self.settings["pack"] is not None:
             summaries = [self.summary(one.job) for one in self.done if self.finished(one)]
-            pack(self.settings["pack"], summaries, [self.told(one) for one in self.done if not self.finished(one)])
+            outcomes = [path for summary in summaries if (path := summary.with_suffix(".npz")).is_file()]
+            failures = [self.told(one) for one in self.done if not self.finished(one)]
+            pack(self.settings["pack"], [*summaries, *outcomes], failures)
 
 
-def pack(folder: Path, summaries: Sequence[Path], failures: Sequence[str] = ()) -> None:
-    """All summaries in one tar, beside those of earlier calls."""
+def pack(folder: Path, files: Sequence[Path], failures: Sequence[str] = ()) -> None:
+    """All files in one tar, beside those of earlier calls."""
     folder.mkdir(parents=True, exist_ok=True)
     target, beside = folder / "study.tar", folder / ".study.tar.part"
     contents = {}
     if target.is_file():
         with tarfile.open(target) as tar:
             contents = {member.name: tar.extractfile(member).read() for member in tar}
-    contents |= {summary.name: summary.read_bytes() for summary in summaries}
+    contents |= {file.name: file.read_bytes() for file in files}
     with tarfile.open(beside, "w") as tar:
         for name, content in contents.items():
             member = tarfile.TarInfo(name)

@@ -106,6 +106,8 @@ def test_two_ranks_follow_the_single_process(runs, tmp_path, method):
     assert_close_metrics(both, single)
     assert_close_models(both, single)
     assert both.result["params"] == single.result["params"]
+    for name, values in both.outcomes().items():
+        assert values == pytest.approx(single.outcomes()[name], rel=1e-6), name
 
 
 def test_shards_train_as_replicas_do(runs):

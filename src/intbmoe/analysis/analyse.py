@@ -188,7 +188,7 @@ def _compute(
     if name == "participation":
         if min(bases) == 1:
             raise LeftOut("a layer has a single expert base, without which nothing is left")
-        if type(task).evaluate_examples is Task.evaluate_examples:
+        if not task.has_outcomes():
             raise LeftOut(f"the task {task.name!r} defines no evaluate_examples, the loss of each example by itself")
         return measure_participation(model, sample, tell)
     found = measure_run_cost(recipe, sample.ranks.device)

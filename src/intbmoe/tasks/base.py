@@ -105,17 +105,28 @@ class Task:
         raise self._lacks("loss(model, batch)")
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sums over the batch, ``count`` among them, which add up over batches and ranks."""
+        """Sums over the batch, ``count`` among them, which add up over batches and ranks.
+
+        They are those of ``evaluate_examples`` where a task defines it, else the loss alone.
+        """
+        if self.has_outcomes():
+            each = self.evaluate_examples(model, batch)
+            return {name: values.double().sum() for name, values in each.items()}
         total, count = self.loss(model, batch)
         return {"count": count, "loss": total}
 
     def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """``evaluate`` for each example by itself: (B,) sums, ``count`` and ``loss`` among them.
+        """What each example of the batch adds to the sums of ``metrics``: (B,) of each, ``count`` and ``loss`` too.
 
-        Two models are compared on the same examples with these, so that the error of their difference is known. What
-        needs it is left out of an analysis where a task does not define it.
+        With these two models are compared on the same examples, so that the error of their difference is known. A run
+        keeps those of the test split (``outcomes.npz``). What needs them is left out where a task does not define it.
         """
         raise self._lacks("evaluate_examples(model, batch)", "comparing two models on the same examples needs")
+
+    @classmethod
+    def has_outcomes(cls) -> bool:
+        """Whether the task evaluates each example by itself."""
+        return cls.evaluate_examples is not Task.evaluate_examples
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Metrics from summed ``evaluate``: each sum divided by ``count``."""

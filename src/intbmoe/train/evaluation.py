@@ -1,9 +1,11 @@
 """Metrics of a whole split, and from a finished run back to its model."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from os import PathLike
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from intbmoe.layer import unwrap
 from intbmoe.tasks import make_task
@@ -12,6 +14,7 @@ from intbmoe.train.data import evaluation_batches, read_ahead
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import TrainingError
 from intbmoe.train.files import read_tensors
+from intbmoe.train.outcomes import MOST_EXAMPLES
 from intbmoe.train.resume import restore_model
 from intbmoe.train.run import RunDirectory
 
@@ -31,7 +34,7 @@ def evaluate(run: str | PathLike[str], split: str = "test") -> dict[str, float]:
     ranks = Ranks(settings.precision)
     task, model = _load(run)
     size = min(settings.device_batch or settings.batch, BATCH)
-    return evaluate_split(task, model.to(ranks.device), split, ranks, size, settings.seed, settings.workers)
+    return evaluate_split(task, model.to(ranks.device), split, ranks, size, settings.seed, settings.workers).metrics
 
 
 def _load(run: RunDirectory) -> tuple[Task, nn.Module]:
@@ -54,28 +57,56 @@ def read_split(task: Task, split: str) -> Examples:
     return examples
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    metrics: dict[str, float]
+    outcomes: Mapping[str, Tensor] | None
+    """(N,) what each example of the split, in its order, added to the metrics' sums; None where the task does not
+    evaluate each by itself, or where there are more than ``MOST_EXAMPLES``."""
+
+
 @torch.no_grad()
 def evaluate_split(
     task: Task, model: nn.Module, split: str, ranks: Ranks, size: int, seed: int, workers: int
-) -> dict[str, float]:
+) -> Evaluation:
     """The task's metrics of ``split``, each example counted once; each rank takes ``size`` examples at a time."""
     examples = read_split(task, split)
+    keeps = task.has_outcomes() and len(examples) <= MOST_EXAMPLES
     model = unwrap(model)
     mode = model.training
     model.eval()
-    totals: dict[str, torch.Tensor] = {}
+    totals: dict[str, Tensor] = {}
+    read: list[int] = []
+    parts: dict[str, list[Tensor]] = {}
     try:
         reads = evaluation_batches(len(examples), size, ranks.rank, ranks.world)
-        for (_, counts), batch in read_ahead(examples, reads, seed, workers, pin=ranks.device.type == "cuda"):
+        for (indices, counts), batch in read_ahead(examples, reads, seed, workers, pin=ranks.device.type == "cuda"):
             # Never compiled: a split's last batch is smaller than the others, and would be compiled for itself.
             with ranks.autocast(), torch.compiler.set_stance("force_eager"):
-                sums = task.evaluate(model, task.prepare(ranks.to_device(batch), None))
-            for name, value in sums.items():
-                value = value.detach().double() * counts
-                totals[name] = totals[name] + value if name in totals else value
+                batch = task.prepare(ranks.to_device(batch), None)
+                found = (task.evaluate_examples if keeps else task.evaluate)(model, batch)
+            for name, values in found.items():
+                total = values.double().sum() * counts
+                totals[name] = totals[name] + total if name in totals else total
+                if keeps and counts:
+                    parts.setdefault(name, []).append(values.double())
+            if keeps and counts:
+                read += indices
     finally:
         model.train(mode)
     names = sorted(totals)
     joined = ranks.sum(torch.stack([totals[name].to(ranks.device) for name in names]))
     metrics = task.metrics(dict(zip(names, joined.tolist(), strict=True)))
-    return {name: float(value) for name, value in metrics.items()}
+    outcomes = _outcomes(names, parts, read, len(examples), ranks) if keeps else None
+    return Evaluation({name: float(value) for name, value in metrics.items()}, outcomes)
+
+
+def _outcomes(
+    names: list[str], parts: Mapping[str, list[Tensor]], read: list[int], examples: int, ranks: Ranks
+) -> dict[str, Tensor]:
+    """Those of all ranks, in the split's order: a rank fills in the examples it has read, and the ranks add up."""
+    found = torch.zeros(len(names), examples, dtype=torch.float64)
+    for row, name in zip(found, names, strict=True):
+        if read:
+            row[read] = torch.cat(parts[name]).cpu()
+    return dict(zip(names, ranks.sum(found).cpu(), strict=True))

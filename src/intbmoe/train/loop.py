@@ -9,12 +9,13 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from intbmoe.files import digest, to_json
+from intbmoe.files import digest, file_digest, to_json
 from intbmoe.layer import moe_layers, unwrap
 from intbmoe.recipes import load_recipe, override
 from intbmoe.tasks import make_task
@@ -24,11 +25,12 @@ from intbmoe.train.build import build, doubts, learning_rate
 from intbmoe.train.data import derive_seed, make_generator, micro_batches, read_ahead
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import NonFiniteLossError, TrainingInterrupted
-from intbmoe.train.evaluation import evaluate_split
+from intbmoe.train.evaluation import Evaluation, evaluate_split
 from intbmoe.train.files import pack_tensors
 from intbmoe.train.from_python import store_data
 from intbmoe.train.metrics import MetricsLog, Window, mean_load, take_loads
 from intbmoe.train.origin import describe_origin, require_same_origin
+from intbmoe.train.outcomes import pack_outcomes
 from intbmoe.train.progress import TrainingProgress
 from intbmoe.train.resume import (
     Checkpoint,
@@ -195,22 +197,28 @@ class Training:
     def _look(self) -> None:
         """Evaluate on the validation split, if there is one; and on the test split where the best is reported."""
         if self.validates:
-            self.at.valid = self._evaluate("valid")
+            self.at.valid = self._evaluate("valid").metrics
         if self.settings.report == "best":
-            values, metric = self._evaluate("test"), self.task.metric
+            found, metric = self._evaluate("test"), self.task.metric
             sign = 1 if self.task.higher_is_better else -1
-            if self.at.best is None or sign * values[metric] > sign * self.at.best[metric]:
-                self.at.best, self.at.best_step = values, self.at.step
+            if self.at.best is None or sign * found.metrics[metric] > sign * self.at.best[metric]:
+                self.at.best, self.at.best_step = found.metrics, self.at.step
+                self._keep_outcomes(found)
 
-    def _evaluate(self, split: str) -> dict[str, float]:
+    def _evaluate(self, split: str) -> Evaluation:
         size, seed, workers = self.plan.micro, self.settings.seed, self.settings.workers
-        values = evaluate_split(self.task, self.model, split, self.ranks, size, seed, workers)
+        found = evaluate_split(self.task, self.model, split, self.ranks, size, seed, workers)
+        values = found.metrics
         for name in ("loss", self.task.metric):
             if not math.isfinite(values.get(name, 0.0)):
                 raise NonFiniteLossError(f"step {self.at.step}: on the {split} split the {name} is {values[name]}")
         values = {name: value for name, value in values.items() if math.isfinite(value)}  # others have no place in JSON
         self._write(split, values)
-        return values
+        return replace(found, metrics=values)
+
+    def _keep_outcomes(self, found: Evaluation) -> None:
+        if self.ranks.main and found.outcomes is not None:
+            self.run.write(self.run.outcomes_path.name, pack_outcomes(found.outcomes))
 
     @contextmanager
     def divergence_is_explained(self) -> Iterator[None]:
@@ -247,12 +255,19 @@ class Training:
     def finish(self) -> None:
         """Evaluate on the test split, unless ``_look`` did so all along, and write the results."""
         best = self.settings.report == "best"
-        test = self.at.best if best else self._evaluate("test")
+        test = self.at.best
+        if not best:
+            found = self._evaluate("test")
+            test = found.metrics
+            self._keep_outcomes(found)
         tensors = model_tensors(unwrap(self.model), keep=self.ranks.main)
         if self.ranks.main:
             self.log.sync()
-            weights = pack_tensors(tensors)
+            weights, kept = pack_tensors(tensors), self.run.outcomes_path
             self.run.write("model.safetensors", weights)
+            checksums = {"model.safetensors": digest(weights)}
+            if kept.is_file():
+                checksums[kept.name] = file_digest(kept)
             results = {
                 "recipe": self.recipe.name,
                 "method": self.recipe.moe.name,
@@ -268,7 +283,7 @@ class Training:
                 "epochs": self.plan.steps / self.plan.steps_per_epoch,
                 "examples": self.plan.steps * self.plan.batch,
                 "seconds": time.perf_counter() - self.started,
-                "sha256": {"model.safetensors": digest(weights)},
+                "sha256": checksums,
             }
             self.run.write("done.json", to_json(results))
         self.ranks.wait()

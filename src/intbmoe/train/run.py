@@ -7,6 +7,7 @@ loads.jsonl          of methods whose tokens choose, each expert's assignments b
 events.…             the same for TensorBoard, and throughput
 checkpoints/         see resume.py
 model.safetensors    the trained model
+outcomes.npz         what became of each test example, see outcomes.py
 done.json            the results, once finished
 lock                 held by the process that trains
 """
@@ -25,6 +26,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
@@ -35,6 +37,7 @@ from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
 from intbmoe.train.files import full_disk_is_explained, read_json
+from intbmoe.train.outcomes import read_outcomes
 from intbmoe.zoo import find_in_zoo, in_zoo
 
 FREE_TO_CHANGE = (
@@ -55,6 +58,7 @@ class RunDirectory:
         self.metrics_path = self.path / "metrics.jsonl"
         self.loads_path = self.path / "loads.jsonl"
         self.model_path = self.path / "model.safetensors"
+        self.outcomes_path = self.path / "outcomes.npz"
         self.result_path = self.path / "done.json"
         self.environment_path = self.path / "environment.json"
 
@@ -107,6 +111,11 @@ class RunDirectory:
                     return result
         lacking = "it lacks the metrics (test) or checksums (sha256)"
         raise DamagedFileError(f"{self.result_path} cannot be read back: {lacking}")
+
+    def outcomes(self) -> dict[str, np.ndarray] | None:
+        """What became of each test example, by name, (N,) in the order of the split; None where a run kept none."""
+        checksum = self.result["sha256"].get(self.outcomes_path.name)
+        return None if checksum is None else read_outcomes(self.outcomes_path, checksum)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of metrics. A last line that a kill cut short is left out."""

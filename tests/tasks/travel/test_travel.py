@@ -22,7 +22,7 @@ from intbmoe.tasks.travel import task as module
 from intbmoe.tasks.travel.examples import JourneyExamples, JourneyReader
 from intbmoe.tasks.travel.floors import VisitCounter, floor_scores
 from intbmoe.tasks.travel.generator import make_journeys
-from intbmoe.tasks.travel.task import TravelData, TravelRecipe, ranking_sums
+from intbmoe.tasks.travel.task import TravelData, TravelRecipe, ranking_gains
 from intbmoe.train import train
 from inttravel_tables import write_tables
 
@@ -79,18 +79,19 @@ def test_metrics_by_hand():
 
 def test_category_inconsistency_leaves_unknown_categories_out_and_counts_ties_against():
     category = torch.tensor([[1, 2, 2], [0, 2, 2], [2, 2, 1]])
-    sums = ranking_sums(torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 2.0], [1.0, 1.0, 0.0]]), category)
+    gains = ranking_gains(torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 2.0], [1.0, 1.0, 0.0]]), category)
+    sums = {name: values.sum() for name, values in gains.items()}
     assert sums["categories"] == 2
     assert (sums["CIR@1"], sums["CIR@2"]) == (1, 0)
 
 
 def test_ties_and_what_is_no_number_count_against():
     flat = torch.zeros(1, 65)
-    assert ranking_sums(flat, flat)["HR@5"] == 0
-    assert ranking_sums(torch.full((1, 65), torch.nan), flat)["HR@5"] == 0
+    assert ranking_gains(flat, flat)["HR@5"] == 0
+    assert ranking_gains(torch.full((1, 65), torch.nan), flat)["HR@5"] == 0
     tied = torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, 0.0]])
-    sums = ranking_sums(tied, tied)
-    assert (sums["HR@1"], sums["HR@5"]) == (0, 1)
+    gains = ranking_gains(tied, tied)
+    assert (gains["HR@1"], gains["HR@5"]) == (0, 1)
 
 
 def test_loss_is_a_sum_over_targets_and_sums_add_up():

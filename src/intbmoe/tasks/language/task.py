@@ -161,10 +161,11 @@ class LanguageTask(Task):
         return cross_entropy_sum(model(batch["ids"]), targets), targets.new_full((), targets.numel(), dtype=torch.int64)
 
     def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        targets = batch["targets"]
-        parts = zip(model(batch["ids"]), targets, strict=True)
-        losses = torch.stack([cross_entropy_sum(*part) for part in parts])
-        return {"count": torch.full_like(losses, targets.shape[1], dtype=torch.int64), "loss": losses}
+        logits, targets = model(batch["ids"]), batch["targets"]
+        tokens = _at_once(logits)
+        parts = zip(logits.flatten(0, -2).split(tokens), targets.flatten().split(tokens), strict=True)
+        losses = torch.cat([_cross_entropy(*part, reduction="none") for part in parts]).view_as(targets)
+        return {"count": targets.new_full((len(targets),), targets.shape[1]), "loss": losses.double().sum(1)}
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Mean cross-entropy of a token in nats, and its exponential."""
@@ -214,7 +215,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     are widened some tokens at a time, and again in backward, so that no float32 copy and no gradient of it is kept.
     """
     logits, targets = logits.flatten(0, -2), targets.flatten()
-    tokens = max(1, WIDE_SCORES // logits.shape[-1])
+    tokens = _at_once(logits)
     if len(targets) <= tokens:
         return _cross_entropy(logits, targets)
     again: Callable[..., Tensor] = partial(checkpoint, _cross_entropy, use_reentrant=False, preserve_rng_state=False)
@@ -222,8 +223,13 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([again(*part) for part in parts]).sum()
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(wide(logits), targets, reduction="sum")
+def _at_once(logits: Tensor) -> int:
+    """How many tokens' scores are widened at a time."""
+    return max(1, WIDE_SCORES // logits.shape[-1])
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
+    return F.cross_entropy(wide(logits), targets, reduction=reduction)
 
 
 def _metrics(loss: float) -> dict[str, float]:

@@ -131,9 +131,6 @@ class SequencesTask(Task):
         found = model(batch["items"], batch["targets"])
         return -found.sum(), torch.tensor(len(found), device=found.device)
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        return {name: values.sum() for name, values in self.evaluate_examples(model, batch).items()}
-
     def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         scores, target = model(batch["items"]), batch["target"]
         gains = ranking_gains(rank_of(scores, target), batch["new"])

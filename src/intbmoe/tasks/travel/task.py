@@ -19,7 +19,7 @@ session of each sequence, of which only the scenario is known; the vectors of th
 heads of other tasks are not.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -135,13 +135,15 @@ class TravelTask(Task):
         losses = [_cross_entropy(scores, labels) for _, scores, labels in self._labelled(model, batch)]
         return sum(losses[1:], losses[0]), batch["targets"].sum()
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        return _sums(self._answers(model, batch))
-
     def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        examples = zip(*(answer.split() for answer in self._answers(model, batch)), strict=True)
-        sums = [_sums(answers) for answers in examples]
-        return {name: torch.stack([of[name] for of in sums]) for name in sums[0]}
+        found: dict[str, Tensor] = {}
+        for answer in self._answers(model, batch):
+            prefix = "" if answer.task == "where" else f"{answer.task} "
+            found |= {prefix + name: answer.sums(gains) for name, gains in answer.gains().items()}
+        losses = [values for name, values in found.items() if name.split()[-1] == "loss"]
+        if len(losses) > 1:
+            found |= {"where loss": found["loss"], "loss": torch.stack(losses).sum(0)}
+        return found
 
     def _labelled(self, model: nn.Module, batch: Batch) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(task, scores (N, C), which of the C is right (N,), −1 for what is not known), "where" first."""
@@ -158,8 +160,8 @@ class TravelTask(Task):
         targets, category = batch["targets"], PLACE.index("category")
         for task, scores, labels in self._labelled(model, batch):
             candidates = {"where": lambda: batch["candidates"][targets], "via": lambda: _following(batch)}.get(task)
-            counts = targets[:, 1:].sum(1) if task == "via" else targets.sum(1)
-            yield Answer(task, scores, labels, None if candidates is None else candidates()[..., category], counts)
+            where = targets[:, 1:] if task == "via" else targets
+            yield Answer(task, scores, labels, None if candidates is None else candidates()[..., category], where)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Each sum divided by the number of what it was summed over: ``count`` of its task, or of known categories."""
@@ -179,8 +181,8 @@ class TravelTask(Task):
         for chunk, category in floor_scores(open_data(settings), settings.split, settings.near_negatives):
             for name, scores in chunk.items():
                 sums = totals.setdefault(name, {})
-                for key, value in ranking_sums(torch.from_numpy(scores), torch.from_numpy(category)).items():
-                    sums[key] = sums.get(key, 0.0) + float(value)
+                for key, gains in ranking_gains(torch.from_numpy(scores), torch.from_numpy(category)).items():
+                    sums[key] = sums.get(key, 0.0) + float(gains.sum())
         return {name: self.metrics(sums) for name, sums in totals.items()}
 
     def example_inputs(self) -> tuple[dict[str, Tensor]]:
@@ -283,36 +285,24 @@ class Answer(NamedTuple):
     scores: Tensor  # (N, C)
     labels: Tensor  # (N,) which of the C is right; −1 for what is not known
     category: Tensor | None  # (N, C) of the candidates; None where there are none
-    counts: Tensor  # (B,) how many of the N each example has
+    where: Tensor  # (B, S) bool, N of them true: the sessions of each example that are answered
 
-    def split(self) -> list["Answer"]:
-        """One for each example."""
-        counts = self.counts.tolist()
-        scores, labels = self.scores.split(counts), self.labels.split(counts)
-        category = [None] * len(counts) if self.category is None else self.category.split(counts)
-        parts = zip(scores, labels, category, self.counts.split(1), strict=True)
-        return [Answer(self.task, *part) for part in parts]
+    def gains(self) -> dict[str, Tensor]:
+        """(N,) of each metric: what each session adds to its sum."""
+        found = {"loss": _cross_entropy(self.scores, self.labels, "none")}
+        if self.category is None:
+            return found | class_gains(self.scores, self.labels, hours=self.task == "when")
+        return found | ranking_gains(self.scores, self.category)
 
-
-def _sums(answers: Iterable[Answer]) -> dict[str, Tensor]:
-    """Over the sessions, of each task's metrics; those of "where" have no prefix."""
-    sums: dict[str, Tensor] = {}
-    losses = []
-    for task, scores, labels, category, _ in answers:
-        losses.append(_cross_entropy(scores, labels))
-        found = {"loss": losses[-1]}
-        found |= (
-            class_sums(scores, labels, hours=task == "when") if category is None else ranking_sums(scores, category)
-        )
-        sums |= {name if task == "where" else f"{task} {name}": value for name, value in found.items()}
-    if len(losses) > 1:
-        sums |= {"where loss": sums["loss"], "loss": sum(losses[1:], losses[0])}
-    return sums
+    def sums(self, gains: Tensor) -> Tensor:
+        """(N,) → (B,): over the sessions of each example."""
+        places = torch.zeros(self.where.shape, dtype=torch.float64, device=gains.device)
+        return places.masked_scatter(self.where, gains.double()).sum(1)
 
 
-def _cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
-    """The sum over sessions with a label; 0, with a gradient of 0, where there is none."""
-    return F.cross_entropy(scores, labels, ignore_index=-1, reduction="sum")
+def _cross_entropy(scores: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
+    """Over sessions with a label; 0, with a gradient of 0, where there is none."""
+    return F.cross_entropy(scores, labels, ignore_index=-1, reduction=reduction)
 
 
 def _following(batch: Batch) -> Tensor:
@@ -320,35 +310,34 @@ def _following(batch: Batch) -> Tensor:
     return batch["candidates"][:, 1:][batch["targets"][:, 1:]]
 
 
-def ranking_sums(scores: Tensor, category: Tensor) -> dict[str, Tensor]:
-    """(N, C) scores and codes of categories, the true place's first → sums over the rows.
+def ranking_gains(scores: Tensor, category: Tensor) -> dict[str, Tensor]:
+    """(N, C) scores and codes of categories, the true place's first → (N,) what each row adds to each metric.
 
     Ties, and what is no number, count against.
     """
     rank = 1 + (~(scores[:, 1:] < scores[:, :1])).sum(1)
     gain = 1 / torch.log2(1 + rank.double())
-    sums = {"count": torch.tensor(len(scores), device=scores.device)}
+    gains = {"count": torch.ones_like(rank)}
     for top in TOP:
-        sums[f"HR@{top}"] = (rank <= top).sum()
+        gains[f"HR@{top}"] = rank <= top
         if top > 1:  # at 1 the two are the same
-            sums[f"NDCG@{top}"] = torch.where(rank <= top, gain, 0.0).sum()
+            gains[f"NDCG@{top}"] = torch.where(rank <= top, gain, 0.0)
     known = category[:, 0] > 0
-    sums["categories"] = known.sum()
+    gains["categories"] = known
     # The true place is moved to the end: among equals a stable order then puts it last.
     order = scores.roll(-1, 1).argsort(dim=1, descending=True, stable=True)
     right = category.roll(-1, 1).gather(1, order) == category[:, :1]
     for top in CATEGORY_TOP:
-        sums[f"CIR@{top}"] = (known & ~right[:, :top].any(1)).sum()
-    return sums
+        gains[f"CIR@{top}"] = known & ~right[:, :top].any(1)
+    return gains
 
 
-def class_sums(scores: Tensor, labels: Tensor, *, hours: bool) -> dict[str, Tensor]:
-    """(N, C) scores, (N,) the right class, −1 where it is not known → sums over the known."""
+def class_gains(scores: Tensor, labels: Tensor, *, hours: bool) -> dict[str, Tensor]:
+    """(N, C) scores, (N,) the right class, −1 where it is not known → (N,) what each row adds; nothing if not known."""
     known = labels >= 0
-    scores, labels = scores[known], labels[known]
     best = scores.argmax(1)
-    sums = {"count": known.sum(), "accuracy": (best == labels).sum()}
+    gains = {"count": known, "accuracy": best == labels}
     if hours:  # classes are hours: how far off the likeliest is
-        return sums | {"hours-off": (best - labels).abs().sum()}
+        return gains | {"hours-off": torch.where(known, (best - labels).abs(), 0)}
     top = scores.topk(min(HOW_TOP, scores.shape[1]), 1).indices
-    return sums | {f"accuracy@{HOW_TOP}": (top == labels.unsqueeze(1)).sum()}
+    return gains | {f"accuracy@{HOW_TOP}": (top == labels.unsqueeze(1)).any(1)}

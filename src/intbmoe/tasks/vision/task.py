@@ -152,16 +152,6 @@ class VisionTask(Task):
         target = batch.get("targets", batch["labels"])
         return F.cross_entropy(scores, target, reduction="sum"), _count(batch)
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        scores, labels = model(batch["images"]).float(), batch["labels"]
-        hits = _hits(scores, labels)
-        return {
-            "count": _count(batch),
-            "loss": F.cross_entropy(scores, labels, reduction="sum"),
-            "accuracy": hits[:, :1].sum(),
-            "accuracy5": hits.sum(),
-        }
-
     def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         scores, labels = model(batch["images"]).float(), batch["labels"]
         hits = _hits(scores, labels)
