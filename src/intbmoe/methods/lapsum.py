@@ -103,7 +103,8 @@ def lapsum_topk(scores: Tensor, k: float | Tensor, temperature: float | Tensor) 
     """
     if not isinstance(k, Tensor):
         require(0 < k < scores.shape[-1], "k", k, f"between 0 and the number of scores ({scores.shape[-1]})")
-    k = torch.as_tensor(k, dtype=scores.dtype, device=scores.device).expand(scores.shape[:-1]).unsqueeze(-1)
+        k = scores.new_full((), k)  # filled on the device: a copy from the host would wait, and no graph records one
+    k = k.to(scores).expand(scores.shape[:-1]).unsqueeze(-1)
     with torch.no_grad():
         b = _solve(scores / temperature, k) * temperature
     # One step of Newton's method from the solution: its value is the solution, its derivative the implicit one.
