@@ -2,17 +2,24 @@
 
     python -m benchmarks.zoo runs/digits/intbmoe/0 digits --command "intbmoe train digits" --about "…"
 
-What a hub shows is README.md, whose head names licence, library and score; the rest is the run itself.
+The card's score is measured here and now; ``--half`` stores the weights in half precision. What a hub shows is
+README.md, whose head names licence, library and score; the rest is the run itself.
 """
 
 import argparse
 import json
 import shutil
 from pathlib import Path
+from platform import python_version
 
+import torch
 import yaml
+from torch import Tensor
 
-from intbmoe.train import RunDirectory
+from intbmoe.files import digest, to_json
+from intbmoe.train import RunDirectory, evaluate
+from intbmoe.train.evaluation import HALVED
+from intbmoe.train.files import pack_tensors, read_tensors
 from intbmoe.zoo import FOLDER
 
 CARD = """---
@@ -33,7 +40,7 @@ model = intbmoe.load("zoo:{name}")
 | made by | `{command}` (seed {seed}) |
 | with | {versions} |
 | parameters | {params:,} |
-| test {metric} | {score:.4f} |
+| test {metric} | {score:.4f}{where} |
 | SHA-256 of model.safetensors | `{digest}` |
 
 `intbmoe eval zoo:{name}` measures the score again.
@@ -46,12 +53,24 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--command", required=True, help="what made the run, as a user types it")
     parser.add_argument("--about", required=True, help="what the model is, in a sentence or two")
+    parser.add_argument("--half", action="store_true", help="store the weights in half precision")
     given = parser.parse_args()
     run, folder = RunDirectory.existing(given.run), FOLDER / given.name
     result, start = run.result, json.loads((run.path / "environment.json").read_text())[0]
     folder.mkdir(parents=True, exist_ok=True)
     for path in (run.config_path, run.model_path, run.result_path):
         shutil.copyfile(path, folder / path.name)
+    if given.half:
+        weights = pack_tensors({name: _half(value) for name, value in read_tensors(run.model_path).items()})
+        (folder / run.model_path.name).write_bytes(weights)
+        result = {**result, "sha256": {"model.safetensors": digest(weights)}, "weights": HALVED}
+        (folder / run.result_path.name).write_bytes(to_json(result))
+    result = {
+        **result,
+        "test": evaluate(folder),
+        "sha256": {"model.safetensors": result["sha256"]["model.safetensors"]},
+    }
+    (folder / run.result_path.name).write_bytes(to_json(result))
     metric = result["metric"]
     measured = {"type": metric, "value": round(result["test"][metric], 4)}
     entry = {"task": {"type": run.recipe.task}, "dataset": {"name": given.name, "type": run.recipe.data.source}}
@@ -71,9 +90,14 @@ def main() -> None:
         params=result["params"],
         metric=metric,
         score=result["test"][metric],
+        where=f", on the library of Python {python_version()}" if run.recipe.data.source == "stdlib" else "",
         digest=result["sha256"]["model.safetensors"],
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _half(value: Tensor) -> Tensor:
+    return value.half() if value.dtype == torch.float32 else value
 
 
 if __name__ == "__main__":

@@ -10,20 +10,29 @@ import re
 import shutil
 import sys
 from dataclasses import MISSING, fields
+from functools import cache
 from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import latex2mathml.converter
 import torch
 
-import intbmoe
-from intbmoe.analysis.quantities import quantities_of
-from intbmoe.commands.overrides import setting_texts
-from intbmoe.registry import find_method, list_methods
-from intbmoe.report.tables import Table
-
 HOUSE = Path(__file__).parent.parent
+sys.path.insert(0, str(HOUSE))  # the study's figures are read as its own tables read them
+
+from benchmarks.study.plan import RESULTS, read_summaries  # noqa: E402
+from benchmarks.study.studies import REAL  # noqa: E402
+from benchmarks.study.tables import TITLES, find_rows  # noqa: E402
+
+import intbmoe  # noqa: E402
+from intbmoe.analysis.quantities import quantities_of  # noqa: E402
+from intbmoe.commands.overrides import setting_texts  # noqa: E402
+from intbmoe.recipes.sets import PLACED  # noqa: E402
+from intbmoe.registry import find_method, list_methods  # noqa: E402
+from intbmoe.report.tables import Table  # noqa: E402
+
 METHODS_IN_NAV = '"methods/index.md"'
 TOP_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 FENCED = re.compile(r"(^```.*?^```|^ {4}.*?$|`[^`\n]*`)", flags=re.MULTILINE | re.DOTALL)
@@ -132,8 +141,9 @@ def method_page(name: str) -> str:
                 "## At a glance",
                 _table(["", ""], list(facts.items())),
                 "Quantities and sizes are those of a layer in place of an FFN 192 → 768 → 192 with the paper's budget "
-                "at E = 16. [Results](../results.md) says how it does, [side by side](../baselines.md) what was "
-                "chosen where its paper and code leave it open.",
+                "at E = 16. [Side by side](../baselines.md): what was chosen where its paper and code leave it open.",
+                "## In the study",
+                in_the_study(name),
                 "## Use",
                 f'```python\nimport intbmoe\n\nlayer = intbmoe.create("{name}", 192, '
                 f'**intbmoe.match_budget("{name}", 192, 768, experts=16))\n```',
@@ -158,6 +168,37 @@ def _options(config: type, found: Any) -> str:
         default = "" if f.default is MISSING else f"`{f.default!r}`"
         rows.append((f"`{f.name}`", default, f"`{getattr(found, f.name)!r}`", texts.get(f.name, "")))
     return _table(["option", "default", "in the budget above", "meaning"], rows)
+
+
+def in_the_study(name: str) -> str:
+    """The method's mean test metric on the study's data, beside dense in a mixture's place and IntBMoE."""
+    beside = {PLACED: "Dense in a mixture's place", "intbmoe": "IntBMoE"}
+    labels = {name: find_method(name).title, **{label: title for label, title in beside.items() if label != name}}
+    rows = []
+    for study in REAL:
+        found = study_rows(study)
+        if name in found:
+            found.setdefault(PLACED, found["dense"])  # on places a dense FFN starts as a mixture does: they are one
+            means = [mean_metric(found[label]) for label in labels]
+            rows.append((TITLES[study], *means))
+    if not rows:
+        return "It is not in the tables of the [study](../results/index.md)."
+    told = (
+        "Test split, mean over (seeds); small data, short runs: [the study](../results/index.md) says what they tell."
+    )
+    return _table(["", *labels.values()], rows) + f"\n\n{told}"
+
+
+@cache
+def study_rows(study: str) -> dict[str, list[dict[str, Any]]]:
+    return find_rows(study, read_summaries(RESULTS))[0]
+
+
+def mean_metric(runs: list[dict[str, Any]]) -> str:
+    metric = runs[0]["metric"]
+    mean = fmean(run["test"][metric] for run in runs)
+    shown = f"{100 * mean:.1f} %" if metric == "accuracy" else f"{metric} {mean:.3f}"
+    return f"{shown} ({len(runs)})"
 
 
 def methods_page() -> str:

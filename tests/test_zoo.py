@@ -11,24 +11,25 @@ from intbmoe.train import RunDirectory, TrainingError, evaluate
 from intbmoe.zoo import find_in_zoo, list_zoo
 
 ZOO = [f"zoo:{name}" for name in list_zoo()]
+SLOW = pytest.mark.slow  # a megabyte of text
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) if name == "zoo:text" else name for name in ZOO])
 def test_the_score_is_the_cards(name):
     run = RunDirectory.existing(name)
     card = (run.path / "README.md").read_text(encoding="utf-8")
     score = run.result["test"][run.result["metric"]]
-    assert f"{score:.4f} |" in card
+    assert f"| {score:.4f}" in card
     assert digest(run.model_path.read_bytes()) == run.result["sha256"]["model.safetensors"]
     assert run.result["sha256"]["model.safetensors"] in card
-    if run.recipe.data.source == "stdlib" and f"Python {platform.python_version()}," not in card:
+    if run.recipe.data.source == "stdlib" and f"library of Python {platform.python_version()} |" not in card:
         pytest.skip("the text is this Python's library, and the score was measured on another's")
     assert evaluate(name)[run.result["metric"]] == pytest.approx(score, abs=1e-3)  # other CPUs round otherwise
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_it_is_small_and_loads(name):
-    assert sum(path.stat().st_size for path in find_in_zoo(name).iterdir()) < 3e6
+    assert sum(path.stat().st_size for path in find_in_zoo(name).iterdir()) < 3.2e6
     model = intbmoe.load(name)
     assert not model.training
     assert sum(p.numel() for p in model.parameters()) == RunDirectory.existing(name).result["params"]

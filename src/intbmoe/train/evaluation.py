@@ -41,6 +41,8 @@ def _load(run: RunDirectory) -> tuple[Task, nn.Module]:
     if not run.finished:
         raise TrainingError(f"{run.path} is not finished, so it has no model yet: train it to its end first")
     tensors = read_tensors(run.model_path, run.result["sha256"]["model.safetensors"])
+    if run.result.get("weights") == HALVED:
+        tensors = {name: value.float() if value.dtype == torch.float16 else value for name, value in tensors.items()}
     task = make_task(run.recipe)
     with torch.random.fork_rng(devices=[]):  # making a model draws random numbers; loading one should not
         model = task.make_model().eval()
@@ -55,6 +57,10 @@ def read_split(task: Task, split: str) -> Examples:
         why = "nothing was held out for validation (take --split test)" if split == "valid" else "check the data"
         raise TrainingError(f"the {split} split is empty: {why}")
     return examples
+
+
+HALVED = "rounded to half precision"
+"""In a run's ``done.json`` under "weights": its file is half as large, and training cannot go on from it."""
 
 
 @dataclass(frozen=True)
