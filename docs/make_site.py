@@ -29,6 +29,7 @@ from benchmarks.study.tables import TITLES, find_rows  # noqa: E402
 import intbmoe  # noqa: E402
 from intbmoe.analysis.quantities import quantities_of  # noqa: E402
 from intbmoe.commands.overrides import setting_texts  # noqa: E402
+from intbmoe.parallel.ways import WAYS, refusals  # noqa: E402
 from intbmoe.recipes.sets import PLACED  # noqa: E402
 from intbmoe.registry import find_method, list_methods  # noqa: E402
 from intbmoe.report.tables import Table  # noqa: E402
@@ -129,6 +130,7 @@ def method_page(name: str) -> str:
         "execution": f"{about}{three.execution:g}",
         "materialization": str(three.materialization),
         "causal": "yes" if reason is None else f"no: {reason}",
+        "on several devices": ", ".join(f"`{way}`" for way in WAYS if way not in refusals(layer)),
         "parameters": f"{sum(p.numel() for p in layer.parameters()):,}",
         "active per token": f"{layer.active_parameters():,}",
     }

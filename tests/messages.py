@@ -1,6 +1,7 @@
 """Count what ranks send to each other."""
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -19,12 +20,20 @@ class Messages(TorchDispatchMode):
             # c10d's own take (output, input, …); the functional ones (input, …).
             source = args[1] if function.namespace == "c10d" and "base" in name else args[0]
             source = source[0] if isinstance(source, list | tuple) else source
-            self.sent.append((name.split(".")[0].strip("_"), source.dtype, source.numel()))
+            entries = source.numel()
+            if "all_to_all" in name:  # (rows, rows from each rank, rows to each rank, …): a rank's own stay with it
+                entries -= args[2][dist.get_rank()] * source[:1].numel()
+            self.sent.append((name.split(".")[0].strip("_"), source.dtype, entries))
         return function(*args, **(kwargs or {}))
 
     def bytes(self, world):
         """Of messages that grow with the model: float64 ones are losses and counts, short ones norms and statistics."""
-        factors = {"gather": world - 1, "scatter": (world - 1) / world, "reduce": 2 * (world - 1) / world}
+        factors = {
+            "all_to_all": 1,
+            "gather": world - 1,
+            "scatter": (world - 1) / world,
+            "reduce": 2 * (world - 1) / world,
+        }
         total = 0
         for name, dtype, entries in self.sent:
             if dtype.is_floating_point and dtype != torch.float64 and entries > 8:

@@ -23,8 +23,8 @@ from intbmoe.settings import Checked, PositiveInt
 from intbmoe.statistics import LayerStatistics, Result, Routing
 
 __all__ = [
-    "LayerConfig", "MoELayer", "OnePer", "Quantities", "Result", "Routing", "Unit", "moe_layers", "require_whole",
-    "unwrap",
+    "LayerConfig", "MoELayer", "OnePer", "Quantities", "Result", "Routing", "Unit", "local", "moe_layers",
+    "require_whole", "unwrap",
 ]  # fmt: skip
 
 
@@ -88,6 +88,10 @@ class MoELayer(nn.Module):
     """What decides where tokens go: a half-precision copy for serving keeps its type, see ``kept_wide``."""
     DECAY_GROUPS: ClassVar[Mapping[str, str]] = {"router": "routers"}
     """Attribute → what ``train.undecayed`` calls its parameters, where neither a name (bias) nor a shape says it."""
+    REFUSES: ClassVar[Mapping[str, str]] = {
+        "experts": "a token's output needs all of its experts, so there is none that the token could be sent to"
+    }
+    """Ways of ``train.parallel`` that the method has no form for, and why."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -267,6 +271,11 @@ def require_whole(model: nn.Module, wanted: str) -> None:
                 f"options=StateDictOptions(full_state_dict=True)) from torch.distributed.checkpoint.state_dict; then "
                 f"load the state into a model that is not sharded, and take that one"
             )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, all or a slice; sharing its memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor, without importing it
 
 
 def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pool_steps import BLOCKS, DIM, EXPERTS, HIDDEN, STEPS, Shared, Small, train_alone
+from shared_steps import BLOCKS, DIM, EXPERTS, HIDDEN, Shared, Small, assert_same, train_cases
 from torch.distributed.device_mesh import init_device_mesh
 
 import intbmoe
@@ -33,29 +33,9 @@ MORE_CASES = {
 }
 
 
-def train_cases(rank, world, cases):
-    results = {}
-    for name, case in cases.items():
-        case = dict(case)
-        how = {key: case.pop(key) for key in ("accumulation", "masked") if key in case}
-        shared = Shared(rank, world, case.pop("options", {}), **case)
-        norms = [shared.step(number, **how) for number in range(STEPS)]
-        results[name] = shared.state(), norms
-    return results
-
-
 @pytest.fixture(scope="module")
 def two():
     return run_ranks(2, train_cases, CASES)
-
-
-def assert_same(found, case):
-    expected, norms = train_alone(case.get("options", {}), case.get("masked", False))
-    for state, norms_there in found:
-        assert state.keys() == expected.keys()
-        for name, value in state.items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10, msg=name)
-        assert norms_there == pytest.approx(norms, rel=1e-10)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -86,10 +66,7 @@ def count(rank, world):
         with Messages() as messages:
             shared.step(1, accumulation)
         results[name] = messages.sent
-    pools = parallel.pool_parameters(shared.model)
-    state = shared.optimizer.state
-    held = [(p, p.grad, state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in pools]
-    results["held"] = [[parallel.local(tensor).untyped_storage().nbytes() for tensor in tensors] for tensors in held]
+    results["held"] = shared.held()
     return results
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from intbmoe.parts.dispatch import combine, dispatch, limit_capacity, spread, to_rows
+from intbmoe.parts.dispatch import combine, dispatch, from_rows, limit_capacity, spread, to_rows
 
 sizes = st.tuples(st.integers(0, 12), st.integers(1, 4), st.integers(1, 5))
 
@@ -78,6 +78,13 @@ def test_gradients(static):
     assert torch.autograd.gradcheck(lambda x: to_rows(x, plan), x)
     assert torch.autograd.gradcheck(lambda table: spread(table, plan), table)
     assert torch.autograd.gradcheck(lambda rows, weights: combine(rows, weights, plan), (rows, weights))
+
+
+def test_rows_of_tokens_that_have_one_go_back_to_their_order():
+    plan = dispatch(random_ids(7, 1, 3, holes=False), 3, "tiled", complete=True)
+    x = torch.randn(7, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(from_rows(to_rows(x, plan), plan), x)
+    assert torch.autograd.gradcheck(lambda x: from_rows(x, plan), x)
 
 
 def test_capacity_serves_first_choices_first_and_tokens_in_order():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import intbmoe
 from intbmoe.parts.slots import PoolConfig, require_whole, reset_moments, unit
 
 
@@ -32,10 +33,15 @@ def test_an_optimizer_that_has_not_stepped_or_is_not_given_is_no_error():
 
 
 def test_sharded_parameters_are_refused_by_name():
-    layer = nn.Linear(2, 2)
+    layer = intbmoe.create("dynmoe", 2, 2)
     require_whole(layer)
-    layer.weight.full_tensor = None  # what marks a DTensor
-    with pytest.raises(RuntimeError, match=r"Linear.*'weight'.*DistributedDataParallel"):
+    layer.experts.up.weight.full_tensor = None  # what marks a DTensor
+    with pytest.raises(RuntimeError, match=r"DynMoE.*'experts.up.weight'.*DistributedDataParallel"):
+        require_whole(layer)
+    layer.experts.exchange = object()  # ranks hold whole experts
+    require_whole(layer)
+    layer.embeddings.full_tensor = None
+    with pytest.raises(RuntimeError, match="'embeddings'"):
         require_whole(layer)
 
 

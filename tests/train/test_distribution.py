@@ -30,6 +30,11 @@ def pools_recipe():
     return recipe_of("intbmoe", parallel="pools", device_batch=2, clip=0.05)
 
 
+def experts_recipe():
+    """The same with experts, some of which are opened and closed in the run."""
+    return recipe_of("dynmoe", parallel="experts", device_batch=2, clip=0.05)
+
+
 def train_on_ranks(rank, world, root):
     """All trainings in one start: replicated, sharded, pools, with an interruption, and what refuses to be sharded."""
     be_rank(rank, world)
@@ -42,7 +47,9 @@ def train_on_ranks(rank, world, root):
         shutil.copytree(root / "resumed", root / "alone later")
     dist.barrier()
     train(pools_recipe(), root / "resumed", quiet=True)
+    train(experts_recipe(), root / "experts", quiet=True)
     refusals = {"switch": refusal(recipe_of("switch", parallel="pools"), root)}
+    refusals |= {"composed": refusal(recipe_of("intbmoe", parallel="experts"), root)}
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     train(recipe_of("intbmoe"), root / "sharded", quiet=True)
     return refusals | {method: refusal(recipe_of(method), root) for method in ("dynmoe", "mass")}
@@ -125,6 +132,14 @@ def test_shared_out_pools_train_as_one_process_does(runs, tmp_path):
     assert both.result["params"] == single.result["params"]
 
 
+def test_shared_out_experts_train_as_one_process_does(runs, tmp_path):
+    single = train(replace_parallel(experts_recipe(), "ddp"), tmp_path, quiet=True)
+    both = RunDirectory.of(experts_recipe(), runs[0] / "experts")
+    assert_close_metrics(both, single)
+    assert_close_models(both, single)
+    assert both.result["params"] == single.result["params"]
+
+
 def test_shards_resume_bit_for_bit(runs):
     straight, resumed = (RunDirectory.of(pools_recipe(), runs[0] / kind) for kind in ("pools", "resumed"))
     for name in ("model.safetensors", "metrics.jsonl"):
@@ -163,26 +178,32 @@ def replace_parallel(recipe, parallel):
 
 def test_what_cannot_be_sharded_says_so(runs):
     for refusals in runs[1]:
-        assert "train.parallel='pools' does not fit this model, take 'fsdp'" in refusals["switch"]
-        assert all("which is sharded" in refusals[method] for method in ("dynmoe", "mass"))
+        assert "train.parallel='pools' does not fit this model, take 'ddp' or 'fsdp' or 'experts'" in refusals["switch"]
+        assert (
+            "train.parallel='experts' does not fit this model, take 'ddp' or 'fsdp' or 'pools'" in refusals["composed"]
+        )
+        assert "train.parallel='fsdp' does not fit this model, take 'ddp' or 'experts'" in refusals["dynmoe"]
+        assert "train.parallel='fsdp' does not fit this model, take 'ddp': MASS" in refusals["mass"]
 
 
-def go_on(rank, world, root, last):
+def go_on(rank, world, recipe, root, last):
     be_rank(rank, world)
     with stopping_at(last):
-        train(pools_recipe(), root, quiet=True)
+        train(recipe, root, quiet=True)
 
 
 @pytest.mark.slow
-def test_four_ranks_then_one_then_two(tmp_path):
-    straight = train(replace_parallel(pools_recipe(), "ddp"), tmp_path / "straight", quiet=True)
-    run_ranks(4, go_on, tmp_path, 4)
-    run = RunDirectory.of(pools_recipe(), tmp_path)
-    assert len(list((run.path / "checkpoints/step-00000003/shards").iterdir())) == 4
+@pytest.mark.parametrize("make", [pools_recipe, experts_recipe])
+def test_four_ranks_then_one_then_two(tmp_path, make):
+    recipe = make()
+    straight = train(replace_parallel(recipe, "ddp"), tmp_path / "straight", quiet=True)
+    run_ranks(4, go_on, recipe, tmp_path, 4)
+    run = RunDirectory.of(recipe, tmp_path)
+    assert list((run.path / "checkpoints/step-00000003/shards").iterdir())
     with stopping_at(8):
-        train(pools_recipe(), tmp_path, quiet=True)
+        train(recipe, tmp_path, quiet=True)
     assert not (run.path / "checkpoints/step-00000006/shards").exists()  # one process has it all
-    run_ranks(2, go_on, tmp_path, 99)
+    run_ranks(2, go_on, recipe, tmp_path, 99)
     assert_close_models(run, straight)
     assert_close_metrics(run, straight)
 

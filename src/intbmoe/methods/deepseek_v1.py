@@ -14,7 +14,7 @@ chosen. Here ``experts`` and ``hidden`` are what is made: ``match_budget`` split
 shared expert among the small ones, and chooses 4·2 − 1 = 7, as in its 2B model (63 routed, 7 chosen, 1 shared).
 
 Choices: α_1 = 0.01, as the paper's 2B model (0.001 in 16B). α_2 = 0.05 acts where ``devices`` splits the experts (the
-paper's 145B); we place no experts on devices, so by default there is one and no second loss. Several shared experts are
+paper's 145B); by default there is one, whatever ``train.parallel`` does, and no second loss. Several shared experts are
 one SwiGLU of their joint width, the same function. Nothing is dropped. The 16B model that the authors released computes
 the loss in each sequence; the paper's, over all tokens, is taken here.
 """

@@ -216,5 +216,6 @@ class DynMoE(PoolLayer):
             self.embeddings[slot] = wide(self.uncovered_input) / length
             self.thresholds[slot] = 0
             self.active[slot] = changed[slot] = True
-        stacked = (self.embeddings, self.thresholds, *self.experts.parameters())
-        reset_moments(optimizer, stacked, changed)
+        reset_moments(optimizer, (self.embeddings, self.thresholds), changed)
+        exchange = self.experts.exchange
+        reset_moments(optimizer, self.experts.parameters(), changed, slice(None) if exchange is None else exchange.own)

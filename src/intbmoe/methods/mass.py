@@ -48,7 +48,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -130,6 +130,9 @@ class MASS(PoolLayer):
     """Top-p token choice, with a pool that grows where gradients drift."""
 
     Config = MASSConfig
+    REFUSES: ClassVar = PoolLayer.REFUSES | {
+        "experts": "it copies experts, their gradients and moments from slot to slot, which could be on other ranks"
+    }
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

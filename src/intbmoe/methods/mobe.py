@@ -18,7 +18,7 @@ router is the host model's in the paper. A composed matrix starts with about the
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +85,7 @@ class MoBE(Mixtral):
     """Top-k token choice of experts whose first matrices are composed of shared bases."""
 
     Config = MoBEConfig
+    REFUSES: ClassVar = {"experts": "its experts are made of basis matrices that all of them share"}
 
     def quantities(self) -> Quantities:
         """The bases make one matrix for each expert, whatever the input."""

@@ -20,7 +20,7 @@ are gathered but, where the grouped product runs as one kernel, not multiplied.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ class ReMoE(WideBuffers):
     """Every expert with a positive score, with a controller that keeps their mean number at k."""
 
     Config = ReMoEConfig
+    REFUSES: ClassVar = {}
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

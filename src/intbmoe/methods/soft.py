@@ -82,6 +82,7 @@ class Soft(MoELayer):
 
     Config = SoftConfig
     DECAY_GROUPS: ClassVar = {"phi": "routers", "scale": "scales"}
+    REFUSES: ClassVar = {}  # it is slots that are sent to experts
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

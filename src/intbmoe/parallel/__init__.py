@@ -6,12 +6,18 @@ fully_shard(model, mesh=mesh, ignored_params=parallel.pool_parameters(model))   
 …
 parallel.set_requires_gradient_sync(model, last)                     # of micro-batches; not needed without accumulation
 parallel.clip_grad_norm(model.parameters(), 1.0)
+
+Or, of methods that send tokens to experts: whole experts shared out, to which the tokens travel.
+
+parallel.shard_experts(model, mesh)
+model = DistributedDataParallel(model)
 """
 
+from intbmoe.parallel.experts import expert_parameters, shard_experts
 from intbmoe.parallel.gradients import clip_grad_norm, global_norm, local
 from intbmoe.parallel.pool import ShardedPool, abandon_step, pool_parameters, set_requires_gradient_sync, shard_pools
 
 __all__ = [
-    "ShardedPool", "abandon_step", "clip_grad_norm", "global_norm", "local", "pool_parameters",
-    "set_requires_gradient_sync", "shard_pools",
+    "ShardedPool", "abandon_step", "clip_grad_norm", "expert_parameters", "global_norm", "local",
+    "pool_parameters", "set_requires_gradient_sync", "shard_experts", "shard_pools",
 ]  # fmt: skip

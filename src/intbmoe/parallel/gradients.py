@@ -6,10 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, all or a slice; sharing its memory."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+from intbmoe.layer import local
 
 
 def global_norm(gradients: Iterable[Tensor]) -> Tensor:

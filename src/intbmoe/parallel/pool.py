@@ -26,6 +26,7 @@ from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.compose import Coefficients, compose
+from intbmoe.parallel.slices import leave_out_of_ddp, require_one_dimension, share_out, size_of
 from intbmoe.parts.pool import Pool
 from intbmoe.precision import wide
 
@@ -38,17 +39,11 @@ def shard_pools(model: nn.Module, mesh: DeviceMesh) -> None:
     ``mesh`` has one dimension, over which the ranks have different tokens. Parameters keep their names and become
     DTensors, so an optimizer that is made afterwards has state for its slice alone. Ranks need not divide the width.
     """
-    if mesh.ndim != 1:
-        raise ValueError(f"mesh has {mesh.ndim} dimensions: pools are cut over one, take mesh['name of it']")
-    layers = [(name or "the model", layer) for name, layer in moe_layers(model) if isinstance(layer, IntBMoE)]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} holds no IntBMoE, so it has no pools to share out: use FSDP2 or DDP")
-    for name, layer in layers:
-        if layer.config.conditioning_dim:
-            raise ValueError(
-                f"{name} has conditioning_dim={layer.config.conditioning_dim}: each rank composes a slice of all "
-                f"ranks' blocks, so their conditioning would have to be equal; use FSDP2 or DDP"
-            )
+    require_one_dimension(mesh, "pools")
+    why = why_not_shared(model)
+    if why is not None:
+        raise ValueError(f"{why}; use FSDP2 or DDP")
+    for name, layer in _layers(model):
         if isinstance(layer.pools[0], ShardedPool):
             raise ValueError(f"{name}: its pools are shared out already, call shard_pools once")
         for pool in layer.pools:
@@ -56,9 +51,25 @@ def shard_pools(model: nn.Module, mesh: DeviceMesh) -> None:
             pool.share_out(mesh)
         layer.register_forward_pre_hook(_drop_composed)
         layer.register_forward_hook(_stop_dropping, always_call=True)
-    pools = pool_parameters(model)
-    names = [name for name, parameter in model.named_parameters() if parameter in pools]
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    leave_out_of_ddp(model, pool_parameters(model))
+
+
+def why_not_shared(model: nn.Module) -> str | None:
+    """Why the model has no pools that ranks could share out; None if it has."""
+    layers = _layers(model)
+    if not layers:
+        return f"{type(model).__name__} holds no IntBMoE, so it has no pools to share out"
+    for name, layer in layers:
+        if layer.config.conditioning_dim:
+            return (
+                f"{name} has conditioning_dim={layer.config.conditioning_dim}: each rank composes a slice of all "
+                f"ranks' blocks, so their conditioning would have to be equal"
+            )
+    return None
+
+
+def _layers(model: nn.Module) -> list[tuple[str, IntBMoE]]:
+    return [(name or "the model", layer) for name, layer in moe_layers(model) if isinstance(layer, IntBMoE)]
 
 
 def pool_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -90,23 +101,10 @@ class ShardedPool(Pool):
     """A pool of which this rank has a slice, biases included; ``shard_pools`` makes one of a ``Pool``."""
 
     def share_out(self, mesh: DeviceMesh) -> None:
-        from torch.distributed.tensor import DTensor, Shard  # takes a second, which a run of one process need not wait
-
         self.group, self.sync = mesh.get_group(), True
         self.kept: dict[tuple, _Composition] = {}  # of the step's micro-batches, while more are to come
         self.awaited: list[_Composition] = []  # of this forward, whose blocks are dropped at its end
-        rank, ranks = mesh.get_local_rank(), mesh.size()
-        for name, parameter in list(self.named_parameters(recurse=False)):
-            # Every rank has the same whole, and nothing is sent. Only the slice goes to the mesh's device, in memory of
-            # its own, or the whole would stay with it.
-            width = parameter.shape[1]
-            each = -(-width // ranks)
-            own = parameter.detach().narrow(1, min(rank * each, width), _size(rank, each, width))
-            device = own.device if own.device.type == mesh.device_type else mesh.device_type
-            own = own.to(device, copy=True, memory_format=torch.contiguous_format)
-            whole = {"shape": parameter.shape, "stride": parameter.stride()}
-            part = DTensor.from_local(own, mesh, [Shard(1)], run_check=False, **whole)
-            setattr(self, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        share_out(self, mesh, dim=1)
 
     @_disable_dynamo  # as torch.compiler.disable, which would import the compiler right here
     def forward(
@@ -261,7 +259,7 @@ def _gather(own: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
         own = nn.functional.pad(own, (0, 0, 0, each - own.shape[1]))
     slices = collectives.wait_tensor(collectives.all_gather_into_tensor(own.contiguous(), ranks, group.group_name))
     slices = slices.unflatten(0, (ranks, -1))
-    return torch.cat([slices[rank, :, : _size(rank, each, width)] for rank in range(ranks)], dim=1)
+    return torch.cat([slices[rank, :, : size_of(rank, ranks, width)] for rank in range(ranks)], dim=1)
 
 
 def _scatter(grad: Tensor, group: dist.ProcessGroup, own: int) -> Tensor:
@@ -273,10 +271,6 @@ def _scatter(grad: Tensor, group: dist.ProcessGroup, own: int) -> Tensor:
     slices = grad.unflatten(1, (ranks, each)).movedim(1, 0).flatten(0, 1)
     mine = collectives.wait_tensor(collectives.reduce_scatter_tensor(slices, "sum", ranks, group.group_name))
     return mine[:, :own].contiguous()
-
-
-def _size(rank: int, each: int, width: int) -> int:
-    return max(0, min(each, width - rank * each))
 
 
 # ``layer.recompute``: autograd keeps the composition in place of the blocks, and asks for them again in backward.

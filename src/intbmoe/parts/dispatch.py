@@ -40,6 +40,11 @@ def to_rows(x: Tensor, plan: Permutation) -> Tensor:
     return _ToRows.apply(x, plan.token, plan.inverse, plan.backend)
 
 
+def from_rows(rows: Tensor, plan: Permutation) -> Tensor:
+    """(N, c) rows → (N, c) in the order of their tokens, of which each has one: undoes ``to_rows``."""
+    return to_rows(rows, plan._replace(token=plan.inverse.flatten(), inverse=plan.token.unsqueeze(1)))
+
+
 def spread(table: Tensor, plan: Permutation) -> Tensor:
     """(G, c) values of groups → (M, c) values of their rows; zero for rows of no group."""
     if not plan.complete:

@@ -11,7 +11,7 @@ A stacked network is written once, over an open linear map that ``rows``, ``batc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -64,14 +64,19 @@ class StackedLinear(nn.Module):
         experts, inputs, outputs = self.weight.shape
         return f"{experts} × ({inputs}, {outputs}), bias={self.bias is not None}"
 
+    def held(self) -> tuple[Tensor, Tensor | None]:
+        """Weights and biases of the experts that this rank holds: of all, unless ranks share them out."""
+        return self.weight, self.bias
+
     def forward(self, z: Tensor, way: Literal["rows", "batch", "merged"], *given: Any) -> Tensor:
         """In one of three ways. Through the module's own call, where hooks, adapters and parametrisations expect it."""
         return {"rows": self._rows, "batch": self._batch, "merged": self._merged}[way](z, *given)
 
     def _rows(self, z: Tensor, plan: Permutation) -> Tensor:
         """(M, i) rows sorted by expert → (M, o)."""
-        out = grouped_mm(z, self.weight.to(z.dtype), plan.ends, plan.backend, complete=plan.complete)
-        return out if self.bias is None else out + spread(self.bias.to(z.dtype), plan)
+        weight, bias = self.held()
+        out = grouped_mm(z, weight.to(z.dtype), plan.ends, plan.backend, complete=plan.complete)
+        return out if bias is None else out + spread(bias.to(z.dtype), plan)
 
     def _batch(self, z: Tensor) -> Tensor:
         """(E, S, i) → (E, S, o), expert e on its own inputs."""
@@ -93,21 +98,41 @@ Apply = Callable[[StackedLinear, Tensor], Tensor]
 Composed = dict[str, tuple[Tensor, Tensor | None]]  # weight and bias of each linear map, by its name
 
 
+class Exchange(Protocol):
+    """Sends rows to the ranks that hold their experts (``intbmoe.parallel.experts``)."""
+
+    own: slice
+    """Which experts this rank holds."""
+
+    def __call__(self, experts: "StackedExperts", rows: Tensor, counts: Tensor, backend: Backend) -> Tensor:
+        """(M, d) rows sorted by expert, (E,) rows of each → their outputs (M, d); zero for rows of no expert."""
+
+
 class StackedExperts(nn.Module):
     """E experts of one shape; subclasses write ``network`` over an open linear map."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
         self.count = experts
+        self.exchange: Exchange | None = None  # where ranks share the experts out
 
     def network(self, z: Tensor, apply: Apply) -> Tensor:
         """The expert's equation, with ``apply(linear, z)`` for each of its linear maps."""
         raise TypeError(f"{type(self).__name__} does not define network()")
 
     def rows(self, z: Tensor, plan: Permutation) -> Tensor:
+        if self.exchange is not None:
+            return self.exchange(self, z, plan.counts, plan.backend)
+        return self.rows_here(z, plan)
+
+    def rows_here(self, z: Tensor, plan: Permutation) -> Tensor:
+        """As ``rows``, of the experts that this rank holds."""
         return self.network(z, lambda layer, z: layer(z, "rows", plan))
 
     def batch(self, z: Tensor) -> Tensor:
+        if self.exchange is not None:
+            counts = torch.full((self.count,), z.shape[1], device=z.device)
+            return self.exchange(self, z.flatten(0, 1), counts, choose_backend(z)).view_as(z)
         return self.network(z, lambda layer, z: layer(z, "batch"))
 
     def merged(self, z: Tensor, a: Tensor) -> Tensor:
@@ -185,6 +210,8 @@ class ExpertsConfig(LayerConfig):
 
 class RoutedLayer(MoELayer):
     """A linear router without a bias that chooses among E stacked experts."""
+
+    REFUSES: ClassVar = {}
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -6,12 +6,12 @@ which are open. Every parameter of such a layer is stacked, slot by slot, along 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from intbmoe.layer import Quantities
+from intbmoe.layer import Quantities, local
 from intbmoe.parts.experts import ExpertsConfig
 from intbmoe.parts.state import WideBuffers
 from intbmoe.settings import AtMost, PositiveInt
@@ -31,6 +31,8 @@ class PoolConfig(ExpertsConfig):
 
 class PoolLayer(WideBuffers):
     """A layer with slots: the mask ``active`` and the mean number of experts a token uses, ``mean_choices``."""
+
+    REFUSES: ClassVar = {"fsdp": "it opens and closes experts by single rows of its parameters, which it needs whole"}
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -70,28 +72,33 @@ class PoolLayer(WideBuffers):
         return router + round(self._mean() * self.experts.expert_parameters())
 
 
-def require_whole(layer: nn.Module) -> None:
-    """Raise if a parameter is sharded: slots are opened by writing single rows, which may lie on another rank."""
+def require_whole(layer: PoolLayer) -> None:
+    """Raise if a parameter is sharded: slots are opened by writing single rows, which may lie on another rank.
+
+    Experts that ranks share out whole are slots still, each on one rank.
+    """
+    apart = {} if layer.experts.exchange is None else set(layer.experts.parameters())
     for name, parameter in layer.named_parameters():
-        if hasattr(parameter, "full_tensor"):  # a DTensor, without importing torch.distributed for it
+        if hasattr(parameter, "full_tensor") and parameter not in apart:  # a DTensor, without importing it
             raise RuntimeError(
                 f"{type(layer).__name__} opens and closes experts by rows of {name!r}, which is sharded: train it "
                 f"with DistributedDataParallel, or keep its parameters out of FSDP2 by ignored_params"
             )
 
 
-def reset_moments(optimizer: Any, parameters: Iterable[Tensor], slots: Tensor) -> None:
+def reset_moments(optimizer: Any, parameters: Iterable[Tensor], slots: Tensor, own: slice = slice(None)) -> None:
     """Zero the optimizer's memory of ``slots``, (E,) bool: what a slot held before says nothing of what it holds now.
 
-    Every state tensor of a parameter's own shape (Adam's moments, SGD's momentum) loses those rows. Others stay: the
-    step count is the whole parameter's, and a factored second moment cannot be told apart by slot.
+    ``own`` are the slots of which this rank holds the parameters. Every state tensor of a parameter's own shape (Adam's
+    moments, SGD's momentum) loses those rows. Others stay: the step count is the whole parameter's, and a factored
+    second moment cannot be told apart by slot.
     """
     if optimizer is None:
         return
     for parameter in parameters:
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                value[slots] = 0
+                local(value)[slots[own]] = 0
 
 
 def unit(x: Tensor) -> Tensor:

@@ -78,9 +78,10 @@ class TrainSettings(Checked):
     """Compile the Transformer's blocks, once for all that are alike; evaluation stays as it is."""
     capture: bool = False
     """Record forward and backward as a CUDA graph and replay it: several times faster for small models on one GPU."""
-    parallel: Literal["ddp", "fsdp", "pools"] = "ddp"
+    parallel: Literal["ddp", "fsdp", "pools", "experts"] = "ddp"
     """What each of several ranks holds: the whole model; shards of it (FSDP2); of IntBMoE, a slice of every pool, which
-    sends composed blocks in place of experts, and shards of the rest."""
+    sends composed blocks in place of experts, and shards of the rest; of sparse methods, some of the experts, to which
+    tokens are sent, and the whole of the rest."""
     patience: Positive = 600.0
     """Seconds that a rank waits for the others before the run ends with an error."""
     seed: int = 0

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from intbmoe.tasks.base import Examples, Task
 from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.data import BatchPlan, derive_seed, plan_batches
 from intbmoe.train.distribution import Ranks
+from intbmoe.train.shards import is_sharded
 from intbmoe.train.start import begin_with
 from intbmoe.train.step import Stepper
 
@@ -80,14 +81,18 @@ def decay_group(model: nn.Module, name: str) -> str:
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW; the parameters that ``undecayed`` spares, if there are any, are a second group."""
-    decayed, spared = [], []
+    """AdamW; a group each for parameters that decay and that ``undecayed`` spares, for whole and for sharded ones.
+
+    torch's fused AdamW cannot mix whole and sharded tensors in one.
+    """
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (spared if decay_group(model, name) in settings.undecayed else decayed).append(parameter)
-    groups = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
+            spared, sharded = decay_group(model, name) in settings.undecayed, is_sharded(parameter)
+            group = groups.setdefault((spared, sharded), {"params": [], **({"weight_decay": 0.0} if spared else {})})
+            group["params"].append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [groups[key] for key in sorted(groups)],
         lr=settings.lr,
         betas=settings.betas,
         weight_decay=settings.weight_decay,

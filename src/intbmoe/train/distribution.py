@@ -2,10 +2,10 @@
 
 Started plainly there is one process; under ``torchrun`` there are many, and ``train.parallel`` says what each holds:
 the whole model (``ddp``), shards of it (``fsdp``, which is FSDP2; ``ACCELERATE_USE_FSDP=true FSDP_VERSION=2``, as
-``accelerate launch`` sets them, means the same), or slices of the pools and shards of the rest (``pools``, see
-``intbmoe.parallel``). accelerate finds the device and the process group, replicates and casts. Sharding calls torch's
-``fully_shard`` itself: accelerate (1.15) silently skips FSDP where the ranks have no GPU, and a single path for both
-can be tested.
+``accelerate launch`` sets them, means the same), slices of the pools and shards of the rest (``pools``), or some of the
+experts and the whole of the rest (``experts``); see ``intbmoe.parallel``. accelerate finds the device and the process
+group, replicates and casts. Sharding calls torch's ``fully_shard`` itself: accelerate (1.15) silently skips FSDP where
+the ranks have no GPU, and a single path for both can be tested.
 """
 
 import os
@@ -23,7 +23,8 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from intbmoe.layer import moe_layers
-from intbmoe.parallel import pool_parameters, set_requires_gradient_sync, shard_pools
+from intbmoe.parallel import pool_parameters, set_requires_gradient_sync, shard_experts, shard_pools
+from intbmoe.parallel.ways import WAYS, refusals
 from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.errors import LostRankError, TrainingError
 
@@ -77,14 +78,27 @@ class Ranks:
                 raise TrainingError("ACCELERATE_USE_FSDP is set: only FSDP2 is supported, set FSDP_VERSION=2 too")
             if not dist.is_initialized():
                 raise TrainingError("FSDP2 needs a process group: start with torchrun")
+            if self.parallel == "experts":
+                raise TrainingError(
+                    "train.parallel='experts' keeps all but the experts whole on every rank, and ACCELERATE_USE_FSDP "
+                    "asks for shards: unset it"
+                )
             self.parallel = "fsdp" if self.parallel == "ddp" else self.parallel
-        self.sharded = self.parallel != "ddp"
+        self.sharded = self.parallel in ("fsdp", "pools")
 
     def place(self, model: nn.Module, settings: TrainSettings) -> nn.Module:
         """The model on this rank's device, compiled if asked, replicated or sharded. Names of parameters stay."""
+        why = refusals(model)
+        if self.parallel in why:
+            others = " or ".join(repr(way) for way in WAYS if way not in why)
+            raise TrainingError(
+                f"train.parallel={self.parallel!r} does not fit this model, take {others}: {why[self.parallel]}"
+            )
         if self.sharded:
             self._shard(model)
         else:
+            if self.parallel == "experts":
+                shard_experts(model, self._mesh())  # while the model is on the CPU: no device ever holds all experts
             model.to(self.device)
         if settings.compile:
             compile_in_place(model)
@@ -94,20 +108,21 @@ class Ranks:
 
     def _shard(self, model: nn.Module) -> None:
         """Each member of a list of modules (the blocks of a Transformer) is a unit, the rest of the model another."""
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh(self.device.type, (self.world,))
+        mesh = self._mesh()
         if self.parallel == "pools":
-            try:
-                shard_pools(model, mesh)  # while the model is on the CPU: no device ever holds a whole pool
-            except ValueError as error:
-                raise TrainingError(f"train.parallel='pools' does not fit this model, take 'fsdp': {error}") from error
+            shard_pools(model, mesh)  # while the model is on the CPU: no device ever holds a whole pool
         model.to(self.device)
         how = {"mesh": mesh, "ignored_params": pool_parameters(model), "shard_placement_fn": self._placement}
         for block in stacked_blocks(model):
             fully_shard(block, **how)
         fully_shard(model, **how)
+
+    def _mesh(self) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(self.device.type, (self.world,))
 
     def _placement(self, parameter: nn.Parameter) -> Any:
         """A dimension that the ranks divide: of eight stacked experts in 64 shards, 56 would be sent as padding."""
