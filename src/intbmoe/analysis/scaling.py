@@ -9,29 +9,29 @@ gathered for forward and backward, and composed blocks of C numbers:
     fsdp     (2a + 1) P      in float32: gathered for each micro-batch, forward and backward; scattered once
     pools    2 C             in the compute type, once a step; the parameters that are no pools as with fsdp
     experts  4 T k d         in the compute type: T tokens of a rank to their k experts and back, forward and backward,
-                             if the tokens are spread evenly; everything but the experts as with fsdp
+                             if all experts get as many; everything but the experts as with ddp
 
-C = P_c·K·D: D weights of one expert, K blocks, P_c = 2 paths with the gate, 1 without. It does not depend on E.
+C = P_c·K·D: D weights of one expert, K blocks, P_c = 2 paths with the gate, 1 without. It does not depend on E. Where R
+does not divide E, the device with ⌈E/R⌉ experts sends 2 T k d (1 + (R−2)·⌈E/R⌉/E) in place of 4 T k d (R−1)/R. Of Soft
+MoE it is slots that are sent, of Expert Choice the tokens that experts chose: T k is their number then.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from intbmoe.layer import moe_layers
+from intbmoe.layer import MoELayer, moe_layers
 from intbmoe.methods.intbmoe import IntBMoE
-from intbmoe.parts.experts import RoutedLayer
+from intbmoe.parallel.ways import WAYS, Way, refusals
 from intbmoe.recipes.compute import training_flops
 from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.distribution import stacked_blocks
 
-Scheme = Literal["ddp", "fsdp", "pools", "experts"]
 WIDE = 4  # bytes of a weight, a gradient or a moment
 OVERLAPPED = ("ddp", "fsdp")  # whose messages go on while layers compute; those of the others wait
 
@@ -79,13 +79,19 @@ class Counted:
 
     rest: tuple[Tensors, ...]  # what is neither pool nor routed expert
     pools: tuple[PoolShape, ...]
-    experts: Tensors  # of sparse methods
-    choices: int  # Σ over mixture layers of k·d: numbers a token sends to its experts
+    experts: Tensors  # those that ranks can share out
+    choices: float  # Σ over mixture layers of k·d: numbers a token sends to its experts
     tokens: int  # of one example in a mixture layer
     flops: float  # of one example's forward
     batch: int  # examples of a step, over all devices
     device_batch: int | None
     bytes: int  # of a number in the compute type
+    ways: tuple[Way, ...]  # that this model can be trained in
+
+    @property
+    def compared(self) -> tuple[Way, ...]:
+        """Those, and for IntBMoE what a sparse mixture of its d and k would hold and send with ``experts``."""
+        return tuple(way for way in WAYS if way in self.ways or (way == "experts" and self.pools))
 
     def micro_batches(self, devices: int) -> int:
         share = -(-self.batch // devices)
@@ -99,7 +105,7 @@ class Counted:
 class Estimate:
     """Of one device and one step."""
 
-    scheme: Scheme
+    scheme: Way
     memory: int  # bytes of weights, gradients, both moments, and blocks or units that are whole
     sent: int  # bytes
     computing: float  # seconds
@@ -127,26 +133,28 @@ def count_recipe(recipe: Recipe) -> Counted:
         chooses = bool(layers) and layers[0].choices is not None and recipe.moe.name != "expert_choice"
         active = executed[layers[0]] if chooses else None
         flops = training_flops(model, inputs, settings.device_batch or settings.batch, active)
-        tokens = _tokens(model, inputs)
+        why = refusals(model)
         mixtures = [layer for layer in layers if isinstance(layer, IntBMoE)]
-        routed = [layer for layer in layers if isinstance(layer, RoutedLayer)]
+        routed = {layer: executed[layer] for layer in layers if "experts" not in layer.REFUSES}
+        tokens, sent = _tokens(model, inputs, routed)
         pools = [parameter for layer in mixtures for parameter in layer.pools.parameters()]
         experts = [parameter for layer in routed for parameter in layer.experts.parameters()]
         apart = set(pools + experts)
         units = [[p for p in block.parameters() if p not in apart] for block in stacked_blocks(model)]
         inside = {p for unit in units for p in unit}
         root = [p for p in model.parameters() if p not in apart | inside]
-        chosen = sum(executed[layer] * layer.config.dim for layer in (*mixtures, *routed))
+        composed = sum(executed[layer] * layer.config.dim for layer in mixtures)
         return Counted(
             rest=(*(_tensors(unit) for unit in units), _tensors(root, gathers=1)),
             pools=tuple(shape for layer in mixtures for shape in _pool_shapes(layer, size)),
             experts=_tensors(experts),
-            choices=chosen,
+            choices=composed + sent,
             tokens=tokens,
             flops=flops,
             batch=settings.batch,
             device_batch=settings.device_batch,
             bytes=size,
+            ways=tuple(way for way in WAYS if way not in why),
         )
 
 
@@ -161,30 +169,44 @@ def _pool_shapes(layer: IntBMoE, size: int) -> list[PoolShape]:
     return weights + biases
 
 
-def _tokens(model: nn.Module, inputs: tuple) -> int:
-    """Of one example, in the first mixture; 0 without one."""
+def _tokens(model: nn.Module, inputs: tuple, routed: Mapping[MoELayer, int]) -> tuple[int, float]:
+    """Tokens of one example in the first mixture, 0 without one; Σ of the k·d that a token sends to its experts.
+
+    ``routed`` are layers that send, and the experts of one token, which says more than the rows there are: methods that
+    choose by a threshold make room for all experts. Where each expert has its own inputs, their number counts.
+    """
     seen: list[int] = []
+    numbers: list[float] = []
+
+    def count(way: str, rows: int, layer: MoELayer) -> None:
+        own = rows if way == "batch" else min(rows, routed[layer] * seen[-1])
+        numbers.append(own / seen[-1] * layer.config.dim)
+
     layers = [layer for _, layer in moe_layers(model)]
     hooks = [layer.register_forward_pre_hook(lambda _, x: seen.append(prod(x[0].shape[:-1]))) for layer in layers]
+    for layer in routed:
+        first = next(layer.experts.children())
+        hooks.append(first.register_forward_pre_hook(lambda _, z, of=layer: count(z[1], prod(z[0].shape[:-1]), of)))
     with torch.no_grad():
         model(*inputs)
     for hook in hooks:
         hook.remove()
-    return seen[0] if seen else 0
+    return seen[0] if seen else 0, sum(numbers)
 
 
-def schemes_of(counted: Counted) -> list[Scheme]:
-    """Those that this model has; expert parallelism is for comparison only, the library does not run it."""
-    return ["ddp", "fsdp", *(["pools"] if counted.pools else []), *(["experts"] if counted.choices else [])]
-
-
-def sent_bytes(counted: Counted, scheme: Scheme, devices: int, tokens: int | None = None) -> int:
+def sent_bytes(counted: Counted, scheme: Way, devices: int, tokens: int | None = None) -> int:
     """By one device in one step; ``tokens`` of a device in place of the recipe's."""
     whole = Tensors(_pool_tensors(counted).shapes + counted.experts.shapes)
     micro = counted.micro_batches(devices)
     share = (devices - 1) / devices
+    rest = sum(unit.count for unit in counted.rest)
     if scheme == "ddp":
-        return round(share * WIDE * 2 * (whole.count + sum(unit.count for unit in counted.rest)))
+        return round(share * WIDE * 2 * (whole.count + rest))
+    if scheme == "experts":
+        own = counted.batch / devices * counted.tokens if tokens is None else tokens
+        largest = max((_up(shape[0], devices) / shape[0] for shape in counted.experts.shapes), default=1.0) / devices
+        passes = 2 * (1 + (devices - 2) * largest)  # 4 (R − 1)/R where R divides E
+        return round(share * WIDE * 2 * rest + passes * counted.bytes * own * counted.choices)
 
     def fsdp(unit: Tensors) -> float:
         return share * WIDE * (unit.gathers * micro + 1) * unit.padded(devices)
@@ -192,10 +214,7 @@ def sent_bytes(counted: Counted, scheme: Scheme, devices: int, tokens: int | Non
     total = sum(map(fsdp, counted.rest))
     if scheme == "fsdp":
         return round(total + fsdp(whole))
-    if scheme == "pools":
-        return round(total + share * sum(2 * pool.bytes * pool.composed(devices) for pool in counted.pools))
-    own = counted.batch / devices * counted.tokens if tokens is None else tokens
-    return round(total + share * counted.bytes * 4 * own * counted.choices)
+    return round(total + share * sum(2 * pool.bytes * pool.composed(devices) for pool in counted.pools))
 
 
 def break_even_experts(counted: Counted, devices: int) -> int:
@@ -212,11 +231,14 @@ def break_even_tokens(counted: Counted, devices: int) -> int:
     return 1 + int((sent_bytes(counted, "pools", devices) - none) / each)
 
 
-def state_bytes(counted: Counted, scheme: Scheme, devices: int) -> int:
+def state_bytes(counted: Counted, scheme: Way, devices: int) -> int:
     """Of weights, gradients and both moments, in float32, on the device that holds most of them."""
     pools, rest = _pool_tensors(counted), sum(unit.padded(devices) for unit in counted.rest)
+    whole = sum(unit.count for unit in counted.rest)
     if scheme == "ddp":
-        own = pools.count + counted.experts.count + sum(unit.count for unit in counted.rest)
+        own = pools.count + counted.experts.count + whole
+    elif scheme == "experts":
+        own = whole + sum(prod(s[1:]) * _up(s[0], devices) for s in pools.shapes + counted.experts.shapes) // devices
     elif scheme == "pools":
         sliced = sum(pool.experts * _up(pool.inputs, devices) * pool.outputs for pool in counted.pools)
         own = (sliced + counted.experts.padded(devices) + rest) // devices
@@ -225,9 +247,9 @@ def state_bytes(counted: Counted, scheme: Scheme, devices: int) -> int:
     return 4 * WIDE * own
 
 
-def passing_bytes(counted: Counted, scheme: Scheme, devices: int) -> int:
+def passing_bytes(counted: Counted, scheme: Way, devices: int) -> int:
     """What is whole for a while: FSDP2's largest unit, weights and gradients; composed blocks, kept for backward."""
-    unit = max((unit.count for unit in counted.rest), default=0) if scheme != "ddp" else 0
+    unit = max((unit.count for unit in counted.rest), default=0) if scheme in ("fsdp", "pools") else 0
     if scheme == "fsdp":  # pools and experts are parts of their layers' units
         unit += (_pool_tensors(counted).count + counted.experts.count) // max(1, len(counted.rest) - 1)
     blocks = sum(pool.bytes * pool.composed(devices) for pool in counted.pools) if scheme != "experts" else 0
@@ -239,7 +261,7 @@ def _pool_tensors(counted: Counted) -> Tensors:
 
 
 def estimate(
-    counted: Counted, scheme: Scheme, devices: int, bandwidth: float, tflops: float, tokens: int | None = None
+    counted: Counted, scheme: Way, devices: int, bandwidth: float, tflops: float, tokens: int | None = None
 ) -> Estimate:
     """``bandwidth`` in Gbit/s of a device, ``tflops`` that a device really reaches; backward is twice a forward."""
     sent = sent_bytes(counted, scheme, devices, tokens)

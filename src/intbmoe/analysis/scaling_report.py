@@ -13,7 +13,6 @@ from intbmoe.analysis.scaling import (
     break_even_tokens,
     count_recipe,
     estimate,
-    schemes_of,
 )
 from intbmoe.report.tables import Table
 from intbmoe.tasks.recipe import Recipe
@@ -22,8 +21,9 @@ TITLES = {
     "ddp": "ddp: whole model on each",
     "fsdp": "fsdp: FSDP2",
     "pools": "pools: slices of pools, FSDP2",
-    "experts": "expert parallelism: not in this library",
+    "experts": "experts: some of the experts, the rest whole",
 }
+ANOTHER = "a sparse mixture with experts, another model"
 GB = 1e9
 
 
@@ -33,7 +33,7 @@ def print_plan(
     if picture is not None:
         require_matplotlib()
     counted = count_recipe(recipe)
-    rows = [estimate(counted, scheme, devices, bandwidth, tflops) for scheme in schemes_of(counted)]
+    rows = [estimate(counted, scheme, devices, bandwidth, tflops) for scheme in counted.compared]
     plan_table(recipe, counted, rows, devices, memory, bandwidth, tflops).print(form)
     if picture is not None:
         from intbmoe.analysis.drawing.quantities import save_picture
@@ -52,7 +52,7 @@ def plan_table(
     bandwidth: float,
     tflops: float,
 ) -> Table:
-    best = choose(rows, memory)
+    best = choose([row for row in rows if row.scheme in counted.ways], memory)
     records = [
         {
             "scheme": row.scheme,
@@ -62,13 +62,14 @@ def plan_table(
             "computing_seconds": row.computing,
             "sending_seconds": row.sending,
             "step_seconds": row.step,
+            "available": row.scheme in counted.ways,
             "taken": row is best,
         }
         for row in rows
     ]
     cells = [
         [
-            TITLES[row.scheme],
+            TITLES[row.scheme] if row.scheme in counted.ways else ANOTHER,
             f"{row.memory / GB:.2f}{'' if row.memory <= memory * GB else ' too much'}",
             f"{row.sent / GB:.3f}",
             f"{row.computing * 1e3:.1f}",
@@ -86,8 +87,8 @@ def plan_table(
 
 
 def choose(rows: Sequence[Estimate], memory: float) -> Estimate | None:
-    """The fastest of those that fit and that the library has."""
-    fitting = [row for row in rows if row.scheme != "experts" and row.memory <= memory * GB]
+    """The fastest of those that fit."""
+    fitting = [row for row in rows if row.memory <= memory * GB]
     return min(fitting, key=lambda row: row.step, default=None)
 
 
@@ -98,9 +99,9 @@ def notes(counted: Counted, rows: Sequence[Estimate], best: Estimate | None, dev
     else:
         found.append(f"Take --train.parallel {best.scheme}: the shortest step of those that fit.")
     by_scheme = {row.scheme: row for row in rows}
-    pools, fsdp = by_scheme.get("pools"), by_scheme["fsdp"]
+    pools = by_scheme.get("pools")
     if pools is not None and devices > 1:
-        less = pools.sent < fsdp.sent
+        less = pools.sent < by_scheme["fsdp"].sent
         found.append(
             f"pools sends {'less' if less else 'MORE'} than fsdp here, where E = {counted.pools[0].experts}: it sends "
             f"less from E = {break_even_experts(counted, devices)} on."
@@ -112,10 +113,22 @@ def notes(counted: Counted, rows: Sequence[Estimate], best: Estimate | None, dev
             f"{'more' if own > turn else 'LESS'} than pools: a device has {own:,} tokens a step, and pools sends less "
             f"from {turn:,} on."
         )
-    waits = [TITLES[row.scheme].split(":")[0] for row in rows if row.scheme not in OVERLAPPED]
+    if "experts" in by_scheme:
+        found.append(
+            "Bytes and step of experts are for experts that get equally many tokens; a device that gets more holds up "
+            "the others."
+        )
+    count = counted.experts.shapes[0][0] if counted.experts.shapes else devices
+    if count % devices:
+        most = -(-count // devices)
+        found.append(
+            f"{devices} devices do not divide {count} experts: {-(-count // most)} of them hold {most} each, or what "
+            f"is left, and compute for the others."
+        )
+    waits = [row.scheme for row in rows if row.scheme not in OVERLAPPED]
     found.append(
         "Memory is of weights, gradients, AdamW's moments and what is gathered for a while; activations come on top. "
-        "Bytes are exact; times are estimates, FLOPs and bytes over the rates given"
+        "Bytes are exact; times are estimates, FLOPs and bytes over the rates given, without latencies"
         + (f"; messages of {' and '.join(waits)} do not hide behind computing." if waits else ".")
     )
     return found

@@ -155,7 +155,7 @@ class PlanOptions(Checked):
 def plan(args: Unparsed) -> None:
     """Plan a training on many devices: intbmoe plan RECIPE --devices 64 --memory 80 --bandwidth 400.
 
-    Counts memory and bytes of a step for ddp, fsdp, pools and expert parallelism, and says which to take.
+    Counts memory and bytes of a step for ddp, fsdp, pools and experts, and says which to take.
     """
     with explained(KeyError, ValueError, OSError, ModuleNotFoundError):
         from intbmoe.analysis.scaling_report import print_plan

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from intbmoe.analysis.scaling import Counted, schemes_of, sent_bytes
+from intbmoe.analysis.scaling import Counted, sent_bytes
 from intbmoe.report.canvas import BLUE, GREY, ORANGE, Picture, tidy
 from intbmoe.tasks.recipe import Recipe
 
@@ -12,7 +12,7 @@ LINES = {
     "ddp": (GREY, ":", "ddp"),
     "fsdp": (BLUE, "--", "fsdp"),
     "pools": (ORANGE, "-", "pools"),
-    "experts": ("#009e73", "-.", "tokens to experts (sparse)"),
+    "experts": ("#009e73", "-.", "experts (sparse methods)"),
 }
 
 
@@ -21,7 +21,7 @@ def draw_scaling(counted: Counted, recipe: Recipe, devices: int) -> Picture:
     panels = figure.subplots(1, 3, sharey=True)
     powers = [2**n for n in range(1, 11)]
     tokens = [2**n for n in range(8, 21)]
-    for scheme in schemes_of(counted):
+    for scheme in counted.compared:
         colour, style, label = LINES[scheme]
         by_experts = [sent_bytes(counted.with_experts(e), scheme, devices) for e in powers]
         by_tokens = [sent_bytes(counted, scheme, devices, tokens=t) for t in tokens]
