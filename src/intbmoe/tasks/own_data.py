@@ -34,6 +34,11 @@ def cache_folder() -> Path:
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "intbmoe"
 
 
+def launched_as() -> tuple[int, int]:
+    """This process's rank and how many there are, as torchrun and its like say in the environment."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def require_path(path: str | None, source: str, what: str, page: str = PAGE) -> Path:
     if path is None:
         raise DataError(f"{source} needs {what}: set data.path (--data.path …); see {page}")

@@ -12,14 +12,8 @@ from hypothesis import strategies as st
 from fake_journeys import HOUR, PLACES, fake_journeys, fake_places
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.travel.candidates import Candidates, session_keys
-from intbmoe.tasks.travel.examples import (
-    SPLITS,
-    JourneyExamples,
-    JourneyReader,
-    find_windows,
-    place_codes,
-    split_ranges,
-)
+from intbmoe.tasks.travel.examples import JourneyExamples, JourneyReader, place_codes
+from intbmoe.tasks.travel.windows import SPLITS, find_windows, split_ranges
 
 SESSIONS = 8
 

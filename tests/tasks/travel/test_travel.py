@@ -286,9 +286,10 @@ def test_data_is_read_when_a_split_is_asked_for():
         make_task(recipe(path="x")).split("train")
 
 
-def test_prepared_tables_train_like_the_journeys_they_were_written_from(tmp_path):
+def test_prepared_tables_train_like_the_journeys_they_were_written_from(tmp_path, monkeypatch):
     """From raw tables through ``prepare`` and memory maps to a finished run, with a process that reads ahead."""
     pytest.importorskip("duckdb")
+    monkeypatch.setenv("INTBMOE_CACHE", str(tmp_path / "cache"))
     journeys = make_journeys(users=40)
     write_tables(journeys, tmp_path / "raw")
     list_preparations()["inttravel"].run(

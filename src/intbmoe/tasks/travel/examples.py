@@ -15,7 +15,6 @@ a session, and ``targets`` (B, S), where its destination is to be predicted; the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,60 +23,10 @@ from intbmoe.tasks.base import Batch
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.travel.candidates import NEAR, Candidates, session_keys
 from intbmoe.tasks.travel.data import HOUR, JourneyData, Places, Sessions
+from intbmoe.tasks.travel.windows import Windows, windows_of
 
-SPLITS = ("train", "valid", "test")
 SCORE_CODES = 32
 MINUTE = 60_000  # milliseconds
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Windows of one shard, as arrays: 16 bytes each, so that hundreds of millions of users fit."""
-
-    user: np.ndarray  # (W,) int32
-    stop: np.ndarray  # (W,) int64: the session after the last
-    length: np.ndarray  # (W,) int16 sessions
-    targets: np.ndarray  # (W,) int16: how many of them, the last ones, are in the split's range
-
-    def __len__(self) -> int:
-        return len(self.stop)
-
-    def take(self, indices: np.ndarray) -> "Windows":
-        return Windows(self.user[indices], self.stop[indices], self.length[indices], self.targets[indices])
-
-
-def split_ranges(data: JourneyData, shard: Sessions, split: str, by: str = "time") -> tuple[np.ndarray, np.ndarray]:
-    """(U,) the first session of each user in a split, and the one after the last."""
-    offsets = np.asarray(shard.offsets)
-    oldest, newest = offsets[:-1], offsets[1:]
-    if by == "newest":
-        edges = {"train": oldest, "valid": np.maximum(newest - 2, oldest), "test": np.maximum(newest - 1, oldest)}
-        ends = {"train": edges["valid"], "valid": edges["test"], "test": newest}
-        return edges[split], ends[split]
-    starts = {"train": None, "valid": data.valid_from, "test": data.test_from, "end": None}
-    following = dict(zip(SPLITS, ("valid", "test", "end"), strict=True))
-    start, end = starts[split], starts[following[split]]
-    first = oldest if start is None else oldest + _count_before(shard, start)
-    return first, newest if end is None else oldest + _count_before(shard, end)
-
-
-def find_windows(shard: Sessions, first: np.ndarray, last: np.ndarray, sessions: int, targets: int) -> Windows:
-    """Windows of at most ``sessions``, whose last ``targets`` or fewer are from ``first`` (U,) to before ``last``."""
-    oldest = np.asarray(shard.offsets)[:-1]
-    number = -(-(last - first) // targets)
-    user = np.repeat(np.arange(len(number), dtype=np.int32), number)
-    back = np.arange(len(user)) - np.repeat(np.cumsum(number) - number, number)
-    stop = last[user] - back * targets
-    length = np.minimum(stop - oldest[user], sessions)
-    aimed = np.minimum(stop - first[user], targets)
-    return Windows(user, stop, length.astype(np.int16), aimed.astype(np.int16))
-
-
-def _count_before(shard: Sessions, time: int) -> np.ndarray:
-    """(U,) how many sessions of each user are earlier than ``time``."""
-    total = np.zeros(len(shard.time) + 1, np.int64)
-    np.cumsum(np.asarray(shard.time) < time, out=total[1:])
-    return total[shard.offsets[1:]] - total[shard.offsets[:-1]]
 
 
 def place_codes(places: Places) -> np.ndarray:
@@ -167,15 +116,10 @@ class JourneyExamples:
     """One split: an example is a window. With ``at_most``, so many of its windows, evenly spread over all."""
 
     def __init__(self, reader: JourneyReader, split: str, at_most: int | None = None) -> None:
-        data, sessions = reader.data, reader.sessions
-        targets = sessions if split == "train" else max(1, sessions // 2)
+        targets = reader.sessions if split == "train" else max(1, reader.sessions // 2)
         self.reader = reader
         self.varied = split == "train"
-        self.windows = [
-            find_windows(shard, *split_ranges(data, shard, split, reader.by), sessions, targets)
-            for shard in data.shards
-        ]
-        self._ends = np.cumsum([len(windows) for windows in self.windows])
+        self.windows, self._ends = windows_of(reader.data, split, reader.by, reader.sessions, targets)
         self.total = int(self._ends[-1]) if len(self._ends) else 0
         self._length = self.total if at_most is None else min(at_most, self.total)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from intbmoe.tasks.travel.candidates import NEAR, Candidates, session_keys
 from intbmoe.tasks.travel.data import JourneyData, Sessions
-from intbmoe.tasks.travel.examples import split_ranges
+from intbmoe.tasks.travel.windows import split_ranges
 
 CHUNK = 4096  # sessions looked at together
 

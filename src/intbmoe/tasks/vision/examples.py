@@ -27,13 +27,19 @@ class ImageExamples:
         return len(self.images.labels)
 
     def batch(self, indices: Sequence[int], epoch: int, seed: int) -> Batch:
-        """The examples at ``indices``; an image depends on (seed, epoch, index) alone."""
+        """The examples at ``indices``; an image depends on (seed, epoch, index) alone.
+
+        They are read in the order of the files: those of one parquet row group together, so that it is read once.
+        """
         indices = [int(index) for index in indices]
         labels = torch.from_numpy(self.images.labels[np.asarray(indices, dtype=np.int64)])
+        by_file = np.argsort(indices, kind="stable")
+        places = np.argsort(by_file)
+        in_order = [indices[place] for place in by_file]
         if self._deit is not None:
-            varied = [self._deit(self.images.image(index), (seed, epoch, index)) for index in indices]
-            return {"images": torch.stack(varied), "labels": labels}
-        pixels = self.images.pixels(indices, self.size)
+            varied = [self._deit(self.images.image(index), (seed, epoch, index)) for index in in_order]
+            return {"images": torch.stack([varied[place] for place in places]), "labels": labels}
+        pixels = self.images.pixels(in_order, self.size)[places]
         if self.augmentation.kind == "light":
             draws = example_draws(seed, epoch, indices)
             pixels = shift_and_flip(pixels, draws, self.augmentation.pad, self.augmentation.flip)

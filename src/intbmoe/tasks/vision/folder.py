@@ -19,7 +19,15 @@ from PIL import Image
 
 from intbmoe.models.vit import ViTConfig
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.own_data import fingerprint, require_path, require_same_data, require_size, some, split_of
+from intbmoe.tasks.own_data import (
+    fingerprint,
+    launched_as,
+    require_path,
+    require_same_data,
+    require_size,
+    some,
+    split_of,
+)
 from intbmoe.tasks.vision.class_names import FILE, read_class_names
 from intbmoe.tasks.vision.decode import SQUARES, check_header, decode, middle_square
 from intbmoe.tasks.vision.source import IMAGENET_NORMALISATION, Normalisation, Source, hold_out
@@ -112,10 +120,11 @@ def read(settings: FolderSettings, model: ViTConfig) -> tuple[Source, str]:
 
 
 def check_images(source: Source) -> None:
-    """Raise for a file that is no image, before a long training meets it."""
+    """Raise for a file that is no image, before a long training meets it; of several ranks each checks its share."""
+    rank, world = launched_as()
     with ThreadPoolExecutor() as threads:
         for images in (source.train, source.valid, source.test):
-            for _ in threads.map(check_header, map(images.path, range(len(images.labels)))):
+            for _ in threads.map(check_header, map(images.path, range(rank, len(images.labels), world))):
                 pass
 
 
