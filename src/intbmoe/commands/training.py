@@ -172,6 +172,8 @@ def prepare(
     source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="SOURCE")]],
     target: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="TARGET")]],
     skip_bad: bool = False,
+    workers: PositiveInt = 1,
+    ray: str | None = None,
 ) -> None:
     """Make large data ready for training, once: intbmoe prepare NAME SOURCE TARGET.
 
@@ -182,16 +184,22 @@ def prepare(
         source: The folder with the original files.
         target: The folder to write.
         skip_bad: Count malformed rows and leave them out; without it the first one stops the preparation.
+        workers: Processes that share the work.
+        ray: Share it over the Ray cluster that this machine belongs to: auto, or its HOST:PORT; local to try it.
     """
-    with explained(ModuleNotFoundError):
+    with explained(ModuleNotFoundError, ValueError):
         from intbmoe.tasks import DataError, list_preparations
+        from intbmoe.tasks.workers import choose_workers
         from intbmoe.train.progress import PreparationProgress
+
+        chosen = choose_workers(workers, ray)
     preparations = list_preparations()
     if name not in preparations:
         sys.exit(f"intbmoe: no data to prepare is called {name!r}: {did_you_mean(name, preparations)}")
     try:
         with explained(DataError, OSError, ModuleNotFoundError), PreparationProgress() as progress:
-            counted = preparations[name].run(source, target, skip_bad=skip_bad, progress=progress.show)
+            options = {"skip_bad": skip_bad, "progress": progress.show, "workers": chosen}
+            counted = preparations[name].run(source, target, **options)
     except KeyboardInterrupt:
         again = shlex.join(["intbmoe", "prepare", name, str(source), str(target)])
         sys.exit(f"stopped: {again} goes on from what is finished")

@@ -1,6 +1,5 @@
 """How a training is asked to end: by Ctrl-C or SIGTERM, or because the process that started it has ended."""
 
-import ctypes
 import os
 import signal
 import sys
@@ -10,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from intbmoe.tasks.workers import end_with_parent
 
 STARTED_BY = "INTBMOE_STARTED_BY"  # the environment variable that tells a training which process it belongs to
 ASKED = (signal.SIGINT, signal.SIGTERM)
@@ -71,13 +72,8 @@ def leave_signals_to_parent(_: int = 0) -> None:
     for signum, handler in zip(ASKED, (signal.SIG_IGN, signal.SIG_DFL), strict=True):
         signal.signal(signum, signal.SIG_IGN)  # forgets one that came before
         signal.signal(signum, handler)
-    _end_with_parent(signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
-
-
-def _end_with_parent(signum: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, int(signum), 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
 
 
 def belongs_to_another() -> bool:
@@ -87,7 +83,7 @@ def belongs_to_another() -> bool:
         return False
     if sys.platform == "linux":
         # Where it is forbidden the run trains on alone, and who starts it again waits for its lock.
-        _end_with_parent(signal.SIGTERM)
+        end_with_parent(signal.SIGTERM)
         if os.getppid() != int(parent):
             sys.exit(128 + signal.SIGTERM)  # it ended before the signal was asked for
     return True

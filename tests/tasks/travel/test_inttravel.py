@@ -6,6 +6,7 @@ import hashlib
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -25,7 +26,7 @@ from intbmoe.tasks.travel.tables import POI_BY_CELL, POI_INFO, USER_ACTION, USER
 from inttravel_tables import write_tables
 
 pytest.importorskip("duckdb")
-TINY = Budget(chunk_bytes=20_000, shard_rows=2_000)
+TINY = Budget(chunk_bytes=20_000, shard_rows=2_000, stretch_bytes=90_000)
 FIELDS = ("time", "action", "place", "cell", "region", "weather", "mode", "via", "depart")
 
 
@@ -150,7 +151,11 @@ def test_equals_the_plain_preparation(seed, tmp_path):
     source.mkdir()
     write_random_tables(source, choose)
     expected = naive_inttravel.prepare(source)
-    budget = Budget(chunk_bytes=choose.choice([200, 1_000, 10_000]), shard_rows=choose.choice([3, 20, 1000]))
+    budget = Budget(
+        chunk_bytes=choose.choice([200, 1_000, 10_000]),
+        shard_rows=choose.choice([3, 20, 1000]),
+        stretch_bytes=choose.choice([900, 2_000, 10_000]),
+    )
     counted = run(source, target, budget=budget)
     data = open_journeys(target)
 
@@ -231,9 +236,10 @@ def test_stopped_in_the_middle_of_writing_it_goes_on_to_the_same_bytes(raw, tmp_
     def stopping(file, *rest):
         """Stops the first time each file is written, half of the times after it is written."""
         nonlocal calls
-        if str(file) in written:
+        place = re.sub(r"\.[0-9a-z_]{8}\.part", "", str(file))  # folders are filled under other names each time
+        if place in written:
             return original(file, *rest)
-        written.add(str(file))
+        written.add(place)
         calls += 1
         if calls % 2:
             original(file, *rest)
@@ -292,7 +298,7 @@ def test_lost_chunks_are_made_again(raw, tmp_path):
     run(raw, tmp_path / "whole", budget=TINY)
     with pytest.raises(StoppedError):
         run(raw, tmp_path / "out", budget=TINY, progress=stop_at_sorting)
-    chunks = sorted((tmp_path / "out" / "work" / "actions" / "user_action.tsv").iterdir())
+    chunks = sorted((tmp_path / "out" / "work" / "actions" / "user_action.tsv").glob("*/*"))
     assert len(chunks) > 4
     shutil.rmtree(chunks[0])
     (chunks[3] / "note.json").unlink()

@@ -13,7 +13,7 @@ from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language.packing import Corpus, Malformed, Part, Report, pack, usable
 from intbmoe.tasks.language.tokenizer import train_bpe
 from intbmoe.tasks.parquet import find_parquet, open_parquet
-from intbmoe.tasks.preparation import Progress
+from intbmoe.tasks.workers import ALONE, Progress, Workers
 
 NAME = "minipile"
 FILES = {"train": "train", "valid": "validation", "test": "test"}
@@ -24,7 +24,9 @@ READ_ROWS = 256
 BUFFER_BYTES = 2**20
 
 
-def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
+def prepare(
+    source: Path, target: Path, *, skip_bad: bool, progress: Progress, workers: Workers = ALONE
+) -> Mapping[str, Any]:
     parts = [Part(split, file) for split, name in FILES.items() for file in find_parquet(source, name)]
 
     def make_tokenizer(skip_bad: bool, progress: Progress) -> str:
@@ -32,7 +34,7 @@ def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -
         return train_bpe(_sample(train, skip_bad, progress), VOCABULARY)
 
     corpus = Corpus(NAME, parts, read_documents, make_tokenizer)
-    return pack(corpus, target, skip_bad=skip_bad, progress=progress)
+    return pack(corpus, target, skip_bad=skip_bad, progress=progress, workers=workers)
 
 
 def _sample(files: list[Path], skip_bad: bool, progress: Progress) -> Iterator[str]:

@@ -1,25 +1,26 @@
-"""Make a packed folder (``packed.py``) from files of documents, one file after another.
+"""Make a packed folder (``packed.py``) from files of documents.
 
-Each source file becomes a pair in TARGET/unfinished, ``<split>-<number>.bin`` and ``….json``; when all are there they
-are joined, and ``meta.json`` is written last. Every file is renamed into place when it is whole, so a preparation that
-was killed at any moment goes on at the first source file that is not finished, and ends with the same bytes.
+Each source file is a part, which any worker may do. It becomes a pair in TARGET/unfinished, ``<split>-<number>.bin``
+and ``….json``; when all are there they are joined, and ``meta.json`` is written last. Every file is renamed into place
+when it is whole, so a preparation that was killed at any moment goes on with the source files that are not finished,
+and ends with the same bytes.
 """
 
-import fcntl
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from intbmoe.files import replace_file, replacing_file, to_json
+from intbmoe.files import private_folder, replace_file, replacing_file, to_json, write_bytes
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language.packed import META, SPLITS, TOKENIZER, VERSION, read_meta, tokens_name
 from intbmoe.tasks.language.tokenizer import Encoder, import_tokenizers
-from intbmoe.tasks.preparation import Progress
+from intbmoe.tasks.preparation import locked
+from intbmoe.tasks.workers import Progress, Workers
 
 UNFINISHED = "unfinished"
 PLAN = "plan.json"
@@ -48,6 +49,7 @@ class Corpus:
     parts: Sequence[Part]
     """In the order in which their documents stand in a split."""
     read: Reader
+    """A function of a module, so that other processes find it."""
     make_tokenizer: Callable[[bool, Progress], str]
     """(skip_bad, progress) → the tokenizer's JSON, which follows from the files."""
     other_files: Sequence[Path] = ()
@@ -58,7 +60,7 @@ class Corpus:
         return {file.name: file.stat().st_size for file in (*self.other_files, *(part.file for part in self.parts))}
 
 
-def pack(corpus: Corpus, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
+def pack(corpus: Corpus, target: Path, *, skip_bad: bool, progress: Progress, workers: Workers) -> Mapping[str, Any]:
     """Make ``target``, or go on with it; returns what is in it. A finished one is left as it is."""
     import_tokenizers()
     if (target / META).is_file():
@@ -68,13 +70,14 @@ def pack(corpus: Corpus, target: Path, *, skip_bad: bool, progress: Progress) ->
         return _counts(meta)
     folder = target / UNFINISHED
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder, target):
+    with locked(folder, target):
         _claim(folder, corpus, target)
         if not (folder / TOKENIZER).is_file():
             replace_file(folder / TOKENIZER, corpus.make_tokenizer(skip_bad, progress).encode())
         tokenizer = (folder / TOKENIZER).read_bytes()
         encoder = Encoder(tokenizer.decode(), str(folder / TOKENIZER))
-        records = [_pack_part(corpus, encoder, folder, index, skip_bad, progress) for index in range(len(corpus.parts))]
+        packer = PartPacker(corpus.read, folder, skip_bad)
+        records = workers.run("tokens (files)", packer, list(enumerate(corpus.parts)), progress)
         meta = {
             "version": VERSION,
             "name": corpus.name,
@@ -101,17 +104,6 @@ def usable(documents: Iterable[str | Malformed], skip_bad: bool, skipped: list[s
             skipped.append(document.problem)
 
 
-@contextmanager
-def _locked(folder: Path, target: Path) -> Iterator[None]:
-    """One process at a time; the system drops the lock when its holder dies."""
-    with open(folder / "lock", "wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise DataError(f"another process is preparing {target}: wait for it, or stop it") from error
-        yield
-
-
 def _claim(folder: Path, corpus: Corpus, target: Path) -> None:
     """Write down what is being made, or check that it is what was begun here."""
     plan = {"version": VERSION, "name": corpus.name, "files": corpus.files()}
@@ -135,28 +127,45 @@ def _require_same_files(before: Mapping[str, int], corpus: Corpus, target: Path)
         )
 
 
-def _pack_part(
-    corpus: Corpus, encoder: Encoder, folder: Path, index: int, skip_bad: bool, progress: Progress
-) -> dict[str, Any]:
-    """The record of part ``index``, which is encoded unless it was."""
-    part = corpus.parts[index]
-    stem = f"{part.split}-{index:05d}"
-    record_path = folder / f"{stem}.json"
-    if record_path.is_file():
-        record = json.loads(record_path.read_bytes())
-        if skip_bad or not record["skipped"]:
-            return record
-    stage = f"tokens of {part.file.name}"
-    documents, tokens, skipped = 0, 0, []
-    texts = usable(corpus.read(part.file, lambda done, total: progress(stage, done, total)), skip_bad, skipped)
-    with replacing_file(folder / f"{stem}.bin") as file:
-        for count, ids in encoder.encode(texts):
-            file.write(ids.tobytes())
-            documents += count
-            tokens += len(ids)
-    record = {"documents": documents, "tokens": tokens, "skipped": len(skipped)}
-    replace_file(record_path, to_json(record))
-    return record
+@dataclass(frozen=True)
+class PartPacker:
+    """Encodes parts, in whatever process."""
+
+    read: Reader
+    folder: Path
+    skip_bad: bool
+
+    def __call__(self, numbered: tuple[int, Part], progress: Progress) -> dict[str, Any]:
+        """The record of a part, which is encoded unless it was."""
+        index, part = numbered
+        stem = f"{part.split}-{index:05d}"
+        record_path = self.folder / f"{stem}.json"
+        if record_path.is_file():
+            record = json.loads(record_path.read_bytes())
+            if self.skip_bad or not record["skipped"]:
+                return record
+        stage = f"tokens of {part.file.name}"
+        found = self.read(part.file, lambda done, total: progress(stage, done, total))
+        # In a folder of its own: a machine that was given up may still be writing the same part.
+        with private_folder(self.folder, f".{stem}.", ".part") as own:
+            record = self._encode(found, own / "tokens.bin")
+            write_bytes(own / "record.json", to_json(record))
+            os.replace(own / "tokens.bin", self.folder / f"{stem}.bin")
+            os.replace(own / "record.json", record_path)
+        return record
+
+    def _encode(self, found: Iterator[str | Malformed], path: Path) -> dict[str, Any]:
+        tokenizer = self.folder / TOKENIZER
+        encoder = Encoder(tokenizer.read_text(encoding="utf-8"), str(tokenizer))
+        documents, tokens, skipped = 0, 0, []
+        with open(path, "wb") as file:
+            for count, ids in encoder.encode(usable(found, self.skip_bad, skipped)):
+                file.write(ids.tobytes())
+                documents += count
+                tokens += len(ids)
+            file.flush()
+            os.fsync(file.fileno())
+        return {"documents": documents, "tokens": tokens, "skipped": len(skipped)}
 
 
 def _join(

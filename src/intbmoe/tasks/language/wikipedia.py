@@ -14,7 +14,7 @@ from typing import Any
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language.packing import Corpus, Malformed, Part, Report, pack
 from intbmoe.tasks.language.tokenizer import END_OF_TEXT, Encoder
-from intbmoe.tasks.preparation import Progress
+from intbmoe.tasks.workers import ALONE, Progress, Workers
 
 NAME = "wikipedia"
 FILES = {
@@ -30,7 +30,9 @@ READ_BYTES = 2**20
 LARGEST_DOCUMENT = 2**26  # bytes; else a file without separators would be one document, all of it in memory
 
 
-def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -> Mapping[str, Any]:
+def prepare(
+    source: Path, target: Path, *, skip_bad: bool, progress: Progress, workers: Workers = ALONE
+) -> Mapping[str, Any]:
     tokenizer = source / TOKENIZER_FILE
     for name in (*FILES, TOKENIZER_FILE):
         if name not in OPTIONAL and not (source / name).is_file():
@@ -47,7 +49,7 @@ def prepare(source: Path, target: Path, *, skip_bad: bool, progress: Progress) -
         return content
 
     corpus = Corpus(NAME, parts, read_documents, make_tokenizer, other_files=(tokenizer,))
-    return pack(corpus, target, skip_bad=skip_bad, progress=progress)
+    return pack(corpus, target, skip_bad=skip_bad, progress=progress, workers=workers)
 
 
 def read_documents(file: Path, report: Report) -> Iterator[str | Malformed]:

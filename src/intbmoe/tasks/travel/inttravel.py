@@ -1,19 +1,20 @@
 """IntTravel's raw tables → arrays, out of core: ``intbmoe prepare inttravel SOURCE TARGET``.
 
     1  places    both tables of places become one
-    2  reading   user_action and user_profile, a chunk at a time: parsed by DuckDB, checked, kept by shard
+    2  reading   user_action and user_profile, in stretches, a chunk at a time: parsed by DuckDB, checked, kept by shard
     3  codes     all values that a field takes
     4  sorting   a shard at a time: its rows sorted by user and time, joined into sessions, with the users' profiles
     5  the rest  where the splits begin, and meta.json, which says that all is there
 
-A shard has the users whose number falls to it. Steps are repeated only as far as their results are missing or the
-files they came from have changed. What is written does not depend on where it was interrupted, nor on the budget but
-for the size of shards.
+A shard has the users whose number falls to it. Stretches and shards can be done by several workers. Steps are repeated
+only as far as their results are missing or the files they came from have changed. What is written does not depend on
+where it was interrupted, on who did it, nor on the budget but for the size of shards.
 """
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.preparation import Progress
+from intbmoe.tasks.preparation import locked
 from intbmoe.tasks.travel import store, tables
 from intbmoe.tasks.travel.data import group_by_cell
 from intbmoe.tasks.travel.places import load_places
@@ -29,7 +30,9 @@ from intbmoe.tasks.travel.rows import MISSING, Budget, Reader, connect, where
 from intbmoe.tasks.travel.shards import encode, make_shard
 from intbmoe.tasks.travel.spill import CODED, Spill
 from intbmoe.tasks.travel.splits import split_times
+from intbmoe.tasks.travel.stretches import divide
 from intbmoe.tasks.travel.tables import BadRows, TableFile
+from intbmoe.tasks.workers import ALONE, Progress, Workers
 
 ROW_BYTES, GZIP_RATIO = 40, 5
 """A row of user_action is hardly shorter, and gzip hardly packs it closer: there are rather too many shards."""
@@ -39,7 +42,13 @@ OF_PLACES = {"cell": "geographic_id", "category": "category_id", "region": "admi
 
 
 def prepare(
-    source: Path, target: Path, *, skip_bad: bool, progress: Progress, budget: Budget | None = None
+    source: Path,
+    target: Path,
+    *,
+    skip_bad: bool,
+    progress: Progress,
+    workers: Workers = ALONE,
+    budget: Budget | None = None,
 ) -> Mapping[str, Any]:
     """Make ``target`` and say what is in it. The first malformed row raises ``DataError``, or all are counted."""
     source, target = Path(source).expanduser(), Path(target).expanduser()
@@ -47,7 +56,9 @@ def prepare(
     names = {file.path.name: file.path.stat().st_size for table in files.values() for file in table}
     meta = store.read_json(target / store.META)
     if meta is None:
-        meta = _make(files, target, BadRows(skip_bad), progress, budget or Budget(), {"source": names})
+        (target / store.WORK).mkdir(parents=True, exist_ok=True)
+        with locked(target / store.WORK, target):
+            meta = _Preparation(files, target, BadRows(skip_bad), progress, workers, budget or Budget()).make(names)
     elif (meta["format"], meta["source"]) != (store.FORMAT, names):
         what = "from other tables" if meta["format"] == store.FORMAT else "by another version"
         raise DataError(f"{target} was prepared {what}: delete it, or choose another folder")
@@ -66,64 +77,91 @@ def _find_tables(source: Path) -> dict[str, list[TableFile]]:
     return files
 
 
-def _make(
-    files: Mapping[str, list[TableFile]],
-    target: Path,
-    bad: BadRows,
-    progress: Progress,
-    budget: Budget,
-    known: Mapping[str, Any],
-) -> dict[str, Any]:
-    """All steps; the content of meta.json, of which ``known`` is a part."""
-    work = target / store.WORK
-    temporary = work / "temporary"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    poi_files = files[tables.POI_INFO.name], files[tables.POI_BY_CELL.name], files[tables.POI_LOCATION.name]
-    action_files, profile_files = files[tables.USER_ACTION.name], files[tables.USER_PROFILE.name]
-    sizes = [file.path.stat().st_size * (GZIP_RATIO if file.zipped else 1) for file in action_files]
-    shards = math.ceil(sum(sizes) / ROW_BYTES / budget.shard_rows)
-    with connect(temporary, budget) as connection:
-        reader = Reader(connection, temporary, budget.chunk_bytes)
-        places = load_places(reader, work / "places", *poi_files, bad, progress)
-        ids = places["poi_id"]
-        stamps = [[file.stamp() for file in table] for table in poi_files]
-        actions, rows = Spill(reader, work / "actions", shards, ids, stamps).run(action_files, bad, progress)
+@dataclass(frozen=True)
+class _Preparation:
+    files: Mapping[str, list[TableFile]]
+    target: Path
+    bad: BadRows
+    progress: Progress
+    workers: Workers
+    budget: Budget
+
+    @property
+    def work(self) -> Path:
+        return self.target / store.WORK
+
+    def make(self, names: Mapping[str, int]) -> dict[str, Any]:
+        """All steps; the content of meta.json, with the ``names`` and sizes of the source's files."""
+        temporary = self.work / "temporary"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        action_files = self.files[tables.USER_ACTION.name]
+        sizes = [file.path.stat().st_size * (GZIP_RATIO if file.zipped else 1) for file in action_files]
+        shards = math.ceil(sum(sizes) / ROW_BYTES / self.budget.shard_rows)
+        poi_files = [self.files[table.name] for table in (tables.POI_INFO, tables.POI_BY_CELL, tables.POI_LOCATION)]
+        with connect(temporary, self.budget) as connection:
+            reader = Reader(connection, temporary, self.budget.chunk_bytes)
+            places = load_places(reader, self.work / "places", *poi_files, self.bad, self.progress)
+        actions, rows = self._read(tables.USER_ACTION, shards, [[file.stamp() for file in one] for one in poi_files])
         if not rows:
             raise DataError(f"{action_files[0].path} holds no action that can be used")
-        profiles, _ = Spill(reader, work / "profiles", shards, ids, None).run(profile_files, bad, progress)
-    codes = _collect_codes(places, actions, profiles)
-    store.write_folder(target / "codes", codes)
-    store.write_folder(target / "places", _encode_places(places, codes))
-    number_of = {"places": len(ids)} | {name: len(values) + 1 for name, values in codes.items()}
-    del places, ids  # the largest thing in memory, and no longer needed
-    stamp = [store.WORK_FORMAT, [file.stamp() for table in files.values() for file in table], shards]
-    users, sessions = 0, 0
-    for number, done in _write_shards(target, shards, stamp, bad.skip, actions, profiles, codes, profile_files):
-        users, sessions = users + done["users"], sessions + done["sessions"]
-        bad.counts.update(done["bad"])
-        progress("sorting (shards)", number + 1, shards)
-    valid_from, test_from = split_times(
-        lambda: (np.load(store.shard_folder(target, number) / "time.npy") for number in range(shards))
-    )
-    meta = {
-        "format": store.FORMAT,
-        **known,
-        "rows": rows,
-        "sessions": sessions,
-        "users": users,
-        "shards": shards,
-        "places": number_of["places"],
-        "valid_from": valid_from,
-        "test_from": test_from,
-        "sizes": {
-            **{many: number_of[one] for one, many in SIZES.items()},
-            "profile": [number_of[name] for name in CODED[tables.USER_PROFILE.name]],
-        },
-        "skipped": dict(sorted(bad.counts.items())),
-    }
-    store.write_json(target / store.META, meta)
-    return meta
+        profiles, _ = self._read(tables.USER_PROFILE, shards, None)
+        codes = _collect_codes(places, actions, profiles)
+        store.write_folder(self.target / "codes", codes)
+        store.write_folder(self.target / "places", _encode_places(places, codes))
+        number_of = {"places": len(places["poi_id"])} | {name: len(values) + 1 for name, values in codes.items()}
+        del places  # the largest thing in memory, and no longer needed
+        users, sessions = self._sort(shards, actions, profiles)
+        valid_from, test_from = split_times(
+            lambda: (np.load(store.shard_folder(self.target, number) / "time.npy") for number in range(shards))
+        )
+        meta = {
+            "format": store.FORMAT,
+            "source": names,
+            "rows": rows,
+            "sessions": sessions,
+            "users": users,
+            "shards": shards,
+            "places": number_of["places"],
+            "valid_from": valid_from,
+            "test_from": test_from,
+            "sizes": {
+                **{many: number_of[one] for one, many in SIZES.items()},
+                "profile": [number_of[name] for name in CODED[tables.USER_PROFILE.name]],
+            },
+            "skipped": dict(sorted(self.bad.counts.items())),
+        }
+        store.write_json(self.target / store.META, meta)
+        return meta
+
+    def _read(self, table: tables.Table, shards: int, depends_on: Any) -> tuple[list[Path], int]:
+        """The folders of a table's chunks, and how many rows they have."""
+        stretches = [
+            divide(file, self.budget.stretch_bytes, self._counted(file), self.workers, self.progress)
+            for file in self.files[table.name]
+        ]
+        folders = {tables.USER_ACTION: "actions", tables.USER_PROFILE: "profiles"}
+        own, ids = self.budget.shared_by(self.workers.share), self.work / "places" / "poi_id.npy"
+        folder, temporary = self.work / folders[table], self.work / "temporary"
+        spill = Spill(folder, temporary, own, shards, ids, depends_on, self.bad.skip)
+        return spill.run(stretches, self.bad, self.workers, self.progress)
+
+    def _counted(self, file: TableFile) -> Path:
+        return self.work / "stretches" / f"{file.path.name}.json"
+
+    def _sort(self, shards: int, actions: Sequence[Path], profiles: Sequence[Path]) -> tuple[int, int]:
+        """Make all shards; the numbers of users and sessions in them."""
+        wanted = {store.shard_folder(self.target, number) for number in range(shards)}
+        for stale in set((self.target / "shards").glob("*")) - wanted:
+            shutil.rmtree(stale)  # of a preparation before the tables were changed
+        stamp = [store.WORK_FORMAT, [file.stamp() for table in self.files.values() for file in table], shards]
+        maker = ShardMaker(
+            self.target, stamp, self.bad.skip, actions, profiles, self.files[tables.USER_PROFILE.name], shards
+        )
+        made = self.workers.run("sorting (shards)", maker, range(shards), self.progress)
+        for one in made:
+            self.bad.counts.update(one["bad"])
+        return sum(one["users"] for one in made), sum(one["sessions"] for one in made)
 
 
 def _collect_codes(
@@ -148,32 +186,34 @@ def _encode_places(places: Mapping[str, np.ndarray], codes: Mapping[str, np.ndar
     return plain | coded | located | {"cell_offsets": offsets, "cell_places": members}
 
 
-def _write_shards(
-    target: Path,
-    shards: int,
-    stamp: Any,
-    skip_bad: bool,
-    actions: Sequence[Path],
-    profiles: Sequence[Path],
-    codes: Mapping[str, np.ndarray],
-    profile_files: Sequence[TableFile],
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Of each shard its number and what it has; those that are finished are not made again."""
-    for stale in set((target / "shards").glob("*")) - {store.shard_folder(target, number) for number in range(shards)}:
-        shutil.rmtree(stale)  # of a preparation before the tables were changed
-    for number in range(shards):
-        receipt = target / store.WORK / f"shard-{number:05d}.json"
+@dataclass(frozen=True)
+class ShardMaker:
+    """Makes shards, in whatever process."""
+
+    target: Path
+    stamp: Any
+    skip_bad: bool
+    actions: Sequence[Path]
+    profiles: Sequence[Path]
+    profile_files: Sequence[TableFile]
+    shards: int
+
+    def __call__(self, number: int, progress: Progress) -> dict[str, Any]:
+        """What shard ``number`` has; it is made unless it is finished."""
+        receipt = self.target / store.WORK / f"shard-{number:05d}.json"
         done = store.read_json(receipt)
-        if done is None or done["stamp"] != stamp or (done["bad"] and not skip_bad):
-            arrays, repeated = make_shard(number, actions, profiles, codes)
-            bad = BadRows(skip_bad)
+        if done is None or done["stamp"] != self.stamp or (done["bad"] and not self.skip_bad):
+            codes = {path.stem: np.load(path) for path in sorted((self.target / "codes").glob("*.npy"))}
+            arrays, repeated = make_shard(number, self.actions, self.profiles, codes)
+            bad = BadRows(self.skip_bad)
             if repeated:
                 user, first, again = repeated[0]
-                first, again = (where(profile_files, int(row), "user_id") for row in (first, again))
+                first, again = (where(self.profile_files, int(row), "user_id") for row in (first, again))
                 message = f"{again}: user {user} already has a profile in {first}"
                 bad.report(f"{tables.USER_PROFILE.name}: repeated user", message, len(repeated))
-            store.write_folder(store.shard_folder(target, number), arrays)
+            store.write_folder(store.shard_folder(self.target, number), arrays)
             counts = {"users": len(arrays["user"]), "sessions": len(arrays["time"])}
-            done = {"stamp": stamp, "bad": dict(bad.counts), **counts}
+            done = {"stamp": self.stamp, "bad": dict(bad.counts), **counts}
             store.write_json(receipt, done)
-        yield number, done
+        progress("sorting (shards)", number + 1, self.shards)
+        return done

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.preparation import Progress
 from intbmoe.tasks.travel.rows import FILE_BITS, MISSING, Columns, Reader, find, where
 from intbmoe.tasks.travel.spill import read_note
 from intbmoe.tasks.travel.store import NAMES, WORK_FORMAT, write_folder
+from intbmoe.tasks.travel.stretches import whole
 from intbmoe.tasks.travel.tables import POI_INFO, POI_LOCATION, BadRows, TableFile
+from intbmoe.tasks.workers import Progress
 
 ID, SCORE, CELL, CATEGORY, REGION = POI_INFO.columns
 DETAILS = (CELL, SCORE, CATEGORY, REGION)
@@ -53,7 +54,7 @@ def _read(reader: Reader, files: Sequence[TableFile], bad: BadRows, progress: Pr
     """All rows of ``files``, in their order, with ``number`` over all files."""
     parts = []
     for position, file in enumerate(files):
-        for chunk in reader.chunks(file, file.start, file.first_row):
+        for chunk in reader.chunks(whole(file)):
             columns = reader.read(chunk, bad)
             columns["number"] = columns.pop("row") + (position << FILE_BITS)
             parts.append(columns)

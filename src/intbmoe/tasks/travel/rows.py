@@ -6,15 +6,17 @@ rows are read as numbers. Any other chunk is read line by line: what is wrong is
 """
 
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from intbmoe.tasks.travel.stretches import Stretch
 from intbmoe.tasks.travel.tables import NEEDS_DUCKDB, POI_BY_CELL, POI_INFO, BadRows, Chunk, Table, TableFile, cut_chunk
 
 MISSING = np.iinfo(np.int64).min
@@ -49,6 +51,13 @@ class Budget:
     """Text that is read together, whose arrays take some five times as much. An interruption costs one chunk."""
     shard_rows: int = 8_000_000
     """Rows that are sorted together, at most about so many, of some 200 bytes each."""
+    stretch_bytes: int = 1 << 30
+    """Text of a file that one worker reads."""
+
+    def shared_by(self, workers: int) -> "Budget":
+        """What each has of it, if so many use one machine at a time."""
+        threads = self.threads or os.cpu_count() or 1
+        return replace(self, memory_bytes=self.memory_bytes // workers, threads=max(1, threads // workers))
 
 
 @contextmanager
@@ -73,15 +82,16 @@ class Reader:
     temporary: Path
     chunk_bytes: int
 
-    def chunks(self, file: TableFile, start: int, first_row: int) -> Iterator[Chunk]:
-        """From byte ``start`` of the text on, where row ``first_row`` begins; at least one."""
-        last = False
+    def chunks(self, stretch: Stretch) -> Iterator[Chunk]:
+        """All of a stretch; at least one."""
+        file, start, first_row, last = stretch.file, stretch.start, stretch.first_row, False
         with file.open() as stream:
             stream.seek(start)
             while not last:
-                chunk = cut_chunk(file, stream, start, first_row, self.chunk_bytes, self.temporary / "chunk.tsv")
-                yield chunk
-                start, first_row, last = chunk.end, first_row + chunk.rows, chunk.last
+                size = self.chunk_bytes if stretch.end is None else min(self.chunk_bytes, stretch.end - start)
+                chunk = cut_chunk(file, stream, start, first_row, size, self.temporary / "chunk.tsv")
+                start, first_row, last = chunk.end, first_row + chunk.rows, chunk.last or chunk.end == stretch.end
+                yield replace(chunk, last=last)
 
     def read(self, chunk: Chunk, bad: BadRows) -> Columns:
         """The good rows: their columns, with MISSING for an empty field, and ``row``; of cells, one for each place."""
@@ -139,9 +149,9 @@ def _read_lines(chunk: Chunk, bad: BadRows) -> Columns:
             except MalformedError as error:
                 _report(file, row, error, bad)
                 continue
-            places = _places_of_cell(file, row, *values, bad) if table is POI_BY_CELL else (values,)
+            places = _places_of_cell(file, row, *values, bad) if table == POI_BY_CELL else (values,)
             good += ((row, *place) for place in places)
-    names = ("row", *(POI_INFO if table is POI_BY_CELL else table).columns)
+    names = ("row", *(POI_INFO if table == POI_BY_CELL else table).columns)
     columns = zip(*good, strict=True) if good else ((),) * len(names)
     return {name: np.array(column, TYPES.get(name, np.int64)) for name, column in zip(names, columns, strict=True)}
 

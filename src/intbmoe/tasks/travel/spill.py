@@ -4,17 +4,21 @@ A shard later reads one slice of each chunk. Fields that will be codes keep thei
 has: the codes are known only after the last row of the table.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from intbmoe.tasks.preparation import Progress
-from intbmoe.tasks.travel.rows import FILE_BITS, MISSING, Reader, find
+from intbmoe.files import private_folder
+from intbmoe.tasks.travel.rows import FILE_BITS, MISSING, Budget, Reader, connect, find
 from intbmoe.tasks.travel.store import NOTE, read_json, write_folder
+from intbmoe.tasks.travel.stretches import Stretch
 from intbmoe.tasks.travel.tables import POI_INFO, PROFILE_COLUMNS, USER_ACTION, USER_PROFILE, BadRows, Chunk, TableFile
+from intbmoe.tasks.workers import Progress, Workers
 
 PLAIN = {USER_ACTION.name: ("user_id", "timestamp", "poi_id", "via_poi_id"), USER_PROFILE.name: ("user_id", "number")}
 """Columns kept as they are. Rows are sorted by the first two."""
@@ -32,55 +36,94 @@ CODED = {
 
 
 @dataclass(frozen=True)
-class Spill:
-    """How a table becomes chunks on disk."""
+class Piece:
+    """A stretch of a table."""
 
-    reader: Reader
+    stretch: Stretch
+    position: int
+    """Of its file, among those of the table."""
+    number: int
+    """Of the stretch, in its file."""
+    before: int
+    """Bytes of the files before its own."""
+    total: int
+    """Bytes of all."""
+
+
+@dataclass(frozen=True)
+class Spill:
+    """Reads pieces of a table into chunks on disk, in whatever process."""
+
     folder: Path
+    temporary: Path
+    budget: Budget
     shards: int
-    ids: np.ndarray
-    """Of places, ascending."""
+    place_ids: Path
+    """Of an array, ascending."""
     depends_on: Any
     """What else makes finished chunks worthless when it changes."""
+    skip_bad: bool
 
-    def run(self, files: Sequence[TableFile], bad: BadRows, progress: Progress) -> tuple[list[Path], int]:
-        """The folders of all chunks and how many rows they have; those that are there already are not made again."""
-        sizes = [file.path.stat().st_size for file in files]
-        folders, rows = [], 0
-        for position, file in enumerate(files):
-            stamp = [file.stamp(), position, self.shards, self.depends_on]
-            end, next_row, number, last, chunks = file.start, file.first_row, 0, False, None
+    def run(
+        self, table: Sequence[Sequence[Stretch]], bad: BadRows, workers: Workers, progress: Progress
+    ) -> tuple[list[Path], int]:
+        """The folders of all chunks of a table and how many rows they have; ``table`` has each file's stretches."""
+        sizes = [file[0].file.path.stat().st_size for file in table]
+        pieces = [
+            Piece(stretch, position, number, sum(sizes[:position]), sum(sizes))
+            for position, file in enumerate(table)
+            for number, stretch in enumerate(file)
+        ]
+        found = workers.run(f"reading {table[0][0].file.table.name} (stretches)", self, pieces, progress)
+        for one in found:
+            bad.counts.update(one["bad"])
+        return [folder for one in found for folder in one["folders"]], sum(one["rows"] for one in found)
+
+    def __call__(self, piece: Piece, progress: Progress) -> dict[str, Any]:
+        """The chunks of a piece; those that are there already are not made again."""
+        left, file = piece.stretch, piece.stretch.file
+        stamp = [file.stamp(), piece.position, left.start, left.end, self.shards, self.depends_on]
+        size, number, last, chunks = file.path.stat().st_size, 0, False, None
+        found = {"folders": [], "rows": 0, "bad": Counter()}
+        with ExitStack() as stack:
+            reader = None
             while not last:
-                folder = self.folder / file.path.name / f"{number:06d}"
-                note = read_note(folder, stamp, skip_bad=bad.skip)
-                if note is not None and note["start"] == end:
+                folder = self.folder / file.path.name / f"{piece.number:05d}" / f"{number:06d}"
+                note = read_note(folder, stamp, skip_bad=self.skip_bad)
+                if note is not None and note["start"] == left.start:
                     chunks = None
                 else:
-                    chunks = chunks or self.reader.chunks(file, end, next_row)
-                    note = self._make(next(chunks), position, folder, stamp, bad.skip)
-                end, next_row, number, last = note["end"], note["next_row"], number + 1, note["last"]
-                folders.append(folder)
-                rows += note["rows"]
-                bad.counts.update(note["bad"])
-                done = sizes[position] if last else min(end, sizes[position])
-                progress(f"reading {file.table.name} (bytes)", sum(sizes[:position]) + done, sum(sizes))
-        return folders, rows
+                    reader = reader or self._open_reader(stack)
+                    chunks = chunks or reader.chunks(left)
+                    note = self._make(reader, next(chunks), piece.position, folder, stamp)
+                left = replace(left, start=note["end"], first_row=note["next_row"])
+                number, last = number + 1, note["last"]
+                found["folders"].append(folder)
+                found["rows"] += note["rows"]
+                found["bad"].update(note["bad"])
+                done = size if last and left.end is None else min(left.start, size)
+                progress(f"reading {file.table.name} (bytes)", piece.before + done, piece.total)
+        return found
 
-    def _make(self, chunk: Chunk, position: int, folder: Path, stamp: Any, skip_bad: bool) -> dict[str, Any]:
+    def _open_reader(self, stack: ExitStack) -> Reader:
+        temporary = stack.enter_context(private_folder(self.temporary, "reading-", ""))
+        return Reader(stack.enter_context(connect(temporary, self.budget)), temporary, self.budget.chunk_bytes)
+
+    def _make(self, reader: Reader, chunk: Chunk, position: int, folder: Path, stamp: Any) -> dict[str, Any]:
         """Write the rows of ``chunk`` and say what they are."""
-        bad, table = BadRows(skip_bad), chunk.file.table
-        columns = self.reader.read(chunk, bad)
-        if table is USER_ACTION:
-            columns = _with_places(columns, self.ids, chunk.file, bad)
+        bad, table = BadRows(self.skip_bad), chunk.file.table
+        columns = reader.read(chunk, bad)
+        if table == USER_ACTION:
+            columns = _with_places(columns, np.load(self.place_ids, mmap_mode="r"), chunk.file, bad)
         else:
             columns["number"] = columns["row"] + (position << FILE_BITS)
         chunk.report_cut(bad)
         span = {"start": chunk.start, "end": chunk.end, "next_row": chunk.first_row + chunk.rows, "last": chunk.last}
         note = {"stamp": stamp, **span, "rows": len(columns["row"]), "bad": dict(bad.counts)}
-        write_folder(folder, self._arrange(table.name, columns), note)
+        write_folder(folder, self._arrange(reader, table.name, columns), note)
         return note
 
-    def _arrange(self, table: str, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _arrange(self, reader: Reader, table: str, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The arrays of a chunk: ``rows`` (columns × rows), where those of each shard start, and values of fields."""
         shard = shard_of(columns["user_id"], self.shards)
         order = np.argsort(shard, kind="stable")
@@ -89,7 +132,7 @@ class Spill:
         for row, name in zip(rows, names, strict=True):
             np.take(columns[name], order, out=row, mode="clip")  # no index is out of bounds; other modes make a copy
         starts = np.concatenate([[0], np.cumsum(np.bincount(shard, minlength=self.shards))])
-        values = {name: self.reader.distinct(columns[column]) for name, column in CODED[table].items()}
+        values = {name: reader.distinct(columns[column]) for name, column in CODED[table].items()}
         return {"rows": rows, "starts": starts, **values}
 
 

@@ -9,19 +9,18 @@ shards/00000/time.npy …      sessions of the first shard: offsets, profile, ti
 """
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from intbmoe.files import replace_file, to_json
+from intbmoe.files import replace_file, replacing_folder, to_json
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.travel.data import JourneyData, Places, Sessions, Sizes
 
 FORMAT = 1
-WORK_FORMAT = 2  # of what is finished when a preparation is interrupted
+WORK_FORMAT = 3  # of what is finished when a preparation is interrupted
 META, NOTE, WORK = "meta.json", "note.json", "work"
 PLACE_ARRAYS = ("ids", "score", "cell", "category", "region", "cell_offsets", "cell_places")
 NAMES = "names"
@@ -41,16 +40,11 @@ def shard_folder(path: Path, number: int) -> Path:
 
 def write_folder(folder: Path, arrays: Mapping[str, np.ndarray], note: Any = None) -> None:
     """``arrays`` as NAME.npy, and a note; what was in ``folder`` is replaced. It is whole or not there."""
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    for name, array in arrays.items():
-        np.save(unfinished / f"{name}.npy", array)
-    if note is not None:
-        write_json(unfinished / NOTE, note)
-    if folder.exists():
-        shutil.rmtree(folder)
-    unfinished.rename(folder)
+    with replacing_folder(folder) as unfinished:
+        for name, array in arrays.items():
+            np.save(unfinished / f"{name}.npy", array)
+        if note is not None:
+            write_json(unfinished / NOTE, note)
 
 
 def _map_arrays(folder: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:

@@ -1,0 +1,153 @@
+"""Who does the parts of a preparation: this process, several of this machine, or the machines of a Ray cluster.
+
+A part leaves files of its own that appear whole, and is not done again where they are there. So it does not matter who
+does it, in which order, and how often it was begun: what comes out is the same, byte for byte.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from intbmoe.tasks.errors import DataError
+
+Progress = Callable[[str, int, int | None], None]  # (what is being done, how much of it is, of how much if known)
+Work = Callable[[Any, Progress], Any]  # (a part, progress) → what was counted; both can be pickled
+AGAIN = "the same command goes on from what is finished"
+RETRIES = 5  # of a part whose machine or process was lost
+
+
+class Workers(Protocol):
+    share: int
+    """How many parts one machine does at a time: of its cores and memory each has this fraction."""
+
+    def run(self, stage: str, work: Work, parts: Sequence[Any], progress: Progress) -> list[Any]:
+        """``work`` of every part, in the order of ``parts``; the first error ends it."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    share: ClassVar[int] = 1
+
+    def run(self, stage: str, work: Work, parts: Sequence[Any], progress: Progress) -> list[Any]:
+        return [work(part, progress) for part in parts]  # which tells its own progress
+
+
+ALONE = Alone()
+
+
+@dataclass(frozen=True)
+class Processes:
+    number: int
+
+    @property
+    def share(self) -> int:
+        return self.number
+
+    def run(self, stage: str, work: Work, parts: Sequence[Any], progress: Progress) -> list[Any]:
+        if len(parts) < 2:
+            return ALONE.run(stage, work, parts, progress)
+        others, server = set(multiprocessing.active_children()), multiprocessing.get_context("forkserver")
+        _preload(work.__module__)  # a fork of this process instead would inherit the locks of its threads
+        executor = ProcessPoolExecutor(min(self.number, len(parts)), server, initializer=_begin)
+        try:
+            futures = [executor.submit(_do, work, part, self.share) for part in parts]
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                progress(stage, done, len(parts))
+            return [future.result() for future in futures]
+        except BaseException as error:
+            for child in set(multiprocessing.active_children()) - others:
+                child.kill()
+            if isinstance(error, BrokenProcessPool):
+                raise DataError(f"{stage}: a process was killed, perhaps for want of memory; {AGAIN}") from error
+            raise
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class OnRay:
+    """Parts as Ray tasks of one core each; source and target lie at the same path on every machine."""
+
+    address: str
+    """local for this machine alone, auto for the cluster it belongs to, or that cluster's HOST:PORT."""
+
+    @property
+    def share(self) -> int:
+        self._connect()
+        import ray
+
+        return max(1, *(int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"]))
+
+    def run(self, stage: str, work: Work, parts: Sequence[Any], progress: Progress) -> list[Any]:
+        share = self.share
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        do, shared = ray.remote(num_cpus=1, max_retries=RETRIES)(_do), ray.put(work)
+        pending = [do.remote(shared, part, share) for part in parts]
+        numbers, results = {reference: number for number, reference in enumerate(pending)}, [None] * len(parts)
+        try:
+            while pending:
+                [finished], pending = ray.wait(pending, num_returns=1)
+                results[numbers[finished]] = ray.get(finished)
+                progress(stage, len(parts) - len(pending), len(parts))
+        except RayTaskError as error:
+            if isinstance(error.cause, RayError):
+                why = str(error.cause).splitlines()[0]
+                raise DataError(f"{stage}: {why}: every machine of the cluster needs the same intbmoe") from error
+            raise error.cause from error
+        except RayError as error:
+            raise DataError(f"{stage}: a part failed {RETRIES + 1} times on Ray ({error}); {AGAIN}") from error
+        finally:
+            for reference in pending:
+                ray.cancel(reference, force=True)
+        return results
+
+    def _connect(self) -> None:
+        try:
+            import ray
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("--ray needs Ray: pip install 'intbmoe[ray]'") from error
+        if not ray.is_initialized():
+            own = {"include_dashboard": False} if self.address == "local" else {}
+            ray.init(self.address, log_to_driver=False, **own)
+
+
+def choose_workers(number: int, ray: str | None) -> Workers:
+    if ray is not None:
+        if number != 1:
+            raise ValueError(f"--workers {number} and --ray {ray} exclude each other: Ray uses all cores it is given")
+        return OnRay(ray)
+    return ALONE if number == 1 else Processes(number)
+
+
+def end_with_parent(signum: int) -> None:
+    """Have the system send this process ``signum`` when the one that started it ends, however it does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signum), 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
+
+
+def _preload(module: str) -> None:
+    """Have the server that workers are forked from import it once; each of them would take seconds."""
+    multiprocessing.set_forkserver_preload([module])
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group: it ends without a traceback
+    end_with_parent(signal.SIGKILL)  # the server that forked it, which ends with the preparation
+    if not multiprocessing.parent_process().is_alive():
+        os._exit(1)  # it ended before
+
+
+def _do(work: Work, part: Any, share: int) -> Any:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ["RAYON_NUM_THREADS"] = str(max(1, cores // share))  # of tokenizers, which would take all cores
+    return work(part, lambda stage, done, total: None)
