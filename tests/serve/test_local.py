@@ -1,14 +1,10 @@
-"""The server as one ASGI application, and on Ray Serve."""
+"""The server as one ASGI application."""
 
 import asyncio
 import json
 import logging
-import os
-import socket
 import time
-import urllib.request
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 
 import pytest
 from asgi import ask, ask_all, call
@@ -63,6 +59,27 @@ def test_a_text_in_one_process(tmp_path):
     assert b'event: done\ndata: {"finished": "length"}' in body
 
 
+def test_an_engine_that_hangs_or_has_ended_is_not_healthy(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.CRITICAL)
+    app = build_app(Settings(artifact=str(write_artifact(tmp_path)), loader="fake_model", hang_s=0.2))
+    app.state.check_health()
+    assert app.state.version == "one"
+
+    async def look_while_it_computes():
+        asked = asyncio.create_task(ask(app, "/v1/recommend", {"history": [SLOW + 50]}))
+        await asyncio.sleep(0.4)
+        with pytest.raises(RuntimeError, match=r"one batch for more than 0\.2 s: it hangs"):
+            app.state.check_health()
+        return await asked
+
+    assert asyncio.run(look_while_it_computes())[0] == 200
+    app.state.check_health()
+    monkeypatch.setattr("intbmoe.serve.engine.Engine.step", lambda engine: 1 / 0)
+    assert call(app, "/v1/recommend", {"history": [1]})[0] == 503
+    with pytest.raises(RuntimeError, match="the engine has ended"):
+        app.state.check_health()
+
+
 class GpuFailedError(RuntimeError):
     """What an engine does not survive."""
 
@@ -90,42 +107,3 @@ def test_when_the_engine_dies_those_that_wait_are_told(tmp_path, monkeypatch, ca
     assert call(app, "/health/ready")[0] == 503
     [(status, error)] = ask_all(app, path, [content])
     assert (status, error["error"]["message"]) == (503, "no engine is running at the moment")
-
-
-@pytest.mark.slow
-def test_ray_serve(tmp_path, monkeypatch):
-    ray = pytest.importorskip("ray", reason="ray is not installed")
-    from ray import serve
-
-    from intbmoe.serve.ray_app import deployment
-
-    here = str(Path(__file__).parent)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        settings = Settings(artifact=str(write_artifact(tmp_path)), loader="fake_model")
-        serve.run(deployment(settings, ray_actor_options={"num_cpus": 0.5}), name="intbmoe")
-
-        def post(content):
-            body = json.dumps(content).encode()
-            request = urllib.request.Request(
-                f"http://127.0.0.1:{port}/v1/recommend", body, {"content-type": "application/json"}
-            )
-            try:
-                with urllib.request.urlopen(request, timeout=20) as response:
-                    return response.status, json.load(response)
-            except urllib.error.HTTPError as error:
-                return error.code, json.load(error)
-
-        started = time.monotonic()
-        assert post({"history": [1, 2], "top_n": 1}) == (200, {"results": [{"id": 3, "score": 1.0}]})
-        status, error = post({"history": []})
-        assert (status, error["error"]["field"]) == (422, "history")
-        assert time.monotonic() - started < 20
-    finally:
-        serve.shutdown()
-        ray.shutdown()

@@ -8,6 +8,7 @@ import importlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +33,20 @@ class ThreadLine(Line):
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._died = False
+        self._step_began: float | None = None  # None while it waits for requests
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     @property
     def is_open(self) -> bool:
         return not self._died
+
+    def check(self, hang_s: float) -> None:
+        """Raise unless the engine can answer."""
+        if self._died:
+            raise RuntimeError("the engine has ended")
+        began = self._step_began
+        if began is not None and time.monotonic() - began > hang_s:
+            raise RuntimeError(f"the engine has computed one batch for more than {hang_s:g} s: it hangs")
 
     def retire(self) -> None:
         """There is no connection to close: the thread ends with the application."""
@@ -52,7 +62,9 @@ class ThreadLine(Line):
                 while not self._inbox.empty():
                     replies += self._engine.receive(*self._inbox.get())
                 if self._engine.busy:
+                    self._step_began = time.monotonic()
                     replies += self._engine.step()
+                    self._step_began = None
                 self._hand_over(self._deliver_all, replies)
         except Exception:
             log.exception("the engine has ended: nothing is answered any more, this process must be restarted")
@@ -80,7 +92,8 @@ def build_app(settings: Settings, on_death: Callable[[], None] = lambda: None) -
     """The whole server as one ASGI application, its model loaded, checked and warm.
 
     An engine that fails, with its GPU for example, cannot be restarted in the same process: from then on
-    ``/health/ready`` says so, and ``on_death`` is called.
+    ``/health/ready`` says so, and ``on_death`` is called. The application's ``state`` has the ``version`` it serves and
+    ``check_health()``, which raises where the engine has failed or hangs.
     """
     settings.check()
     opened = importlib.import_module(settings.loader).open_predictor(settings.artifact, settings.device)
@@ -92,10 +105,12 @@ def build_app(settings: Settings, on_death: Callable[[], None] = lambda: None) -
         host = spawned_host(settings.loader, on_death)
         decoders = Decoders(host, 1, settings.artifact, opened, settings.decoders)
     served = ServedVersion(1, opened, decoders)
-    served.links["thread"] = ThreadLine(engine, on_death)
+    line = served.links["thread"] = ThreadLine(engine, on_death)
     dispatcher = Dispatcher()
     dispatcher.switch(served)
-    return Front(settings, dispatcher, metrics, _no_reload, Access(settings, settings.api_keys())).app()
+    app = Front(settings, dispatcher, metrics, _no_reload, Access(settings, settings.api_keys())).app()
+    app.state.version, app.state.check_health = opened.version, lambda: line.check(settings.hang_s)
+    return app
 
 
 async def _no_reload() -> dict[str, Any]:
