@@ -21,10 +21,18 @@ from intbmoe.tasks.workers import ALONE, Alone, OnRay, Processes, choose_workers
 from inttravel_tables import write_tables
 from ranks import run_ranks  # noqa: F401 - processes then start from a server that has imported all they need
 
-sys.path.append(str(Path(__file__).parent / "language"))
+sys.path += [str(Path(__file__).parent / task) for task in ("language", "vision")]
+from fake_images import write_parquet
 from fake_text import files_of, write_minipile
 
+pytestmark = pytest.mark.usefixtures("_same_server")
 SMALL = Budget(chunk_bytes=4_000, shard_rows=200, stretch_bytes=9_000)
+
+
+@pytest.fixture
+def _same_server(monkeypatch):
+    """That of ``ranks`` stays, for the tests that come later in this process."""
+    monkeypatch.setattr("intbmoe.tasks.workers._preload", lambda module: None)
 
 
 def silent(stage, done, total):
@@ -39,18 +47,25 @@ def prepare_texts(source, target, workers=ALONE, progress=silent):
     return list_preparations()["minipile"].run(source, target, skip_bad=False, progress=progress, workers=workers)
 
 
+def prepare_images(source, target, workers=ALONE, progress=silent):
+    return list_preparations()["imagenet"].run(source, target, skip_bad=False, progress=progress, workers=workers)
+
+
+KINDS = {"texts": prepare_texts, "images": prepare_images, "journeys": prepare_journeys}
+STAGES = {"texts": ["tokens (files)"], "images": ["unpacking (files)"]}
+STAGES["journeys"] = ["reading user_action (stretches)", "sorting (shards)"]
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     pytest.importorskip("duckdb")
     root = tmp_path_factory.mktemp("sources")
     write_minipile(root / "texts")
+    write_parquet(root / "images")
     write_tables(make_journeys(seed=3, users=60, weeks=4, sessions=(5, 20), side=3), root / "journeys")
-    prepare_texts(root / "texts", root / "texts-prepared")
-    prepare_journeys(root / "journeys", root / "journeys-prepared")
+    for kind, prepare_one in KINDS.items():
+        prepare_one(root / kind, root / f"{kind}-prepared")
     return root
-
-
-KINDS = {"texts": prepare_texts, "journeys": prepare_journeys}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,8 +76,7 @@ def test_two_processes_write_the_same_bytes(kind, sources, tmp_path):
     )
     assert counted == KINDS[kind](sources / kind, sources / f"{kind}-prepared")
     assert files_of(tmp_path / "out") == files_of(sources / f"{kind}-prepared")
-    expected = ["tokens (files)"] if kind == "texts" else ["reading user_action (stretches)", "sorting (shards)"]
-    for stage in expected:
+    for stage in STAGES[kind]:
         [total] = {total for name, _, total in stages if name == stage}
         assert [done for name, done, _ in stages if name == stage] == list(range(1, total + 1))
         assert total > 1

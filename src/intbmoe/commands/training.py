@@ -180,7 +180,7 @@ def prepare(
     Can be interrupted: the same command goes on from what is finished. TARGET is then the recipe's --data.path.
 
     Args:
-        name: minipile, wikipedia or inttravel; or what a task of your own prepares.
+        name: imagenet, inttravel, minipile or wikipedia; or what a task of your own prepares.
         source: The folder with the original files.
         target: The folder to write.
         skip_bad: Count malformed rows and leave them out; without it the first one stops the preparation.

@@ -6,6 +6,7 @@ processes or machines (``workers.py``).
 """
 
 import fcntl
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +15,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from intbmoe.files import replace_file, to_json
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.workers import ALONE, Progress, Workers
 
+UNFINISHED = "unfinished"
+"""The folder in a target where work is kept until all is there."""
+PLAN = "plan.json"
 log = logging.getLogger(__name__)
 
 
@@ -55,3 +60,27 @@ def locked(folder: Path, target: Path) -> Iterator[None]:
         except OSError as error:
             log.warning("%s has no locks (%s): see to it that only one process prepares it", target, error)
         yield
+
+
+def claim(folder: Path, plan: Mapping[str, Any], target: Path) -> None:
+    """Write down in ``folder`` what is being made, or check that it is what was begun there.
+
+    ``plan`` has ``version``, ``name``, and ``files``: the size of each source file by its name.
+    """
+    if not (folder / PLAN).is_file():
+        replace_file(folder / PLAN, to_json(plan))
+        return
+    begun = json.loads((folder / PLAN).read_bytes())
+    if (begun["version"], begun["name"]) != (plan["version"], plan["name"]):
+        other = f"{begun['name']}, version {begun['version']}"
+        raise DataError(f"{target} holds the beginning of another preparation ({other}): remove it or choose another")
+    require_same_files(begun["files"], plan["files"], target)
+
+
+def require_same_files(before: Mapping[str, int], now: Mapping[str, int], target: Path) -> None:
+    if before != now:
+        differing = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+        raise DataError(
+            f"{target} was made from other files than these ({', '.join(differing)} differ): remove it, or choose "
+            f"another folder"
+        )

@@ -11,12 +11,11 @@ import pytest
 from fake_images import encode, picture, sheet, sheets, vit, write_folder, write_parquet, write_rows, write_tar
 from PIL import Image
 
-from intbmoe.tasks import DataError
+from intbmoe.tasks import DataError, list_preparations
 from intbmoe.tasks.vision import digits, imagenet, tiny_imagenet
 from intbmoe.tasks.vision.decode import middle_square
 from intbmoe.tasks.vision.pack_tiny_imagenet import pack
 from intbmoe.tasks.vision.source import hold_out
-from intbmoe.tasks.vision.unpack_parquet import unpack
 
 DIGITS = vit(image_size=8, patch_size=2, channels=1, classes=10)
 
@@ -181,13 +180,60 @@ def test_imagenet_reads_folders_and_parquet_alike(tmp_path, write):
     assert source.train.image(0).mode == "RGB"
 
 
+def unpack(source, target, skip_bad=False, progress=lambda *_: None):
+    return list_preparations()["imagenet"].run(source, target, skip_bad=skip_bad, progress=progress)
+
+
+def files_of(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_parquet_unpacks_into_the_folder_with_the_same_labels(tmp_path):
-    unpack(write_parquet(tmp_path / "packed"), tmp_path / "folder")
+    packed = write_parquet(tmp_path / "packed")
+    counted = unpack(packed, tmp_path / "folder")
+    assert counted == {"train images": 18, "val images": 6, "skipped": 0}
     source = imagenet.read(str(tmp_path / "folder"), vit(), 0.3)
     assert sorted(contents(source.train) + contents(source.valid)) == [
         (label, number) for label in range(3) for number in range(6)
     ]
     assert sorted(contents(source.test)) == [(label, number) for label in range(3) for number in range(2)]
+
+
+class StoppedError(Exception):
+    pass
+
+
+def test_unpacking_that_was_stopped_goes_on(tmp_path, monkeypatch):
+    packed, target = write_parquet(tmp_path / "packed"), tmp_path / "folder"
+    unpack(packed, tmp_path / "whole")
+    begun = []
+
+    def stop_in_each_file(stage, done, total):
+        if stage not in begun:
+            begun.append(stage)
+            raise StoppedError
+
+    for _ in range(3):
+        with pytest.raises(StoppedError):
+            unpack(packed, target, progress=stop_in_each_file)
+        with pytest.raises(DataError, match=r"is not finished.*intbmoe prepare imagenet SOURCE .* goes on"):
+            imagenet.read(str(target), vit(), 0.3)
+    finished = target / "train" / "0000" / "00000000.JPEG"
+    before = finished.stat().st_ino
+    unpack(packed, target, progress=stop_in_each_file)
+    assert finished.stat().st_ino == before, "a finished file was unpacked again"
+    assert files_of(target) == files_of(tmp_path / "whole")
+    write_rows(packed / "data" / "train-00000-of-00002.parquet", [(b"", 0)])
+    with pytest.raises(DataError, match=r"made from other files than these \(train-00000-of-00002.parquet differ\)"):
+        unpack(packed, target)
+
+
+def test_rows_that_are_no_images_stop_the_unpacking_or_are_counted(tmp_path):
+    packed = write_parquet(tmp_path / "packed")
+    write_rows(packed / "data" / "validation-00000-of-00001.parquet", [(b"x", 0), (None, 1), (b"y", None)])
+    with pytest.raises(DataError, match=r"validation-00000-of-00001.parquet, row 1: the column 'image' has no bytes"):
+        unpack(packed, tmp_path / "folder")
+    assert unpack(packed, tmp_path / "folder", skip_bad=True) == {"train images": 18, "val images": 1, "skipped": 2}
 
 
 def pixels_of(images):

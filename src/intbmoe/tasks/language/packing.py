@@ -19,11 +19,9 @@ from intbmoe.files import private_folder, replace_file, replacing_file, to_json,
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language.packed import META, SPLITS, TOKENIZER, VERSION, read_meta, tokens_name
 from intbmoe.tasks.language.tokenizer import Encoder, import_tokenizers
-from intbmoe.tasks.preparation import locked
+from intbmoe.tasks.preparation import UNFINISHED, claim, locked, require_same_files
 from intbmoe.tasks.workers import Progress, Workers
 
-UNFINISHED = "unfinished"
-PLAN = "plan.json"
 COPIED_BYTES = 2**22
 
 
@@ -65,13 +63,13 @@ def pack(corpus: Corpus, target: Path, *, skip_bad: bool, progress: Progress, wo
     import_tokenizers()
     if (target / META).is_file():
         meta = read_meta(target, corpus.name)
-        _require_same_files(meta["files"], corpus, target)
+        require_same_files(meta["files"], corpus.files(), target)
         shutil.rmtree(target / UNFINISHED, ignore_errors=True)
         return _counts(meta)
     folder = target / UNFINISHED
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, target):
-        _claim(folder, corpus, target)
+        claim(folder, {"version": VERSION, "name": corpus.name, "files": corpus.files()}, target)
         if not (folder / TOKENIZER).is_file():
             replace_file(folder / TOKENIZER, corpus.make_tokenizer(skip_bad, progress).encode())
         tokenizer = (folder / TOKENIZER).read_bytes()
@@ -102,29 +100,6 @@ def usable(documents: Iterable[str | Malformed], skip_bad: bool, skipped: list[s
             raise DataError(f"{document.problem} (--skip-bad leaves such rows out)")
         elif skipped is not None:
             skipped.append(document.problem)
-
-
-def _claim(folder: Path, corpus: Corpus, target: Path) -> None:
-    """Write down what is being made, or check that it is what was begun here."""
-    plan = {"version": VERSION, "name": corpus.name, "files": corpus.files()}
-    if not (folder / PLAN).is_file():
-        replace_file(folder / PLAN, to_json(plan))
-        return
-    begun = json.loads((folder / PLAN).read_bytes())
-    if (begun["version"], begun["name"]) != (VERSION, corpus.name):
-        other = f"{begun['name']}, version {begun['version']}"
-        raise DataError(f"{target} holds the beginning of another preparation ({other}): remove it or choose another")
-    _require_same_files(begun["files"], corpus, target)
-
-
-def _require_same_files(before: Mapping[str, int], corpus: Corpus, target: Path) -> None:
-    now = corpus.files()
-    if before != now:
-        differing = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-        raise DataError(
-            f"{target} was made from other files than these ({', '.join(differing)} differ): remove it, or choose "
-            f"another folder"
-        )
 
 
 @dataclass(frozen=True)

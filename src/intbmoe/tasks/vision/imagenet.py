@@ -12,6 +12,7 @@ from pathlib import Path
 from intbmoe.models.vit import ViTConfig
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.own_data import require_path
+from intbmoe.tasks.preparation import UNFINISHED
 from intbmoe.tasks.vision.class_names import FILE, read_class_names
 from intbmoe.tasks.vision.folder import FolderImages, class_folders, list_images
 from intbmoe.tasks.vision.imagenet_parquet import ParquetImages
@@ -24,6 +25,9 @@ def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
     if model.channels != 3:
         raise DataError(f"imagenet images have 3 channels: set model.channels=3 (it is {model.channels})")
     root = require_path(path, "imagenet", WHAT, "docs/data.md")
+    if (root / UNFINISHED).is_dir():
+        command = f"intbmoe prepare imagenet SOURCE {root}"
+        raise DataError(f"{root} is not finished, its preparation was stopped: {command} goes on from there")
     if sorted(root.glob("data/train-*.parquet")):
         folders = None
         train, test = (ParquetImages.find(root, split) for split in ("train", "validation"))

@@ -25,6 +25,7 @@ from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.looking import Shown, View
 from intbmoe.tasks.mixture import ffn_maker
 from intbmoe.tasks.own_data import require_known, require_unused
+from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Request
 from intbmoe.tasks.vision import digits, folder, imagenet, tiny_imagenet
@@ -92,6 +93,12 @@ class VisionTask(Task):
     reported: ClassVar = {"accuracy5": "ACC@5"}
     dense_in_place = "dense"
     inputs = ("images",)
+    preparations: ClassVar[Mapping[str, Preparation]] = {
+        "imagenet": Preparation(
+            "a folder with data/train-*.parquet and data/validation-*.parquet",
+            "intbmoe.tasks.vision.unpack_parquet:prepare",
+        )
+    }
     predictor = ClassifyPredictor
     own_source = "folder"
 

@@ -1,35 +1,126 @@
-"""Write ImageNet's parquet files out as the image folder that trains fastest.
+"""ImageNet's parquet files → an image folder, which is read in random order at the cost of one image each.
 
-    python -m intbmoe.tasks.vision.unpack_parquet imagenet-1k imagenet
+    data/train-*.parquet       →  train/<label>/<number>.JPEG
+    data/validation-*.parquet  →  val/<label>/<number>.JPEG
 
-Files keep their bytes. Class folders are called by the label, 0000 to 0999, so labels stay what they were.
+Files keep their bytes. Class folders are called by the label, 0000 to 0999, so labels stay what they were; an image's
+number is its row, counted over all files of its split. Each parquet file is a part, which any worker may do.
 """
 
-import argparse
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from intbmoe.tasks.vision.imagenet_parquet import ParquetImages
+from intbmoe.files import private_folder, replace_file, to_json
+from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.parquet import find_parquet, open_parquet
+from intbmoe.tasks.preparation import UNFINISHED, claim, locked, require_same_files
+from intbmoe.tasks.vision.imagenet_parquet import COLUMNS
+from intbmoe.tasks.workers import ALONE, Progress, Workers
 
+NAME, VERSION, META = "imagenet", 1, "meta.json"
 SPLITS = {"train": "train", "validation": "val"}
+READ_ROWS = 64  # images in memory at a time
 
 
-def unpack(root: Path, output: Path) -> None:
-    """``root/data/train-*.parquet`` and ``validation-*`` → ``output/train/<label>/`` and ``output/val/<label>/``."""
-    for split, folder in SPLITS.items():
-        images = ParquetImages.find(root, split)
-        for index, label in enumerate(images.labels.tolist()):
-            file = output / folder / f"{label:04d}" / f"{index:08d}.JPEG"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(images.content(index))
+@dataclass(frozen=True)
+class Part:
+    file: Path
+    folder: str
+    first: int  # number of its first row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Unpack ImageNet's parquet files into an image folder.")
-    parser.add_argument("root", type=Path, help="the folder with data/train-*.parquet")
-    parser.add_argument("output", type=Path, help="the folder to write")
-    arguments = parser.parse_args()
-    unpack(arguments.root, arguments.output)
+def prepare(
+    source: Path, target: Path, *, skip_bad: bool, progress: Progress, workers: Workers = ALONE
+) -> Mapping[str, Any]:
+    parts = [part for split, folder in SPLITS.items() for part in _parts(source, split, folder)]
+    plan = {"version": VERSION, "name": NAME, "files": {part.file.name: part.file.stat().st_size for part in parts}}
+    unfinished = target / UNFINISHED
+    if (target / META).is_file():
+        meta = json.loads((target / META).read_bytes())
+        require_same_files(meta["files"], plan["files"], target)
+    else:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with locked(unfinished, target):
+            claim(unfinished, plan, target)
+            counted = workers.run("unpacking (files)", Unpacker(target, skip_bad), parts, progress)
+            counts = {f"{folder} images": 0 for folder in SPLITS.values()} | {"skipped": 0}
+            for part, one in zip(parts, counted, strict=True):
+                counts[f"{part.folder} images"] += one["images"]
+                counts["skipped"] += one["skipped"]
+            meta = {**plan, "counts": counts}
+            replace_file(target / META, to_json(meta))
+    shutil.rmtree(unfinished, ignore_errors=True)
+    return meta["counts"]
 
 
-if __name__ == "__main__":
-    main()
+def _parts(source: Path, split: str, folder: str) -> list[Part]:
+    parts, first = [], 0
+    for file in find_parquet(source, split):
+        parts.append(Part(file, folder, first))
+        first += open_parquet(file, COLUMNS, "images").metadata.num_rows
+    return parts
+
+
+@dataclass(frozen=True)
+class Unpacker:
+    """Writes the images of parquet files, in whatever process."""
+
+    target: Path
+    skip_bad: bool
+
+    def __call__(self, part: Part, progress: Progress) -> dict[str, int]:
+        """How many images were written and how many rows left out; nothing is done where that is known."""
+        unfinished = self.target / UNFINISHED
+        receipt = unfinished / f"{part.file.stem}.json"
+        if receipt.is_file():
+            done = json.loads(receipt.read_bytes())
+            if self.skip_bad or not done["skipped"]:
+                return done
+        # A folder of its own: a machine that was given up may still be writing the same part.
+        with private_folder(unfinished, f".{part.file.stem}.", ".part") as own:
+            done = self._unpack(part, own, progress)
+            (own / "done.json").write_bytes(to_json(done))
+            os.replace(own / "done.json", receipt)
+        return done
+
+    def _unpack(self, part: Part, own: Path, progress: Progress) -> dict[str, int]:
+        from pyarrow import ArrowException
+
+        opened = open_parquet(part.file, COLUMNS, "images", pre_buffer=False)
+        row, skipped, total = 0, 0, opened.metadata.num_rows
+        batches = opened.iter_batches(batch_size=READ_ROWS, columns=list(COLUMNS))
+        while True:
+            try:
+                batch = next(batches, None)
+            except (ArrowException, OSError) as error:
+                raise DataError(
+                    f"{part.file} is truncated or damaged after row {row}: {error}; get it again"
+                ) from error
+            if batch is None:
+                return {"images": total - skipped, "skipped": skipped}
+            for image, label in zip(*(batch.column(name).to_pylist() for name in COLUMNS), strict=True):
+                problem = _problem(image, label)
+                if problem is None:
+                    (own / "image").write_bytes(image["bytes"])
+                    place = self.target / part.folder / f"{label:04d}" / f"{part.first + row:08d}.JPEG"
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(own / "image", place)
+                elif self.skip_bad:
+                    skipped += 1
+                else:
+                    raise DataError(f"{part.file}, row {row}: {problem} (--skip-bad leaves such rows out)")
+                row += 1
+            progress(f"unpacking {part.file.name}", row, total)
+
+
+def _problem(image: Any, label: Any) -> str | None:
+    if not (isinstance(image, dict) and isinstance(image.get("bytes"), bytes)):
+        return "the column 'image' has no bytes; expected a struct with the file in it"
+    if not isinstance(label, int) or label < 0:
+        return f"the label is {label!r}, expected a whole number of at least 0"
+    return None
