@@ -16,6 +16,7 @@ RECIPES = {
     "digits": {"dim": 24, "hidden": 96, "heads": 2},
     "stdlib": {"dim": 24, "hidden": 48, "heads": 2},
     "foursquare": {"dim": 16, "hidden": 64, "items": 50, "length": 32},
+    "journeys": {"dim": 16, "hidden": 64, "sessions": 6},
 }
 
 
@@ -40,9 +41,11 @@ def flops_of_a_batch(recipe, moe):
     torch.manual_seed(0)
     model = task.make_model().eval()
     (example,) = task.example_inputs()
+    size = recipe.train.batch
+    whole = {name: torch.cat([part] * size) for name, part in example.items()} if isinstance(example, dict) else None
     active = moe.options["top_k"] if moe.name == "remoe" else None
-    counted = count_flops(model, example.repeat(recipe.train.batch, *[1] * (example.dim() - 1)), active=active)
-    return (counted.executed + counted.formulation) / recipe.train.batch
+    counted = count_flops(model, torch.cat([example] * size) if whole is None else whole, active=active)
+    return (counted.executed + counted.formulation) / size
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -18,6 +18,7 @@ Everything is counted by running models, not by formulas.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -57,15 +58,19 @@ def training_flops(model: nn.Module, inputs: tuple[Any, ...], batch: int, active
     ``inputs`` are those of a batch of one. A forward's FLOPs are those of its examples and what it does once (IntBMoE
     composes blocks), so batches of one and two say them all. ``active`` as in ``count_flops``.
     """
-    one, two = (count_flops(model, *_repeat(inputs, size), active=active).total() for size in (1, 2))
+    batches = ([_repeat(value, size) for value in inputs] for size in (1, 2))
+    one, two = (count_flops(model, *repeated, active=active).total() for repeated in batches)
     example = two - one
     return example + (one - example) / batch
 
 
-def _repeat(inputs: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-    return tuple(
-        value.repeat(size, *[1] * (value.dim() - 1)) if isinstance(value, Tensor) else value for value in inputs
-    )
+def _repeat(value: Any, size: int) -> Any:
+    """Tensors of a batch of one, also those of a dict (the travel model's), as a batch of ``size``."""
+    if isinstance(value, Tensor):
+        return value.repeat(size, *[1] * (value.dim() - 1))
+    if isinstance(value, Mapping):
+        return {name: _repeat(part, size) for name, part in value.items()}
+    return value
 
 
 def _flops(recipe: Recipe, moe: MoESettings) -> float:
