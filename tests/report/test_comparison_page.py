@@ -224,6 +224,14 @@ def test_floors_are_shown(tmp_path):
     assert "floors" not in sections(comparison_page(made_up(made_up_row("A", "a", 0.5)), tmp_path))
 
 
+def test_ceilings_are_shown_and_are_nothing_to_beat(tmp_path):
+    data = made_up(made_up_row("A", "a", 0.5)) | {"ceilings": {"the planted rule": {"accuracy": 0.8}}}
+    page = comparison_page(data, tmp_path)
+    (table,) = sections(page)["ceilings"].blocks
+    assert "the planted rule" in table.markdown()
+    assert "does not beat" not in str(page)
+
+
 def test_hostile_names_are_text(tmp_path):
     row = made_up_row(HOSTILE, HOSTILE, 0.5, 0.6)
     left_out = [{"title": HOSTILE, "path": HOSTILE, "reason": HOSTILE}]

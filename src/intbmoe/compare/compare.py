@@ -63,11 +63,15 @@ def _report(console: Console, comparison: Comparison) -> None:
     for note in table.notes:
         console.print(f"  {note}", soft_wrap=True)
     written = write_files(plan.folder, stem, rows, title, task.higher_is_better)
-    floors = make_task(plan.recipe).floors()  # after the table is safe: on large data they take their time
+    asked = make_task(plan.recipe)
+    floors = asked.floors()  # after the table is safe: on large data they take their time
     if floors:
         console.print(floors_table(floors, "What needs no learning").terminal(compact=True))
         written = write_files(plan.folder, stem, rows, title, task.higher_is_better, floors)
-    written.append(write_comparison_page(replace(comparison, floors=floors)))
+    ceilings = asked.ceilings()
+    if ceilings:
+        console.print(floors_table(ceilings, "The best that is possible", "Ceiling").terminal(compact=True))
+    written.append(write_comparison_page(replace(comparison, floors=floors, ceilings=ceilings)))
     console.print(f"\nSaved: {', '.join(str(path) for path in written)}", markup=False, soft_wrap=True)
 
 

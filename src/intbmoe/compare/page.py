@@ -5,7 +5,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ class Comparison:
     left_out: Sequence[Mapping[str, str]]
     methods: str  # as ``--methods`` named them
     command: str
+    ceilings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def collect(comparison: Comparison) -> dict[str, dict[str, Any]]:
@@ -66,6 +67,7 @@ def collect(comparison: Comparison) -> dict[str, dict[str, Any]]:
         "rows": [{key: row[key] for key in row if key != "results"} for row in comparison.rows],
         "sets": _sets(plan.recipe, comparison.methods),
         "floors": {name: dict(values) for name, values in comparison.floors.items()},
+        "ceilings": {name: dict(values) for name, values in comparison.ceilings.items()},
         "runs": [_traced(job, plan) for job in comparison.sound],
         "left_out": [*comparison.left_out, *refused],
     }
@@ -144,7 +146,7 @@ def comparison_page(data: Data, pictures: Path) -> Page:
     figures = {path.stem: read_figure(path, "data/") for path in sorted(pictures.glob("*.json"))}
     answer = answer_comparison(data)
     sections = [_results(data, answer.leaders), *(_part(name, figures) for name in LEADS)]
-    sections += [_ablations(data), _floors(data), _left_out(data, figures), _runs(data)]
+    sections += [_ablations(data), _floors(data), _ceilings(data), _left_out(data, figures), _runs(data)]
     overline = f"intbmoe compare · {data['recipe']} · --methods {data['methods']}"
     return Page(overline, answer, [section for section in sections if section is not None])
 
@@ -245,6 +247,14 @@ def _floors(data: Data) -> Section | None:
         return None
     lead = "What needs no learning. A method that does not beat these has learned nothing."
     return Section("floors", "Floors", lead, [floors_table(data["floors"], "Floors, on the test split")])
+
+
+def _ceilings(data: Data) -> Section | None:
+    if not data.get("ceilings"):  # pages of earlier versions have none
+        return None
+    lead = "The data was made by a known rule: no model can be expected to do better than who knows it."
+    found = floors_table(data["ceilings"], "Ceilings, on the test split", "Ceiling")
+    return Section("ceilings", "Ceilings", lead, [found])
 
 
 def _left_out(data: Data, figures: Mapping[str, Figure]) -> Section | None:

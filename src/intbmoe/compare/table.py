@@ -130,10 +130,10 @@ def anchor(label: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", lambda found: f".{ord(found[0]):x}.", label)
 
 
-def floors_table(floors: Floors, title: str) -> Table:
+def floors_table(floors: Floors, title: str, kind: str = "Floor") -> Table:
     metrics = list(dict.fromkeys(metric for values in floors.values() for metric in values))
     rows = [[Cell(name, name), *(_floor_cell(values, metric) for metric in metrics)] for name, values in floors.items()]
-    return Table(title, [Column("Floor", numeric=False), *map(Column, metrics)], rows)
+    return Table(title, [Column(kind, numeric=False), *map(Column, metrics)], rows)
 
 
 def _floor_cell(values: Mapping[str, float], metric: str) -> Cell:

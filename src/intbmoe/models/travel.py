@@ -11,6 +11,7 @@ Letters: ``B`` users, ``S`` sessions of each, from old to new, ``C`` candidates 
     prediction   y_s = ``Recommender`` at scenario_s: it has seen the profile, all sessions before s, and of session s
                  what was known before the user chose
     score        ⟨y_s, e(c)⟩ / √d for a candidate c, with the same e that intention tokens have
+    copy         with ``copy``, y_s + κ · the mean of e(place) over the sessions before s; κ starts at √d
 
 Other tasks are heads on the same backbone, each a linear map of one of its outputs:
 
@@ -82,6 +83,11 @@ class TravelConfig(Checked):
     code; empty: hashes tables of place_rows and cell_rows, whose vectors are added."""
     table_std: Positive = EMBEDDING_STD
     """Of the entries that places and cells start with."""
+    code_std: Positive = EMBEDDING_STD
+    """Of the entries that all other codes start with."""
+    copy: bool = False
+    """Whether the mean of the places before a session is added to its prediction, times a learned number: a start for
+    counting visits, which all methods then share."""
     head_by_task: bool = False
     """Whether the head is told the task it predicts for, in the methods that take one (mmoe, ple, dsfnet, intbmoe); the
     others have one head for all tasks."""
@@ -113,11 +119,13 @@ class TravelModel(nn.Module):
         self.config = config
         self.places = self._table(config.place_rows)
         self.cells = self._table(config.cell_rows)
-        self.codes = MultiHashEmbedding(config.code_rows, config.dim, config.hashes, EMBEDDING_STD)
+        self.codes = MultiHashEmbedding(config.code_rows, config.dim, config.hashes, config.code_std)
         self.kinds = nn.Parameter(torch.randn(len(KINDS), config.dim) * EMBEDDING_STD)
         self.place_norm = nn.LayerNorm(config.dim)
         self.place_map = nn.Linear(config.dim, config.dim)
         self.backbone = Recommender(config.backbone(), make_ffn, make_head)
+        # Divided by √d in the score, a place that was all of the past counts as much as its own vector's length.
+        self.copy_scale = nn.Parameter(torch.tensor(config.dim**0.5)) if config.copy else None
         self.tasks = tuple(tasks)
         sizes = {"how": config.modes, "when": DEPARTURES, "via": config.dim}
         self.heads = nn.ModuleDict({task: nn.Linear(config.dim, sizes[task]) for task in tasks if task != "where"})
@@ -141,7 +149,7 @@ class TravelModel(nn.Module):
         tokens, mask = self.tokens(batch)
         states = self.backbone.states(tokens, mask)
         shared = self.backbone.predict(states, mask, **self.head_inputs("where"))
-        predictions = shared[:, PROFILE_TOKENS::SESSION_TOKENS]
+        predictions = self.add_copies(shared[:, PROFILE_TOKENS::SESSION_TOKENS], batch)
         if "candidates" not in batch:
             return predictions
         targets, candidates = batch["targets"], batch["candidates"]
@@ -152,18 +160,28 @@ class TravelModel(nn.Module):
         for task, head in self.heads.items():
             inputs = self.head_inputs(task)
             outputs = self.backbone.predict(states, mask, **inputs) if inputs else shared
-            predictions = outputs[:, PROFILE_TOKENS::SESSION_TOKENS]
             if task == "via":
                 following = targets[:, 1:]
                 intentions = outputs[:, PROFILE_TOKENS + 1 :: SESSION_TOKENS][:, :-1]
                 scores[task] = self.score(head(intentions[following]), candidates[:, 1:][following])
             else:
+                predictions = self.add_copies(outputs[:, PROFILE_TOKENS::SESSION_TOKENS], batch)
                 scores[task] = head(predictions[targets])
         return scores
 
     def predict(self, batch: Mapping[str, Tensor]) -> Tensor:
         """(B, S, d): the output at each session's scenario token."""
-        return self.backbone(*self.tokens(batch), **self.head_inputs("where"))[:, PROFILE_TOKENS::SESSION_TOKENS]
+        outputs = self.backbone(*self.tokens(batch), **self.head_inputs("where"))
+        return self.add_copies(outputs[:, PROFILE_TOKENS::SESSION_TOKENS], batch)
+
+    def add_copies(self, predictions: Tensor, batch: Mapping[str, Tensor], at: Tensor | None = None) -> Tensor:
+        """(B, S, d) outputs at the scenarios → predictions; with ``at`` (B,) a session of each, (B, d) → (B, d)."""
+        if self.copy_scale is None:
+            return predictions
+        copies = mean_before(self.encode_places(batch["place"]), batch["mask"] & (batch["place"][..., 0] != 0))
+        if at is not None:
+            copies = copies[torch.arange(len(at), device=at.device), at]
+        return predictions + self.copy_scale * copies
 
     def head_inputs(self, task: str) -> dict[str, Tensor]:
         """What the backbone's head is given for a task: nothing, or a vector with a 1 at it."""
@@ -213,3 +231,11 @@ class TravelModel(nn.Module):
         with autocast_off(predictions):
             y = wide(predictions) * self.config.dim**-0.5
             return (F.embedding(where, vectors) @ y.unsqueeze(-1)).squeeze(-1)
+
+
+def mean_before(x: Tensor, known: Tensor) -> Tensor:
+    """(B, S, d), (B, S) which of them count → (B, S, d): the mean of those before each, zero where there is none."""
+    earlier = known.new_ones(x.shape[1], x.shape[1]).tril(-1) & known.unsqueeze(1)
+    with autocast_off(x):
+        shares = earlier / earlier.sum(-1, keepdim=True).clamp(min=1)
+        return shares.to(x.dtype) @ x

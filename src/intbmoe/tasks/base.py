@@ -138,6 +138,10 @@ class Task:
         """Metrics of the test split that need no learning, by name, such as popularity; ``compare`` prints them."""
         return {}
 
+    def ceilings(self) -> Mapping[str, Mapping[str, float]]:
+        """Metrics of the test split that no model can be expected to exceed, by name, where the data was made so."""
+        return {}
+
     def example_inputs(self) -> tuple[Any, ...]:
         """Inputs of one forward at batch 1, for counting FLOPs."""
         return tuple(self._inputs_of(self.held_out().batch([0], epoch=0, seed=0)))

@@ -263,7 +263,7 @@ def test_the_paper_size_model_takes_a_real_step(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TravelData(source="yelp"), "source='yelp'.*'journeys' or 'inttravel'"),
+        (lambda: TravelData(source="yelp"), "source='yelp'.*'journeys', 'inttravel', 'check-ins'"),
         (lambda: TravelData(users=0), "users=0"),
         (lambda: TravelData(tasks=("how",)), r"tasks=.*where among them"),
         (lambda: TravelData(tasks=("where", "why")), r"tasks.*'why'"),

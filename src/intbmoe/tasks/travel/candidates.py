@@ -12,6 +12,8 @@ from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.travel.data import Places
 
 NEGATIVES, NEAR = 64, 32
+TOP = (1, 2, 5)
+"""Among how many of the first the true place is looked for."""
 
 
 class Candidates:

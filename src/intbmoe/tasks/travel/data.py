@@ -46,6 +46,7 @@ class Sessions:
     mode: np.ndarray
     via: np.ndarray  # (S,) int32: row of Places, −1 for none
     depart: np.ndarray | None = None  # (S,) int32: ``find_departures``; None in folders prepared before that was there
+    clock: np.ndarray | None = None  # (S,) int64: milliseconds that the user's is ahead of UTC; None: all alike
 
 
 @dataclass(frozen=True)
@@ -109,3 +110,18 @@ def group_by_cell(cell: np.ndarray, cells: int) -> tuple[np.ndarray, np.ndarray]
     offsets = np.zeros(cells + 1, np.int64)
     np.cumsum(np.bincount(cell, minlength=cells), out=offsets[1:])
     return offsets, np.argsort(cell, kind="stable").astype(np.int32)
+
+
+def bare_places(
+    cell: np.ndarray, cells: int, category: np.ndarray | None = None, region: np.ndarray | None = None
+) -> Places:
+    """Places 0 to P − 1 in these cells (codes below ``cells``), without scores; what is left out is not known."""
+    unknown = np.zeros(len(cell), np.int32)
+    return Places(
+        np.arange(len(cell), dtype=np.int64),
+        np.full(len(cell), np.nan, np.float32),
+        cell,
+        unknown if category is None else category,
+        unknown if region is None else region,
+        *group_by_cell(cell, cells),
+    )

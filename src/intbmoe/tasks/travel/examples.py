@@ -31,7 +31,8 @@ MINUTE = 60_000  # milliseconds
 
 def place_codes(places: Places) -> np.ndarray:
     """(1 + P, 5) int32, those of place p in row p + 1; a score's code is its group, of 32 equally large ones."""
-    edges = np.unique(np.nanquantile(places.score, np.arange(1, SCORE_CODES) / SCORE_CODES))
+    known = places.score[~np.isnan(places.score)]
+    edges = np.unique(np.quantile(known, np.arange(1, SCORE_CODES) / SCORE_CODES)) if len(known) else known
     score = np.where(np.isnan(places.score), 0, 1 + np.searchsorted(edges, places.score, side="right"))
     codes = np.zeros((1 + len(places.cell), 5), np.int32)
     columns = (np.arange(1, len(codes)), places.cell, places.category, places.region, score)
@@ -40,7 +41,9 @@ def place_codes(places: Places) -> np.ndarray:
     return codes
 
 
-def time_codes(time: np.ndarray, before: np.ndarray, clock: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def time_codes(
+    time: np.ndarray, before: np.ndarray, clock: int | np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes of hour, weekday and gap of sessions, from their times and those of the sessions before, −1 for none."""
     hours = (time + clock) // HOUR
     weekday = (hours // 24 + 3) % 7  # 1 January 1970 was a Thursday, day 3 of a week from Monday
@@ -108,7 +111,7 @@ class JourneyReader:
     def _scenario(self, shard: Sessions, at: np.ndarray, oldest: np.ndarray) -> np.ndarray:
         """(N, 6) codes of what is known before the user chooses; ``oldest`` is her first session."""
         before = np.where(at > oldest, shard.time[np.maximum(at - 1, oldest)], -1)
-        times = time_codes(shard.time[at], before, self.clock)
+        times = time_codes(shard.time[at], before, self.clock if shard.clock is None else shard.clock[at])
         return np.stack([shard.cell[at], shard.region[at], shard.weather[at], *times], 1)
 
 

@@ -17,16 +17,14 @@ WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 
 
 def journey_views(categories: tuple[str, ...]) -> list[View]:
-    return [
+    views = [
         View("token type", TYPES, token_types),
         View("hour of day", tuple(f"{hour:02}" for hour in range(24)), lambda b: _session_codes(b, "scenario", HOUR)),
-        View(
-            "category",
-            categories,
-            lambda b: _session_codes(b, "intention", CATEGORY),
-            words=tuple((name,) for name in categories),
-        ),
     ]
+    if categories:  # some data has none
+        words = tuple((name,) for name in categories)
+        views.append(View("category", categories, lambda b: _session_codes(b, "intention", CATEGORY), words=words))
+    return views
 
 
 def token_types(batch: Batch) -> Tensor:

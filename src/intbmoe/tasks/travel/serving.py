@@ -234,8 +234,10 @@ class PlacePredictor(Predictor):
             mask = mask & filled.unsqueeze(1)
         inputs = self.model.head_inputs("where")
         if shortcut:
-            return self.model.backbone.output_at(tokens, mask, last, filled, **inputs)
-        return self.model.backbone(tokens, mask, **inputs)[torch.arange(len(last), device=self.device), last]
+            outputs = self.model.backbone.output_at(tokens, mask, last, filled, **inputs)
+        else:
+            outputs = self.model.backbone(tokens, mask, **inputs)[torch.arange(len(last), device=self.device), last]
+        return self.model.add_copies(outputs, arrays, at=(lengths - 1).clamp(min=0))
 
     def _token_names(self, places: np.ndarray) -> list[str]:
         names = [f"profile {number}" for number in range(1, PROFILE_TOKENS + 1)]

@@ -42,16 +42,18 @@ from intbmoe.tasks.mixture import ffn_maker
 from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Graph, Request
+from intbmoe.tasks.travel.candidates import TOP
+from intbmoe.tasks.travel.check_ins import read_check_ins
 from intbmoe.tasks.travel.city import CATEGORY_NAMES
 from intbmoe.tasks.travel.data import JourneyData
 from intbmoe.tasks.travel.examples import JourneyExamples, JourneyReader, place_codes
 from intbmoe.tasks.travel.floors import floor_scores
 from intbmoe.tasks.travel.generator import make_journeys
 from intbmoe.tasks.travel.looking import journey_views, show_journeys
+from intbmoe.tasks.travel.planted import ceiling_sums, make_planted, make_rule
 from intbmoe.tasks.travel.serving import PlacePredictor, journey_requests
 from intbmoe.tasks.travel.store import open_journeys
 
-TOP = (1, 2, 5)
 CATEGORY_TOP = (1, 2, 5, 10)
 HOW_TOP = 3
 
@@ -60,12 +62,14 @@ HOW_TOP = 3
 class TravelData(Checked):
     """Which journeys."""
 
-    source: Literal["journeys", "inttravel"] = "journeys"
-    """journeys are made by a generator; docs/data.md says how to get and prepare IntTravel."""
+    source: Literal["journeys", "inttravel", "check-ins"] = "journeys"
+    """journeys are made by a generator; docs/data.md says how to get IntTravel and check-ins."""
     path: str | None = None
-    """What intbmoe prepare inttravel made. journeys need none."""
+    """What intbmoe prepare inttravel made, or an .npz file of check-ins. journeys need none."""
     users: PositiveInt = 2000
     """How many users the generator makes."""
+    planted: Annotated[float, MustBe("a number from 0 to 1", lambda value: 0 <= value <= 1)] = 0.0
+    """The share of generated trips that follow a planted rule, the others going anywhere; 0 for the usual journeys."""
     tasks: Annotated[
         tuple[Literal["where", "how", "when", "via"], ...],
         MustBe("different ones, where among them", lambda value: "where" in value and len({*value}) == len(value)),
@@ -79,7 +83,8 @@ class TravelData(Checked):
     valid_windows: PositiveInt | None = None
     """Windows of the validation split that are evaluated, evenly spread over all; None for all."""
     utc_offset: Annotated[float, MustBe("a number between -14 and 14", lambda value: abs(value) <= 14)] = 0.0
-    """Hours by which the users' clocks are ahead of UTC, for the hour and the weekday of a session."""
+    """Hours by which the users' clocks are ahead of UTC, for the hour and the weekday of a session, where the data does
+    not say it of each session; requests to a served model never do."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,10 @@ class TravelTask(Task):
     def _reader(self) -> JourneyReader:
         settings, model = self.recipe.data, self.recipe.model
         data = open_data(settings)
+        unknown = sorted({"how", "when"} & {*settings.tasks})
+        if unknown and (settings.planted or settings.source == "check-ins"):
+            name = "planted journeys" if settings.planted else "check-ins"
+            raise DataError(f"data.tasks has {', '.join(unknown)}: {name} do not say it, leave where and via")
         if "how" in settings.tasks and data.sizes.modes - 1 > model.modes:
             raise DataError(f"model.modes={model.modes}: the data has {data.sizes.modes - 1} travel modes, set as many")
         options = {"departures": "when" in settings.tasks, "by": settings.split, "near": settings.near_negatives}
@@ -172,7 +181,9 @@ class TravelTask(Task):
             if metric in ("count", "categories"):
                 continue
             unit = f"{task} categories" if metric.startswith("CIR") else f"{task} count"
-            found[name] = float(total) / max(1.0, sums[unit.removeprefix("where").strip()])
+            number = sums[unit.removeprefix("where").strip()]
+            if number or not metric.startswith("CIR"):  # without categories, 0 would read as the best there is
+                found[name] = float(total) / max(1.0, number)
         return found
 
     def floors(self) -> Mapping[str, Mapping[str, float]]:
@@ -184,6 +195,13 @@ class TravelTask(Task):
                 for key, gains in ranking_gains(torch.from_numpy(scores), torch.from_numpy(category)).items():
                     sums[key] = sums.get(key, 0.0) + float(gains.sum())
         return {name: self.metrics(sums) for name, sums in totals.items()}
+
+    def ceilings(self) -> Mapping[str, Mapping[str, float]]:
+        settings = self.recipe.data
+        if not settings.planted:
+            return {}
+        sums = ceiling_sums(open_data(settings), make_rule(), settings.split, settings.near_negatives)
+        return {"the planted rule": self.metrics(sums)}
 
     def example_inputs(self) -> tuple[dict[str, Tensor]]:
         """One full sequence; scoring candidates costs the same for all methods and is left out."""
@@ -272,7 +290,13 @@ def open_data(data: TravelData) -> JourneyData:
     if data.source == "journeys":
         if data.path is not None:
             raise DataError(f"data.path={data.path!r}: journeys are generated and take no path")
-        return make_journeys(users=data.users)
+        return make_planted(data.planted, data.users) if data.planted else make_journeys(users=data.users)
+    if data.planted:
+        raise DataError(
+            f"data.planted={data.planted:g}: only generated journeys have it, leave it at 0 for {data.source}"
+        )
+    if data.source == "check-ins":
+        return read_check_ins(data.path)
     if data.path is None:
         raise DataError("data.path is not set: give --data.path FOLDER made by intbmoe prepare inttravel, docs/data.md")
     return open_journeys(data.path)
