@@ -14,8 +14,17 @@ MARGIN = 1.08
 START_SECONDS = {"cuda": 25.0, "cpu": 9.0}
 """Imports, reading data, compiling kernels, and at the end the test split and counting."""
 GUESSED_MS = {
-    "cuda": {"tiny-imagenet": 12.0, "wikipedia": 40.0, "foursquare": 25.0, "foursquare-us": 25.0},
-    "cpu": {"foursquare": 350.0, "foursquare-us": 700.0, "digits": 15.0, "stdlib": 30.0},
+    "cuda": {"tiny-imagenet": 12.0, "wikipedia": 40.0, "foursquare": 25.0, "foursquare-us": 25.0, "yelp": 25.0},
+    "cpu": {
+        "foursquare": 350.0,
+        "foursquare-us": 700.0,
+        "checkins": 320.0,
+        "checkins-us": 400.0,
+        "checkins-told": 450.0,
+        "planted": 240.0,
+        "digits": 15.0,
+        "stdlib": 30.0,
+    },
 }
 UNKNOWN_MS = 1000.0
 GUESSED_CROWDING = 0.5  # how much longer a step on a GPU takes for each run beside it

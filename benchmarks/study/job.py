@@ -112,7 +112,9 @@ def summarise_run(recipe: Recipe, run: RunDirectory, job: dict[str, Any]) -> dic
         "load": _load(rows),
         "curve": _curve(rows, "train"),
         "curve_valid": _curve(rows, "valid", result["metric"]),
-        "floors": make_task(recipe).floors() if recipe.moe.name == "dense" else None,  # the same beside every method
+        # The same beside every method.
+        "floors": make_task(recipe).floors() if recipe.moe.name == "dense" else None,
+        "ceilings": make_task(recipe).ceilings() if recipe.moe.name == "dense" else None,
         "starts": len(environment),
         "environment": {**last, "git": job["commit"] or last["git"]},
         "recipe": recipe_without_path,

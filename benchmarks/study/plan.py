@@ -176,7 +176,7 @@ def _entry(study: str, stage: str, recipe: Recipe, variant: Variant, seed: int, 
         title=variant.title,
         label=variant.label,
         seed=seed,
-        command=_command(STUDIES[study].recipe, variant, seed, settings),
+        command=_command(STUDIES[study], variant, seed, settings),
         on_cpu=STUDIES[study].on_cpu,
         **_facts(study, seeded),
     )
@@ -242,8 +242,8 @@ def _essential(value: Any, where: str) -> Any:
     return found
 
 
-def _command(recipe: str, variant: Variant, seed: int, settings: Mapping[str, Any]) -> str:
-    words = ["intbmoe train", recipe, "--data.path DATA", f"--moe.name {variant.moe.name}"]
+def _command(study: Study, variant: Variant, seed: int, settings: Mapping[str, Any]) -> str:
+    words = ["intbmoe train", study.recipe, *["--data.path DATA"] * study.needs_data, f"--moe.name {variant.moe.name}"]
     if variant.moe.label:
         words.append(f"--moe.label {variant.moe.label}")
         for option, value in variant.moe.options.items():

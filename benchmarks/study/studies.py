@@ -19,6 +19,7 @@ class Study:
     rates: tuple[float, ...]  # learning rates for the stage ``tune``
     tuning: Mapping[str, Any] = field(default_factory=dict)  # further settings of that stage
     on_cpu: bool = False  # so small that a core is enough
+    needs_data: bool = True
     labels: tuple[str, ...] = ()  # only these variants, all seeds, in place of the stages' own
     as_long_as: str = ""  # a label: each variant trains for as much time as that one, by the measured time of a step
 
@@ -34,6 +35,9 @@ IMAGES = {
     "train.eval_every": 5.0,
     "train.workers": 2,
 }
+ON_CORES = {**GPU, "train.workers": 0}
+NEXT_PLACE = ("dense", "swiglu-wide", "switch", "deepseek", "remoe", "intbmoe")
+"""Dense is in the mixture's place already, and one as wide as IntBMoE's compute stands beside it."""
 WIKIPEDIA_STEPS = 40_000_000 // (32 * 512)  # the first 40 M of the 93.5 M tokens
 TEXT = {**GPU, "train.batch": 32, "train.steps": 1000, "train.lr": 2e-3, "train.workers": 1}  # the rate by stage tune
 
@@ -87,8 +91,35 @@ STUDIES = {
         (),
         labels=(PLACED, "swiglu-wide", "intbmoe", ONE_LAYER, "remoe", "remoe-more", "deepseek"),
     ),
+    # The next place with its context, the next business, and a control whose best possible score is known.
+    "checkins": Study(
+        "checkins", ON_CORES, NEXT_PLACE[2:], 2794 // 20, (1e-3, 3e-3, 1e-2), on_cpu=True, labels=NEXT_PLACE
+    ),
+    "checkins-us": Study(
+        "checkins-us", ON_CORES, NEXT_PLACE[2:], 6579 // 20, (1e-3, 3e-3, 1e-2), on_cpu=True, labels=NEXT_PLACE
+    ),
+    "checkins-told": Study(
+        "checkins-told",
+        ON_CORES,
+        ("mixture", "mmoe", "ple"),
+        2794 // 20,
+        (1e-3, 3e-3, 1e-2),
+        on_cpu=True,
+        labels=("dense", "mixture", "mmoe", "ple", "intbmoe"),
+    ),
+    "yelp": Study("yelp", ON_CORES, NEXT_PLACE[2:], 30_790 // 128, (5e-4, 1e-3, 3e-3), labels=NEXT_PLACE),
+    "planted": Study(
+        "planted",
+        ON_CORES,
+        NEXT_PLACE[2:],
+        96_000 // 512,
+        (2e-3, 5e-3, 1e-2),
+        on_cpu=True,
+        needs_data=False,
+        labels=NEXT_PLACE,
+    ),
     # Dry runs: they need no data and no GPU, and are part of no table.
-    "digits": Study("digits", {}, ("dense", "intbmoe", "vmoe"), 20, (1e-3, 2e-3), on_cpu=True),
-    "stdlib": Study("stdlib", {}, ("dense", "intbmoe", "deepseek"), 600, (5e-3, 1e-2), on_cpu=True),
+    "digits": Study("digits", {}, ("dense", "intbmoe", "vmoe"), 20, (1e-3, 2e-3), on_cpu=True, needs_data=False),
+    "stdlib": Study("stdlib", {}, ("dense", "intbmoe", "deepseek"), 600, (5e-3, 1e-2), on_cpu=True, needs_data=False),
 }
 REAL = ("tiny-imagenet", "wikipedia", "foursquare", "foursquare-us")

@@ -32,7 +32,7 @@ from intbmoe.report.tables import Table
 
 HOUSE = Path(__file__).parents[2]
 DOCUMENT, README = HOUSE / "docs" / "results.md", HOUSE / "README.md"
-SECOND = {"accuracy": "accuracy5", "loss": "perplexity", "HR@10": "HR@10 new"}
+SECOND = {"accuracy": "accuracy5", "loss": "perplexity", "HR@10": "HR@10 new", "HR@5": "HR@1"}
 """What is shown beside the metric that decides."""
 ORDER = {label: place for place, label in enumerate(dict.fromkeys((*TABLE_1, *TABLE_2)))}
 TITLES = {
@@ -40,6 +40,11 @@ TITLES = {
     "wikipedia": "Text: Wikipedia",
     "foursquare": "Places: Foursquare, New York",
     "foursquare-us": "Places: Foursquare, US",
+    "checkins": "Places with context: Foursquare, New York",
+    "checkins-us": "Places with context: Foursquare, US",
+    "checkins-told": "Two tasks, and who is told which: Foursquare, New York",
+    "yelp": "Businesses: Yelp",
+    "planted": "A control: journeys with a planted rule",
 }
 PARAMETERS, COMPUTE, ABLATIONS = "Equal parameters", "Equal compute", "Ablations"
 NARROW, CONTROL = "Equal compute with one layer", "The backbone's FFN in the mixture's place"
@@ -60,7 +65,7 @@ def main() -> int:
     parts = {study: study_text(study, summaries, read_timing(options.results, study)) for study in options.studies}
     parts["tuning"] = tuning_text(summaries)
     parts["mixing"] = mixing_text(summaries)
-    parts["overview"] = overview_text(list(TITLES), summaries)
+    parts["overview"] = overview_text(REAL, summaries)
     found = {study: find_rows(study, summaries)[0] for study in REAL}
     parts["gains"] = gains(found, {"dense": "over dense", PLACED: "over dense in its place"}).markdown()
     parts["ablations"] = gains(found, {"intbmoe": "here"}).markdown()
@@ -103,7 +108,8 @@ def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mappi
         if any(table_of(label) == title for label in rows):
             shown = {label: found for label, found in rows.items() if table_of(label) == title or label == beside}
             parts.append(f"**{title}**\n\n{table(shown, timing['rows'])}")
-    parts += _floors(rows)
+    parts += _besides(rows, "floors", "What needs no learning")
+    parts += _besides(rows, "ceilings", "The best that is possible")
     commands = "\n".join(_command(found) for found in rows.values())
     parts.append(f"<details><summary>Commands</summary>\n\n```\n{commands}\n```\n\n</details>")
     return "\n\n".join(parts)
@@ -236,13 +242,13 @@ def _commit(git: Mapping[str, Any]) -> str:
     return f"{name} with changes" if git.get("changed") else name
 
 
-def _floors(rows: Rows) -> list[str]:
-    found = next((run["floors"] for runs in rows.values() for run in runs if run.get("floors")), None)
+def _besides(rows: Rows, kind: str, what: str) -> list[str]:
+    found = next((run[kind] for runs in rows.values() for run in runs if run.get(kind)), None)
     if not found:
         return []
     metric = next(iter(rows.values()))[0]["metric"]
     told = ", ".join(f"{name} {format_metric(metric, values[metric])}" for name, values in found.items())
-    return [f"What needs no learning, {metric} on the test split: {told}."]
+    return [f"{what}, {metric} on the test split: {told}."]
 
 
 def _command(found: Sequence[Mapping[str, Any]]) -> str:
