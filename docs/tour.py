@@ -21,20 +21,28 @@ from torch import nn
 
 import intbmoe
 
-torch.manual_seed(0)
+torch.manual_seed(3)
 
 # %% [markdown]
 # ## The layer
 #
-# It takes the place of a feed-forward network. Here it learns to turn some tokens round and to negate
-# the others.
+# It takes the place of a feed-forward network. Here it learns four jobs: tokens of the first kind are to be turned
+# round, of the second negated, of the third moved by eight places, of the fourth by sixteen. One of a token's numbers
+# marks its kind.
 
 # %%
+JOBS = {
+    "turn round": lambda x: x.flip(-1),
+    "negate": lambda x: -x,
+    "move 8": lambda x: x.roll(8, -1),
+    "move 16": lambda x: x.roll(16, -1),
+}
 ffn = intbmoe.IntBMoE(dim=32, hidden=64, experts=8, blocks=4, top_k=2)
-optimizer = torch.optim.AdamW(ffn.parameters(), lr=3e-3)
-for step in range(200):
-    x = torch.randn(8, 16, 32)
-    wanted = torch.where(x[..., :1] > 0, x.flip(-1), -x)
+optimizer = torch.optim.AdamW(ffn.parameters(), lr=1e-2)
+for step in range(300):
+    kinds = torch.randint(len(JOBS), (16, 16))
+    x = torch.randn(16, 16, 32) + 5 * nn.functional.one_hot(kinds, 32)
+    wanted = sum((kinds == kind)[..., None] * job(x) for kind, job in enumerate(JOBS.values()))
     loss = nn.functional.mse_loss(ffn(x), wanted) + intbmoe.aux_loss(ffn)
     optimizer.zero_grad()
     loss.backward()
@@ -48,14 +56,20 @@ print(ffn.quantities())
 # %% [markdown]
 # ## Where tokens go
 #
-# The router sends each token to two of four blocks; shown is the first choice.
+# The router sends each token to two of four blocks, and nobody told it about jobs. Of each kind, how many tokens have
+# which block first: nearly all of a kind the same one. Nothing makes it use all blocks in first place: with seeds 0
+# to 4, two or three come first, and kinds share them.
 
 # %%
 with intbmoe.record_routing(ffn) as log:
     ffn(x)
 (routing,) = log.values()
-print("tokens per block:", list(routing.load_statistics().counts))
-print("blocks of the first sequence:", routing.ids[:16, 0].tolist())
+first = routing.ids[:, 0]
+chosen = torch.stack([torch.bincount(first[kinds.flatten() == kind], minlength=4) for kind in range(len(JOBS))])
+print("           ", *(f"block {block}" for block in range(4)))
+for name, counts in zip(JOBS, chosen.tolist(), strict=True):
+    print(f"{name:>11}:", *(f"{count:7}" for count in counts))
+print("tokens per block, both choices:", list(routing.load_statistics().counts))
 
 # %% [markdown]
 # ## What blocks are made of

@@ -22,22 +22,14 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import intbmoe
+from intbmoe.report.style import BLOCKS, DIVERGING
+from intbmoe.report.style import BLUE as PRECOMPOSED
+from intbmoe.report.style import ORANGE as AS_TRAINED
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 FIELDS = 8
-BLOCK_COLOURS = [
-    "#999999",
-    "#e69f00",
-    "#56b4e9",
-    "#009e73",
-    "#f0e442",
-    "#0072b2",
-    "#d55e00",
-    "#cc79a7",
-]  # Okabe–Ito, grey for black
-AS_TRAINED, PRECOMPOSED = "#d55e00", "#0072b2"
 console = Console()
 torch.set_num_threads(1)  # steady times on a shared machine; matrices this small gain nothing from more
 
@@ -221,7 +213,7 @@ def draw(model: Painter, patchwork: Patchwork, losses: list[float], costs: dict[
     blocks = model.ffn.config.blocks
     first_choice = log["ffn"].ids[:, 0].view(240, 240)
     norm = BoundaryNorm([index - 0.5 for index in range(blocks + 1)], blocks)
-    image = routing.imshow(first_choice, cmap=ListedColormap(BLOCK_COLOURS), norm=norm, origin="lower")
+    image = routing.imshow(first_choice, cmap=ListedColormap(BLOCKS), norm=norm, origin="lower")
     figure.colorbar(image, ax=routing, ticks=range(blocks), label="block")
     routing.set_title("Routing: each point's first block")
     for panel in panels[0]:
@@ -247,7 +239,7 @@ def draw(model: Painter, patchwork: Patchwork, losses: list[float], costs: dict[
 
     of_value = model.ffn.coefficients()[0]
     reach = float(of_value.abs().max())
-    image = coefficients.imshow(of_value, cmap="PuOr", vmin=-reach, vmax=reach, aspect="auto")
+    image = coefficients.imshow(of_value, cmap=DIVERGING, vmin=-reach, vmax=reach, aspect="auto")
     figure.colorbar(image, ax=coefficients, label="coefficient")
     coefficients.set(title="Coefficients: all experts in every block", xlabel="expert", ylabel="block")
     coefficients.set(xticks=range(0, of_value.shape[1], 3), yticks=range(blocks))

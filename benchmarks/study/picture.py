@@ -24,8 +24,9 @@ from matplotlib.ticker import EngFormatter, LogLocator
 
 from intbmoe.compare.summary import confidence_interval
 from intbmoe.recipes.sets import PLACED
-from intbmoe.report.canvas import BLUE, GRID, ORANGE, tidy
+from intbmoe.report.canvas import tidy
 from intbmoe.report.numbers import axis_scale
+from intbmoe.report.style import BLUE, GRID, ORANGE
 
 OUTPUT = Path(__file__).parents[2] / "docs" / "images" / "study.png"
 TESTED = {"tiny-imagenet": (10_000, "images"), "foursquare": (1_081, "users"), "foursquare-us": (4_874, "users")}

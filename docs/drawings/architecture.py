@@ -11,27 +11,22 @@ from xml.sax.saxutils import escape
 OUTPUT = Path(__file__).parent.parent / "images" / "architecture.svg"
 WIDTH, HEIGHT = 640, 1090
 TITLE = "IntBMoE: codes become coefficients, these merge pools into K blocks, a router sends each token to k of them"
+SHARED = Path(__file__).parents[2] / "src" / "intbmoe" / "report" / "style.css"
 STYLE = """
-  svg { --paper: #ffffff; --ink: #1b1d21; --soft: #555a64; --line: #70757f; --plain: #f3f4f1;
-    --kept: #dcecf8; --kept-line: #0072b2; --token: #fdebdd; --token-line: #c25500; }
-  @media (prefers-color-scheme: dark) {
-    svg { --paper: #14161a; --ink: #e9eae6; --soft: #b4b8c0; --line: #8b909b; --plain: #24272e;
-      --kept: #12344d; --kept-line: #5fb0ea; --token: #45270f; --token-line: #f08a3c; }
-  }
-  text { font: 17px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; fill: var(--ink); }
+  text { font: 17px var(--sans); fill: var(--ink); }
   .strong { font-weight: 600; }
   .head { font-size: 20px; font-weight: 650; }
   .soft { fill: var(--soft); }
   .small { font-size: 12.5px; }
-  .paper { fill: var(--paper); }
+  .paper { fill: var(--raised); }
   .box { stroke-width: 1.6; }
-  .gone { fill: var(--plain); stroke: var(--line); stroke-dasharray: 6 4; }
-  .kept { fill: var(--kept); stroke: var(--kept-line); }
-  .token { fill: var(--token); stroke: var(--token-line); }
-  .frame { fill: none; stroke: var(--token-line); }
-  .arrow { fill: none; stroke: var(--line); stroke-width: 2; marker-end: url(#tip); }
-  .weights { stroke: var(--kept-line); }
-  #tip path { fill: var(--line); }
+  .gone { fill: var(--hover); stroke: var(--soft); stroke-dasharray: 6 4; }
+  .kept { fill: var(--pale-blue); stroke: var(--blue); }
+  .token { fill: var(--pale-orange); stroke: var(--orange); }
+  .frame { fill: none; stroke: var(--orange); }
+  .arrow { fill: none; stroke: var(--soft); stroke-width: 2; marker-end: url(#tip); }
+  .weights { stroke: var(--blue); }
+  #tip path { fill: var(--soft); }
 """
 
 
@@ -140,7 +135,12 @@ def draw() -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
     tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
     tip += '<path d="M0 0 L8 4 L0 8 Z"/></marker>'
-    start = [f'{head} role="img">', f"<title>{escape(TITLE)}</title>", f"<style>{STYLE}</style>", f"<defs>{tip}</defs>"]
+    start = [
+        f'{head} role="img">',
+        f"<title>{escape(TITLE)}</title>",
+        f"<style>{SHARED.read_text(encoding='utf-8')}{STYLE}</style>",
+        f"<defs>{tip}</defs>",
+    ]
     paper = f'<rect width="{WIDTH}" height="{HEIGHT}" class="paper"/>'
     return "\n".join([*start, paper, *compose(), *run(), *legend(), "</svg>"]) + "\n"
 

@@ -14,6 +14,7 @@ from fake_model import SLOW, write_artifact
 
 from intbmoe.serve import connection
 from intbmoe.serve.connection import HEADERS_BYTES, SENT_AHEAD, Crowd, patient_protocol
+from intbmoe.serve.door import Door
 from intbmoe.serve.local import build_app
 from intbmoe.serve.settings import Settings
 
@@ -73,6 +74,35 @@ def test_a_head_sent_ahead_of_an_answer_is_bounded_too(server):
                 time.sleep(0.02)
         assert sent < 64 * HEADERS_BYTES
     assert open_connections(server, 0, 3) == 0
+
+
+def test_clients_that_were_refused_are_read_again_one_after_the_other(server, monkeypatch):
+    """Each asks again at once: all of them together get no more refusals than one at a time, others their answers."""
+    monkeypatch.setattr(connection, "REFUSAL_S", 0.1)
+    refused, late = [], request(1).replace(b"host: x", b"host: x\r\nx-deadline-ms: 0.0001")
+    started = time.monotonic()
+
+    def ask_again():
+        with connect(server) as client, contextlib.suppress(OSError):
+            while time.monotonic() < started + 0.6:
+                client.sendall(late)
+                answer = b""
+                while not answer.endswith(b"}}"):
+                    answer += client.recv(4096)
+                refused.append(answer)
+
+    clients = [threading.Thread(target=ask_again) for _ in range(8)]
+    with monkeypatch.context() as busy:
+        busy.setattr(Door, "expected_seconds", lambda door: 0.001)
+        for client in clients:
+            client.start()
+        with connect(server) as other:
+            other.sendall(request(1))
+            assert other.recv(4096).startswith(b"HTTP/1.1 200")
+        for client in clients:
+            client.join()
+    assert all(b" 429 " in answer and b"retry-after: 1" in answer for answer in refused)
+    assert 8 <= len(refused) <= 8 + (time.monotonic() - started) / 0.1
 
 
 def test_two_requests_sent_at_once_are_both_answered(server):

@@ -13,6 +13,7 @@ import pytest
 
 import intbmoe
 from intbmoe.models.sequence import SequenceConfig
+from intbmoe.report.style import CSS
 from intbmoe.serve.page import page_response, parts
 from intbmoe.tasks.sequences.serving import ItemPredictor
 
@@ -83,7 +84,7 @@ def test_it_is_sent_again_only_when_it_has_changed():
 def test_no_part_is_longer_than_one_sitting_and_all_are_packed():
     package = Path(intbmoe.__file__).parent
     used = [package / "serve" / "page.html", *(file for files in parts().values() for file in files)]
-    files = [*(package / "serve").glob("page*[!y]"), *(package / "tasks").glob("*/*.js")]
+    files = [CSS, *(package / "serve").glob("page*[!y]"), *(package / "tasks").glob("*/*.js")]
     assert sorted(files) == sorted(used), "every part is on the page"
     assert all(len(file.read_text().splitlines()) < 300 for file in files)
     with open(Path(__file__).parents[2] / "pyproject.toml", "rb") as file:

@@ -10,13 +10,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from intbmoe.registry import method_family
-from intbmoe.report.canvas import BLUE, FAMILIES, GREY, GRID, LOAD_TITLES, Data, Picture, add_legend, tidy
-from intbmoe.report.canvas import ORANGE as OWN
+from intbmoe.report.canvas import LOAD_TITLES, Data, Picture, add_legend, tidy
 from intbmoe.report.numbers import axis_scale, flops_unit
+from intbmoe.report.style import BLUE, FAMILIES, GREY, GRID, METHODS, PALE
+from intbmoe.report.style import ORANGE as OWN
 
-COLOURS = (BLUE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", GREY)
-"""Okabe and Ito's, but for yellow, which white swallows, and orange, which is IntBMoE's."""
-OTHERS = {"color": "#bbbbbb", "linewidth": 1.0, "zorder": 2}
+OTHERS = {"color": PALE, "linewidth": 1.0, "zorder": 2}
 AROUND = (
     *((9, 0, "left"), (-9, 0, "right"), (0, 11, "center"), (0, -11, "center")),
     *((8, 10, "left"), (8, -10, "left"), (-8, 10, "right"), (-8, -10, "right")),
@@ -292,7 +291,7 @@ def _styles(data: Data, labels: Sequence[str]) -> dict[str, dict[str, Any]]:
     others = sorted((one for one in labels if one in means and one not in first), key=lambda one: sign * means[one])
     few = {*first, *others[: MOST_NAMED - len(first)]}
     kept = [label for label in labels if label in few or len(labels) <= MOST_COLOURED]
-    colours = iter(COLOURS)
+    colours = iter(METHODS)
     own, other = {"color": OWN, "linewidth": 2.2, "zorder": 4}, {"linewidth": 1.5, "zorder": 3}
     return {label: own if label == "intbmoe" else {"color": next(colours), **other} for label in kept}
 

@@ -1,6 +1,7 @@
-"""What the pictures share: the picture itself, colours, panels, axes."""
+"""What the pictures share: the picture itself, panels, axes, legends. Their colours are in ``style.py``."""
 
 import io
+import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +16,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from intbmoe.files import to_json
+from intbmoe.report.style import BLOCKS, DIVERGING, FAMILIES, GRID, MONO, NOTHING, SANS
 
-# Okabe and Ito's colours, told apart also by those who see fewer.
-BLUE, ORANGE, GREY, GRID = "#0072b2", "#d55e00", "#777777", "#dddddd"
-EIGHT = (BLUE, "#e69f00", "#009e73", "#cc79a7", "#56b4e9", ORANGE, "#f0e442", "#999999")
-SHADES = (0.0, -0.45, 0.5)  # of the eight colours, where there are more blocks: as they are, darker, lighter
-DIVERGING = "RdBu_r"
-FAMILIES = {
-    "IntBMoE": (ORANGE, "*"),
-    "all experts take part": (BLUE, "s"),
-    "few experts take part": ("#e69f00", "o"),
-    "no experts": (GREY, "D"),
-}
-"""Colour and marker of a method's family (``registry.method_family``); the marker says again what the colour says."""
+SHADES = (0.0, -0.45, 0.5)  # of the blocks' colours, where there are more blocks: as they are, darker, lighter
 FORMATS = ("png", "svg")
 LOAD_TITLES = {
     "utilisation": "utilisation (1: all get tokens)",
@@ -56,11 +47,20 @@ class Picture:
     def content(self, form: str) -> bytes:
         """The bytes of a PNG or SVG, the same for the same figure."""
         buffer = io.BytesIO()
+        if form != "svg":
+            self.figure.savefig(buffer, format=form, dpi=150)
+            return buffer.getvalue()
         # Without a salt and with a date, no two SVG files would be equal.
-        metadata = {"Date": None} if form == "svg" else {}
-        with matplotlib.rc_context({"svg.hashsalt": self.name}):
-            self.figure.savefig(buffer, format=form, dpi=150, metadata=metadata)
-        return buffer.getvalue()
+        with matplotlib.rc_context({"svg.hashsalt": self.name, "svg.fonttype": "none"}):
+            self.figure.savefig(buffer, format=form, metadata={"Date": None})
+        return _with_typefaces(buffer.getvalue().decode()).encode()
+
+
+def _with_typefaces(svg: str) -> str:
+    """Letters stay letters, in the typefaces of the pages; they are narrower than matplotlib's, so everything fits."""
+    svg = re.sub(r"font-family: 'DejaVu Sans Mono'[^;\"]*", f"font-family: {MONO}", svg)
+    svg = re.sub(r"font-family: 'DejaVu Sans'[^;\"]*;? ?", "", svg)
+    return svg.replace("<svg ", f'<svg font-family="{SANS}" ', 1)
 
 
 def save_pictures(pictures: Iterable[Picture], folder: Path) -> None:
@@ -71,14 +71,15 @@ def save_pictures(pictures: Iterable[Picture], folder: Path) -> None:
         (folder / f"{picture.name}.json").write_bytes(to_json(picture.caption()))
 
 
-def add_legend(figure: Figure, families: Container[str]) -> None:
-    """Below the figure: the ``families`` that are in it."""
+def add_legend(figure: Figure, families: Container[str], size: float = 9) -> None:
+    """Below the figure: the ``families`` that are in it, in two columns where four would be wider than it."""
     handles = [
         Line2D([], [], color=colour, marker=marker, linestyle="", markersize=8, label=name)
         for name, (colour, marker) in FAMILIES.items()
         if name in families
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    columns = 4 if figure.get_size_inches()[0] > 8 else 2
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=size)
 
 
 def layer_title(name: str) -> str:
@@ -115,7 +116,7 @@ def mark(axes: Axes, places: Sequence[int], marker: str, colour: str) -> None:
 
 def heat_map(axes: Axes, values: np.ndarray, limit: float, title: str) -> Any:
     """Symmetric colours, so that white is 0; grey where there is nothing."""
-    axes.set_facecolor("#cccccc")
+    axes.set_facecolor(NOTHING)
     image = axes.imshow(
         np.ma.masked_invalid(values), cmap=DIVERGING, vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest"
     )
@@ -155,7 +156,7 @@ def tidy(axes: Axes, title: str = "", xlabel: str = "", *, ticks: int = 0, grid:
 
 def block_colours(number: int) -> list[tuple[float, float, float]]:
     """A colour for each of ``number`` blocks or experts: eight that all can tell apart, then darker, then lighter."""
-    base = [np.array(to_rgb(colour)) for colour in EIGHT]
+    base = [np.array(to_rgb(colour)) for colour in BLOCKS]
     if number > len(SHADES) * len(base):
         return [tuple(colour[:3]) for colour in matplotlib.colormaps["viridis"](np.linspace(0, 1, number))]
     shaded = [shade(base[place % len(base)], SHADES[place // len(base)]) for place in range(number)]

@@ -11,29 +11,11 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from intbmoe.report.style import DARK, INK, PAPER
+
 LARGEST_SVG = 300_000  # bytes; a picture of many small parts is smaller as PNG
 PNG_DPI, CSS_DPI, POINTS = 150, 96, 72
-DARK = {
-    "#000000": "#e4e5e1",  # ink
-    "#262626": "#e4e5e1",
-    "#333333": "#d8d9d5",
-    "#555555": "#b4b8c0",
-    "#777777": "#a0a5af",
-    "#888888": "#a0a5af",
-    "#bbbbbb": "#5b616e",
-    "#cccccc": "#4a505c",  # heat maps: nothing there
-    "#dddddd": "#3a404b",  # grid
-    "#0072b2": "#4ba3e3",  # Okabe and Ito's blue is too dark on a dark page; their others are not
-    "#d55e00": "#f0761a",
-    "#009e73": "#1fb58a",
-    "#cc79a7": "#cc79a7",
-    "#e69f00": "#e69f00",
-    "#56b4e9": "#8fd0f5",
-}
-"""Colour on white → on black."""
-WHITE = "#ffffff"
 HEAT_MAP = r'<g id="quadmesh_\d+">.*?</g>'
-PAGE_DARK = "#1b1e24"  # the plate's colour on a dark screen; page.css says the same
 
 
 @dataclass(frozen=True)
@@ -68,15 +50,17 @@ def _from_svg(text: str) -> Image:
 def adapt_svg(text: str) -> str:
     """The SVG with colours of its own for dark screens, if it has no colours but those of ``DARK``."""
     drawn = re.sub(HEAT_MAP, "", text.lower(), flags=re.DOTALL)  # on whose cells nothing is written
-    if not set(re.findall(r"#[0-9a-f]{6}\b", drawn)) <= {WHITE, *DARK}:
+    if not set(re.findall(r"#[0-9a-f]{6}\b", drawn)) <= set(DARK):
         return text
     return re.sub(r"<svg\b[^>]*>", lambda head: head[0] + _dark_style(), text, count=1)
 
 
 def _dark_style() -> str:
     """Rules that overrule matplotlib's inline styles. Backgrounds are paths that are filled white and nothing else."""
-    rules = [f"svg{{fill:{DARK['#000000']}}}", f'path[style="fill: {WHITE}"]{{fill:{PAGE_DARK}!important}}']
+    rules = [f"svg{{fill:{DARK[INK]}}}", f'path[style="fill: {PAPER}"]{{fill:{DARK[PAPER]}!important}}']
     for light, dark in DARK.items():
+        if light == PAPER:  # as an edge or a fill inside the picture, white stays
+            continue
         rules += [f'[style*="{side}: {light}"]{{{side}:{dark}!important}}' for side in ("fill", "stroke")]
     return f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"
 

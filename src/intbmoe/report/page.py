@@ -92,12 +92,13 @@ def render(page: Page) -> str:
         raise ModuleNotFoundError("reports are made with jinja2: pip install 'intbmoe[plots]'") from error
     folder = files("intbmoe.report")
     parts = {name: (folder / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
+    style = (folder / "style.css").read_text(encoding="utf-8") + parts["css"]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     allowed = base64.b64encode(hashlib.sha256(parts["js"].encode()).digest()).decode()
     return environment.from_string(parts["html"]).render(
         page=page,
         footer=f"Made by intbmoe {program_version()} from data/ and pictures/ beside this page; it loads nothing else.",
-        css=parts["css"],
+        css=style,
         script=parts["js"],
         script_hash=f"sha256-{allowed}",
     )

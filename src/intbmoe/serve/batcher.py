@@ -155,11 +155,7 @@ class Batcher:
         fixed, slope = self.cost.line()
         return batches * fixed + slope * self._tokens
 
-    @property
-    def batch_seconds(self) -> float:
-        """The longest that a batch should take."""
-        # If the fixed part takes that long already, small batches would cost throughput and save no time.
-        return max(self.budget_s / 2, 2 * self.step_cost.line()[0])
-
     def _most_tokens(self) -> float:
-        return min(self.batch_tokens, self.step_cost.tokens_within(self.batch_seconds))
+        # If the fixed part takes half the budget already, small batches would cost throughput and save no time.
+        seconds = max(self.budget_s / 2, 2 * self.step_cost.line()[0])
+        return min(self.batch_tokens, self.step_cost.tokens_within(seconds))

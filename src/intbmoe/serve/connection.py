@@ -10,6 +10,9 @@ A client may close its own direction and wait for the answer. One that has gone 
 Continue", which every client passes over, and to which the system of one that has gone replies with a reset.
 
 Where there are as many connections as there may be, the one that has been idle for longest makes room for a new one.
+
+A client that was refused for overload is told to wait a second. If it asks again at once, refusing it over and over
+takes the time in which others could be answered. So connections that were refused are read again one after the other.
 """
 
 import asyncio
@@ -26,11 +29,13 @@ TOLD = 256  # connections beyond the limit that still get a 503; further ones ar
 PROBED_S = 0.005  # for the reset of a client that has gone to arrive; after that, twice as long each time
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CLOSE = (b"connection", b"close")
+REFUSAL_S = 0.002  # between two connections that were refused and are read again: refusing takes a tenth of that
+RETRY_S = 1.0  # the longest that a refused connection is not read, as Retry-After says at least
 SENT_AHEAD = 64  # pipelined requests that may wait for earlier answers; uvicorn itself has no limit
 
 
 class Crowd:
-    """What all connections of a front share: who is idle, how many each address has, and whether the server ends."""
+    """What all connections of a front share: who is idle or was refused, how many each address has, whether it ends."""
 
     def __init__(self, per_address: int | None = None) -> None:
         self.per_address = per_address
@@ -38,6 +43,12 @@ class Crowd:
         self.by_address: Counter[str] = Counter()
         self.ending = False  # each answer is the last of its connection
         self.closing = False  # connections that are idle are closed
+        self._refused_until = 0.0  # when the last of those refused is read again
+
+    def seconds_unread(self, now: float) -> float:
+        """How long a connection that is refused now is not read."""
+        self._refused_until = min(max(self._refused_until, now) + REFUSAL_S, now + RETRY_S)
+        return self._refused_until - now
 
 
 def patient_protocol(seconds: float, crowd: Crowd | None = None) -> type[HttpToolsProtocol]:
@@ -49,8 +60,9 @@ def patient_protocol(seconds: float, crowd: Crowd | None = None) -> type[HttpToo
         _address: str | None = None
         _limit: asyncio.TimerHandle | None = None
         _unread: asyncio.TimerHandle | None = None
+        _later: asyncio.TimerHandle | None = None
         _bytes = 0  # of this head, or discarded
-        _in_body = _half_closed = False
+        _in_body = _half_closed = _refused = False
         _answered: Any = None  # the request being answered; uvicorn's ``cycle`` is the last that was sent
 
         def connection_made(self, transport: asyncio.Transport) -> None:
@@ -146,20 +158,20 @@ def patient_protocol(seconds: float, crowd: Crowd | None = None) -> type[HttpToo
 
         def _start_asgi_task(self, cycle: Any, app: Any) -> None:
             self._answered = cycle
-            super()._start_asgi_task(cycle, self._last_of(app) if crowd.ending else app)
+            super()._start_asgi_task(cycle, self._watching_heads(app))
 
-        def _last_of(self, app: Any) -> Any:
-            """Tells the client that no more is answered on this connection, unless more has been sent already."""
-
-            async def closing(scope: Any, receive: Any, send: Any) -> None:
-                async def send_last(message: Any) -> None:
-                    if message["type"] == "http.response.start" and not self.pipeline:
-                        message = {**message, "headers": [*message["headers"], CLOSE]}
+        def _watching_heads(self, app: Any) -> Any:
+            async def watching(scope: Any, receive: Any, send: Any) -> None:
+                async def send_watched(message: Any) -> None:
+                    if message["type"] == "http.response.start":
+                        self._refused = message["status"] == 429
+                        if crowd.ending and not self.pipeline:  # no more is answered on this connection
+                            message = {**message, "headers": [*message["headers"], CLOSE]}
                     await send(message)
 
-                await app(scope, receive, send_last)
+                await app(scope, receive, send_watched)
 
-            return closing
+            return watching
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
@@ -167,6 +179,9 @@ def patient_protocol(seconds: float, crowd: Crowd | None = None) -> type[HttpToo
                 crowd.idle[self] = None
                 if self._half_closed or crowd.closing:
                     self.leave()
+                elif self._refused:
+                    self.flow.pause_reading()
+                    self._later = self.loop.call_later(crowd.seconds_unread(self.loop.time()), self.flow.resume_reading)
 
         def send_400_response(self, msg: str) -> None:
             msg = self._refusal or msg
@@ -216,6 +231,8 @@ def patient_protocol(seconds: float, crowd: Crowd | None = None) -> type[HttpToo
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop()
             self._stop_waiting()
+            if self._later is not None:
+                self._later.cancel()
             crowd.idle.pop(self, None)
             self._let_go()
             if self._address is not None:

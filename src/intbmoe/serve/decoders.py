@@ -21,6 +21,7 @@ import msgpack
 
 from intbmoe.serve.bodies import Prepared
 from intbmoe.serve.decoder_process import BAD, ENCODED, HEAVY, READY, start_host
+from intbmoe.serve.door import refuse_late
 from intbmoe.serve.http import HttpError
 from intbmoe.serve.loading import Opened
 from intbmoe.serve.messages import LARGEST_MESSAGE
@@ -30,7 +31,6 @@ START_S = 60.0
 WALL_S = 30.0  # a decoder that is silent for so long has been stopped, or swapped out: it is killed
 RETRY_S = 1.0  # before a decoder that could not be started is tried again
 KEPT = 0.9  # weight that earlier requests keep in the mean time of one
-SURE = 0.85  # share of the time left in which a request must be expected to end, so that few are given up half-way
 
 
 class DecoderHost:
@@ -236,14 +236,12 @@ class Decoders:
         await self._light.open()
         await self._heavy.open()
 
-    def expected_wait(self) -> float:
-        return self._light.expected_wait()
-
-    async def encode(self, body: bytes, deadline: float) -> Prepared:
-        """Raises ``HttpError``; to be cancelled when nobody waits for it."""
+    async def encode(self, body: bytes, deadline: float, step_aside: Callable[[], None] = lambda: None) -> Prepared:
+        """Raises ``HttpError``; to be cancelled when nobody waits for it. ``step_aside`` is called if it is heavy."""
         await self.open()
         reply = (HEAVY,) if len(body) > HEAVY_BODY else await self._light.encode(body, deadline)
         if reply is not None and reply[0] == HEAVY:
+            step_aside()
             reply = await self._heavy.encode(body, deadline)
         if reply is None:
             message = "this request costs more to decode than its size accounts for: save the image anew, and smaller"
@@ -259,10 +257,3 @@ class Decoders:
         """When its requests have been encoded, its processes end."""
         self._light.close()
         self._heavy.close()
-
-
-def refuse_late(wait: float, left: float) -> None:
-    """Refuse a request that is expected to end after its deadline."""
-    if wait > SURE * left:
-        message = f"too many requests: the wait of about {wait:.3f} s is too long for the {max(left, 0):.3f} s it has"
-        raise HttpError(429, message, outcome="refused", headers={"retry-after": str(max(1, round(wait + 0.5)))})

@@ -59,19 +59,10 @@ class EngineProcess:
             self._listen(0 if self._engine.busy else ALIVE_EVERY_S / 2)
             self._gather()
             if self._engine.busy:
-                self._send(self._pace())  # when all that came during the last batch has been read
                 self._send(self._engine.step())
             if time.monotonic() - self._told_alive >= ALIVE_EVERY_S:
                 self._told_alive = time.monotonic()
                 tell(self._control, {"event": "alive"})
-
-    def _pace(self) -> list[Reply]:
-        """What lets fronts refuse a late request before they encode it; texts are not a matter of tokens per second."""
-        if self._engine.predictor.streams:
-            return []
-        batcher = self._engine.batcher
-        content = (batcher.expected_wait(), batcher.cost.line()[1], batcher.batch_seconds)
-        return [Reply((number, 0), messages.PACE, content) for number in self._fronts]
 
     def _listen(self, seconds: float) -> bool:
         """Read what has arrived, or arrives within ``seconds``; False if nothing did."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from intbmoe.serve import messages
 from intbmoe.serve.bodies import Prepared, most_values, prepare
 from intbmoe.serve.decoders import Decoders
+from intbmoe.serve.door import Door, Visit
 from intbmoe.serve.http import HttpError
 from intbmoe.serve.loading import Opened
 
@@ -47,9 +48,9 @@ _OUTCOMES = {
 class Call:
     """One request. ``await call.done`` gives its ``Outcome``; a streamed text's pieces are in ``call.pieces``."""
 
-    def __init__(self, body: bytes, deadline: float) -> None:
+    def __init__(self, body: bytes, deadline: float, visit: Visit | None = None) -> None:
         loop = asyncio.get_running_loop()
-        self.body, self.deadline = body, deadline
+        self.body, self.deadline, self._visit = body, deadline, visit
         self.done: asyncio.Future[Outcome] = loop.create_future()
         self.pieces: asyncio.Queue[str | None] | None = None
         self.served: ServedVersion | None = None
@@ -64,7 +65,7 @@ class Call:
         """Check the request and prepare it for the engines of ``served``, no longer than to its deadline; raises
         ``HttpError``. A body that may take long is encoded beside the loop, so that others do not wait."""
         if served.decoders is not None:
-            encoding = asyncio.create_task(served.decoders.encode(self.body, self.deadline))
+            encoding = asyncio.create_task(served.decoders.encode(self.body, self.deadline, self._step_aside))
         elif len(self.body) >= LARGE_BODY:
             encoding = asyncio.create_task(asyncio.to_thread(served.prepare, self.body))
         else:
@@ -76,6 +77,11 @@ class Call:
             encoding.cancel()  # does nothing where it has ended
         if encoding.done():
             self._take(served, encoding.result())
+
+    def _step_aside(self) -> None:
+        """It is encoded apart from the others, and says nothing about how long they take."""
+        if self._visit is not None:
+            self._visit.end(teaches=False)
 
     def _take(self, served: "ServedVersion", prepared: Prepared) -> None:
         if self.done.done():
@@ -103,6 +109,8 @@ class Call:
         if self.done.done():
             return
         self._timer.cancel()
+        if self._visit is not None:
+            self._visit.end(teaches=outcome.name in ("answered", "expired"))
         if self.link is not None:
             self.link.forget(self, tell=outcome.name in ("expired", "left"))
         self.done.set_result(outcome)
@@ -115,8 +123,6 @@ class Line(ABC):
 
     def __init__(self) -> None:
         self.load = 0  # tokens in flight
-        self._free = 0.0  # when the engine has no more to do, by its own estimate
-        self._token_s = self._batch_s = 0.0  # of a token, and of its longest batch
         self._given_up = 0  # of these, tokens of calls that ended here since the engine was last heard from
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
@@ -142,13 +148,7 @@ class Line(ABC):
         call.sends += 1
         self._calls[call.number] = call
         self.load += call.tokens
-        self._free = max(self._free, time.monotonic()) + self._token_s * call.tokens
         self._post(messages.ASK, call.number, call.deadline, call.content, call.pieces is not None, time.monotonic())
-
-    def expected_wait(self) -> float:
-        """Until the engine has done what it has; and a request is answered with those after it in its batch."""
-        busy = max(0.0, self._free - time.monotonic())
-        return busy + min(busy, self._batch_s)
 
     def forget(self, call: Call, *, tell: bool) -> None:
         """The call has ended here; ``tell`` the engine if it does not know."""
@@ -166,10 +166,6 @@ class Line(ABC):
     def deliver(self, kind: int, number: int, *content: Any) -> None:
         self.load -= self._given_up
         self._given_up = 0
-        if kind == messages.PACE:
-            busy_s, self._token_s, self._batch_s = content
-            self._free = time.monotonic() + busy_s
-            return
         call = self._calls.get(number)
         if call is None:  # it has ended here meanwhile
             return
@@ -234,16 +230,12 @@ class ServedVersion:
         self._most_values = most_values(opened.encoder.request_schema)
         self.action: str = opened.encoder.action
         self.links: dict[str, Line] = {}
+        self.door = Door()
         self.connecting = asyncio.Lock()
         self._retired = False
 
     def prepare(self, body: bytes) -> Prepared:
         return prepare(self.opened.encoder, self._most_values, body)
-
-    def expected_wait(self) -> float:
-        """Until a request of now could be answered."""
-        encoding = 0.0 if self.decoders is None else self.decoders.expected_wait()
-        return encoding + min((link.expected_wait() for link in self.links.values() if link.is_open), default=0.0)
 
     def add(self, path: str, link: Line) -> None:
         """Add an engine; if another version serves by now, its link is closed again."""

@@ -5,7 +5,6 @@
 front → engine   [ASK, id, deadline, request, stream, sent]    [CANCEL, id]
 engine → front   [ANSWER, id, answer]    [PIECE, id, text, finished]    [EXPIRED, id]    [FAILED, id, message]
                  [REFUSED, id, reason, retry after]            [BAD, id, field, message]
-                 [PACE, 0, seconds of what it has to do, seconds per token, longest batch]    before each batch
 
 A request is what ``intbmoe.tasks.serving.requests.to_wire`` makes of it. Deadlines and sending times are on the
 machine's monotonic clock, which all processes share.
@@ -32,7 +31,7 @@ from typing import Any
 
 import msgpack
 
-ASK, CANCEL, ANSWER, PIECE, REFUSED, EXPIRED, BAD, FAILED, PACE = range(9)
+ASK, CANCEL, ANSWER, PIECE, REFUSED, EXPIRED, BAD, FAILED = range(8)
 LARGEST_MESSAGE = 256 * 1024 * 1024
 LONGEST_LINE = 1024 * 1024
 OWN = ("intbmoe", "__main__")

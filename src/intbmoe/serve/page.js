@@ -1,6 +1,6 @@
-// Okabe and Ito's colours, which people who are colour-blind can tell apart; after eight they return with stripes, and
-// every block also has its number.
-const COLOURS = ["#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#bbbbbb"];
+// Okabe and Ito's colours, which people who are colour-blind can tell apart, as in the pictures (report/style.py); after
+// eight they return with stripes, and every block also has its number.
+const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999"];
 const DARK = new Set(["#0072b2"]);
 const $ = (id) => document.getElementById(id);
 const make = (tag, more = {}, ...inside) => {

@@ -1,7 +1,8 @@
 """The page at ``/``: its parts put into one, which loads nothing from anywhere else.
 
 page.html       what stands on it
-page.css        how it looks, in light and dark
+style.css       typefaces and colours, in light and dark, as the report page has them (report/style.css)
+page.css        how it looks
 page-form.js    the form that follows from a request's schema, and what forms share
 TASK/*.js       the forms that tasks bring (``Predictor.form``)
 page.js         asking, answers, and where tokens went
@@ -15,6 +16,7 @@ from pathlib import Path
 from starlette.responses import Response
 
 from intbmoe.registry import find_task, list_tasks
+from intbmoe.report.style import CSS
 
 FOLDER = Path(__file__).parent
 
@@ -24,7 +26,7 @@ def parts() -> dict[str, list[Path]]:
     predictors = [find_task(name).predictor for name in list_tasks()]
     forms = {predictor.form for predictor in predictors if predictor is not None and predictor.form is not None}
     script = [FOLDER / "page-form.js", *sorted(forms, key=lambda form: form.name), FOLDER / "page.js"]
-    return {"style": [FOLDER / "page.css"], "script": script}
+    return {"style": [CSS, FOLDER / "page.css"], "script": script}
 
 
 @cache

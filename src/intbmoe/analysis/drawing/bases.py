@@ -9,8 +9,9 @@ from matplotlib.ticker import MaxNLocator
 
 from intbmoe.analysis.page import told_participation
 from intbmoe.report import canvas
-from intbmoe.report.canvas import BLUE, ORANGE, Data, Picture, layer_title, make_panels, tidy
+from intbmoe.report.canvas import Data, Picture, layer_title, make_panels, tidy
 from intbmoe.report.numbers import flops_unit, format_difference
+from intbmoe.report.style import BLUE, GREY, ORANGE, PALE
 
 SMALLEST_AXIS = 0.01  # of the whole loss: what the axis of participation reaches at least
 MIB = 2**20
@@ -101,7 +102,7 @@ def _draw_rises(axes: Axes, layer: Data) -> None:
     axes.axhline(0, color="black", linewidth=0.8)
     axes.axhline(layer["mean"], color="black", linewidth=1, linestyle="--")
     if layer["factor_alone"]:
-        axes.axhline(layer["factor_alone"], color=canvas.GREY, linewidth=1, linestyle=":")
+        axes.axhline(layer["factor_alone"], color=GREY, linewidth=1, linestyle=":")
 
 
 def _told_removals(data: Data) -> str:
@@ -148,7 +149,7 @@ def draw_panels(rows: Sequence[Data], wanted: Mapping[str, tuple[float, str]], o
     figure, panels = make_panels(len(wanted), 4.2, 3.0)
     for axes, (name, (divisor, title)) in zip(panels, wanted.items(), strict=True):
         if own is not None:
-            axes.axvline(own, color="#bbbbbb", linewidth=4, zorder=0)
+            axes.axvline(own, color=PALE, linewidth=4, zorder=0)
         for suffix, (label, colour, line, marker) in FORMS.items():
             values = [row[name + suffix] / divisor for row in rows]
             axes.plot(experts, values, color=colour, linestyle=line, marker=marker, markersize=4, label=label)

@@ -7,8 +7,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from intbmoe.report import canvas
-from intbmoe.report.canvas import BLUE, ORANGE, Data, Picture, layer_title, make_panels, tidy
+from intbmoe.report.canvas import Data, Picture, layer_title, make_panels, tidy
 from intbmoe.report.numbers import counted
+from intbmoe.report.style import BLUE, NOTHING, ORANGE
 
 MOST_LAYERS = 8  # lines in a panel; of more layers, so many are shown, evenly spread
 PANELS = {
@@ -102,7 +103,7 @@ def _draw_experts(data: Data) -> Picture:
     most = max(float(np.nanmax(values, initial=0)) for values in maps)
     limit = min(max(2.0, most), 4.0)
     for axes, layer, values in zip(panels, layers, maps, strict=True):
-        axes.set_facecolor("#cccccc")
+        axes.set_facecolor(NOTHING)
         across, down = _edges(layer["steps"]), np.arange(len(values) + 1) - 0.5
         image = axes.pcolormesh(across, down, np.ma.masked_invalid(values), cmap="cividis", vmin=0, vmax=limit)
         axes.set_ylim(tallest - 0.5, -0.5)

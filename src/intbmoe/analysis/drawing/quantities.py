@@ -1,51 +1,57 @@
-"""The three quantities of all methods: a row per method, a panel per quantity."""
+"""The three quantities of all methods: a row for those that are alike, a panel per quantity; a phone can show it."""
 
+import textwrap
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from intbmoe.analysis.quantities import BATCH, TOKENS, MethodQuantities
-from intbmoe.report.canvas import FAMILIES, FORMATS, Picture, add_legend, tidy
+from intbmoe.report.canvas import FORMATS, Picture, add_legend, tidy
 from intbmoe.report.images import adapt_svg
+from intbmoe.report.style import FAMILIES, PHONE_INCHES, PHONE_POINTS
 
-NONE = 0.3
+NONE = 0.2
 """Where a logarithmic axis shows 0."""
+LETTERS = 21  # of a line of names
 
 
 def draw_quantities(rows: Sequence[MethodQuantities]) -> Picture:
     """IntBMoE on top, then the other families; within one, methods by what they run."""
-    order = list(FAMILIES)
-    rows = sorted(rows, key=lambda row: (order.index(row.family), row.execution, row.participation), reverse=True)
-    figure = Figure(figsize=(11.5, 1.6 + 0.33 * len(rows)), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True, width_ratios=(1, 1, 1.6))
-    for place, row in enumerate(rows):
+    groups = [list(group) for _, group in groupby(sorted(rows, key=_order), key=_order)]
+    names = [_names(group) for group in groups]
+    heights = [0.55 + 0.45 * (name.count("\n") + 1) for name in names]
+    places = [-sum(heights[:number]) - height / 2 for number, height in enumerate(heights)]
+    figure = Figure(figsize=(PHONE_INCHES, 1.5 + 0.36 * sum(heights)), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True, width_ratios=(1, 1, 1.9))
+    for place, (row, *_) in zip(places, groups, strict=True):
         about = "~" if row.decided_by_router else ""
         for axes, value in zip(panels, (row.participation, row.execution), strict=False):
-            _dot(axes, place, row, value, f"{about}{value:g}")
+            _dot(axes, place, row, value, f"{about}{value:.2g}")
         _draw_sets(panels[2], place, row)
     titles = (
-        "Participation: experts that\ncontribute to a token's output",
-        "Execution: experts or blocks\ncomputed for a token",
-        f"Materialization: weight sets built from experts,\nfor one image of {TOKENS} tokens ─ for {BATCH} images",
+        "Participation\nexperts that\ncontribute\nto a token",
+        "Execution\nexperts or\nblocks run\nfor a token",
+        f"Materialization\nweight sets built\nfor one image of {TOKENS}\ntokens ─ for {BATCH} images",
     )
     for axes, title in zip(panels, titles, strict=True):
         axes.set_xscale("log", base=2 if axes is not panels[2] else 10)
-        tidy(axes, title, grid="x")
+        tidy(axes, grid="x", size=PHONE_POINTS - 1)
+        axes.set_title(title, loc="left", fontsize=PHONE_POINTS)
         axes.spines["left"].set_visible(False)
         axes.tick_params(axis="y", length=0)
         axes.minorticks_off()
     for axes in panels[:2]:
-        axes.set_xlim(0.8, 34)
-        axes.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
-    panels[2].set_xlim(NONE / 1.6, 2_000_000)
-    panels[2].set_xticks([NONE, 1, 10, 100, 1000, 10_000], ["0", "1", "10", "100", "1,000", "10,000"])
-    panels[0].set_yticks(range(len(rows)), [row.title for row in rows], fontsize=9)
-    for label, row in zip(panels[0].get_yticklabels(), rows, strict=True):
-        label.set_fontweight("bold" if row.family == order[0] else "normal")
-    panels[0].set_ylim(-0.7, len(rows) - 0.3)
-    add_legend(figure, {row.family for row in rows})
+        axes.set_xlim(0.7, 90)
+        axes.set_xticks([1, 4, 16], ["1", "4", "16"])
+    panels[2].set_xlim(NONE / 2, 50_000)
+    panels[2].set_xticks([NONE, 1, 100, 10_000], ["0", "1", "100", "10,000"])
+    panels[0].set_yticks(places, names, fontsize=PHONE_POINTS)
+    panels[0].get_yticklabels()[0].set_fontweight("bold")
+    panels[0].set_ylim(-sum(heights), 0)
+    add_legend(figure, {row.family for row in rows}, PHONE_POINTS)
     return Picture(
         "quantities",
         "Participation, execution and materialization",
@@ -57,22 +63,38 @@ def draw_quantities(rows: Sequence[MethodQuantities]) -> Picture:
     )
 
 
-def _dot(axes: Axes, place: int, row: MethodQuantities, value: float, text: str, filled: bool = True) -> None:
+def _names(rows: Sequence[MethodQuantities]) -> str:
+    """One after the other, in lines that end between two."""
+    joined = ", ".join(row.title.replace(" ", "\N{NO-BREAK SPACE}") for row in rows)
+    return textwrap.fill(joined, LETTERS, break_long_words=False, break_on_hyphens=False)
+
+
+def _order(row: MethodQuantities) -> tuple[float | bool, ...]:
+    """By family, then from few to many; methods that are alike have the same."""
+    family = list(FAMILIES).index(row.family)
+    return family, row.execution, row.participation, row.sets_of_one, row.sets_of_batch, row.decided_by_router
+
+
+def _dot(axes: Axes, place: float, row: MethodQuantities, value: float, text: str, filled: bool = True) -> None:
     colour, marker = FAMILIES[row.family]
     face = colour if filled else "none"
-    size = 11 if marker == "*" else 6
+    size = 13 if marker == "*" else 7
     axes.plot(value, place, color=colour, marker=marker, markersize=size, markerfacecolor=face, zorder=3)
-    axes.annotate(text, (value, place), (8, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.annotate(text, (value, place), (8, 0), textcoords="offset points", va="center", fontsize=PHONE_POINTS)
 
 
-def _draw_sets(axes: Axes, place: int, row: MethodQuantities) -> None:
+def _draw_sets(axes: Axes, place: float, row: MethodQuantities) -> None:
     one, batch = row.sets_of_one, row.sets_of_batch
     if one == batch:
         _dot(axes, place, row, one or NONE, f"{one:,}", filled=one > 0)
         return
-    _dot(axes, place, row, one, "")
     axes.plot([one, batch], [place, place], color=FAMILIES[row.family][0], linewidth=2, zorder=2)
-    _dot(axes, place, row, batch, f"{row.materialization}: {one:,} ─ {batch:,}")
+    for value in (one, batch):
+        _dot(axes, place, row, value, "")
+    # Above the line, because there may be no room beside it.
+    middle, words = (one * batch) ** 0.5, row.materialization.removeprefix("1 ")
+    look = {"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": PHONE_POINTS - 1}
+    axes.annotate(words, (middle, place), (0, 4), **look)
 
 
 def save_picture(picture: Picture, path: Path) -> None:

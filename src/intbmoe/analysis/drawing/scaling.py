@@ -5,20 +5,21 @@ from dataclasses import replace
 from matplotlib.figure import Figure
 
 from intbmoe.analysis.scaling import Counted, sent_bytes
-from intbmoe.report.canvas import BLUE, GREY, ORANGE, Picture, tidy
+from intbmoe.report.canvas import Picture, tidy
+from intbmoe.report.style import BLUE, GREEN, GREY, ORANGE, PHONE_INCHES, PHONE_POINTS
 from intbmoe.tasks.recipe import Recipe
 
 LINES = {
     "ddp": (GREY, ":", "ddp"),
     "fsdp": (BLUE, "--", "fsdp"),
     "pools": (ORANGE, "-", "pools"),
-    "experts": ("#009e73", "-.", "experts (sparse methods)"),
+    "experts": (GREEN, "-.", "experts (sparse methods)"),
 }
 
 
 def draw_scaling(counted: Counted, recipe: Recipe, devices: int) -> Picture:
-    figure = Figure(figsize=(11.5, 3.6), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True)
+    figure = Figure(figsize=(PHONE_INCHES, 7.6), layout="constrained")
+    panels = figure.subplots(3, 1, sharey=True)
     powers = [2**n for n in range(1, 11)]
     tokens = [2**n for n in range(8, 21)]
     for scheme in counted.compared:
@@ -34,13 +35,13 @@ def draw_scaling(counted: Counted, recipe: Recipe, devices: int) -> Picture:
     for axes, mark, title in zip(panels, marks, titles, strict=True):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        tidy(axes, title, grid="both")
+        tidy(axes, grid="both", size=PHONE_POINTS - 1)
+        axes.set_title(title, loc="left", fontsize=PHONE_POINTS)
         if mark is not None:
             axes.axvline(mark, color=GREY, linewidth=0.8)
-    panels[0].set_ylabel("GB that a device sends in a step", fontsize=9)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
-    )
+    panels[1].set_ylabel("GB that a device sends in a step", fontsize=PHONE_POINTS)
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False, fontsize=PHONE_POINTS)
     return Picture(
         "scaling",
         f"What a device sends in a step: {recipe.name}",
