@@ -25,8 +25,8 @@ from intbmoe.tasks.travel.data import (
     Sizes,
     bare_places,
 )
-from intbmoe.tasks.travel.examples import split_ranges
 from intbmoe.tasks.travel.splits import split_times
+from intbmoe.tasks.travel.windows import split_ranges
 
 START = 1_704_067_200_000  # Monday, 1 January 2024, 00:00 UTC
 WEEK = 7 * 24 * HOUR
