@@ -18,9 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the processes that
 hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 hypothesis.settings.load_profile("any machine")
 
-LONG = ("test_analyse", "test_compare", "test_cost_causal", "test_fused", "test_grouped_mm_fused", "test_fused_layer")
-LONG += ("test_server", "test_processes", "test_reload", "test_comparison_page", "test_preparation", "test_inttravel")
-LONG += ("test_your_data_docs", "test_contract", "test_docs", "test_run", "test_travel", "test_adding_a_task")
+LONG = ("test_interpreted_kernels", "test_contract", "test_analyse", "test_adding_a_task", "test_texts", "test_cli")
+LONG += ("test_types", "test_cost_causal", "test_decoding", "test_distribution", "test_reload", "test_comparison_page")
+LONG += ("test_inttravel", "test_front_process", "test_docs", "test_your_data_docs", "test_cost", "test_loop")
 
 NAMED = {"mixture", "shazeer", "gshard", "mixtral", "deepseek_v1", "lapsum"}
 NAMED |= {"hypermoe", "mobe", "mmoe", "ple", "dsfnet"}
@@ -30,7 +30,7 @@ NAMED |= {"hypermoe", "mobe", "mmoe", "ple", "dsfnet"}
 @pytest.hookimpl(tryfirst=True)  # before the markers are looked at
 def pytest_collection_modifyitems(items):
     """The longest files first, so that of several processes none has one of them left at the end."""
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     for item in items:
         given = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if item.path.parent.name != "methods" and any(isinstance(value, str) and value in NAMED for value in given):

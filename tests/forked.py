@@ -16,6 +16,12 @@ import traceback
 import pytest
 
 CLI = [sys.executable, "-m", "intbmoe.cli"]
+AT_START = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGPIPE: signal.SIG_IGN,
+}
+"""What Python does with these signals when it starts."""
 
 
 class ForkedPopen(subprocess.Popen):
@@ -31,7 +37,7 @@ class ForkedPopen(subprocess.Popen):
 def _child(words, env):
     def run():  # in the child, with its folder, session and first three files as asked for
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # Popen waits until the child begins, and takes this for it
-        for signum, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        for signum, handler in AT_START.items():
             signal.signal(signum, handler)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
         sys.argv = words

@@ -1,8 +1,9 @@
 """Tests of Triton kernels: on a GPU directly, without one in Triton's interpreter, in a process of their own.
 
 The interpreter must be chosen before Triton is first imported, which torch may do at any time, and every layer on the
-CPU would then use it. So a file of kernel tests runs itself again with TRITON_INTERPRET=1 (``rerun``), and its tests
-take ``device``, which is "cpu" there and "cuda" where there is a GPU (``pytest -m gpu``).
+CPU would then use it. So tests/ops/test_interpreted_kernels.py runs the files of kernel tests with TRITON_INTERPRET=1
+(``rerun``), as you can run one by hand. Their tests take ``device``, which is "cpu" there and "cuda" where there is a
+GPU (``pytest -m gpu``).
 """
 
 import functools

@@ -39,10 +39,12 @@ QUIET = {
     "smear_token": {"expert_dropout": 0.0},
 }
 METHODS = intbmoe.list_methods()
-
+SAME_PARTS = ("mixture", "shazeer", "gshard", "mixtral", "deepseek_v1", "hypermoe", "mobe", "mmoe", "ple", "dsfnet")
+"""Methods made of parts that others have too: what takes a second each is tried on them with ``-m slow``."""
 
 # Float64 shows the mathematics, by the tiles; float32 and bfloat16 run the grouped product that users run.
-dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def make(name, dtype=torch.float64, **options):

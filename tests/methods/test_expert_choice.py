@@ -148,7 +148,7 @@ def test_a_masked_layer_compiles_whole():
     for factor in (1.1, 2.0):  # a second value is compiled as a symbol
         layer, x = make(capacity_factor=factor), tokens(2, 12)
         mask = torch.arange(12).expand(2, 12) < torch.tensor([[12], [7]])
-        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")  # gradients: test_contract.py
         torch.testing.assert_close(compiled(x, mask), layer(x, mask))
 
 

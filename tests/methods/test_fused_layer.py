@@ -7,12 +7,12 @@ import torch
 
 import intbmoe
 from intbmoe.ops.backend import TRITON
-from interpreter import INTERPRETING, on_device, rerun
+from interpreter import INTERPRETING, on_device
 
 if not TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-DIM, HIDDEN = (6, 11) if INTERPRETING else (12, 22)
+DIM, HIDDEN, TOKENS = (6, 11, 5) if INTERPRETING else (12, 22, 17)
 SWITCHES = {
     "plain": {},
     "no gate": {"gate": False},
@@ -32,13 +32,11 @@ SWITCHES = {
     "gate without norm": {"gate_norm": "none"},
     "no LayerNorm": {"layer_norm": False},
 }
-if INTERPRETING:  # slow: those that other kernels run for, or kernels otherwise; a GPU runs all
-    SWITCHES = {name: SWITCHES[name] for name in SWITCHES if name not in ("softmax", "fixed scale", "no shared")}
-
-if not INTERPRETING:
-
-    def test_in_the_interpreter():
-        rerun(__file__)
+CASES = [*((s, False) for s in SWITCHES), ("plain", True), ("no gate", True), ("gate LayerNorm", True)]
+if INTERPRETING:  # a second each: several switches in one layer, where they do not exclude each other
+    CASES = [("plain", False), ("plain", True), ("no gate, no bias", True), ("gate LayerNorm", True)]
+    CASES += [("gate without norm, no LayerNorm", False), ("one block", False), ("no filter, two shared", False)]
+    CASES += [("three layers, shared mlp, all blocks", False), ("one layer, linear hypernetwork", False)]
 
 
 def outputs_and_gradients(layer, x, mask, probe):
@@ -48,7 +46,7 @@ def outputs_and_gradients(layer, x, mask, probe):
     return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-TERMS = 2 * 17 * 2 * (20 + 13 + DIM)
+TERMS = 2 * TOKENS * 2 * (20 + 13 + DIM)
 """Of the longest sum: λ's gradient, over all rows and columns. It may come out small, and is still as uncertain."""
 
 
@@ -67,18 +65,19 @@ def make(name="intbmoe", **options):
     return layer.eval()
 
 
-def inputs(tokens=17):
+def inputs(tokens=TOKENS):
     torch.manual_seed(1)
     return torch.randn(2, tokens, DIM), torch.rand(2, tokens) > 0.2, torch.randn(2, tokens, DIM)
 
 
 @on_device
 @pytest.mark.parametrize(
-    ("switch", "recompute"),
-    [*((s, False) for s in SWITCHES), ("plain", True), ("no gate", True), ("gate LayerNorm", True)],
+    ("switches", "recompute"),
+    CASES,
 )
-def test_every_switch(device, switch, recompute):
-    layer = make(**SWITCHES[switch])
+def test_every_switch(device, switches, recompute):
+    options = [SWITCHES[switch] for switch in switches.split(", ")]
+    layer = make(**{name: value for chosen in options for name, value in chosen.items()})
     exact = copy.deepcopy(layer).double()
     exact.backend = "naive"
     x, mask, probe = inputs()

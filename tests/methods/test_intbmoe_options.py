@@ -170,7 +170,7 @@ def test_a_wrong_conditioning_is_named():
 
 def test_conditioning_compiles_into_one_graph():
     layer, x = make(conditioning_dim=2), tokens(2, 5)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")  # gradients: test_contract.py
     torch.testing.assert_close(compiled(x, conditioning=vector()), layer(x, conditioning=vector()), rtol=0, atol=1e-12)
 
 
@@ -259,7 +259,7 @@ def test_a_shared_expert_of_the_users_own_under_autocast_and_in_half_precision()
         assert (layer(x) - exact).norm() <= 2**-5 * exact.norm()
     half = layer.precompose(torch.bfloat16)
     assert (half(x.bfloat16()).float() - exact).norm() <= 2**-5 * exact.norm()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")  # gradients: test_contract.py
     torch.testing.assert_close(compiled(x), exact)
 
 

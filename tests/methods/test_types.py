@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import intbmoe
 from intbmoe.export.export import cast_model
 from small_intbmoe import make as make_intbmoe
-from small_methods import METHODS, dtypes, make, random_mask, tokens
+from small_methods import METHODS, SAME_PARTS, dtypes, make, random_mask, tokens
+from thinned import thinned
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -95,7 +96,11 @@ def test_what_is_no_floating_point_number_is_refused_under_autocast_too():
         layer(torch.ones(2, 1, 8), [[True], [True]])
 
 
-@pytest.mark.parametrize("name", METHODS)
+# How tokens choose, test_contract.py traces for every one of these; their experts run as those of the others do.
+CHOOSE_OTHERWISE = ("mass", "remoe", "vmoe")
+
+
+@pytest.mark.parametrize("name", thinned(METHODS, lambda name: name not in (*SAME_PARTS, *CHOOSE_OTHERWISE)))
 def test_an_exported_layer_takes_any_number_of_sequences(name):
     layer = make(name, torch.float32).eval()
 

@@ -219,7 +219,7 @@ def test_a_layer_with_capacity_compiles_whole():
         options = {"noise": 0.0, "capacity_factor": factor, "capacity_multiple": 1, "priority_routing": True}
         layer, x = make(**options), tokens(2, 12)
         mask = torch.arange(12).expand(2, 12) < torch.tensor([[12], [7]])
-        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")  # gradients: test_contract.py
         torch.testing.assert_close(compiled(x, mask), layer(x, mask))
 
 

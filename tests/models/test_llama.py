@@ -194,7 +194,8 @@ def test_bfloat16_autocast():
 @pytest.mark.parametrize(
     ("method", "backend"),
     [
-        (None, "aot_eager"),
+        (None, "eager"),
+        pytest.param(None, "aot_eager", marks=pytest.mark.slow),
         pytest.param("intbmoe", "aot_eager", marks=pytest.mark.slow),
         pytest.param("lory", "aot_eager", marks=pytest.mark.slow),
         pytest.param(None, "inductor", marks=pytest.mark.slow),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from intbmoe.ops import backend, triton_support
 from intbmoe.ops.grouped_mm import fused, naive
-from interpreter import INTERPRETING, on_device, rerun
+from interpreter import INTERPRETING, on_device
 
 # The interpreter multiplies bfloat16 wrongly, without a word.
 DTYPES = [torch.float32, torch.float16] if INTERPRETING else list(fused.DTYPES)
@@ -20,9 +20,6 @@ SMALL = fused.Tile(16, 16, 16, 4, 2, swizzle=2)
 
 
 if not INTERPRETING:
-
-    def test_in_the_interpreter():
-        rerun(__file__)
 
     def test_the_cpu_without_the_interpreter_is_refused():
         x, weight, offsets = torch.randn(3, 4), torch.randn(1, 4, 4), torch.tensor([3], dtype=torch.int32)

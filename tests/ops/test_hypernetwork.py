@@ -1,4 +1,4 @@
-"""The hypernetwork's kernel against plain torch; ``test_fused.py`` runs these in the interpreter with its own."""
+"""The hypernetwork's kernel against plain torch (``tests/interpreter.py``)."""
 
 import pytest
 import torch

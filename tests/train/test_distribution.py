@@ -18,7 +18,8 @@ from intbmoe.train.files import read_tensors
 from intbmoe.train.resume import CheckpointFolder
 from ranks import run_ranks
 
-METHODS = ("deepseek", "remoe", "dynmoe", "mass", "intbmoe", "switch")
+METHODS = ("deepseek", "mass", "intbmoe")
+MORE_METHODS = ("remoe", "dynmoe", "switch")
 
 
 def recipe_of(method, **train):
@@ -38,8 +39,7 @@ def experts_recipe():
 def train_on_ranks(rank, world, root):
     """All trainings in one start: replicated, sharded, pools, with an interruption, and what refuses to be sharded."""
     be_rank(rank, world)
-    for method in METHODS:
-        train(recipe_of(method), root / "replicated", quiet=True)
+    train_replicated(rank, world, root, METHODS)
     train(pools_recipe(), root / "pools", quiet=True)
     with stopping_at(8):  # after a checkpoint of step 6
         train(pools_recipe(), root / "resumed", quiet=True)
@@ -53,6 +53,12 @@ def train_on_ranks(rank, world, root):
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     train(recipe_of("intbmoe"), root / "sharded", quiet=True)
     return refusals | {method: refusal(recipe_of(method), root) for method in ("dynmoe", "mass")}
+
+
+def train_replicated(rank, world, root, methods):
+    be_rank(rank, world)
+    for method in methods:
+        train(recipe_of(method), root / "replicated", quiet=True)
 
 
 def be_rank(rank, world):
@@ -105,16 +111,28 @@ def assert_close_models(run, expected):
         torch.testing.assert_close(value, theirs[name], rtol=1e-7, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_two_ranks_follow_the_single_process(runs, tmp_path, method):
+def assert_follows_the_single_process(method, root, replicated):
     recipe = recipe_of(method)
-    single = train(recipe, tmp_path, quiet=True)
-    both = RunDirectory.of(recipe, runs[0] / "replicated")
+    single = train(recipe, root, quiet=True)
+    both = RunDirectory.of(recipe, replicated)
     assert_close_metrics(both, single)
     assert_close_models(both, single)
     assert both.result["params"] == single.result["params"]
     for name, values in both.outcomes().items():
         assert values == pytest.approx(single.outcomes()[name], rel=1e-6), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_ranks_follow_the_single_process(runs, tmp_path, method):
+    assert_follows_the_single_process(method, tmp_path, runs[0] / "replicated")
+
+
+@pytest.mark.slow
+def test_two_ranks_follow_the_single_process_with_more_methods(tmp_path):
+    """Their steps alone: tests/methods/test_contract.py, for every method."""
+    run_ranks(2, train_replicated, tmp_path, MORE_METHODS)
+    for method in MORE_METHODS:
+        assert_follows_the_single_process(method, tmp_path / "single", tmp_path / "replicated")
 
 
 def test_shards_train_as_replicas_do(runs):

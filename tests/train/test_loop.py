@@ -29,6 +29,7 @@ from intbmoe.train.errors import (
 from intbmoe.train.files import read_tensors
 from intbmoe.train.step import Stepper
 from lock_holder import locked_by_another
+from thinned import thinned
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ def test_what_is_loaded_late_is_still_public():
         intbmoe.lode  # noqa: B018
 
 
-@pytest.mark.parametrize("method", ["switch", "intbmoe", "remoe", "mass"])
+@pytest.mark.parametrize("method", thinned(["switch", "intbmoe", "remoe", "mass"], {"intbmoe", "mass"}.__contains__))
 def test_accumulation_changes_nothing_but_rounding(tmp_path, method):
     """Float64, so that 1e-9 is a thousand roundings; auxiliary losses are nonlinear in the micro-batch: off here."""
     recipe = still(tiny_recipe(method, log_every=1))

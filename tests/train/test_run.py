@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -16,6 +16,7 @@ from intbmoe.train import RunDirectory, find_runs
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
 from intbmoe.train.metrics import MetricsFile
 from intbmoe.train.run import RunLock, describe_environment, differing_keys, git_state, moved_data_is_explained
+from lock_holder import FORK
 
 
 @pytest.fixture
@@ -189,19 +190,21 @@ def test_lines_of_something_else_are_named(run, line):
         run.metrics()
 
 
+def hold(path, held):
+    with RunLock(path):
+        held.set()
+        time.sleep(60)
+
+
 def test_two_processes_do_not_train_into_one_directory(tmp_path):
-    code = (
-        "import sys, pathlib\nfrom intbmoe.train.run import RunLock\n"
-        "with RunLock(pathlib.Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout.readline().strip() == "held"
+    held = FORK.Event()
+    holder = FORK.Process(target=hold, args=(tmp_path, held))
+    holder.start()
+    assert held.wait(30)
     with pytest.raises(RunConflictError, match=f"process {holder.pid} trains"), RunLock(tmp_path):
         pass
     holder.kill()
-    holder.communicate()
+    holder.join()
     with RunLock(tmp_path):  # the dead holder's lock is gone with it
         assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
         with pytest.raises(RunConflictError, match="this process"), RunLock(tmp_path):

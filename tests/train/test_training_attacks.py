@@ -90,7 +90,7 @@ def train_and_signal_the_group(recipe, root, signum, times, where):
 @pytest.mark.parametrize(
     ("signum", "times", "where"),
     [
-        (signal.SIGTERM, 1, (Stepper, "take", 3)),
+        pytest.param(signal.SIGTERM, 1, (Stepper, "take", 3), marks=pytest.mark.slow),  # also in the third
         (signal.SIGINT, 1, (Stepper, "take", 3)),
         (signal.SIGTERM, 2, (Stepper, "take", 3)),  # as ``timeout`` does
         (signal.SIGTERM, 1, (TinyTask, "evaluate", 0)),  # the workers are those of the validation

@@ -296,6 +296,7 @@ def stdlib_recipe(seed, **changes):
     return replace(one, train=replace(one.train, seed=seed, **changes))
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_learned(tmp_path):
     """Far below what single bytes tell, and evaluated again the same."""
     one = stdlib_recipe(0, steps=LEARNING_STEPS)

@@ -24,6 +24,7 @@ from intbmoe.tasks.travel.rows import Budget
 from intbmoe.tasks.travel.store import open_journeys, read_json, shard_folder, write_json
 from intbmoe.tasks.travel.tables import POI_BY_CELL, POI_INFO, USER_ACTION, USER_PROFILE
 from inttravel_tables import write_tables
+from thinned import thinned
 
 pytest.importorskip("duckdb")
 TINY = Budget(chunk_bytes=20_000, shard_rows=2_000, stretch_bytes=90_000)
@@ -144,7 +145,7 @@ def write_part(path: Path, columns: tuple[str, ...], rows: list[list], choose: r
         path.with_suffix(choose.choice([".tsv", ".csv", ".txt"])).write_bytes(text)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", thinned(range(40), lambda seed: seed < 15))
 def test_equals_the_plain_preparation(seed, tmp_path):
     choose = random.Random(seed)
     source, target = tmp_path / "raw", tmp_path / "out"

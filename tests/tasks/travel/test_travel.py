@@ -306,6 +306,7 @@ def test_prepared_tables_train_like_the_journeys_they_were_written_from(tmp_path
     assert 0 <= result["test"]["HR@5"] <= 1
 
 
+@pytest.mark.slow
 def test_journeys_are_learned_beyond_the_visit_counter(tmp_path):
     """In 120 steps. With three seeds IntBMoE had an HR@5 of 0.694, 0.718 and 0.697; the counter has 0.604."""
     one = load_recipe("journeys")

@@ -1,0 +1,12 @@
+"""The tests of Triton's kernels, in one process in which its interpreter runs them (``tests/interpreter.py``)."""
+
+from pathlib import Path
+
+from interpreter import rerun
+
+TESTS = Path(__file__).parent.parent
+FILES = ("ops/test_fused.py", "ops/test_hypernetwork.py", "ops/test_grouped_mm_fused.py", "methods/test_fused_layer.py")
+
+
+def test_in_the_interpreter():
+    rerun(*(str(TESTS / file) for file in FILES))
