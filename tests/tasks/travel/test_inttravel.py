@@ -66,6 +66,9 @@ def test_written_tables_give_the_same_journeys_back(journeys, tmp_path, header):
     for made, read in ((journeys.places, stored.places), (journeys.shards[0], stored.shards[0])):
         for field in dataclasses.fields(made):
             before, after = getattr(made, field.name), getattr(read, field.name)
+            if before is None:  # a clock for each session, which check-ins alone have
+                assert after is None, field.name
+                continue
             assert before.dtype == after.dtype, field.name
             assert np.array_equal(before, after), field.name
 
