@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, LogLocator
 
-from intbmoe.compare.summary import confidence_interval
+from intbmoe.compare.summary import confidence_intervals
 from intbmoe.recipes.sets import PLACED
 from intbmoe.report.canvas import tidy
 from intbmoe.report.numbers import axis_scale
@@ -95,7 +95,7 @@ def _panel(study: str, rows: Rows) -> Panel:
             continue
         values = [factor * run["test"][metric] for run in found]
         flops = fmean(run["flops_training"] for run in found)
-        points[label] = Point(_short(found[0]["title"]), family, flops, fmean(values), confidence_interval(values))
+        points[label] = Point(_short(found[0]["title"]), family, flops, fmean(values), confidence_intervals([values])[0])
     floors = next((run["floors"] for run in runs if run.get("floors")), {})
     reached = {name: factor * values[metric] for name, values in floors.items()}
     best = (max if higher else min)(reached.items(), key=lambda item: item[1], default=None)

@@ -25,7 +25,7 @@ from benchmarks.study.plan import RESULTS, TUNED, TUNING, read_summaries
 from benchmarks.study.studies import ONE_LAYER, REAL, STUDIES
 
 from intbmoe.budget import TABLE_1, TABLE_2
-from intbmoe.compare.summary import confidence_interval
+from intbmoe.compare.summary import confidence_intervals
 from intbmoe.recipes.sets import PLACED
 from intbmoe.report.numbers import NOTHING, flops_unit, format_metric
 from intbmoe.report.tables import Table
@@ -209,7 +209,7 @@ def _mean(found: Sequence[Mapping[str, Any]], split: str, metric: str) -> float:
 
 def _value(found: Sequence[Mapping[str, Any]], split: str, metric: str) -> str:
     values = [row[split][metric] for row in found]
-    return format_metric(metric, fmean(values), confidence_interval(values))
+    return format_metric(metric, fmean(values), confidence_intervals([values])[0])
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
