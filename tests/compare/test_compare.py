@@ -21,7 +21,7 @@ from intbmoe.compare.compare import what_next
 from intbmoe.compare.jobs import choose_jobs, cores, run_jobs
 from intbmoe.compare.plan import CompareOptions, choose_baseline, choose_seeds, make_plan
 from intbmoe.compare.summary import active_experts, confidence_intervals, summarise
-from intbmoe.compare.table import brief_table, file_stem, floors_table, write_files
+from intbmoe.compare.table import brief_table, file_stem, fit, floors_table, write_files
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import find_variants
 from intbmoe.report.numbers import format_metric
@@ -274,6 +274,19 @@ def test_the_table_fits_into_80_columns(compared):
     assert "…" not in shown
     assert "94.50 ± 57.18 %" in shown
     assert "precomposed" in shown
+    difference = {
+        "baseline": "intbmoe",
+        "value": 0.1,
+        "interval_95": 0.1,
+        "p_holm": 0.01,
+        "examples": 9,
+        "over_seeds": True,
+    }
+    console.print(
+        fit(brief_table([{**longest, "difference": difference}, *summaries], "", True), 80).terminal(compact=True)
+    )
+    before = console.file.getvalue().partition("+10.00 ± 10.00*")[0].splitlines()[-1]
+    assert "Transformer" in before, "a long name is broken between its words only"
     travel = {**longest, "reported": {"HR@1": "HR@1", "NDCG@5": "NDCG@5"}, "metric": "HR@5"}
     travel["metrics"] = {name: {"mean": 0.5, "interval_95": 0.1} for name in travel["reported"]}
     console.print(brief_table([travel, summaries[1]], "two columns more", True).terminal(compact=True))

@@ -14,7 +14,7 @@ from intbmoe.compare.jobs import Failure, choose_jobs, run_jobs
 from intbmoe.compare.page import Comparison, write_comparison_page
 from intbmoe.compare.plan import CompareOptions, Job, Plan, choose_baseline, make_plan, sort_out
 from intbmoe.compare.summary import add_differences, make_rows, summarise
-from intbmoe.compare.table import brief_table, file_stem, floors_table, write_files
+from intbmoe.compare.table import brief_table, file_stem, fit, floors_table, write_files
 from intbmoe.recipes.sets import PLACED, Options
 from intbmoe.tasks import find_task, make_task
 from intbmoe.tasks.recipe import Recipe
@@ -61,7 +61,7 @@ def _report(console: Console, comparison: Comparison) -> None:
     task = find_task(plan.recipe.task)
     title, stem = f"{plan.recipe.name}: {task.metric} on the test split", file_stem(comparison.methods)
     table = brief_table(rows, title, task.higher_is_better)
-    console.print(table.terminal(compact=True))
+    console.print(fit(table, console.width).terminal(compact=True))
     for note in table.notes:
         console.print(f"  {note}", soft_wrap=True)
     written = write_files(plan.folder, stem, rows, title, task.higher_is_better)

@@ -30,6 +30,7 @@ STEMS = {"K": "blocks", "k": "top_k", "E": "experts", "L": "layers"}
 LONGEST_STEM = 60
 WITH_ATTENTION = "attention's score and value products included"
 SURE = 0.05
+WIDE, LEFT_OUT_IF_NARROW = 100, ("activated", "seconds")
 
 
 def results_table(rows: Sequence[Row], title: str, order: str | None = None, **more: Any) -> Table:
@@ -80,6 +81,14 @@ def brief_table(rows: Sequence[Row], title: str, higher_is_better: bool) -> Tabl
     paired = ["difference"] if _baseline(rows) else []
     shown = ("title", "mean", *paired, *beside, "params", "activated", "flops", "seconds")
     return results_table(rows, title, notes=notes(rows), marked=marked, records=records).select(*shown)
+
+
+def fit(table: Table, width: int) -> Table:
+    """The brief table for a terminal of ``width`` columns: where it is narrow, differences take the room of others."""
+    names = [column.name for column in table.columns]
+    if width >= WIDE or "difference" not in names:
+        return table
+    return table.select(*(name for name in names if name not in LEFT_OUT_IF_NARROW))
 
 
 def _record(row: Row) -> dict[str, Any]:
