@@ -22,6 +22,7 @@ from benchmarks.study import claims as study_claims  # noqa: E402
 from benchmarks.study import paper as study_paper  # noqa: E402
 from benchmarks.study import plan as study_plan  # noqa: E402
 from benchmarks.study import tables as study_tables  # noqa: E402
+from benchmarks.study.attention import count_attention  # noqa: E402
 from benchmarks.study.clock import START_SECONDS, Clock  # noqa: E402
 from benchmarks.study.plan import TIMING  # noqa: E402
 from benchmarks.study.scheduler import STOP_SECONDS, StudyLane, StudyScheduler, pack  # noqa: E402
@@ -253,13 +254,13 @@ def test_claims_are_of_seeds_that_both_have_and_of_kept_outcomes(plan, tmp_path)
 def test_attentions_products_are_added_to_early_counts(plan):
     entry = next(entry for entry in plan if entry.label == "switch")
     counts = {"flops_precomposed": None, "format": 1}
-    (early,) = study_tables.count_attention([summary_of(entry, 0.5, **counts)])
+    (early,) = count_attention([summary_of(entry, 0.5, **counts)])
     model = entry.recipe["model"]
     tokens = (model["image_size"] // model["patch_size"]) ** 2 + 1
     products = 2 * 2 * model["depth"] * tokens**2 * model["dim"]
     assert (early["flops"] - 3e9, early["flops_training"] - 2e9) == (products, products)
     assert early["flops_precomposed"] is None
-    (new,) = study_tables.count_attention([summary_of(entry, 0.5, **counts | {"format": 2})])
+    (new,) = count_attention([summary_of(entry, 0.5, **counts | {"format": 2})])
     assert new["flops"] == 3e9
 
 

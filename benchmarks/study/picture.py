@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
+from benchmarks.study.attention import count_attention
 from benchmarks.study.plan import RESULTS, read_summaries
 from benchmarks.study.studies import ONE_LAYER, REAL
 from benchmarks.study.tables import (
@@ -24,7 +25,6 @@ from benchmarks.study.tables import (
     PARAMETERS,
     TITLES,
     Rows,
-    count_attention,
     find_rows,
     table_of,
 )

@@ -15,11 +15,11 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.study.attention import count_attention
 from benchmarks.study.claims import claims_text, values_text
 from benchmarks.study.clock import TIMING
 from benchmarks.study.paper import gains
@@ -28,13 +28,9 @@ from benchmarks.study.studies import ONE_LAYER, REAL, STUDIES
 
 from intbmoe.budget import TABLE_1, TABLE_2
 from intbmoe.compare.pairs import pooled_spread
-from intbmoe.counting import count_flops
-from intbmoe.recipes import recipe_from_dict
 from intbmoe.recipes.sets import PLACED
 from intbmoe.report.numbers import NOTHING, flops_unit, format_metric
 from intbmoe.report.tables import Table
-from intbmoe.tasks import make_task
-from intbmoe.tasks.recipe import MoESettings, Recipe, TrainSettings
 
 HOUSE = Path(__file__).parents[2]
 PAGES = (*sorted((HOUSE / "docs" / "results").glob("*.md")), HOUSE / "README.md")
@@ -57,7 +53,6 @@ NARROW, CONTROL = "Equal compute with one layer", "The backbone's FFN in the mix
 BESIDE = {PARAMETERS: "intbmoe", COMPUTE: "intbmoe", NARROW: ONE_LAYER, CONTROL: "dense", ABLATIONS: "intbmoe"}
 """Which row of another table stands in a table too, in the order of the tables."""
 BASES = {"dense": "over dense", PLACED: "over dense in its place", "intbmoe": "over IntBMoE"}
-WITH_ATTENTION = 2  # the format of summaries from which on FLOPs have attention's products in them
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -80,21 +75,21 @@ def make_parts(results: Path) -> dict[str, str]:
     """What stands between the markers of each name."""
     summaries = count_attention(read_summaries(results))
     earlier = count_attention(read_summaries(results / "earlier"))
-    parts = {study: study_text(study, summaries, read_timing(results, study)) for study in REAL}
+    parts = {study: study_text(study, summaries, read_timing(results, study)) for study in TITLES}
     parts["tuning"] = tuning_text(summaries)
     parts["mixing"] = mixing_text([*summaries, *earlier])
     parts["settings"] = settings_text(summaries, earlier)
-    parts["overview"] = overview_text(list(TITLES), summaries)
+    parts["overview"] = overview_text(REAL, summaries)
     found = {study: find_rows(study, summaries)[0] for study in STUDIES}
     parts["gains"] = gains(found, {"dense": "over dense", PLACED: "over dense in its place"}).markdown()
     parts["ablations"] = gains(found, {"intbmoe": "here"}).markdown()
-    for study in REAL:
+    for study in TITLES:
         rows = found[study]
         shown = {label: runs for label, runs in rows.items() if table_of(label) != ABLATIONS or label == ONE_LAYER}
         ablated = {label: runs for label, runs in rows.items() if label.startswith("intbmoe")}
         parts[f"claims-{study}"] = claims_text(shown, BASES, rows)
         parts[f"ablated-{study}"] = claims_text(ablated, {"intbmoe": "over the full method"}, rows)
-        if study.startswith("foursquare"):
+        if study not in ("tiny-imagenet", "wikipedia"):  # whose metrics can tell methods apart
             parts[f"loss-{study}"] = claims_text(shown, BASES, rows, "loss")
     parts["place"] = claims_text(_place_rows(found), {"dense": "over dense"}, found["tiny-imagenet"])
     for study in ("tiny-imagenet", "wikipedia"):
@@ -126,32 +121,6 @@ def fill(page: Path, parts: Mapping[str, str]) -> None:
             raise ValueError(f"{page} has a marker {name!r}: there is no such table, there are {', '.join(parts)}")
         text = put(text, name, parts[name], page)
     page.write_text(text, encoding="utf-8")
-
-
-def count_attention(summaries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Summaries with attention's products in their FLOPs: those of early ones left them out, equal for all methods."""
-    found = []
-    for summary in summaries:
-        if summary["format"] < WITH_ATTENTION:
-            recipe = recipe_from_dict(summary["recipe"])
-            more = _attention(replace(recipe, moe=MoESettings("dense", recipe.moe.experts), train=TrainSettings()))
-            counts = {name: summary[name] for name in ("flops", "flops_training", "flops_precomposed")}
-            summary = summary | {name: value + more for name, value in counts.items() if value is not None}
-        found.append(dict(summary))
-    return found
-
-
-_known_attention: list[tuple[Recipe, int]] = []  # of backbones; recipes hold lists and dicts, so they cannot be keys
-
-
-def _attention(recipe: Recipe) -> int:
-    """FLOPs of attention's score and value products, for one example in the recipe's backbone."""
-    for known, flops in _known_attention:
-        if known == recipe:
-            return flops
-    task = make_task(recipe)
-    _known_attention.append((recipe, count_flops(task.make_model().eval(), *task.example_inputs()).attention))
-    return _known_attention[-1][1]
 
 
 def put(text: str, name: str, part: str, where: Path) -> str:
