@@ -8,7 +8,7 @@ import pytest
 from fresh import run_each
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"])
 
 
 # timm and transformers import torchvision where it is installed, and fail where that fails.

@@ -10,15 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from scipy import stats
 
 HOUSE = Path(__file__).parents[1]
 sys.path.insert(0, str(HOUSE))
 
 from benchmarks.study import __main__ as study  # noqa: E402
+from benchmarks.study import claims as study_claims  # noqa: E402
 from benchmarks.study import paper as study_paper  # noqa: E402
 from benchmarks.study import plan as study_plan  # noqa: E402
 from benchmarks.study import tables as study_tables  # noqa: E402
+from benchmarks.study.attention import count_attention  # noqa: E402
 from benchmarks.study.clock import START_SECONDS, Clock  # noqa: E402
 from benchmarks.study.plan import TIMING  # noqa: E402
 from benchmarks.study.scheduler import STOP_SECONDS, StudyLane, StudyScheduler, pack  # noqa: E402
@@ -156,10 +160,10 @@ def test_tables_hold_runs_of_one_setting_only(plan):
     runs.append(summary_of(other, 0.99))
     runs.append(summary_of(first["intbmoe-no_gate"], 0.4))
     text = study_tables.study_text("digits", runs, {"rows": {"dense": {"step_ms": 12.34}}, "device": "a GPU"})
-    assert "1 runs of other settings are left out" in text
+    assert "1 runs of other settings are [below]" in text
     assert "99.00" not in text
     assert "| **V-MoE** | **71.00 ± 2.48 %** |" in text, "Student's t over three seeds"
-    assert "| Dense | 50.00 % |" in text
+    assert "| Dense | 50.00 ± 4.30 % |" in text, "one seed: the others' spread"
     assert "| 12.3 |" in text
     assert "--train.seed {0,1,2}" in text
     parameters, ablations = text.split("**Ablations**")
@@ -175,7 +179,7 @@ def test_of_several_settings_the_best_on_validation_are_shown(plan):
     runs += [summary_of(entry, 0.6, test={"accuracy": 0.1, "accuracy5": 0.1}) for entry in other]
     text = study_tables.study_text("digits", runs, {"rows": {}})
     assert "| Dense | 10.00 % | 60.00 % |" in text
-    assert "3 runs of other settings are left out" in text
+    assert "3 runs of other settings are [below]" in text
 
 
 def test_a_second_call_adds_to_what_travels_back(tmp_path):
@@ -196,22 +200,68 @@ def test_a_part_replaces_what_was_between_its_markers():
         study_tables.put(text, "y", "new", Path("f.md"))
 
 
-def test_the_document_has_a_place_for_every_study():
-    text = study_tables.DOCUMENT.read_text(encoding="utf-8")
-    for name in (*REAL, "tuning", "mixing", "overview", "gains", "ablations"):
-        study_tables.put(text, name, "…", study_tables.DOCUMENT)
+def test_pages_have_a_place_for_every_table_and_none_for_another(tmp_path):
+    text = "".join(page.read_text(encoding="utf-8") for page in study_tables.PAGES)
+    places = re.findall("<!-- study:(.*?) -->", text)
+    assert {*REAL, *(f"claims-{study}" for study in REAL), "tuning", "mixing", "settings", "gains", "place"} <= {
+        *places
+    }
+    assert sorted(places) == sorted([*set(places), "overview"]), "each once, and the overview in the README too"
+    page = tmp_path / "page.md"
+    page.write_text("<!-- study:lost -->\n<!-- /study:lost -->\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="marker 'lost': there is no such table"):
+        study_tables.fill(page, {"found": ""})
 
 
 def test_the_readme_shows_what_the_document_does():
     """Both are written in one go: one of them alone was changed by hand, or forgotten."""
-    shown = [
-        re.search("<!-- study:overview -->(.*?)<!-- /study:overview -->", path.read_text(encoding="utf-8"), re.DOTALL)[
-            1
-        ]
-        for path in (study_tables.DOCUMENT, study_tables.README)
-    ]
+    marker = re.compile("<!-- study:overview -->(.*?)<!-- /study:overview -->", re.DOTALL)
+    texts = [page.read_text(encoding="utf-8") for page in study_tables.PAGES]
+    shown = [found[1] for text in texts if (found := marker.search(text))]
+    assert len(shown) == 2
     assert shown[0] == shown[1]
     assert all(title in shown[0] for title in ("Tiny-ImageNet", "New York"))
+
+
+def test_claims_are_of_seeds_that_both_have_and_of_kept_outcomes(plan, tmp_path):
+    entries = {(entry.label, entry.seed): entry for entry in plan}
+    values = {"dense": (0.50, 0.51, 0.52), "intbmoe": (0.60, 0.62, 0.61), "vmoe": (0.52,)}
+    rows = {label: [] for label in values}
+    for label, found in values.items():
+        for seed, value in enumerate(found):
+            file = tmp_path / f"{label}-{seed}.json"
+            rows[label].append(summary_of(entries[label, seed], value, file=str(file)))
+    text = study_claims.claims_text(rows, {"dense": "over dense", "absent": "over another"}, rows)
+    lines = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("|")}
+    reach = 2.776445 * (2 * 0.01**2 / 3) ** 0.5  # t(4), the pooled spread is 0.01
+    assert f"| +10.00 ± {100 * reach:.2f}* | 0 1 2 |" in lines["IntBMoE"]
+    assert f"| +2.00 ± {100 * reach * 3**0.5:.2f} | 0 |" in lines["V-MoE"], "against the first seed, not the mean"
+    assert "over another" not in text
+    assert "chance among trainings, with" in text
+    hits = np.arange(1000)
+    for runs in rows.values():
+        for run in runs:
+            columns = {"count": np.ones(1000), "accuracy": hits < 1000 * run["test"]["accuracy"], "loss": np.ones(1000)}
+            np.savez(Path(run["file"]).with_suffix(".npz"), **columns)
+    wider = study_claims.claims_text(rows, {"dense": "over dense"}, rows)
+    assert "chance among trainings and among test examples, with" in wider
+    examples, trainings = 0.1 * 0.9 / 1000, 2 * 0.01**2 / 3
+    freedom = 4 * (1 + examples / trainings) ** 2
+    expected = 100 * stats.t.ppf(0.975, freedom) * (examples + trainings) ** 0.5
+    assert float(re.search(r"\+10\.00 ± ([\d.]+)", wider)[1]) == pytest.approx(expected, rel=0.05), "both together"
+
+
+def test_attentions_products_are_added_to_early_counts(plan):
+    entry = next(entry for entry in plan if entry.label == "switch")
+    counts = {"flops_precomposed": None, "format": 1}
+    (early,) = count_attention([summary_of(entry, 0.5, **counts)])
+    model = entry.recipe["model"]
+    tokens = (model["image_size"] // model["patch_size"]) ** 2 + 1
+    products = 2 * 2 * model["depth"] * tokens**2 * model["dim"]
+    assert (early["flops"] - 3e9, early["flops_training"] - 2e9) == (products, products)
+    assert early["flops_precomposed"] is None
+    (new,) = count_attention([summary_of(entry, 0.5, **counts | {"format": 2})])
+    assert new["flops"] == 3e9
 
 
 def test_the_overview_names_the_other_method_that_is_best_on_validation(plan, monkeypatch):

@@ -37,7 +37,8 @@ LAST_ROWS = 10  # lines of metrics that the load statistics are averaged over
 HALF = "model.half.safetensors"
 KEPT = (".yaml", ".json", ".jsonl", ".npz")
 PART_BYTES = 15 * 2**20
-FORMAT = 1
+FORMAT = 2
+"""From 2 on, FLOPs have attention's score and value products in them."""
 
 
 def main() -> None:
@@ -126,7 +127,7 @@ def _training_flops(recipe: Recipe, run: RunDirectory, active: float | None) -> 
     torch.manual_seed(0)
     model = (task.make_model() if active else load(run).cpu()).eval()
     batch = recipe.train.device_batch or recipe.train.batch
-    return training_flops(model, task.example_inputs(), batch, active or None)
+    return training_flops(model, task.example_inputs(), batch, active or None, attention=True)
 
 
 def _load(rows: list[dict[str, Any]]) -> dict[str, float]:

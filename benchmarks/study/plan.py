@@ -290,8 +290,11 @@ def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
 
 def read_summaries(folder: Path) -> list[dict[str, Any]]:
     """All summaries in a folder, with the digests that their settings have now: the program may have changed since."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*--*--*--*.json"))]
-    return [{**summary, **digests(recipe_from_dict(summary["recipe"]))} for summary in found]
+    found = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*--*--*--*.json"))}
+    return [
+        {**summary, "file": str(path), **digests(recipe_from_dict(summary["recipe"]))}
+        for path, summary in found.items()
+    ]
 
 
 def write_plan(entries: Sequence[Entry], path: Path) -> None:

@@ -1,12 +1,12 @@
-"""The tables of docs/results.md, from the summaries of the study.
+"""The tables of docs/results/ and README.md, from the summaries of the study.
 
-    python -m benchmarks.study.tables                       # into docs/results.md and README.md, between their markers
+    python -m benchmarks.study.tables                       # into the pages, between their markers
     python -m benchmarks.study.tables --print               # on the screen
 
 For each study: equal parameters, equal compute (with IntBMoE's one-layer form too), dense in the mixture's place,
 ablations, and the commands of all rows. A table holds runs whose settings agree in everything but the method and the
-seed; if there are several such groups the one that is best on the validation split is shown, and a line says what was
-left out. Over all studies: an overview of a line each, and what the paper reports.
+seed; if there are several such groups the one that is best on the validation split is shown, and the others stand in
+the table of other settings. ``claims.py`` says which differences are more than chance.
 """
 
 import argparse
@@ -19,19 +19,21 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.study.attention import count_attention
+from benchmarks.study.claims import claims_text, values_text
 from benchmarks.study.clock import TIMING
 from benchmarks.study.paper import gains
-from benchmarks.study.plan import RESULTS, TUNED, TUNING, read_summaries
+from benchmarks.study.plan import CLASS_TOKEN, RESULTS, TUNED, TUNING, read_summaries
 from benchmarks.study.studies import ONE_LAYER, REAL, STUDIES
 
 from intbmoe.budget import TABLE_1, TABLE_2
-from intbmoe.compare.summary import confidence_interval
+from intbmoe.compare.pairs import pooled_spread
 from intbmoe.recipes.sets import PLACED
 from intbmoe.report.numbers import NOTHING, flops_unit, format_metric
 from intbmoe.report.tables import Table
 
 HOUSE = Path(__file__).parents[2]
-DOCUMENT, README = HOUSE / "docs" / "results.md", HOUSE / "README.md"
+PAGES = (*sorted((HOUSE / "docs" / "results").glob("*.md")), HOUSE / "README.md")
 SECOND = {"accuracy": "accuracy5", "loss": "perplexity", "HR@10": "HR@10 new", "HR@5": "HR@1"}
 """What is shown beside the metric that decides."""
 ORDER = {label: place for place, label in enumerate(dict.fromkeys((*TABLE_1, *TABLE_2)))}
@@ -50,38 +52,75 @@ PARAMETERS, COMPUTE, ABLATIONS = "Equal parameters", "Equal compute", "Ablations
 NARROW, CONTROL = "Equal compute with one layer", "The backbone's FFN in the mixture's place"
 BESIDE = {PARAMETERS: "intbmoe", COMPUTE: "intbmoe", NARROW: ONE_LAYER, CONTROL: "dense", ABLATIONS: "intbmoe"}
 """Which row of another table stands in a table too, in the order of the tables."""
+BASES = {"dense": "over dense", PLACED: "over dense in its place", "intbmoe": "over IntBMoE"}
 Rows = dict[str, list[dict[str, Any]]]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make the study's tables from its summaries.")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--document", type=Path, default=DOCUMENT)
-    parser.add_argument("--readme", type=Path, default=README)
-    parser.add_argument("--studies", nargs="+", choices=list(STUDIES), default=list(REAL))
+    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES)
     parser.add_argument("--print", action="store_true", help="on the screen, and change no file")
     options = parser.parse_args()
-    summaries = read_summaries(options.results)
-    parts = {study: study_text(study, summaries, read_timing(options.results, study)) for study in options.studies}
-    parts["tuning"] = tuning_text(summaries)
-    parts["mixing"] = mixing_text(summaries)
-    parts["overview"] = overview_text(REAL, summaries)
-    found = {study: find_rows(study, summaries)[0] for study in REAL}
-    parts["gains"] = gains(found, {"dense": "over dense", PLACED: "over dense in its place"}).markdown()
-    parts["ablations"] = gains(found, {"intbmoe": "here"}).markdown()
+    parts = make_parts(options.results)
     if options.print:
         print("\n\n".join(f"## {name}\n\n{text}" for name, text in parts.items()))
         return 0
-    fill(options.document, parts)
-    fill(options.readme, {"overview": parts["overview"]})
+    for page in options.pages:
+        fill(page, parts)
     return 0
 
 
-def fill(document: Path, parts: Mapping[str, str]) -> None:
-    text = document.read_text(encoding="utf-8")
-    for name, part in parts.items():
-        text = put(text, name, part, document)
-    document.write_text(text, encoding="utf-8")
+def make_parts(results: Path) -> dict[str, str]:
+    """What stands between the markers of each name."""
+    summaries = count_attention(read_summaries(results))
+    earlier = count_attention(read_summaries(results / "earlier"))
+    parts = {study: study_text(study, summaries, read_timing(results, study)) for study in TITLES}
+    parts["tuning"] = tuning_text(summaries)
+    parts["mixing"] = mixing_text([*summaries, *earlier])
+    parts["settings"] = settings_text(summaries, earlier)
+    parts["overview"] = overview_text(REAL, summaries)
+    found = {study: find_rows(study, summaries)[0] for study in STUDIES}
+    parts["gains"] = gains(found, {"dense": "over dense", PLACED: "over dense in its place"}).markdown()
+    parts["ablations"] = gains(found, {"intbmoe": "here"}).markdown()
+    for study in TITLES:
+        rows = found[study]
+        shown = {label: runs for label, runs in rows.items() if table_of(label) != ABLATIONS or label == ONE_LAYER}
+        ablated = {label: runs for label, runs in rows.items() if label.startswith("intbmoe")}
+        parts[f"claims-{study}"] = claims_text(shown, BASES, rows)
+        parts[f"ablated-{study}"] = claims_text(ablated, {"intbmoe": "over the full method"}, rows)
+        if study not in ("tiny-imagenet", "wikipedia"):  # whose metrics can tell methods apart
+            parts[f"loss-{study}"] = claims_text(shown, BASES, rows, "loss")
+    parts["place"] = claims_text(_place_rows(found), {"dense": "over dense"}, found["tiny-imagenet"])
+    for study in ("tiny-imagenet", "wikipedia"):
+        longer = {f"{label} longer": _retitled(runs) for label, runs in found[f"{study}-time"].items()}
+        own = {label: runs for label, runs in found[study].items() if label in ("intbmoe", *found[f"{study}-time"])}
+        rows = {**own, **longer} if longer else {}
+        parts[f"time-{study}"] = claims_text(rows, {"intbmoe": "over IntBMoE"}, found[study])
+    parts["long-wikipedia"] = claims_text(found["wikipedia-long"], BASES, {})
+    return parts
+
+
+def _place_rows(found: Mapping[str, Rows]) -> Rows:
+    """Dense, what a mixture's place gives it one by one, and both together."""
+    images, start = found["tiny-imagenet"], found["tiny-imagenet-start"].get(PLACED)
+    started = {"dense-start": _retitled(start, "Dense, a mixture's start alone")} if start else {}
+    rows = {label: images[label] for label in ("dense", CLASS_TOKEN) if label in images}
+    return {**rows, **started, **{label: images[label] for label in (PLACED, "intbmoe") if label in images}}
+
+
+def _retitled(runs: Sequence[Mapping[str, Any]], title: str | None = None) -> list[dict[str, Any]]:
+    return [{**run, "title": title or f"{run['title']}, {run['steps']:,} steps"} for run in runs]
+
+
+def fill(page: Path, parts: Mapping[str, str]) -> None:
+    """Replace what lies between the markers that the page has."""
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall("<!-- study:(.*?) -->", text):
+        if name not in parts:
+            raise ValueError(f"{page} has a marker {name!r}: there is no such table, there are {', '.join(parts)}")
+        text = put(text, name, parts[name], page)
+    page.write_text(text, encoding="utf-8")
 
 
 def put(text: str, name: str, part: str, where: Path) -> str:
@@ -101,15 +140,20 @@ def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mappi
     rows, left_out = find_rows(study, summaries)
     if not rows:
         return "No run yet."
+    values = {
+        (split, metric): values_text(rows, split, metric)
+        for split, metric in _shown_metrics(next(iter(rows.values()))[0]["metric"])
+    }
     parts = [_about([run for runs in rows.values() for run in runs], timing)]
     if left_out:
-        parts.append(f"{left_out} runs of other settings are left out.")
+        parts.append(f"{left_out} runs of other settings are [below](#other-settings).")
     for title, beside in BESIDE.items():
         if any(table_of(label) == title for label in rows):
             shown = {label: found for label, found in rows.items() if table_of(label) == title or label == beside}
-            parts.append(f"**{title}**\n\n{table(shown, timing['rows'])}")
+            parts.append(f"**{title}**\n\n{table(shown, timing['rows'], values)}")
     parts += _besides(rows, "floors", "What needs no learning")
     parts += _besides(rows, "ceilings", "The best that is possible")
+    parts.append(_spread(rows))
     commands = "\n".join(_command(found) for found in rows.values())
     parts.append(f"<details><summary>Commands</summary>\n\n```\n{commands}\n```\n\n</details>")
     return "\n\n".join(parts)
@@ -117,7 +161,7 @@ def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mappi
 
 def table_of(label: str) -> str:
     """Which table a variant stands in; IntBMoE itself stands in others too."""
-    if label == PLACED:
+    if label in (PLACED, CLASS_TOKEN):
         return CONTROL
     if label.endswith("-narrow"):
         return NARROW
@@ -131,7 +175,9 @@ def find_rows(study: str, summaries: Sequence[Mapping[str, Any]]) -> tuple[Rows,
     groups: dict[str, list[dict[str, Any]]] = {}
     for summary in summaries:
         if summary["study"] == study and summary["stage"] != TUNING:
-            groups.setdefault(summary["shared_digest"], []).append(summary)
+            # In equal time each variant trains for another number of steps.
+            shared = "" if STUDIES[study].as_long_as else summary["shared_digest"]
+            groups.setdefault(shared, []).append(summary)
     chosen = max(groups.values(), key=_standing, default=[])
     rows: Rows = {}
     for summary in sorted(chosen, key=lambda summary: (_place(summary), summary["seed"])):
@@ -152,7 +198,7 @@ def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]
         metric, sign = one["metric"], 1 if one["higher_is_better"] else -1
         others = [label for label in rows if label in ORDER and label not in TUNED]
         best = max(others, key=lambda label: sign * _mean(rows[label], "valid", metric), default=None)
-        values = {label: _value(found, "test", metric) for label, found in rows.items()}
+        values = values_text(rows, "test", metric)
         other = f"{rows[best][0]['title']} {values[best]}" if best else NOTHING
         plain, placed, wide = (values.get(label, NOTHING) for label in ("dense", PLACED, "swiglu-wide"))
         lines.append([f"{TITLES[study]}, {metric}", plain, placed, other, values["intbmoe"], wide])
@@ -170,8 +216,29 @@ def _place(summary: Mapping[str, Any]) -> tuple[bool, int, str]:
     return summary["label"] not in ORDER, ORDER.get(summary["method"], len(ORDER)), summary["label"]
 
 
-def table(rows: Rows, timing: Mapping[str, Any]) -> str:
-    """One row a variant, the best by its mean in bold, unless it has a single seed: one value is no claim."""
+def _shown_metrics(metric: str) -> list[tuple[str, str]]:
+    second = SECOND.get(metric)
+    return [("test", metric), ("valid", metric), *([("test", second)] if second else [])]
+
+
+def _spread(rows: Rows) -> str:
+    metric = next(iter(rows.values()))[0]["metric"]
+    spread, freedom = pooled_spread([[run["test"][metric] for run in found] for found in rows.values()])
+    if spread is None:
+        return "One seed each: no interval."
+    return (
+        "±: the 95 % interval of the mean over the seeds. Three seeds are too few to know a method's own spread, so it "
+        f"is pooled over all rows of this study: {format_metric(metric, spread)} of one run on the test split, "
+        f"{freedom} degrees of freedom, Student's t. A row with one seed has an interval too, on the assumption that "
+        "its spread is like the others'."
+    )
+
+
+def table(rows: Rows, timing: Mapping[str, Any], values: Mapping[tuple[str, str], Mapping[str, str]]) -> str:
+    """One row a variant, the best by its mean in bold, unless it has a single seed: one value is no claim.
+
+    ``values`` are texts by (split, metric) and label: their intervals come from all rows of a study.
+    """
     first = next(iter(rows.values()))[0]
     metric, second = first["metric"], SECOND.get(first["metric"])
     unit, letter = flops_unit(found[0]["flops_training"] for found in rows.values())
@@ -190,8 +257,7 @@ def table(rows: Rows, timing: Mapping[str, Any]) -> str:
     for label, found in rows.items():
         one, measured = found[0], timing.get(label, {})
         about = "~" if one["active_experts"] is not None else ""
-        cells = [one["title"], *(_value(found, split, metric) for split in ("test", "valid"))]
-        cells += [_value(found, "test", second)] if second else []
+        cells = [one["title"], *(values[shown][label] for shown in _shown_metrics(metric))]
         cells += [f"{one['params'] / 1e6:.3f}", f"{about}{fmean(row['activated'] for row in found) / 1e6:.3f}"]
         cells += [f"{about}{fmean(row[name] for row in found) / unit:.3f}" for name in ("flops", "flops_training")]
         cells.append(f"{measured['step_ms']:.1f}" if "step_ms" in measured else NOTHING)
@@ -205,11 +271,6 @@ def table(rows: Rows, timing: Mapping[str, Any]) -> str:
 
 def _mean(found: Sequence[Mapping[str, Any]], split: str, metric: str) -> float:
     return fmean(row[split][metric] for row in found)
-
-
-def _value(found: Sequence[Mapping[str, Any]], split: str, metric: str) -> str:
-    values = [row[split][metric] for row in found]
-    return format_metric(metric, fmean(values), confidence_interval(values))
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -264,6 +325,33 @@ def tuning_text(summaries: Sequence[Mapping[str, Any]]) -> str:
         rate = f"{run['recipe']['train']['lr']:g}"
         lines.append([run["study"], rate, run["title"], f"{run['steps']:,}", run["metric"], value])
     return _markdown(["Study", "lr", "Method", "Steps", "Metric", "valid"], lines)
+
+
+def settings_text(summaries: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]) -> str:
+    """Whole runs at settings that the tables do not show; rows of methods in an earlier form say so."""
+    lines = []
+    for study in REAL:
+        shown = {run["digest"] for runs in find_rows(study, summaries)[0].values() for run in runs}
+        runs = [(run, "") for run in summaries if run["digest"] not in shown]
+        runs += [(run, ", earlier form") for run in earlier]
+        for run, form in sorted(
+            runs, key=lambda pair: (_rate(pair[0]), _mixed(pair[0]), _place(pair[0]), pair[0]["seed"])
+        ):
+            if run["study"] == study and run["stage"] != TUNING:
+                metric, mixed = run["metric"], _mixed(run)
+                cells = [format_metric(name, run["test"][name]) for name in (metric, "loss")]
+                valid = format_metric(metric, run["valid"][metric])
+                setting = f"{_rate(run):g}" + (f", {mixed:.0%} mixed" if mixed else "")
+                lines.append([study, setting, run["title"] + form, str(run["seed"]), metric, cells[0], valid, cells[1]])
+    return _markdown(["Study", "lr", "Method", "Seed", "Metric", "test", "valid", "loss, test"], lines)
+
+
+def _rate(run: Mapping[str, Any]) -> float:
+    return run["recipe"]["train"]["lr"]
+
+
+def _mixed(run: Mapping[str, Any]) -> float:
+    return run["recipe"]["data"].get("augmentation", {}).get("mix_probability", 0.0)
 
 
 def mixing_text(summaries: Sequence[Mapping[str, Any]]) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from intbmoe.compare.answer import answer_comparison, name_list
-from intbmoe.compare.summary import confidence_interval
+from intbmoe.compare.summary import confidence_intervals
 
 
 def question(metric="accuracy", higher=True, left_out=0):
@@ -13,7 +13,7 @@ def question(metric="accuracy", higher=True, left_out=0):
 
 def contender(title, *values, flops=None, params=None):
     found = {"title": title, "values": list(values), "mean": sum(values) / len(values)}
-    return {**found, "interval_95": confidence_interval(values), "flops": flops, "params": params}
+    return {**found, "interval_95": confidence_intervals([values])[0], "flops": flops, "params": params}
 
 
 def answer(asked, rows, floors=None):
@@ -58,6 +58,23 @@ def test_a_tie_is_a_tie_however_far_apart_the_means():
     assert won == "Nothing alone. The best mean is that of B, 80.00 ± 12.71 %; tied with it: A."
     assert how_much == "10.00 percentage points over A, the next; 60.00 percentage points over C, the last."
     assert how_sure == "The 95 % interval of A overlaps its own; clearly behind: C."
+
+
+def test_pairs_decide_where_there_are_any():
+    rows = [contender("A", 0.69, 0.71), contender("B", 0.79, 0.81), contender("C", 0.78, 0.80)]
+    pairs = {"A": {**rows[0], "to_best": {"p_holm": 0.049}}, "C": {**rows[2], "to_best": {"p_holm": 0.05}}}
+    found = answer(question(), [pairs["A"], rows[1], pairs["C"]])
+    assert (found.verdict, found.leaders) == ("tie", ("B", "C"))
+    assert texts(found)[4].startswith("On the same test examples its lead over C may be chance (two-sided, 5 %")
+    assert texts(found)[4].endswith("; clearly behind: A.")
+    alone = answer(question(), [pairs["A"], rows[1]])
+    assert alone.verdict == "win", "although the intervals overlap"
+    assert texts(alone)[4].startswith("On the same test examples no lead is likely to be chance")
+
+
+def test_one_seed_is_no_claim_though_others_lend_their_spread():
+    rows = [{**contender("A", 0.1), "interval_95": 0.01}, contender("B", 0.9, 0.9)]
+    assert answer(question(), rows).verdict == "no claim"
 
 
 def test_intervals_that_touch_overlap():

@@ -19,9 +19,9 @@ from scipy import stats
 from intbmoe.cli import main
 from intbmoe.compare.compare import what_next
 from intbmoe.compare.jobs import choose_jobs, cores, run_jobs
-from intbmoe.compare.plan import CompareOptions, choose_seeds, make_plan
-from intbmoe.compare.summary import active_experts, confidence_interval, summarise
-from intbmoe.compare.table import brief_table, file_stem, floors_table, write_files
+from intbmoe.compare.plan import CompareOptions, choose_baseline, choose_seeds, make_plan
+from intbmoe.compare.summary import active_experts, confidence_intervals, summarise
+from intbmoe.compare.table import brief_table, file_stem, fit, floors_table, write_files
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import find_variants
 from intbmoe.report.numbers import format_metric
@@ -33,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("forked", "sketched")
 SMALL = shlex.split("--model.dim 16 --model.depth 2 --model.heads 2 --model.hidden 16 --model.patch-size 4")
 SMALL += shlex.split("--model.moe-layers 0 --moe.experts 2 --train.epochs 1 --train.warmup 0 --train.batch 128")
 PNG = b"\x89PNG"
+PAGES = ("remoe+intbmoe.md", "remoe+intbmoe/report.html")
 
 
 def intbmoe(*args, cwd):
@@ -86,13 +87,13 @@ def test_the_files_agree_with_the_runs(compared):
     results = folder / "runs/digits/compare"
     records = json.loads((results / "remoe+intbmoe.json").read_text())
     assert [record["label"] for record in records] == ["remoe", "intbmoe", "intbmoe"]
-    for record in records[:2]:
+    half_widths = confidence_intervals([record["values"] for record in records])
+    for record, half_width in zip(records[:2], half_widths, strict=False):
         runs = [folder / f"runs/digits/{record['label']}/{seed}/done.json" for seed in (0, 1)]
         values = [json.loads(run.read_text())["test"]["accuracy"] for run in runs]
         assert record["values"] == values
         assert record["mean"] == pytest.approx(sum(values) / 2)
-        # Two values: the half width is t(1) · |a − b| / 2.
-        assert record["interval_95"] == pytest.approx(12.7062 * abs(values[0] - values[1]) / 2)
+        assert record["interval_95"] == half_width
         text = f"{record['mean'] * 100:.2f} ± {record['interval_95'] * 100:.2f} %"
         assert text in output
         assert text in (results / "remoe+intbmoe.md").read_text()
@@ -105,9 +106,14 @@ def test_the_files_agree_with_the_runs(compared):
 def test_every_rendering_has_every_column_of_the_papers_table(compared):
     folder, output = compared
     results = folder / "runs/digits/compare"
-    runs = [json.loads((folder / f"runs/digits/intbmoe/{seed}/done.json").read_text()) for seed in (0, 1)]
-    values = [run["test"]["accuracy5"] for run in runs]
-    mean, reach = sum(values) / 2, confidence_interval(values)
+    values = [
+        [
+            json.loads((folder / f"runs/digits/{label}/{seed}/done.json").read_text())["test"]["accuracy5"]
+            for seed in (0, 1)
+        ]
+        for label in ("remoe", "intbmoe")
+    ]
+    mean, reach = sum(values[1]) / 2, confidence_intervals(values)[1]
     record = json.loads((results / "remoe+intbmoe.json").read_text())[1]
     with open(results / "remoe+intbmoe.csv", newline="") as file:
         row = list(csv.DictReader(file))[1]
@@ -203,19 +209,47 @@ def test_what_the_task_refuses_is_left_out_with_the_reason(recipe, tmp_path):
     assert "must be empty for the dense model" in plan.refused["Dense"]
 
 
+def test_methods_are_compared_in_pairs_with_a_baseline(compared):
+    folder, output = compared
+    first, second, precomposed = json.loads((folder / "runs/digits/compare/remoe+intbmoe.json").read_text())
+    assert "difference" not in first
+    assert "difference" not in precomposed
+    assert second["difference_baseline"] == "remoe", "dense is not there: the first"
+    assert second["difference"] == pytest.approx(second["mean"] - first["mean"])
+    assert second["difference_seeds"] == 2
+    value = f"{100 * second['difference']:+.2f} ± {100 * second['difference_interval_95']:.2f}".replace("-", "−")
+    for text in (output, *((folder / "runs/digits/compare" / name).read_text() for name in PAGES)):
+        assert "vs ReMoE" in text
+        assert value in text
+
+
+def test_the_baseline_is_dense_unless_another_is_named(recipe, tmp_path):
+    jobs = make_plan(recipe, CompareOptions(methods="switch,dense", root=tmp_path)).jobs
+    assert choose_baseline(jobs, None) == "dense"
+    assert choose_baseline(jobs, "switch") == "switch"
+    assert choose_baseline(jobs[:1], None) == "switch"
+    assert choose_baseline([], None) is None
+    with pytest.raises(ValueError, match=r"baseline='swich' is not allowed.*switch"):
+        choose_baseline(jobs, "swich")
+
+
 def test_seeds_are_the_recipes_and_then_others():
     assert choose_seeds((214797, 531770, 635451), 2) == [214797, 531770]
     assert choose_seeds((5, 1), 5) == [5, 1, 0, 2, 3]
 
 
 def test_intervals_by_students_t():
-    assert confidence_interval([0.5]) is None
-    assert confidence_interval([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / 3**0.5)
-    assert confidence_interval([3.0] * 5) == 0
+    assert confidence_intervals([[0.5]])[0] is None
+    assert confidence_intervals([[1.0, 2.0, 3.0]])[0] == pytest.approx(4.302653 / 3**0.5)
+    assert confidence_intervals([[3.0] * 5])[0] == 0
+    few = confidence_intervals([[1.0, 2.0, 3.0], [5.0, 5.0], [7.0], [], [0.0, 0.0, 1.0, 1.0]])
+    pooled = (2 + 1) / (2 + 1 + 3)
+    expected = [stats.t.ppf(0.975, 6) * (pooled / seeds) ** 0.5 for seeds in (3, 2, 1)]
+    assert few == [*map(pytest.approx, expected), None, pytest.approx(stats.t.ppf(0.975, 3) * (1 / 3 / 4) ** 0.5)]
     for number in (2, 7, 31, 32, 60):
         values = [float(index % 2) for index in range(number)]
         expected = stats.t.ppf(0.975, number - 1) * stats.tstd(values) / number**0.5
-        assert confidence_interval(values) == pytest.approx(expected, rel=1e-12)
+        assert confidence_intervals([values])[0] == pytest.approx(expected, rel=1e-12)
 
 
 def test_side_by_side_as_cores_and_memory_allow(recipe, tmp_path):
@@ -233,13 +267,26 @@ def test_the_table_fits_into_80_columns(compared):
     summaries = [summary.record() for summary in summarise(plan.jobs)]
     values = [0.9, 0.99]
     longest = {**summaries[0], "title": "Switch Transformer", "values": values, "mean": sum(values) / 2}
-    longest["interval_95"] = confidence_interval(values)
+    longest["interval_95"] = confidence_intervals([values])[0]
     console = Console(file=StringIO(), width=80)
     console.print(brief_table([longest, *summaries], "a title", True).terminal(compact=True))
     shown = console.file.getvalue()
     assert "…" not in shown
     assert "94.50 ± 57.18 %" in shown
     assert "precomposed" in shown
+    difference = {
+        "baseline": "intbmoe",
+        "value": 0.1,
+        "interval_95": 0.1,
+        "p_holm": 0.01,
+        "examples": 9,
+        "over_seeds": True,
+    }
+    console.print(
+        fit(brief_table([{**longest, "difference": difference}, *summaries], "", True), 80).terminal(compact=True)
+    )
+    before = console.file.getvalue().partition("+10.00 ± 10.00*")[0].splitlines()[-1]
+    assert "Transformer" in before, "a long name is broken between its words only"
     travel = {**longest, "reported": {"HR@1": "HR@1", "NDCG@5": "NDCG@5"}, "metric": "HR@5"}
     travel["metrics"] = {name: {"mean": 0.5, "interval_95": 0.1} for name in travel["reported"]}
     console.print(brief_table([travel, summaries[1]], "two columns more", True).terminal(compact=True))

@@ -2,7 +2,7 @@
 
 from intbmoe.compare.page import Comparison
 from intbmoe.compare.plan import CompareOptions, make_plan, sort_out
-from intbmoe.compare.summary import confidence_interval, summarise
+from intbmoe.compare.summary import add_differences, confidence_intervals, make_rows, summarise
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 
@@ -15,7 +15,8 @@ def compare_runs(recipe, root):
     """What ``intbmoe compare`` has at its end."""
     plan = plan_of(recipe, root)
     sound, left_out = sort_out(plan.jobs)
-    rows = [summary.record() for summary in summarise(sound)]
+    rows = make_rows(summarise(sound))
+    add_differences(rows, sound, "switch")
     return Comparison(plan, sound, rows, {}, left_out, "switch,intbmoe", "intbmoe compare digits")
 
 
@@ -28,7 +29,7 @@ def made_up_row(title, label, *values, flops=1_000_000, method="switch", **more)
         "metric": "accuracy",
         "values": list(values),
         "mean": sum(values) / len(values) if values else None,
-        "interval_95": confidence_interval(values),
+        "interval_95": confidence_intervals([values])[0],
         "params": 500_000,
         "activated": 200_000,
         "flops": flops,

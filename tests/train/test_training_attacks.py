@@ -93,7 +93,7 @@ def train_and_signal_the_group(recipe, root, signum, times, where):
         pytest.param(signal.SIGTERM, 1, (Stepper, "take", 3), marks=pytest.mark.slow),  # also in the third
         (signal.SIGINT, 1, (Stepper, "take", 3)),
         (signal.SIGTERM, 2, (Stepper, "take", 3)),  # as ``timeout`` does
-        (signal.SIGTERM, 1, (TinyTask, "evaluate", 0)),  # the workers are those of the validation
+        (signal.SIGTERM, 1, (TinyTask, "evaluate_examples", 0)),  # the workers are those of the validation
     ],
 )
 def test_a_signal_to_the_group_saves_with_workers(tmp_path, straight, signum, times, where):

@@ -1,8 +1,8 @@
 """The five lines at the top of a comparison's page: what was compared, on what, what won, by how much, how sure.
 
-The rule is one a reader can check in the table: two contenders whose 95 % intervals overlap are tied. That is stricter
-than a test of their difference, which a table of many contenders needs. With one seed there is no interval, and
-whatever is ahead is no claim.
+Each contender is compared with the best one in a pair, on the same test examples and seeds. The two are tied if a
+difference as large has a chance of 5 % or more, two-sided and corrected for the number of contenders (``pairs.py``).
+Where runs kept no outcomes, those are tied whose 95 % intervals overlap. With one seed, whatever is ahead is no claim.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ from intbmoe.report.trace import trained_for
 MOST_NAMED, MOST_LISTED = 3, 13
 ALIKE = 0.02  # costs that differ by less are called about equal
 COSTS = {"flops": "FLOPs", "params": "parameters"}
+SURE, TEST = 0.05, "two-sided, 5 %, Holm's correction"
 Data = Mapping[str, Any]  # what ``page.collect`` calls a comparison, or a row of it
 
 
@@ -26,7 +27,7 @@ def answer_comparison(data: Data) -> Answer:
     verdict: Verdict = "win"
     if not others:
         verdict = "one run"
-    elif any(row["interval_95"] is None for row in order):
+    elif any(len(row["values"]) < 2 for row in order):
         verdict = "no claim"
     elif overlapping:
         verdict = "tie"
@@ -42,8 +43,11 @@ def answer_comparison(data: Data) -> Answer:
 
 
 def _overlap(one: Data, other: Data) -> bool:
+    """Whether ``other`` cannot be told from ``one``, the best."""
     if one["interval_95"] is None or other["interval_95"] is None:
         return False
+    if paired := other.get("to_best"):
+        return paired["p_holm"] >= SURE
     return abs(one["mean"] - other["mean"]) <= one["interval_95"] + other["interval_95"]
 
 
@@ -112,10 +116,11 @@ def _times(own: float, other: float, word: str) -> str:
 
 
 def _how_sure(verdict: Verdict, best: Data, others: Sequence[Data], overlapping: Sequence[Data]) -> str:
+    paired = all(row.get("to_best") for row in others)
     if verdict == "one run":
         return "No claim: a comparison needs two."
     if verdict == "no claim":
-        single = _titles([row for row in (best, *others) if row["interval_95"] is None])
+        single = _titles([row for row in (best, *others) if len(row["values"]) < 2])
         if len(single) == len(others) + 1:
             return "No claim: with one seed each, differences may be chance. More seeds give intervals (--seeds 3)."
         return f"No claim: one seed only of {name_list(single)}. More seeds give intervals (--seeds 3)."
@@ -123,8 +128,12 @@ def _how_sure(verdict: Verdict, best: Data, others: Sequence[Data], overlapping:
         behind = [row for row in others if row not in overlapping]
         one = len(overlapping) == 1
         text = f"The 95 % interval{'' if one else 's'} of {_few(overlapping)} overlap{'s' if one else ''} its own"
+        if paired:
+            text = f"On the same test examples its lead over {_few(overlapping)} may be chance ({TEST})"
         return f"{text}; clearly behind: {_few(behind)}." if behind else f"{text}."
     seeds = len(best["values"])
+    if paired:
+        return f"On the same test examples no lead is likely to be chance ({TEST}; {counted(seeds, 'seed')})."
     few = " With few seeds the intervals themselves are rough." if seeds < 5 else ""
     return f"Its 95 % interval overlaps no other ({counted(seeds, 'seed')}, Student's t).{few}"
 

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from intbmoe.compare.jobs import Failure, choose_jobs, run_jobs
 from intbmoe.compare.page import Comparison, write_comparison_page
-from intbmoe.compare.plan import CompareOptions, Job, Plan, make_plan, sort_out
-from intbmoe.compare.summary import summarise
-from intbmoe.compare.table import brief_table, file_stem, floors_table, write_files
+from intbmoe.compare.plan import CompareOptions, Job, Plan, choose_baseline, make_plan, sort_out
+from intbmoe.compare.summary import add_differences, make_rows, summarise
+from intbmoe.compare.table import brief_table, file_stem, fit, floors_table, write_files
 from intbmoe.recipes.sets import PLACED, Options
 from intbmoe.tasks import find_task, make_task
 from intbmoe.tasks.recipe import Recipe
@@ -30,6 +30,7 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
     started = time.monotonic()
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     plan = make_plan(make_task(recipe).resolve(), options, own)
+    baseline = choose_baseline(plan.jobs, options.baseline)
     waiting = [job for job in plan.jobs if not job.run.finished]
     jobs = choose_jobs(plan, len(waiting), options.jobs)
     _announce(console, plan, waiting, jobs, options)
@@ -39,8 +40,9 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
         console.print("Stopped; what was reached is saved. The same command goes on from there.")
         return 130
     sound, left_out = sort_out(plan.jobs)
-    rows = [summary.record() for summary in summarise(sound)]
+    rows = make_rows(summarise(sound))
     if rows:
+        add_differences(rows, sound, baseline)
         chosen = [*_own_words(own), "--methods", options.methods, "--seeds", str(options.seeds)]
         command = shlex.join(["intbmoe", "compare", *_with_root(plan, options, settings), *chosen])
         _report(console, Comparison(plan, sound, rows, {}, left_out, options.methods, command))
@@ -59,7 +61,7 @@ def _report(console: Console, comparison: Comparison) -> None:
     task = find_task(plan.recipe.task)
     title, stem = f"{plan.recipe.name}: {task.metric} on the test split", file_stem(comparison.methods)
     table = brief_table(rows, title, task.higher_is_better)
-    console.print(table.terminal(compact=True))
+    console.print(fit(table, console.width).terminal(compact=True))
     for note in table.notes:
         console.print(f"  {note}", soft_wrap=True)
     written = write_files(plan.folder, stem, rows, title, task.higher_is_better)

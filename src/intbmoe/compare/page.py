@@ -14,7 +14,10 @@ from intbmoe.compare.answer import answer_comparison
 from intbmoe.compare.plan import Job, Plan
 from intbmoe.compare.table import (
     SHARES,
+    WITH_ATTENTION,
     anchor,
+    by_students_t,
+    difference_notes,
     file_stem,
     floors_table,
     number_cell,
@@ -187,21 +190,22 @@ def _result_notes(data: Data, leaders: Sequence[str]) -> list[str]:
     several = any(row["interval_95"] is not None for row in data["rows"])
     better = "right" if data["higher_is_better"] else "left"
     notes = [
-        "±: half the 95 % interval of the mean, by Student's t. Under it the dot is the mean, the bar the interval, "
-        f"thin marks are single seeds; the axis is the same in all rows, and better is further {better}."
+        f"±: half the 95 % interval of the mean, {by_students_t(data['rows'])}. Under it the dot is the mean, the bar "
+        f"the interval, thin marks are single seeds; the axis is the same in all rows, and better is further {better}."
         if several
         else "One seed each, so there is no interval, and differences may be chance (--seeds 3 gives intervals). "
         f"The dots share one axis; better is further {better}.",
         f"{'; '.join(f'{name.capitalize()}: {hint}' for name, hint in SHARES.items())}. For one layer, mean over the "
         "layers; shared experts left out.",
-        "FLOPs: one example by itself, without attention's score and value products. Seconds: training, mean over "
+        *difference_notes(data["rows"]),
+        f"FLOPs: one example by itself, {WITH_ATTENTION}. Seconds: training, mean over "
         "runs, of which several may have shared the machine.",
     ]
     if any(row["method"] == "intbmoe" for row in data["rows"]):
         notes.insert(0, "★: IntBMoE and its forms.")
     notes += protocol_notes(data["rows"])
     if leaders:
-        notes.insert(0, "Tinted rows: the best mean, and what is tied with it because their intervals overlap.")
+        notes.insert(0, "Tinted rows: the best mean, and what cannot be told from it.")
     if any(row["active_experts"] is not None for row in data["rows"]):
         notes.append("~: at the number of experts that a test token had on average, which a trained router decides.")
     if any(row["mean"] is None for row in data["rows"]):

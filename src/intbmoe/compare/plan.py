@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from intbmoe.checks import did_you_mean, require
 from intbmoe.recipes import recipe_to_dict
 from intbmoe.recipes.sets import Options, Variant, find_variants
 from intbmoe.report.trace import find_flaw
@@ -22,6 +23,8 @@ class CompareOptions(Checked):
     """Methods and sets, with commas between: all, everything, ablations, compute, place, K, k, E, L, switch, …"""
     seeds: PositiveInt = 1
     """Runs of each, over the recipe's seeds from the first on; with two or more there is an interval."""
+    baseline: str | None = None
+    """The method that all others are compared with in pairs; None for dense, or the first where dense is not there."""
     jobs: PositiveInt | None = None
     """Runs side by side; None for as many as cores, memory and GPUs allow."""
     root: Path = Path("runs")
@@ -75,6 +78,15 @@ def make_plan(recipe: Recipe, options: CompareOptions, own: Options | None = Non
             _require_same(run, seeded)
             jobs.append(Job(variant, seeded, run))
     return Plan(recipe, options.root / recipe.name / "compare", jobs, refused, largest)
+
+
+def choose_baseline(jobs: Sequence[Job], wanted: str | None) -> str | None:
+    """The label of what the others are compared with; None where there are no runs."""
+    labels = list(dict.fromkeys(job.variant.label for job in jobs))
+    if wanted is not None and labels:
+        require(wanted in labels, "baseline", wanted, f"one of the methods compared: {did_you_mean(wanted, labels)}")
+        return wanted
+    return "dense" if "dense" in labels else labels[0] if labels else None
 
 
 def choose_seeds(named: Sequence[int], number: int) -> list[int]:

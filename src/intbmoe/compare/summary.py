@@ -3,13 +3,14 @@
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from scipy.special import stdtrit
 from torch import nn
 
+from intbmoe.compare.pairs import Outcomes, compare_in_pairs, pooled_spread, resampled
 from intbmoe.compare.plan import Job
 from intbmoe.counting import Counts, Shares, count, shares_of
 from intbmoe.models.vit import ViT, class_token_ffns
@@ -19,6 +20,8 @@ from intbmoe.routing import record_routing
 from intbmoe.tasks import Task, make_task
 from intbmoe.train import load
 
+FEW_SEEDS = 3
+"""With as many or fewer, a method's own spread is not used by itself."""
 ROUTED_EXAMPLES = 64
 """Test examples on which the experts of a token are counted, where a trained router decides on their number."""
 
@@ -40,7 +43,7 @@ class Summary:
     """Further metrics of the tables, with their headings (``Task.reported``)."""
 
     def record(self) -> dict[str, Any]:
-        """As plain data with all digits: what tables, pictures and the page are made from."""
+        """As plain data with all digits: what tables, pictures and the page are made from, but for the intervals."""
         tests = [result["test"] for result in self.results]
         names = [name for name in (tests[0] if tests else {}) if all(name in test for test in tests)]
         return {
@@ -51,29 +54,73 @@ class Summary:
             "metric": self.metric,
             "values": list(self.values),
             "mean": statistics.fmean(self.values) if self.values else None,
-            "interval_95": confidence_interval(self.values),
+            "interval_95": None,
             **self.counts._asdict(),
             **self.shares._asdict(),
             "active_experts": self.active,
             "seconds": statistics.fmean(result["seconds"] for result in self.results) if self.results else None,
             "results": list(self.results),
-            "metrics": {name: _mean_and_interval([test[name] for test in tests]) for name in names},
+            "metrics": {
+                name: {"mean": statistics.fmean(test[name] for test in tests), "interval_95": None} for name in names
+            },
             "reported": dict(self.reported),
             "validated": all(result.get("valid") for result in self.results),
             "report": "best" if any(result.get("report") == "best" for result in self.results) else "last",
         }
 
 
-def _mean_and_interval(values: Sequence[float]) -> dict[str, float | None]:
-    return {"mean": sum(values) / len(values), "interval_95": confidence_interval(values)}
+def confidence_intervals(groups: Sequence[Sequence[float]]) -> list[float | None]:
+    """Half the width of Student's 95 % interval for the mean of each group, one value per seed; None where unknown.
+
+    Three seeds or fewer say little about their own spread (Student's factor for three is 4.3). Such a group takes the
+    spread within all groups together, with their degrees of freedom; so a single value has an interval too, if another
+    group has two.
+    """
+    pooled, together = pooled_spread([group for group in groups if group])
+    found: list[float | None] = []
+    for group in groups:
+        own = len(group) > FEW_SEEDS
+        spread, freedom = (statistics.stdev(group), len(group) - 1) if own else (pooled, together)
+        known = bool(group) and spread is not None
+        found.append(float(stdtrit(freedom, 0.975)) * spread / math.sqrt(len(group)) if known else None)
+    return found
 
 
-def confidence_interval(values: Sequence[float]) -> float | None:
-    """Half the width of Student's 95 % interval for the mean; None for fewer than two values."""
-    if len(values) < 2:
-        return None
-    quantile = float(stdtrit(len(values) - 1, 0.975))
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+def add_differences(rows: Sequence[dict[str, Any]], jobs: Iterable[Job], baseline: str) -> None:
+    """Put into each row its ``difference`` to the method labelled ``baseline``, and that ``to_best``, the best mean.
+
+    Both are on the same test examples. None for the method itself, and where a run kept no outcomes.
+    """
+    runs: dict[str, dict[int, Outcomes]] = {}
+    for job in jobs:
+        if (outcomes := job.run.outcomes()) is not None:
+            runs.setdefault(job.variant.label, {})[job.seed] = outcomes
+            task = make_task(job.recipe)
+    trained = [row for row in rows if row["values"]]
+    for row in rows:
+        row["difference"] = row["to_best"] = None
+    if not runs:
+        return
+    values = resampled(runs, metric := lambda sums: task.metrics(sums)[task.metric])
+    best = (max if task.higher_is_better else min)(trained, key=lambda row: row["mean"])["label"]
+    for name, label in (("difference", baseline), ("to_best", best)):
+        found = compare_in_pairs(runs, label, metric, values) if label in runs else {}
+        for row in trained:
+            if difference := found.get(row["label"]):
+                row[name] = {"baseline": label, **asdict(difference)}
+
+
+def make_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
+    """The record of each, with the intervals of its means, for which the rows are taken together."""
+    rows = [summary.record() for summary in summaries]
+    for row, interval in zip(rows, confidence_intervals([row["values"] for row in rows]), strict=True):
+        row["interval_95"] = interval
+    for name in dict.fromkeys(name for row in rows for name in row["metrics"]):
+        having = [row for row in rows if name in row["metrics"]]
+        values = [[result["test"][name] for result in row["results"]] for row in having]
+        for row, interval in zip(having, confidence_intervals(values), strict=True):
+            row["metrics"][name]["interval_95"] = interval
+    return rows
 
 
 def summarise(jobs: Iterable[Job]) -> list[Summary]:
@@ -123,7 +170,7 @@ def _untrained(task: Task) -> nn.Module:
 
 def _count(task: Task, model: nn.Module, active: float | None) -> Counts:
     set_aside = class_token_ffns(model) if isinstance(model, ViT) else 0
-    return count(model.eval(), task.example_inputs(), set_aside=set_aside, active=active or None)
+    return count(model.eval(), task.example_inputs(), set_aside=set_aside, active=active or None, attention=True)
 
 
 @torch.no_grad()

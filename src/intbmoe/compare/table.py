@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from intbmoe.compare.summary import FEW_SEEDS
 from intbmoe.layer import OnePer
 from intbmoe.report.numbers import NOTHING, flops_unit, format_metric
 from intbmoe.report.tables import Cell, Column, Span, Table
@@ -18,14 +19,18 @@ SHARES = {
     "execution": "how many experts or blocks are computed for a token",
     "materialization": "how many expert-sized weight sets are built from experts, of one example by itself",
 }
+DIFFERENCE = "the mean's distance over the seeds that both have"
 IN_CSV = (
     *("label", "title", "method", "metric", "mean", "interval_95", "seeds", "values", *SHARES, "materialization_per"),
     *("params", "activated", "flops", "flops_executed", "active_experts", "seconds"),
+    *("difference", *(f"difference_{name}" for name in ("baseline", "interval_95", "p", "p_holm", "seeds"))),
 )
 STEMS = {"K": "blocks", "k": "top_k", "E": "experts", "L": "layers"}
 """Names of files for sets whose own would differ in case alone."""
 LONGEST_STEM = 60
-WITHOUT_ATTENTION = "without attention's score and value products"
+WITH_ATTENTION = "attention's score and value products included"
+SURE = 0.05
+WIDE, LEFT_OUT_IF_NARROW = 100, ("activated", "seconds")
 
 
 def results_table(rows: Sequence[Row], title: str, order: str | None = None, **more: Any) -> Table:
@@ -34,14 +39,16 @@ def results_table(rows: Sequence[Row], title: str, order: str | None = None, **m
     metric = trained[0]["metric"]
     unit, letter = flops_unit(row["flops"] for row in rows)
     others = [name for name in trained[0]["metrics"] if name != metric]
+    against = _baseline(rows)
     headings = trained[0].get("reported", {})  # not in the data of early comparisons
     columns = [
         Column("Method", numeric=False, name="title"),
         Column(metric, sorted=order, name="mean"),
+        *([Column(f"vs {against}", hint=DIFFERENCE, name="difference")] if against else []),
         *(Column(name.capitalize(), hint=hint, name=name) for name, hint in SHARES.items()),
         Column("Params (M)", name="params"),
         Column("Activated (M)", hint="parameters that one token uses", name="activated"),
-        Column(f"FLOPs ({letter})", hint=f"of one example by itself, {WITHOUT_ATTENTION}", name="flops"),
+        Column(f"FLOPs ({letter})", hint=f"of one example by itself, {WITH_ATTENTION}", name="flops"),
         Column("Seconds", hint="measured time of one training run", name="seconds"),
         *(Column(headings.get(name, name), name=name) for name in others),
     ]
@@ -50,6 +57,7 @@ def results_table(rows: Sequence[Row], title: str, order: str | None = None, **m
         [
             Cell(row["title"], row["title"], href=f"#run-{anchor(row['label'])}"),
             _metric_cell(row, scale),
+            *([_difference_cell(row)] if against else []),
             *(_share_cell(row, name) for name in SHARES),
             number_cell(row["params"] / 1e6, 3),
             number_cell(row["activated"] / 1e6, 3, _about(row)),
@@ -70,13 +78,25 @@ def brief_table(rows: Sequence[Row], title: str, higher_is_better: bool) -> Tabl
     marked = frozenset([best])
     first = rows[trained[0]]
     beside = [name for name in first["reported"] if name in first["metrics"]]
-    shown = ("title", "mean", *beside, "params", "activated", "flops", "seconds")
+    paired = ["difference"] if _baseline(rows) else []
+    shown = ("title", "mean", *paired, *beside, "params", "activated", "flops", "seconds")
     return results_table(rows, title, notes=notes(rows), marked=marked, records=records).select(*shown)
+
+
+def fit(table: Table, width: int) -> Table:
+    """The brief table for a terminal of ``width`` columns: where it is narrow, differences take the room of others."""
+    names = [column.name for column in table.columns]
+    if width >= WIDE or "difference" not in names:
+        return table
+    return table.select(*(name for name in names if name not in LEFT_OUT_IF_NARROW))
 
 
 def _record(row: Row) -> dict[str, Any]:
     """The row with the mean and interval of each metric as entries of their own, which is what a CSV can hold."""
-    flat = {key: row[key] for key in row if key not in ("metrics", "reported")}
+    flat = {key: row[key] for key in row if key not in ("metrics", "reported", "difference", "to_best")}
+    if difference := row.get("difference"):
+        flat |= {"difference": difference["value"]}
+        flat |= {f"difference_{name}": value for name, value in difference.items() if name != "value"}
     for name, found in row["metrics"].items():
         flat |= {name: found["mean"], f"{name}_interval_95": found["interval_95"]}
     return flat
@@ -103,6 +123,36 @@ def _metric_cell(row: Row, scale: tuple[float, float]) -> Cell:
     )
     span = Span(*ends, points if len(points) > 1 else ())
     return Cell(format_metric(row["metric"], mean, row["interval_95"]), mean, span=span)
+
+
+def _baseline(rows: Sequence[Row]) -> str | None:
+    """The title of what the rows are compared with in pairs, if they are; the data of early comparisons do not say."""
+    labels = {row["difference"]["baseline"] for row in rows if row.get("difference")}
+    return next((row["title"] for row in rows if row["label"] in labels), None)
+
+
+def _difference_cell(row: Row) -> Cell:
+    if not (found := row.get("difference")):
+        return Cell(NOTHING)
+    factor, digits = (100, 2) if row["metric"].startswith("accuracy") else (1, 4)
+    value = f"{factor * found['value']:+.{digits}f}".replace("-", "−")
+    text = f"{value} ± {factor * found['interval_95']:.{digits}f}{'*' * (found['p_holm'] < SURE)}"
+    return Cell(text, found["value"])
+
+
+def difference_notes(rows: Sequence[Row]) -> list[str]:
+    found = [row["difference"] for row in rows if row.get("difference")]
+    if not found:
+        return []
+    one, pairs = found[0], len(found)
+    chance = "among examples and, by the methods' pooled spread, among seeds"
+    if not one["over_seeds"]:
+        chance = "among examples only: with one seed, that among trainings is not known"
+    corrected = f" after Holm's correction for {pairs} comparisons" if pairs > 1 else ""
+    return [
+        f"vs {_baseline(rows)}: {DIFFERENCE}, on the same {one['examples']:,} test examples, ± its 95 % interval "
+        f"(chance {chance}). *: a two-sided chance below {100 * SURE:.0f} %{corrected}."
+    ]
 
 
 def _share_cell(row: Row, name: str) -> Cell:
@@ -144,17 +194,28 @@ def notes(rows: Sequence[Row]) -> list[str]:
     seeds = {len(row["seeds"]) for row in rows if row["values"]}
     told = []
     if min(seeds) > 1:
-        told.append(f"±: 95 % interval of the mean over {' or '.join(map(str, sorted(seeds)))} seeds, by Student's t.")
+        told.append(
+            f"±: 95 % interval of the mean over {' or '.join(map(str, sorted(seeds)))} seeds, {by_students_t(rows)}."
+        )
     elif max(seeds) > 1:
-        told.append("±: 95 % interval of the mean over the seeds, by Student's t; rows without it have one seed.")
+        told.append(f"±: 95 % interval of the mean over the seeds, {by_students_t(rows)}.")
     else:
         told.append("One seed, so no interval: differences of this size may be chance (--seeds 3 gives intervals).")
-    told.append(f"FLOPs: one example, {WITHOUT_ATTENTION}. Seconds: training, one run.")
+    told += difference_notes(rows)
+    told.append(f"FLOPs: one example, {WITH_ATTENTION}. Seconds: training, one run.")
     told += protocol_notes(rows)
     active = [f"{row['title']} {row['active_experts']:.2f}" for row in rows if row["active_experts"] is not None]
     if active:
         told.append(f"~: at the experts a test token had on average, which the router decides: {', '.join(active)}.")
     return told
+
+
+def by_students_t(rows: Sequence[Row]) -> str:
+    few = [row for row in rows if row["values"] and len(row["values"]) <= FEW_SEEDS]
+    others = [row for row in rows if len(row["values"]) > 1]
+    if few and len(others) > 1:
+        return f"by Student's t; of methods with {FEW_SEEDS} seeds or fewer, with the spread of all methods pooled"
+    return "by Student's t"
 
 
 def protocol_notes(rows: Sequence[Row]) -> list[str]:

@@ -52,14 +52,17 @@ def dense_of_compute(recipe: Recipe, intbmoe: MoESettings) -> list[tuple[str, Mo
     return _dense(recipe, _flops(recipe, intbmoe))
 
 
-def training_flops(model: nn.Module, inputs: tuple[Any, ...], batch: int, active: float | None = None) -> float:
-    """FLOPs of the forward of one example in a batch of ``batch``, attention's score and value products left out.
+def training_flops(
+    model: nn.Module, inputs: tuple[Any, ...], batch: int, active: float | None = None, *, attention: bool = False
+) -> float:
+    """FLOPs of the forward of one example in a batch of ``batch``, with attention's score and value products or not.
 
     ``inputs`` are those of a batch of one. A forward's FLOPs are those of its examples and what it does once (IntBMoE
     composes blocks), so batches of one and two say them all. ``active`` as in ``count_flops``.
     """
     batches = ([_repeat(value, size) for value in inputs] for size in (1, 2))
-    one, two = (count_flops(model, *repeated, active=active).total() for repeated in batches)
+    counts = [count_flops(model, *repeated, active=active) for repeated in batches]
+    one, two = (found.total(attention) for found in counts)
     example = two - one
     return example + (one - example) / batch
 

@@ -1,0 +1,112 @@
+"""Which differences of the study are more than chance, as tables: each method against some of the others.
+
+Pairs are over the seeds that both methods have, as in ``intbmoe compare`` (``intbmoe/compare/pairs.py``). Chance among
+trainings comes from the seeds' spread, pooled over all methods of the study. Chance among test examples comes from a
+bootstrap, where both kept their outcomes (``STEM.npz`` beside a summary; runs before 2026-11-17 did not). All chances
+are two-sided, and corrected by Holm's rule for all pairs of a table.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from intbmoe.compare.pairs import Difference, holm, judge, paired, pooled_spread, resampled
+from intbmoe.compare.summary import confidence_intervals
+from intbmoe.recipes import recipe_from_dict
+from intbmoe.report.numbers import NOTHING, format_metric
+from intbmoe.report.tables import Table
+from intbmoe.tasks import make_task
+from intbmoe.train.outcomes import read_outcomes
+
+Runs = Sequence[Mapping[str, Any]]  # summaries of one variant
+Rows = Mapping[str, Runs]
+SURE = 0.05
+
+
+def values_text(rows: Rows, split: str, metric: str) -> dict[str, str]:
+    """Each row's mean, ± the 95 % interval, for which the rows are taken together."""
+    values = [[run[split][metric] for run in found] for found in rows.values()]
+    cells = zip(rows, values, confidence_intervals(values), strict=True)
+    return {label: format_metric(metric, fmean(found), interval) for label, found, interval in cells}
+
+
+def claims_text(rows: Rows, bases: Mapping[str, str], study: Rows, metric: str | None = None) -> str:
+    """A table of ``rows`` against those in ``bases`` (label → heading), and what its marks mean.
+
+    The spread of the seeds is that of all rows of the ``study``, and of these.
+    """
+    bases = {label: heading for label, heading in bases.items() if label in rows}
+    if len(rows) < 2 or not bases:
+        return "Not measured yet."
+    one = next(iter(rows.values()))[0]
+    metric, higher = metric or one["metric"], one["higher_is_better"] and metric in (None, one["metric"])
+    everything = {**study, **rows}
+    tests = {split: values_text(everything, split, metric) for split in ("test", "valid")}
+    spread = pooled_spread([[run["test"][metric] for run in runs] for runs in everything.values()])
+    found, with_examples = differences(rows, list(bases), metric, spread)
+    header = ["Method", f"{metric}, test", "valid", *bases.values(), "Seeds"]
+    lines = []
+    for label, runs in rows.items():
+        cells = [NOTHING if label == base else _cell(found.get((label, base)), metric, higher) for base in bases]
+        seeds = " ".join(str(run["seed"]) for run in runs)
+        lines.append([runs[0]["title"], tests["test"][label], tests["valid"][label], *cells, seeds])
+    return f"{Table.of_texts('', header, lines).markdown()}\n\n{_note(found, with_examples, metric)}"
+
+
+def differences(
+    rows: Rows, bases: Sequence[str], metric: str, spread: tuple[float | None, int]
+) -> tuple[dict[tuple[str, str], Difference], int]:
+    """By label and base; and of how many the chance among test examples is known."""
+    values = {label: {run["seed"]: np.array([run["test"][metric]]) for run in runs} for label, runs in rows.items()}
+    drawn, found, known = _resampled(rows, metric), {}, 0
+    for base in bases:
+        for label in rows:
+            seeds = [seed for seed in values[label] if seed in values[base]]
+            if label == base or not seeds:
+                continue
+            whole = all(seed in drawn.get(name, {}) for name in (label, base) for seed in seeds)
+            known += whole
+            one, other = ({s: (drawn if whole else values)[name][s] for s in seeds} for name in (label, base))
+            found[label, base] = judge(paired(one, other), len(seeds), spread)
+    pairs = {frozenset(pair): difference.p for pair, difference in found.items()}  # either way round it is one claim
+    corrected = dict(zip(pairs, holm(list(pairs.values())), strict=True))
+    return {pair: replace(one, p_holm=corrected[frozenset(pair)]) for pair, one in found.items()}, known
+
+
+def _resampled(rows: Rows, metric: str) -> dict[str, dict[int, np.ndarray]]:
+    runs: dict[str, dict[int, Mapping[str, np.ndarray]]] = {}
+    for label, summaries in rows.items():
+        for run in summaries:
+            path = Path(run["file"]).with_suffix(".npz")
+            if path.is_file():
+                runs.setdefault(label, {})[run["seed"]] = read_outcomes(path)
+                task = make_task(recipe_from_dict(run["recipe"]))
+    return resampled(runs, lambda sums: task.metrics(sums)[metric]) if runs else {}
+
+
+def _cell(found: Difference | None, metric: str, higher: bool) -> str:
+    if found is None:
+        return NOTHING
+    factor, digits = (100, 2) if metric.startswith("accuracy") else (1, 4 if metric.startswith("HR") else 3)
+    value = f"{factor * found.value * (1 if higher else -1):+.{digits}f}".replace("-", "−")
+    return f"{value} ± {factor * found.interval_95:.{digits}f}{'*' * (found.over_seeds and found.p_holm < SURE)}"
+
+
+def _note(found: Mapping[Any, Difference], with_examples: int, metric: str) -> str:
+    unit = "points" if metric.startswith("accuracy") else "nats" if metric == "loss" else metric
+    told = f"Differences in {unit}, over the seeds that both have; above zero is better."
+    if not any(difference.over_seeds for difference in found.values()):
+        return f"{told} ±: the 95 % interval, chance among test examples alone. With one seed each, nothing is claimed."
+    claims, chance = len({frozenset(pair) for pair in found}), "chance among trainings"
+    if with_examples:
+        examples = "test examples" if with_examples == len(found) else "test examples where outcomes were kept"
+        chance = f"{chance} and among {examples}"
+    return (
+        f"{told} ±: the 95 % interval, {chance}, with the spread of the seeds pooled over all rows of the study "
+        f"(Student's t). *: a two-sided chance below {100 * SURE:.0f} % after Holm's correction for the {claims} "
+        "differences of this table."
+    )

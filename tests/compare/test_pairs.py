@@ -1,0 +1,130 @@
+"""Methods compared in pairs: what must hold of any such test, on outcomes whose distribution is known."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import false_discovery_control, ttest_rel
+
+from intbmoe.compare import pairs
+from intbmoe.compare.pairs import compare_in_pairs, holm, mcnemar, pooled_spread
+
+EXAMPLES = 400
+
+
+def accuracy(sums):
+    return sums["hit"] / sums["count"]
+
+
+def loss(sums):
+    return sums["loss"] / sums["count"]
+
+
+def outcomes(random, rate=0.5, hardness=None, gain=0.0):
+    """Losses that have the examples' hardness in common, and hits that do not."""
+    hardness = np.zeros(EXAMPLES) if hardness is None else hardness
+    return {
+        "count": np.ones(EXAMPLES),
+        "hit": (random.random(EXAMPLES) < rate).astype(float),
+        "loss": hardness - gain + 0.1 * random.standard_normal(EXAMPLES),
+    }
+
+
+@pytest.fixture
+def random():
+    return np.random.default_rng(7)
+
+
+def test_identical_outcomes_differ_by_nothing(random):
+    one = outcomes(random)
+    found = compare_in_pairs({"dense": {0: one}, "same": {0: dict(one)}}, "dense", accuracy)["same"]
+    assert (found.value, found.interval_95, found.p) == (0, 0, 1)
+
+
+def test_exchanging_the_two_turns_the_sign_and_nothing_else(random):
+    runs = {"a": {s: outcomes(random, 0.4) for s in range(3)}, "b": {s: outcomes(random, 0.5) for s in range(3)}}
+    one, other = compare_in_pairs(runs, "a", accuracy)["b"], compare_in_pairs(runs, "b", accuracy)["a"]
+    assert one.value == pytest.approx(-other.value)
+    assert (one.interval_95, one.p) == pytest.approx((other.interval_95, other.p))
+
+
+def test_what_the_examples_have_in_common_does_not_blur_a_difference(random):
+    hard = 3 * random.standard_normal(EXAMPLES)
+    runs = {"dense": {0: outcomes(random, hardness=hard)}, "better": {0: outcomes(random, hardness=hard, gain=0.03)}}
+    found = compare_in_pairs(runs, "dense", loss)["better"]
+    one, other = runs["dense"][0]["loss"], runs["better"][0]["loss"]
+    expected = ttest_rel(other, one)
+    assert found.value == pytest.approx(other.mean() - one.mean())
+    assert found.p == pytest.approx(expected.pvalue, rel=0.5)
+    assert found.interval_95 == pytest.approx(1.96 * np.std(other - one, ddof=1) / EXAMPLES**0.5, rel=0.1)
+    assert found.interval_95 < 0.1 * 1.96 * np.std(one) / EXAMPLES**0.5, "each alone is far less certain"
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch):
+    """Three seeds, whose trainings differ more than examples do: a bootstrap of three seeds would fail here."""
+    monkeypatch.setattr(pairs, "RESAMPLES", 100)
+    random, held, tries = np.random.default_rng(3), 0, 200
+    for _ in range(tries):
+        shifts = 0.05 * random.standard_normal(6)
+        found = {"dense": {}, "other": {}}
+        for place, shift in enumerate(shifts):
+            found[("dense", "other")[place % 2]][place // 2] = outcomes(random, gain=shift)
+        difference = compare_in_pairs(found, "dense", loss)["other"]
+        held += abs(difference.value) <= difference.interval_95
+    assert held / tries == pytest.approx(0.95, abs=0.04)
+
+
+def test_more_pairs_lend_each_other_their_spread(random):
+    runs = {name: {s: outcomes(random, gain=0.05 * random.standard_normal()) for s in range(3)} for name in "abcdef"}
+    runs["single"] = {0: outcomes(random)}
+    found = compare_in_pairs(runs, "a", loss)
+    alone = compare_in_pairs({name: runs[name] for name in "ab"}, "a", loss)["b"]
+    assert found["single"].over_seeds, "its one seed is no claim without the others' spread"
+    assert found["single"].interval_95 > max(found[name].interval_95 for name in "bcdef")
+    assert found["b"].value == alone.value
+    first = {name: {0: runs[name][0]} for name in ("a", "single")}
+    assert not compare_in_pairs(first, "a", loss)["single"].over_seeds
+
+
+def test_one_seed_of_hits_is_mcnemars(random):
+    runs = {"dense": {0: outcomes(random, 0.4)}, "other": {0: outcomes(random, 0.5)}}
+    found = compare_in_pairs(runs, "dense", accuracy)["other"]
+    assert found.p == mcnemar(runs["other"][0]["hit"], runs["dense"][0]["hit"])
+
+
+def test_only_seeds_that_both_have_are_compared(random):
+    runs = {"dense": {0: outcomes(random, 0.4)}, "other": {1: outcomes(random, 0.1), 0: outcomes(random, 0.5)}}
+    runs["elsewhere"] = {2: outcomes(random)}
+    found = compare_in_pairs(runs, "dense", accuracy)
+    assert list(found) == ["other"]
+    assert found["other"].seeds == 1
+    assert found["other"].value == pytest.approx(runs["other"][0]["hit"].mean() - runs["dense"][0]["hit"].mean())
+
+
+def test_mcnemar_is_exact():
+    one, other = np.array([1, 1, 1, 1, 1, 0, 1, 0]), np.array([0, 0, 0, 0, 0, 0, 1, 0])
+    assert mcnemar(one, other) == mcnemar(other, one) == pytest.approx(2 * 0.5**5)
+    assert mcnemar(one, one) == 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_holm_lies_between_no_correction_and_bonferronis(chances):
+    found = holm(chances)
+    for p, corrected in zip(chances, found, strict=True):
+        assert p <= corrected <= min(1, len(chances) * p) + 1e-15
+    assert sorted(range(len(found)), key=lambda i: (found[i], chances[i])) == sorted(
+        range(len(found)), key=lambda i: (chances[i], chances[i])
+    )
+    assert all(corrected >= p - 1e-12 for corrected, p in zip(found, false_discovery_control(chances), strict=True))
+
+
+def test_the_spread_within_groups_leaves_their_means_out():
+    assert pooled_spread([[1.0, 3.0], [101.0, 103.0], [7.0]]) == (pytest.approx(2**0.5), 2)
+    assert pooled_spread([[1.0], [5.0]]) == (None, 0)
+
+
+def test_other_examples_are_refused(random):
+    other = {name: values[:-1] for name, values in outcomes(random).items()}
+    with pytest.raises(ValueError, match="only runs on the same are compared"):
+        compare_in_pairs({"dense": {0: outcomes(random)}, "other": {0: other}}, "dense", accuracy)
