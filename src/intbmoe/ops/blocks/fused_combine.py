@@ -196,8 +196,9 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad, _):
-    gain = ctx.saved_tensors[3]
-    row_grad, weight_grad, sums = _combine_gradient(grad, *ctx.saved_tensors)
+    saved = ctx.saved_tensors  # once: checkpointing gives them no second time
+    gain = saved[3]
+    row_grad, weight_grad, sums = _combine_gradient(grad, *saved)
     columns = row_grad.shape[1]
     gain_grad = scale_grad = None
     if gain is not None:

@@ -170,8 +170,9 @@ def _allocate_backward(grad, x, token_term, block_term, token, inverse, group, e
 
 
 def _differentiate(ctx, grad):
-    block_term = ctx.saved_tensors[2]
-    x_grad, term_grad, block_grad = _filter_gradient(grad, *ctx.saved_tensors)
+    saved = ctx.saved_tensors  # once: checkpointing gives them no second time
+    block_term = saved[2]
+    x_grad, term_grad, block_grad = _filter_gradient(grad, *saved)
     if block_term is None:
         term_grad = block_grad = None
     else:
