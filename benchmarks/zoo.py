@@ -8,18 +8,14 @@ README.md, whose head names licence, library and score; the rest is the run itse
 
 import argparse
 import json
-import shutil
 from pathlib import Path
 from platform import python_version
 
-import torch
 import yaml
-from torch import Tensor
 
-from intbmoe.files import digest, to_json
+from intbmoe.files import to_json
 from intbmoe.train import RunDirectory, evaluate
-from intbmoe.train.evaluation import HALVED
-from intbmoe.train.files import pack_tensors, read_tensors
+from intbmoe.train.evaluation import halve
 from intbmoe.zoo import FOLDER
 
 CARD = """---
@@ -56,20 +52,13 @@ def main() -> None:
     parser.add_argument("--half", action="store_true", help="store the weights in half precision")
     given = parser.parse_args()
     run, folder = RunDirectory.existing(given.run), FOLDER / given.name
-    result, start = run.result, json.loads((run.path / "environment.json").read_text())[0]
+    start = json.loads((run.path / "environment.json").read_text())[0]
     folder.mkdir(parents=True, exist_ok=True)
+    changed = halve(run) if given.half else {}
     for path in (run.config_path, run.model_path, run.result_path):
-        shutil.copyfile(path, folder / path.name)
-    if given.half:
-        weights = pack_tensors({name: _half(value) for name, value in read_tensors(run.model_path).items()})
-        (folder / run.model_path.name).write_bytes(weights)
-        result = {**result, "sha256": {"model.safetensors": digest(weights)}, "weights": HALVED}
-        (folder / run.result_path.name).write_bytes(to_json(result))
-    result = {
-        **result,
-        "test": evaluate(folder),
-        "sha256": {"model.safetensors": result["sha256"]["model.safetensors"]},
-    }
+        (folder / path.name).write_bytes(changed.get(path.name) or path.read_bytes())
+    result = {**RunDirectory.existing(folder).result, "test": evaluate(folder)}
+    result["sha256"] = {"model.safetensors": result["sha256"]["model.safetensors"]}  # the rest stays behind
     (folder / run.result_path.name).write_bytes(to_json(result))
     metric = result["metric"]
     measured = {"type": metric, "value": round(result["test"][metric], 4)}
@@ -94,10 +83,6 @@ def main() -> None:
         digest=result["sha256"]["model.safetensors"],
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def _half(value: Tensor) -> Tensor:
-    return value.half() if value.dtype == torch.float32 else value
 
 
 if __name__ == "__main__":

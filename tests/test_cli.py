@@ -104,7 +104,7 @@ def test_train_eval_and_load(tmp_path, capsys, monkeypatch):
     ("args", "message"),
     [
         (["train", "digts"], "no recipe is called 'digts': did you mean 'digits'?"),
-        (["train"], "starts with a recipe: beauty, digits, foursquare"),
+        (["train"], "starts with a recipe: beauty, checkins, checkins-told"),
         (["train", "digits", "--moe.name", "swich"], "did you mean 'switch'?"),
         (["train", "digits", "--moe.options.top-k", "99"], "top_k=99 is not allowed"),
         (["train", "tiny-imagenet"], "path"),

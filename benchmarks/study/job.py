@@ -1,7 +1,6 @@
 """One run of the study, from a job file to one small summary, with the outcomes of the test examples beside it.
 
     python benchmarks/study/job.py JOB.json
-    python benchmarks/study/job.py --widen RUN             # a run that came back in half precision, see write_run
 
 Started by the study, one process per run. Trains as ``intbmoe train`` does, counts the trained model, and writes the
 summary when all is known. What it measures beside: the peak of GPU memory.
@@ -21,20 +20,20 @@ import torch
 from intbmoe.compare.page import thin
 from intbmoe.compare.plan import Job
 from intbmoe.compare.summary import summarise
-from intbmoe.files import digest, replace_file, to_json
+from intbmoe.files import replace_file, to_json
 from intbmoe.recipes import recipe_from_dict
 from intbmoe.recipes.compute import training_flops
 from intbmoe.recipes.sets import Variant
 from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train import RunDirectory, load, train
-from intbmoe.train.files import pack_tensors, read_json, read_tensors
+from intbmoe.train.evaluation import halve
+from intbmoe.train.files import read_json
 from intbmoe.train.signals import belongs_to_another
 
 CURVE_POINTS = 100
 LOADS = ("utilisation", "worst_case", "entropy", "dropped")
 LAST_ROWS = 10  # lines of metrics that the load statistics are averaged over
-HALF = "model.half.safetensors"
 KEPT = (".yaml", ".json", ".jsonl", ".npz")
 PART_BYTES = 15 * 2**20
 FORMAT = 2
@@ -42,9 +41,6 @@ FORMAT = 2
 
 
 def main() -> None:
-    if sys.argv[1] == "--widen":
-        widen(RunDirectory.existing(sys.argv[2]))
-        return
     belongs_to_another()  # nobody trains on after the study was killed
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     without_tensorboard()
@@ -143,12 +139,9 @@ def _curve(rows: list[dict[str, Any]], split: str, name: str = "loss") -> list[l
 def write_run(run: RunDirectory, stem: Path) -> None:
     """The finished run with its weights in half precision, as a tar in parts that can be carried.
 
-    ``cat STEM.part* | tar x`` and ``job.py --widen FOLDER`` make a run directory of it again.
+    ``cat STEM.part* | tar x`` makes a run directory of it again.
     """
-    tensors = read_tensors(run.model_path)
-    halves = {name: value.half() if value.dtype == torch.float32 else value for name, value in tensors.items()}
-    files = {path.name: path.read_bytes() for path in run.path.iterdir() if path.suffix in KEPT}
-    files[HALF] = pack_tensors(halves)
+    files = {path.name: path.read_bytes() for path in run.path.iterdir() if path.suffix in KEPT} | halve(run)
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for name, content in files.items():
@@ -159,18 +152,6 @@ def write_run(run: RunDirectory, stem: Path) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     for number, start in enumerate(range(0, len(content), PART_BYTES)):
         stem.with_name(f"{stem.name}.part{number}").write_bytes(content[start : start + PART_BYTES])
-
-
-def widen(run: RunDirectory) -> None:
-    """Half precision to single: a run directory that ``intbmoe eval`` and ``analyse`` take."""
-    halves = read_tensors(run.path / HALF)
-    weights = pack_tensors(
-        {name: value.float() if value.dtype == torch.float16 else value for name, value in halves.items()}
-    )
-    checksums = {**run.result["sha256"], "model.safetensors": digest(weights)}
-    result = {**run.result, "sha256": checksums, "weights": "rounded to half precision"}
-    run.write("model.safetensors", weights)
-    run.write("done.json", to_json(result))
 
 
 if __name__ == "__main__":

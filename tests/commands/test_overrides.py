@@ -147,7 +147,7 @@ def test_names_are_suggested_before_anything_is_parsed():
         parse("digit")
     with pytest.raises(KeyError, match="did you mean 'switch'"):
         parse("digits", "--moe.name", "swich")
-    with pytest.raises(KeyError, match="starts with a recipe: beauty, digits, foursquare"):
+    with pytest.raises(KeyError, match="starts with a recipe: beauty, checkins, checkins-told"):
         parse()
     with pytest.raises(ValueError, match="top_k=9 is not allowed"):
         parse("imagenet", "--moe.options.top-k", "9")

@@ -23,7 +23,7 @@ class DenseConfig(ExpertsConfig):
     experts: Annotated[Literal[1], MustBe("1 in a dense layer")] = 1
     """Always 1."""
     std: Positive | None = None
-    """Weights start from a truncated normal of this spread, as a backbone's FFN may; None: as ``nn.Linear`` does."""
+    """Weights start from a truncated normal of this spread, as a backbone's FFN may; None: as nn.Linear does."""
 
 
 @register("swiglu", title="Dense SwiGLU", paper="Shazeer, 2020", participation="dense", expert="swiglu")

@@ -7,13 +7,14 @@ from os import PathLike
 import torch
 from torch import Tensor, nn
 
+from intbmoe.files import digest, to_json
 from intbmoe.layer import unwrap
 from intbmoe.tasks import make_task
 from intbmoe.tasks.base import Examples, Task
 from intbmoe.train.data import evaluation_batches, read_ahead
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import TrainingError
-from intbmoe.train.files import read_tensors
+from intbmoe.train.files import pack_tensors, read_tensors
 from intbmoe.train.outcomes import MOST_EXAMPLES
 from intbmoe.train.resume import restore_model
 from intbmoe.train.run import RunDirectory
@@ -48,6 +49,17 @@ def _load(run: RunDirectory) -> tuple[Task, nn.Module]:
         model = task.make_model().eval()
     restore_model(model, tensors, str(run.model_path))
     return task, model
+
+
+def halve(run: RunDirectory) -> dict[str, bytes]:
+    """The files of a finished run that change when its weights are stored in half precision, by name."""
+    tensors = read_tensors(run.model_path, run.result["sha256"]["model.safetensors"])
+    weights = pack_tensors(
+        {name: value.half() if value.dtype == torch.float32 else value for name, value in tensors.items()}
+    )
+    checksums = {**run.result["sha256"], "model.safetensors": digest(weights)}
+    result = {**run.result, "sha256": checksums, "weights": HALVED}
+    return {run.model_path.name: weights, run.result_path.name: to_json(result)}
 
 
 def read_split(task: Task, split: str) -> Examples:
