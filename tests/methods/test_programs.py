@@ -27,6 +27,7 @@ if INTERPRETING:  # slow: those that differ most; a GPU runs all
 
 if not INTERPRETING:
 
+    @pytest.mark.slow  # programs are off by default
     def test_in_the_interpreter():
         rerun(__file__)
 
