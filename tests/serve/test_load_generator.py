@@ -144,7 +144,8 @@ def test_what_is_sent_to_warm_up_does_not_count():
         step = run(server, warm_s=0.5)
         assert step.due == step.answered == 100
         assert server.requests == 200
-    assert 0 < step.throughput <= 200  # those of the warm-up would make it 400; some may be answered after the window
+    # Those of the warm-up would make it 400. A few of either may be answered on the other side of the window's ends.
+    assert 0 < step.throughput < 300
 
 
 def test_arrivals_follow_rate_and_seed():
