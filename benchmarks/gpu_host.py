@@ -21,7 +21,6 @@ from gpu_timing import bf16_autocast, both_call, describe, forward_call, number,
 from torch import Tensor
 
 from intbmoe import create
-from intbmoe.parts import programs
 
 TOKENS, ROUNDS, IN_A_ROW = 64, 40, 10
 
@@ -74,9 +73,7 @@ def kernels(call: Callable[[], object]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="of Python's profile for every call")
-    parser.add_argument("--programs", action="store_true", help="forwards as recorded programs, parts/programs.py")
     arguments = parser.parse_args()
-    programs.ENABLED = arguments.programs
     device = torch.device("cuda")
     measured = calls(device)
     for call in measured.values():

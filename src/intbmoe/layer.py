@@ -23,8 +23,8 @@ from intbmoe.settings import Checked, PositiveInt
 from intbmoe.statistics import LayerStatistics, Result, Routing
 
 __all__ = [
-    "LayerConfig", "MoELayer", "OnePer", "Quantities", "Result", "Routing", "Unit", "count_valid", "local",
-    "moe_layers", "require_whole", "unwrap",
+    "LayerConfig", "MoELayer", "OnePer", "Quantities", "Result", "Routing", "Unit", "local", "moe_layers",
+    "require_whole", "unwrap",
 ]  # fmt: skip
 
 
@@ -201,13 +201,6 @@ class MoELayer(nn.Module):
         ``inputs`` go to ``compute``: what some methods take besides, such as a ``conditioning``.
         """
         self._check_input(x, mask)
-        result = self._answer(x, mask, state, **inputs)
-        if self.statistics.wants(self.training):
-            self.statistics.keep(result, count_valid(x, mask), tuple(x.shape[:-1]), self.training, type(self).__name__)
-        return result.y
-
-    def _answer(self, x: Tensor, mask: Tensor | None, state: Any, **inputs: Any) -> Result:
-        """What ``compute`` returns, ``y`` in the shape and type of ``x`` and zero where it is masked."""
         tokens = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])  # no −1: there may be no token
         if mask is not None:
             mask = mask.reshape(tokens.shape[:-1])
@@ -219,7 +212,10 @@ class MoELayer(nn.Module):
         y = result.y
         if mask is not None:
             y = torch.where(mask.unsqueeze(-1), y, 0)
-        return Result(cast(y, x.dtype).reshape(x.shape), result.routing, result.losses, result.sums)
+        if self.statistics.wants(self.training):
+            count = x.new_full((), tokens.shape[0] * tokens.shape[1], dtype=torch.int64) if mask is None else mask.sum()
+            self.statistics.keep(result, count, tuple(x.shape[:-1]), self.training, type(self).__name__)
+        return cast(y, x.dtype).reshape(x.shape)
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -254,11 +250,6 @@ class MoELayer(nn.Module):
             raise TypeError(f"mask is {found}: expected torch.bool, True where a token is valid (mask.bool())")
         if mask.shape != x.shape[:-1]:
             raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {tuple(x.shape[:-1])}, as x without dim")
-
-
-def count_valid(x: Tensor, mask: Tensor | None) -> Tensor:
-    """How many tokens of (…, T, d) ``x`` are valid."""
-    return x.new_full((), math.prod(x.shape[:-1]), dtype=torch.int64) if mask is None else mask.sum()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -86,11 +86,6 @@ class LayerStatistics:
         # Activation checkpointing runs forwards again during backward: these were counted the first time.
         return not recomputing() and (training or self._recording is not None)
 
-    @property
-    def recorded(self) -> bool:
-        """Whether somebody records where tokens go."""
-        return self._recording is not None
-
     def keep(self, result: Result, count: Tensor, shape: tuple[int, ...], training: bool, layer: str) -> None:
         """A forward of ``count`` valid tokens in (…, T) = ``shape``; ``layer`` is what an error calls the layer."""
         if training:

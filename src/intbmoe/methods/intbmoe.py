@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.checks import require, require_state
-from intbmoe.layer import LayerConfig, Quantities, Result, Routing, require_whole
+from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing, require_whole
 from intbmoe.ops import native
 from intbmoe.ops.backend import BACKENDS, Backend, choose_backend
 from intbmoe.ops.blocks import Blocks
@@ -42,7 +42,6 @@ from intbmoe.parts.conditioning import check_conditioning
 from intbmoe.parts.hypernetwork import Hypernetwork
 from intbmoe.parts.linear import Linear
 from intbmoe.parts.pool import Pool
-from intbmoe.parts.programs import ProgrammedLayer
 from intbmoe.parts.quantized import weight_dtype
 from intbmoe.parts.reference import reference_names, unused_in_reference
 from intbmoe.parts.router import MLPRouter, mask_choices
@@ -152,7 +151,7 @@ class IntBMoEConfig(LayerConfig):
         }
 
 
-class BlockLayer(ProgrammedLayer):
+class BlockLayer(MoELayer):
     """What IntBMoE and its precomposed form share: router, norms, λ, shared expert, and the way of a token."""
 
     Config = IntBMoEConfig
@@ -185,10 +184,6 @@ class BlockLayer(ProgrammedLayer):
     def backend(self, backend: Backend | None) -> None:
         require(backend in (None, *BACKENDS), "backend", backend, f"None or one of {', '.join(BACKENDS)}")
         self._backend = backend
-
-    @property
-    def program_settings(self) -> bool | None:
-        return self.__dict__.get("recompute", False) if self._backend in (None, "fused") else None
 
     @property
     def choices(self) -> int:
@@ -247,7 +242,6 @@ class BlockLayer(ProgrammedLayer):
 class IntBMoE(BlockLayer):
     """The trainable layer: K blocks are composed from the pools at every forward."""
 
-    PROGRAMMED = True
     KEPT_WIDE = ("router", "codebook", "hypernetwork")
     DECAY_GROUPS: ClassVar = {"router": "routers", "gate_norms": "norms", "scale": "scales"}
 
@@ -339,8 +333,6 @@ class ComposedMoE(BlockLayer):
 
     ``IntBMoE.precompose`` makes one; ``ComposedMoE(config)`` makes an empty one for ``load_state_dict``.
     """
-
-    PROGRAMMED = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

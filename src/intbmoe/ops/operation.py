@@ -9,15 +9,13 @@ Defined by schema rather than by ``torch.library.custom_op``, whose wrapper impo
 a second).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 PLAIN = (Tensor, nn.Parameter, type(None), int, float, bool, str, torch.dtype)
-RUNS: dict[str, Callable[..., Any]] = {}
-"""What computes each operation, by its full name, for ``recording.py``."""
 
 
 def define(
@@ -34,7 +32,6 @@ def define(
     ``differentiate(ctx, *grads)`` needs; gradients of outputs that nobody used are None. Without them the operation is
     a backward pass, which cannot be differentiated itself, or has no derivative.
     """
-    RUNS[f"intbmoe::{name}"] = run
     torch.library.define(f"intbmoe::{name}", schema)
     torch.library.impl(f"intbmoe::{name}", "default", run)
     torch.library.register_fake(f"intbmoe::{name}", fake)
@@ -65,10 +62,10 @@ def define(
             return (differentiate or refuse)(ctx, *grads)
 
     Node.__name__ = name
-    apply = super(torch.autograd.Function, Node).apply  # without a search for torch.func's wrappers: ``observed`` has
+    apply = super(torch.autograd.Function, Node).apply  # without a search for torch.func's wrappers: ``_observed`` has
 
     def call(*inputs: Any) -> Any:
-        if torch.compiler.is_compiling() or observed(inputs):
+        if torch.compiler.is_compiling() or _observed(inputs):
             return registered(*inputs)
         if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
             return apply(*inputs)
@@ -77,7 +74,7 @@ def define(
     return call
 
 
-def observed(inputs: Iterable[Any]) -> bool:
+def _observed(inputs: tuple) -> bool:
     """Whether something traces, maps, counts or profiles operations, or stands in for a tensor."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
