@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import intbmoe
 from intbmoe.ops.backend import TRITON
@@ -43,7 +44,8 @@ def outputs_and_gradients(layer, x, mask, probe):
     x = x.clone().requires_grad_()
     y = layer(x, mask)
     (y * probe).sum().backward()
-    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+    parameters = layer.parameters() if isinstance(layer, torch.nn.Module) else ()
+    return [y.detach(), x.grad, *(parameter.grad for parameter in parameters)]
 
 
 TERMS = 2 * TOKENS * 2 * (20 + 13 + DIM)
@@ -120,6 +122,17 @@ def test_sparse_baselines_share_the_kernels(device, name):
     expected = outputs_and_gradients(copy.deepcopy(layer).double(), x.double(), mask, probe.double())
     found = outputs_and_gradients(layer.to(device), x.to(device), mask.to(device), probe.to(device))
     agree(found, expected)
+
+
+@on_device
+def test_activation_checkpointing_changes_no_gradient(device):
+    layer = make().to(device)
+    x, mask, probe = (tensor.to(device) for tensor in inputs())
+    expected = outputs_and_gradients(layer, x, mask, probe)
+    layer.zero_grad()
+    found = outputs_and_gradients(lambda x, mask: checkpoint(layer, x, mask, use_reentrant=False), x, mask, probe)
+    assert all(map(torch.equal, found, expected[:2]))
+    assert all(map(torch.equal, [parameter.grad for parameter in layer.parameters()], expected[2:]))
 
 
 @on_device
