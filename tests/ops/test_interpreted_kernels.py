@@ -5,7 +5,13 @@ from pathlib import Path
 from interpreter import rerun
 
 TESTS = Path(__file__).parent.parent
-FILES = ("ops/test_fused.py", "ops/test_hypernetwork.py", "ops/test_grouped_mm_fused.py", "methods/test_fused_layer.py")
+FILES = (
+    "ops/test_fused.py",
+    "ops/test_cross_entropy.py",
+    "ops/test_hypernetwork.py",
+    "ops/test_grouped_mm_fused.py",
+    "methods/test_fused_layer.py",
+)
 
 
 def test_in_the_interpreter():

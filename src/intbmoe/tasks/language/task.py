@@ -7,21 +7,19 @@ document. Its graphs take ids (B, T) and mask (B, T) and give scores (B, T, voca
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from intbmoe.checks import require
 from intbmoe.models.llama import Llama, LlamaConfig
-from intbmoe.precision import wide
+from intbmoe.ops.cross_entropy import cross_entropy
 from intbmoe.registry import register_task
 from intbmoe.settings import Checked, MustBe, NonNegativeInt, PositiveInt
 from intbmoe.tasks.base import Batch, Examples, Task
@@ -38,7 +36,6 @@ from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Graph, Request
 
-WIDE_SCORES = 2**26  # scores that the loss has in float32 at a time: 256 MiB
 COUNTED_TOKENS = 2**24
 LONGEST_TEXT = 8192  # tokens of a graph's input: rotary positions have no limit of their own
 LARGEST_LOSS = 700.0  # whose perplexity is still a number: e^700 is as good as infinite
@@ -158,13 +155,12 @@ class LanguageTask(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         targets = batch["targets"]
-        return cross_entropy_sum(model(batch["ids"]), targets), targets.new_full((), targets.numel(), dtype=torch.int64)
+        losses = cross_entropy(model(batch["ids"]), targets)
+        return losses.sum(), targets.new_full((), targets.numel(), dtype=torch.int64)
 
     def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        logits, targets = model(batch["ids"]), batch["targets"]
-        tokens = _at_once(logits)
-        parts = zip(logits.flatten(0, -2).split(tokens), targets.flatten().split(tokens), strict=True)
-        losses = torch.cat([_cross_entropy(*part, reduction="none") for part in parts]).view_as(targets)
+        targets = batch["targets"]
+        losses = cross_entropy(model(batch["ids"]), targets)
         return {"count": targets.new_full((len(targets),), targets.shape[1]), "loss": losses.double().sum(1)}
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -206,30 +202,6 @@ class LanguageTask(Task):
 
     def shown(self, split: TokenExamples) -> Shown:
         return show_texts(split, token_texts(self._source))
-
-
-def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """(…, V) scores and (…) ids → the sum of the cross-entropy, computed in float32 at least.
-
-    Scores of a large vocabulary are the largest tensor of a model: 1 GiB in float32 for 8,192 tokens and 32,000. They
-    are widened some tokens at a time, and again in backward, so that no float32 copy and no gradient of it is kept.
-    """
-    logits, targets = logits.flatten(0, -2), targets.flatten()
-    tokens = _at_once(logits)
-    if len(targets) <= tokens:
-        return _cross_entropy(logits, targets)
-    again: Callable[..., Tensor] = partial(checkpoint, _cross_entropy, use_reentrant=False, preserve_rng_state=False)
-    parts = zip(logits.split(tokens), targets.split(tokens), strict=True)
-    return torch.stack([again(*part) for part in parts]).sum()
-
-
-def _at_once(logits: Tensor) -> int:
-    """How many tokens' scores are widened at a time."""
-    return max(1, WIDE_SCORES // logits.shape[-1])
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
-    return F.cross_entropy(wide(logits), targets, reduction=reduction)
 
 
 def _metrics(loss: float) -> dict[str, float]:
