@@ -361,22 +361,3 @@ def test_runs_are_summarised_packed_and_not_repeated(tmp_path):
     run = next(tmp_path.glob("digits/intbmoe/0"), None) or next(tmp_path.glob("*/digits/intbmoe/0"))
     assert load(run) is not None
     assert RunDirectory(run).outcomes()["accuracy"].shape == (359,)
-
-
-def test_a_study_of_labels_has_just_these_for_every_seed(monkeypatch):
-    own = replace(study_plan.STUDIES["digits"], settings={"train.epochs": 4.0}, labels=("dense-wide", "intbmoe"))
-    monkeypatch.setitem(study_plan.STUDIES, "digits", own)
-    entries = study_plan.make_plan(["digits"])
-    assert {(entry.label, entry.seed) for entry in entries} == {
-        (label, seed) for label in own.labels for seed in entries[0].recipe["seeds"]
-    }
-    assert [entry.label for entry in entries[:2]] == list(own.labels)
-
-
-def test_equal_time_gives_the_quicker_one_more_steps(monkeypatch, tmp_path):
-    rows = {"intbmoe": {"step_ms": 30.0}, "dense-wide": {"step_ms": 20.0}}
-    (tmp_path / TIMING.format("digits")).write_text(json.dumps({"rows": rows}))
-    own = replace(study_plan.STUDIES["digits"], settings={"train.epochs": 4.0}, labels=("dense-wide",))
-    monkeypatch.setitem(study_plan.STUDIES, "digits", replace(own, as_long_as="intbmoe"))
-    monkeypatch.setattr(study_plan, "RESULTS", tmp_path)
-    assert {entry.recipe["train"]["epochs"] for entry in study_plan.make_plan(["digits"])} == {6.0}

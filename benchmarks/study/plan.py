@@ -85,7 +85,7 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
     recipe = with_settings(load_recipe(study.recipe), {**study.settings, **given})
     if TUNING in stages:
         return _tuning(name, study, recipe, given)
-    if study.labels:
+    if study.labels or study.sets:
         return [entry for entry in _labelled(name, study, recipe, given) if entry.stage in stages]
     first_seed, *more = recipe.seeds
     entries, seen = [], {}
@@ -105,16 +105,28 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
 
 
 def _labelled(name: str, study: Study, recipe: Recipe, given: Mapping[str, Any]) -> list[Entry]:
-    """The study's labels, the first seed of all of them before the others."""
+    """The study's labels, the first seed of all of them before the others, or its sets, the first seed alone.
+
+    What the study that it is part of has trained is not trained again: IntBMoE's default of a sweep, and the variants
+    whose best rate is the common one.
+    """
     recipe = with_settings(recipe, {"name": name})
-    known = {variant.label: variant for stage in STAGES[:4] for variant in _variants(recipe, stage, study.first)}
+    if study.sets:
+        variants = [variant for variant in find_variants(recipe, study.sets) if variant.moe.label]
+    else:
+        variants = _labelled_variants(recipe, study.first, study.labels)
+    rates = own_rates(study.recipe, read_summaries(RESULTS)) if study.own_rates else {}
     entries = []
-    for seed in recipe.seeds:
-        for label in study.labels:
-            settings = {**study.settings, **given, "name": name, **_equal_time(study, label)}
+    for seed in recipe.seeds[:1] if study.sets else recipe.seeds:
+        for variant in variants:
+            own = _equal_time(study, variant.label)
+            if study.own_rates:
+                if rates.get(variant.label, recipe.train.lr) == recipe.train.lr:
+                    continue
+                own["train.lr"] = rates[variant.label]
+            settings = {**study.settings, **given, "name": name, **own}
             stage = "first" if seed == recipe.seeds[0] else "seeds"
-            changed = with_settings(recipe, _equal_time(study, label))
-            entries.append(_entry(name, stage, changed, known[label], seed, settings))
+            entries.append(_entry(name, stage, with_settings(recipe, own), variant, seed, settings))
     return entries
 
 
@@ -132,6 +144,13 @@ def _variants(recipe: Recipe, stage: str, first: Sequence[str]) -> list[Variant]
     choice = {"first": ",".join(first), "methods": "all", "compute": "compute,place", "ablations": "ablations"}[stage]
     found = find_variants(recipe, choice) if choice else []
     return found + (_narrow(recipe) + _class_token(recipe) if stage == "compute" else [])
+
+
+def _labelled_variants(recipe: Recipe, first: Sequence[str], labels: Sequence[str]) -> list[Variant]:
+    if not labels:
+        return []
+    found = {variant.label: variant for stage in STAGES[:4] for variant in _variants(recipe, stage, first)}
+    return [found[label] for label in labels]
 
 
 def _class_token(recipe: Recipe) -> list[Variant]:
@@ -153,8 +172,7 @@ def _repeated(entries: Sequence[Entry], summaries: Sequence[Mapping[str, Any]]) 
     always = {"dense", "intbmoe", "dense-wide", "swiglu-wide", PLACED}
     methods = {entry.digest: entry.label for entry in entries if entry.stage in ("first", "methods")}
     found = [summary for summary in summaries if methods.get(summary["digest"], "dense") not in always]
-    sign = {True: 1, False: -1}
-    found.sort(key=lambda s: sign[s["higher_is_better"]] * s["valid"][s["metric"]], reverse=True)
+    found.sort(key=_goodness, reverse=True)
     return always | {summary["label"] for summary in found[:BASELINES_REPEATED]}
 
 
@@ -163,8 +181,8 @@ def _tuning(name: str, study: Study, recipe: Recipe, given: Mapping[str, Any]) -
     for rate in study.rates:
         settings = {**study.settings, **study.tuning, **given, "train.lr": rate, "name": f"{name}-lr{rate:g}"}
         tuned = with_settings(recipe, settings)
-        for variant in find_variants(tuned, ",".join(TUNED)):
-            entries.append(_entry(name, TUNING, tuned, variant, recipe.seeds[0], settings))
+        variants = find_variants(tuned, ",".join(TUNED)) + _labelled_variants(tuned, study.first, study.tuned)
+        entries += [_entry(name, TUNING, tuned, variant, recipe.seeds[0], settings) for variant in variants]
     return entries
 
 
@@ -213,12 +231,25 @@ def choose_rates(summaries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Of each study the learning rate of stage ``tune`` with the best mean over ``TUNED`` on the validation split."""
     found: dict[tuple[str, float], list[float]] = {}
     for summary in summaries:
-        if summary["stage"] == TUNING:
-            value = summary["valid"][summary["metric"]] * (1 if summary["higher_is_better"] else -1)
-            found.setdefault((summary["study"], summary["recipe"]["train"]["lr"]), []).append(value)
+        if summary["stage"] == TUNING and summary["label"] in TUNED:
+            found.setdefault((summary["study"], summary["recipe"]["train"]["lr"]), []).append(_goodness(summary))
     whole = {key: sum(values) / len(values) for key, values in found.items() if len(values) == len(TUNED)}
     studies = {study for study, _ in whole}
     return {study: max((value, rate) for (name, rate), value in whole.items() if name == study)[1] for study in studies}
+
+
+def own_rates(study: str, summaries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Of each variant that was tuned the learning rate that is best on the validation split."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for summary in summaries:
+        if summary["stage"] == TUNING and summary["study"] == study:
+            rate = (_goodness(summary), summary["recipe"]["train"]["lr"])
+            found.setdefault(summary["label"], []).append(rate)
+    return {label: max(rates)[1] for label, rates in found.items()}
+
+
+def _goodness(summary: Mapping[str, Any]) -> float:
+    return summary["valid"][summary["metric"]] * (1 if summary["higher_is_better"] else -1)
 
 
 def digest(recipe: Recipe) -> str:

@@ -16,12 +16,15 @@ class Study:
     settings: Mapping[str, Any]  # dotted settings on top of the recipe's
     first: tuple[str, ...]
     epoch_steps: int  # optimizer steps of an epoch, for estimates of time
-    rates: tuple[float, ...]  # learning rates for the stage ``tune``
+    rates: tuple[float, ...] = ()  # learning rates for the stage ``tune``
     tuning: Mapping[str, Any] = field(default_factory=dict)  # further settings of that stage
     on_cpu: bool = False  # so small that a core is enough
     needs_data: bool = True
+    tuned: tuple[str, ...] = ()  # variants for that stage, beside dense and IntBMoE
     labels: tuple[str, ...] = ()  # only these variants, all seeds, in place of the stages' own
+    sets: str = ""  # only the variants of these sets, the first seed
     as_long_as: str = ""  # a label: each variant trains for as much time as that one, by the measured time of a step
+    own_rates: bool = False  # each variant at the rate that stage ``tune`` of the recipe's study says is its best
 
 
 GPU = {"train.checkpoint_every": 1_000_000, "train.keep_checkpoints": 1}
@@ -38,25 +41,32 @@ IMAGES = {
 ON_CORES = {**GPU, "train.workers": 0}
 NEXT_PLACE = ("dense", "swiglu-wide", "switch", "deepseek", "remoe", "intbmoe")
 """Dense is in the mixture's place already, and one as wide as IntBMoE's compute stands beside it."""
+IMAGES_STEPS = 95_000 // 512
 WIKIPEDIA_STEPS = 40_000_000 // (32 * 512)  # the first 40 M of the 93.5 M tokens
 TEXT = {**GPU, "train.batch": 32, "train.steps": 1000, "train.lr": 2e-3, "train.workers": 1}  # the rate by stage tune
+
+TUNED_EVERYWHERE = (PLACED, "swiglu-wide", ONE_LAYER, "switch", "deepseek", "remoe", "dynmoe", "mass", "lory")
+TUNED_IMAGES = (*TUNED_EVERYWHERE, "vmoe", "expert_choice", "soft", "smear")
+TUNED_TEXT = (*TUNED_EVERYWHERE, "remoe-more", "soft_causal", "smear_token")
 
 STUDIES = {
     "tiny-imagenet": Study(
         "tiny-imagenet",
         IMAGES,
         ("dense", "intbmoe", "vmoe", "soft", "deepseek"),
-        epoch_steps=95_000 // 512,
+        epoch_steps=IMAGES_STEPS,
         rates=(5e-4, 1e-3, 2e-3),
         tuning={"train.epochs": 5.0, "train.warmup": 0.5},
+        tuned=TUNED_IMAGES,
     ),
     "wikipedia": Study(
         "wikipedia",
         TEXT,
         ("dense", "intbmoe", "deepseek", "switch", "remoe"),
         epoch_steps=WIKIPEDIA_STEPS,
-        rates=(5e-4, 1e-3, 2e-3),
+        rates=(1e-3, 2e-3, 4e-3),
         tuning={"train.steps": 200, "train.warmup": 0.01},
+        tuned=TUNED_TEXT,
     ),
     "foursquare": Study(
         "foursquare",
@@ -75,21 +85,31 @@ STUDIES = {
     ),
     # What survives: parts of the first ones again, with one thing changed; ``labels`` are all there is of them.
     "tiny-imagenet-start": Study(  # dense in its place, but for the class token's own FFN
-        "tiny-imagenet", {**IMAGES, "model.class_token_ffn": False}, (), 95_000 // 512, (), labels=(PLACED,)
+        "tiny-imagenet", {**IMAGES, "model.class_token_ffn": False}, (), IMAGES_STEPS, labels=(PLACED,)
     ),
     "tiny-imagenet-time": Study(
-        "tiny-imagenet", IMAGES, (), 95_000 // 512, (), labels=(PLACED, "swiglu-wide"), as_long_as="intbmoe"
+        "tiny-imagenet", IMAGES, (), IMAGES_STEPS, labels=(PLACED, "swiglu-wide"), as_long_as="intbmoe"
     ),
     "wikipedia-time": Study(
-        "wikipedia", TEXT, (), WIKIPEDIA_STEPS, (), labels=(PLACED, "swiglu-wide"), as_long_as="intbmoe"
+        "wikipedia", TEXT, (), WIKIPEDIA_STEPS, labels=(PLACED, "swiglu-wide"), as_long_as="intbmoe"
     ),
     "wikipedia-long": Study(
         "wikipedia",
         {**TEXT, "train.steps": 4000},
         (),
         WIKIPEDIA_STEPS,
-        (),
         labels=(PLACED, "swiglu-wide", "intbmoe", ONE_LAYER, "remoe", "remoe-more", "deepseek"),
+    ),
+    "tiny-imagenet-rates": Study("tiny-imagenet", IMAGES, (), IMAGES_STEPS, labels=TUNED_IMAGES, own_rates=True),
+    "wikipedia-rates": Study("wikipedia", TEXT, (), WIKIPEDIA_STEPS, labels=TUNED_TEXT, own_rates=True),
+    "tiny-imagenet-sweep": Study("tiny-imagenet", IMAGES, (), IMAGES_STEPS, sets="K,k,E,L"),
+    "wikipedia-sweep": Study("wikipedia", TEXT, (), WIKIPEDIA_STEPS, sets="K,k,E,L"),
+    "tiny-imagenet-mixed": Study(  # as the paper trains
+        "tiny-imagenet",
+        {**IMAGES, "data.augmentation.mix_probability": 1.0, "train.epochs": 100.0, "train.eval_every": 20.0},
+        (),
+        IMAGES_STEPS,
+        labels=(PLACED, "swiglu-wide", "deepseek", "intbmoe"),
     ),
     # The next place with its context, the next business, and a control whose best possible score is known.
     "checkins": Study(

@@ -97,7 +97,11 @@ def make_parts(results: Path) -> dict[str, str]:
         own = {label: runs for label, runs in found[study].items() if label in ("intbmoe", *found[f"{study}-time"])}
         rows = {**own, **longer} if longer else {}
         parts[f"time-{study}"] = claims_text(rows, {"intbmoe": "over IntBMoE"}, found[study])
-    parts["long-wikipedia"] = claims_text(found["wikipedia-long"], BASES, {})
+        swept = {label: runs for label, runs in found[study].items() if label == "intbmoe"} | found[f"{study}-sweep"]
+        parts[f"sweep-{study}"] = claims_text(swept, {"intbmoe": "over the default"}, found[study])
+        parts[f"rates-{study}"] = claims_text(_rate_rows(found, study), BASES, found[study])
+    for study in ("wikipedia-long", "tiny-imagenet-mixed"):
+        parts[study] = claims_text(found[study], BASES, {})
     return parts
 
 
@@ -107,6 +111,14 @@ def _place_rows(found: Mapping[str, Rows]) -> Rows:
     started = {"dense-start": _retitled(start, "Dense, a mixture's start alone")} if start else {}
     rows = {label: images[label] for label in ("dense", CLASS_TOKEN) if label in images}
     return {**rows, **started, **{label: images[label] for label in (PLACED, "intbmoe") if label in images}}
+
+
+def _rate_rows(found: Mapping[str, Rows], study: str) -> Rows:
+    """Each variant that was tuned at its own rate; nothing before one has been trained at another than the rest."""
+    own, labels = found[f"{study}-rates"], ("dense", "intbmoe", *STUDIES[study].tuned)
+    kept = {label: runs for label, runs in found[study].items() if label in labels and label not in own}
+    titled = {label: _retitled(runs, f"{runs[0]['title']}, rate {_rate(runs[0]):g}") for label, runs in own.items()}
+    return {**kept, **titled} if own else {}
 
 
 def _retitled(runs: Sequence[Mapping[str, Any]], title: str | None = None) -> list[dict[str, Any]]:
@@ -175,8 +187,8 @@ def find_rows(study: str, summaries: Sequence[Mapping[str, Any]]) -> tuple[Rows,
     groups: dict[str, list[dict[str, Any]]] = {}
     for summary in summaries:
         if summary["study"] == study and summary["stage"] != TUNING:
-            # In equal time each variant trains for another number of steps.
-            shared = "" if STUDIES[study].as_long_as else summary["shared_digest"]
+            one = STUDIES[study]  # whose variants may differ in steps, rates or the number of experts
+            shared = "" if one.as_long_as or one.own_rates or one.sets else summary["shared_digest"]
             groups.setdefault(shared, []).append(summary)
     chosen = max(groups.values(), key=_standing, default=[])
     rows: Rows = {}
