@@ -37,6 +37,7 @@ import intbmoe
 from intbmoe.layer import moe_layers
 from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.models.vit import ViT, ViTConfig
+from intbmoe.ops.cross_entropy import cross_entropy
 from intbmoe.train.capture import CapturedBackward
 from intbmoe.train.distribution import stacked_blocks
 
@@ -73,6 +74,8 @@ class Experiment:
     """The backbone, with IntBMoE or dense."""
     batch: Callable[[torch.device], tuple[Tensor, Tensor]]
     """Inputs and targets."""
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    """Of scores and targets, as the task has it."""
 
 
 def experiments(tiny: bool) -> dict[str, Experiment]:
@@ -106,13 +109,15 @@ def experiments(tiny: bool) -> dict[str, Experiment]:
             sequences * length,
             lambda moe: Llama(llama, (lambda: intbmoe.IntBMoE(llama.dim, **llama_options)) if moe else None),
             lambda device: tuple(torch.randint(llama.vocabulary, (2, sequences, length), device=device)),
+            lambda scores, targets: cross_entropy(scores, targets).mean(),
         ),
     }
 
 
-def make_step(model: nn.Module, inputs: Tensor, targets: Tensor, how: str) -> Callable[[], Tensor]:
+def make_step(model: nn.Module, experiment: Experiment, device: torch.device, how: str) -> Callable[[], Tensor]:
     """One step of README's loop."""
-    device = inputs.device
+    inputs, targets = experiment.batch(device)
+    measure_loss = experiment.loss
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     mixture = any(True for _ in moe_layers(model))
     batch = {"inputs": inputs, "targets": targets}
@@ -120,7 +125,7 @@ def make_step(model: nn.Module, inputs: Tensor, targets: Tensor, how: str) -> Ca
     def backward(batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16):
             scores = model(batch["inputs"])
-            loss = F.cross_entropy(scores.flatten(0, -2), batch["targets"].flatten())
+            loss = measure_loss(scores, batch["targets"])
         if mixture:
             loss = loss + intbmoe.aux_loss(model)
         loss.backward()
@@ -219,7 +224,7 @@ class Bench:
             compile_model(model, self.whole, fullgraph, "reduce-overhead" if how == REDUCED else None)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        step = make_step(model, *experiment.batch(self.device), how)
+        step = make_step(model, experiment, self.device, how)
         begin = time.perf_counter()
         step()
         synchronize(self.device)
