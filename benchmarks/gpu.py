@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_grid import time_grid
+from gpu_grid import grid, time_grid, worst_of
 from gpu_layers import (
     ALLOWED,
     MIXTRAL_EXPERTS,
@@ -241,7 +241,8 @@ def _reference_row(name: str, times: Sequence[float | None]) -> tuple[str, ...]:
 
 def _mixtral_rows(run: Run, shape: Shape, notes: list[str]) -> list[tuple[str, ...]]:
     try:
-        block = mixtral_block(shape.config.dim, run.device)
+        with run.device:
+            block = mixtral_block(shape.config.dim, MIXTRAL_HIDDEN, MIXTRAL_EXPERTS)
         entry = time_passes(run, block, run.tokens(shape, dtype=torch.bfloat16), autocast=False)
     except Exception as error:
         notes.append(f"Hugging Face's Mixtral block left out: {reason(error)}")
@@ -313,6 +314,8 @@ def main() -> int:
         "--sections", nargs="+", choices=SECTIONS, default=SECTIONS[:-1], help="what to measure (default: all but grid)"
     )
     parser.add_argument("--shapes", nargs="+", choices=[s.name for s in SHAPES], help="at which shapes (default: all)")
+    parser.add_argument("--of", type=Path, metavar="FILE", help="grid: an earlier output, whose worst layers are timed")
+    parser.add_argument("--worst", type=int, default=19, metavar="N", help="grid: how many of them (default: 19)")
     parser.add_argument("--workers", type=int, help="processes that compile kernels ahead; 0: none")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a dry run")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, whose figures mean nothing")
@@ -334,7 +337,9 @@ def main() -> int:
     say(str(run.ceilings))
     run.timed("kernels compiled, ceilings measured")
     sections = {"stages": time_stages, "layers": time_layers, "experts": sweep_experts, "small": time_small}
-    sections["grid"] = lambda run: run.results.update(grid=time_grid(device, run.ceilings, workers, arguments.tiny))
+    points = worst_of(arguments.of, arguments.worst) if arguments.of else list(grid())
+    points = [(shape.tiny(), routing) for shape, routing in points[:2]] if arguments.tiny else points
+    sections["grid"] = lambda run: run.results.update(grid=time_grid(device, run.ceilings, workers, points))
     for name in arguments.sections:
         sections[name](run)
         run.timed(name)

@@ -1,15 +1,18 @@
 """The whole layer over a grid of sizes: is any far from the sum of its stages' floors?
 
-``gpu.py --sections grid`` runs it. A cliff is a layer that takes more than ``CLIFF`` times the sum, or, where that sum
-is below ``SHORT_MS``, more than ``SHORT_CLIFF`` times: there launches count, whatever one does. Of the worst layers the
-stages are timed too, to see which of them it is.
+``gpu.py --sections grid`` runs it; ``--worst 19 --of FILE`` times only the worst layers of an earlier output again. A
+cliff is a layer that takes more than ``CLIFF`` times the sum, or, where that sum is below ``SHORT_MS``, more than
+``SHORT_CLIFF`` times: there launches count, whatever one does. Of the worst layers the stages are timed too, to see
+which of them it is.
 """
 
 import random
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,6 +75,16 @@ def describe(shape: Shape, routing: str) -> str:
     return f"{widths}, E {c.experts}, K {c.blocks}, k {c.top_k}, {shape.tokens:,} tokens, {routing}"
 
 
+def worst_of(path: Path, count: int) -> list[tuple[Shape, str]]:
+    """The points of the grid that were farthest from their floors in an earlier run's output, a line for each layer."""
+    lines = re.findall(r"^(.+): forward ([\d.]+) × both ([\d.]+) ×$", path.read_text(), re.MULTILINE)
+    if not lines:
+        raise ValueError(f"{path} has no line '<layer>: forward … × both … ×': give the output of --sections grid")
+    ratios = {layer: max(float(forward), float(both)) for layer, forward, both in lines}
+    points = [point for point in grid() if describe(*point) in ratios]
+    return sorted(points, key=lambda point: -ratios[describe(*point)])[:count]
+
+
 def time_point(shape: Shape, routing: str, device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
     """Milliseconds, floors, TFLOP/s and TB/s of the forward and of forward and backward, in a graph."""
     torch.manual_seed(0)
@@ -106,10 +119,10 @@ def worst_stages(shape: Shape, device: torch.device, ceilings: Ceilings) -> str:
     return "; ".join(text + [f"{e['stage']} failed: {e['failed']}" for e in entries if "failed" in e])
 
 
-def time_grid(device: torch.device, ceilings: Ceilings, workers: int, tiny: bool) -> dict[str, Any]:
-    """Time every point of the grid, print the worst and those that cannot run; returns all figures."""
-    points = list(grid())
-    points = [(shape.tiny(), routing) for shape, routing in points[:2]] if tiny else points
+def time_grid(
+    device: torch.device, ceilings: Ceilings, workers: int, points: list[tuple[Shape, str]]
+) -> dict[str, Any]:
+    """Time ``points``, print the worst and those that cannot run; returns all figures."""
     if workers:
         small = [point for point in points if _bytes(point[0]) < LARGE_BYTES]
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:

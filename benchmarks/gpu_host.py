@@ -1,6 +1,7 @@
 """Host time of one layer on a GPU: what Python, the dispatcher and the launches take while the device waits.
 
     python benchmarks/gpu_host.py                 # milliseconds of one call, and the kernels it starts
+    python benchmarks/gpu_host.py --graphs        # inference forwards replayed from CUDA graphs (parts/replay.py)
     python benchmarks/gpu_host.py --profile 40    # also where Python's time goes, function by function
 
 A call is timed by the host's clock without waiting for the device, with so few tokens that the device is always
@@ -21,6 +22,7 @@ from gpu_timing import bf16_autocast, both_call, describe, forward_call, number,
 from torch import Tensor
 
 from intbmoe import create
+from intbmoe.parts import replay
 
 TOKENS, ROUNDS, IN_A_ROW = 64, 40, 10
 
@@ -36,11 +38,11 @@ def gradient_forward(layer: torch.nn.Module, x: Tensor) -> Callable[[], Tensor]:
 def calls(device: torch.device) -> dict[str, Callable[[], object]]:
     shape = next(shape for shape in SHAPES if shape.name == "MiniPile")
     dim = shape.config.dim
-    layer = build(shape, device)
+    layer, inference = build(shape, device), build(shape, device).eval()
     x = torch.randn(1, TOKENS, dim, device=device)
-    composed, one = layer.precompose(torch.bfloat16), torch.randn(1, 1, dim, device=device, dtype=torch.bfloat16)
+    composed, one = inference.precompose(torch.bfloat16), torch.randn(1, 1, dim, device=device, dtype=torch.bfloat16)
     found = {
-        "IntBMoE, forward without gradients": forward_call(layer, x, autocast=True),
+        "IntBMoE, forward without gradients": forward_call(inference, x, autocast=True),
         "IntBMoE, forward": gradient_forward(layer, x.clone().requires_grad_()),
         "IntBMoE, forward and backward": both_call(layer, x, autocast=True),
         "IntBMoE precomposed, one token": forward_call(composed, one, autocast=False),
@@ -73,7 +75,9 @@ def kernels(call: Callable[[], object]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="of Python's profile for every call")
+    parser.add_argument("--graphs", action="store_true", help="inference forwards are replayed from CUDA graphs")
     arguments = parser.parse_args()
+    replay.enabled = arguments.graphs
     device = torch.device("cuda")
     measured = calls(device)
     for call in measured.values():

@@ -83,20 +83,19 @@ def largest_difference(layer: IntBMoE, x: Tensor, backends: Sequence[str]) -> fl
     return worst
 
 
-def mixtral_block(dim: int, device: torch.device) -> nn.Module:
-    """Hugging Face's sparse block over torch's grouped GEMM, in bfloat16."""
+def mixtral_block(dim: int, hidden: int, experts: int, implementation: str = "grouped_mm") -> nn.Module:
+    """Hugging Face's sparse block, by default over torch's grouped GEMM, in bfloat16."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
     config = MixtralConfig(
         hidden_size=dim,
-        intermediate_size=MIXTRAL_HIDDEN,
-        num_local_experts=MIXTRAL_EXPERTS,
+        intermediate_size=hidden,
+        num_local_experts=experts,
         num_experts_per_tok=MIXTRAL_TOP,
-        experts_implementation="grouped_mm",
+        experts_implementation=implementation,
     )
-    with device:
-        block = MixtralSparseMoeBlock(config)
+    block = MixtralSparseMoeBlock(config)
     for parameter in block.parameters():  # left uninitialised outside a whole model
         nn.init.normal_(parameter, std=0.02)
     return block.bfloat16()

@@ -3,6 +3,7 @@
     python benchmarks/gpu_training.py                      # about two minutes
     python benchmarks/gpu_training.py --json figures.json  # also every figure
     python benchmarks/gpu_training.py --models llama --whole
+    python benchmarks/gpu_training.py --models llama --ways both --ffns IntBMoE --profile 25  # a step's kernels
 
 A step is what README's training loop does: forward in bf16 autocast with float32 parameters, loss, ``aux_loss``,
 backward, ``before_step``, fused AdamW, ``after_step``, on random data that is already on the device. Times are medians
@@ -10,6 +11,7 @@ of device events over at least ten steps after warm-up (three for the naive back
 parameters and optimizer included. Blocks are compiled one by one, and equal ones share a graph, as ``train.compile``
 does; ``--whole`` compiles a model as one. "captured": forward and backward are replayed from a CUDA graph, as
 ``train.capture`` does; the optimizer's step is not part of it. "compiled, captured": the graph holds compiled kernels.
+"reduce-overhead": the compiler's mode of that name, which makes CUDA graphs itself; nothing else is captured.
 
 A dry run without a GPU: python benchmarks/gpu_training.py --device cpu --tiny
 """
@@ -35,20 +37,23 @@ import intbmoe
 from intbmoe.layer import moe_layers
 from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.models.vit import ViT, ViTConfig
+from intbmoe.ops.cross_entropy import cross_entropy
 from intbmoe.train.capture import CapturedBackward
 from intbmoe.train.distribution import stacked_blocks
 
 DENSE, INTBMOE, NAIVE = "dense", "IntBMoE", "IntBMoE naive"
-EAGER, COMPILED, CAPTURED, BOTH = "", "compiled", "captured", "compiled, captured"
+EAGER, COMPILED, CAPTURED, BOTH, REDUCED = "", "compiled", "captured", "compiled, captured", "reduce-overhead"
 WAYS = {
     "eager": ((DENSE, INTBMOE, NAIVE), EAGER),
     "captured": ((DENSE, INTBMOE), CAPTURED),
     "compiled": ((DENSE, INTBMOE), COMPILED),
     "both": ((DENSE, INTBMOE), BOTH),
+    "reduced": ((DENSE, INTBMOE), REDUCED),
     "naive-compiled": ((NAIVE,), COMPILED),
 }
 """What is measured, in this order."""
-STEPS, NAIVE_STEPS, WARM_UP = 10, 3, 3
+WITH_COMPILER = (COMPILED, BOTH, REDUCED)
+STEPS, NAIVE_STEPS, WARM_UP, PROFILED = 10, 3, 3, 3
 SECONDS = 1.0
 """Of steps, where ten take less."""
 UNROLLING = 60.0
@@ -69,6 +74,8 @@ class Experiment:
     """The backbone, with IntBMoE or dense."""
     batch: Callable[[torch.device], tuple[Tensor, Tensor]]
     """Inputs and targets."""
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    """Of scores and targets, as the task has it."""
 
 
 def experiments(tiny: bool) -> dict[str, Experiment]:
@@ -102,13 +109,15 @@ def experiments(tiny: bool) -> dict[str, Experiment]:
             sequences * length,
             lambda moe: Llama(llama, (lambda: intbmoe.IntBMoE(llama.dim, **llama_options)) if moe else None),
             lambda device: tuple(torch.randint(llama.vocabulary, (2, sequences, length), device=device)),
+            lambda scores, targets: cross_entropy(scores, targets).mean(),
         ),
     }
 
 
-def make_step(model: nn.Module, inputs: Tensor, targets: Tensor, captured: bool = False) -> Callable[[], Tensor]:
+def make_step(model: nn.Module, experiment: Experiment, device: torch.device, how: str) -> Callable[[], Tensor]:
     """One step of README's loop."""
-    device = inputs.device
+    inputs, targets = experiment.batch(device)
+    measure_loss = experiment.loss
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     mixture = any(True for _ in moe_layers(model))
     batch = {"inputs": inputs, "targets": targets}
@@ -116,16 +125,18 @@ def make_step(model: nn.Module, inputs: Tensor, targets: Tensor, captured: bool 
     def backward(batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16):
             scores = model(batch["inputs"])
-            loss = F.cross_entropy(scores.flatten(0, -2), batch["targets"].flatten())
+            loss = measure_loss(scores, batch["targets"])
         if mixture:
             loss = loss + intbmoe.aux_loss(model)
         loss.backward()
         return loss.detach()
 
-    forward_and_backward = CapturedBackward(backward, model) if captured else backward
+    forward_and_backward = CapturedBackward(backward, model) if how in (CAPTURED, BOTH) else backward
 
     def step() -> Tensor:
         optimizer.zero_grad()
+        if how == REDUCED:
+            torch.compiler.cudagraph_mark_step_begin()
         loss = forward_and_backward(batch)
         intbmoe.before_step(model, optimizer)
         optimizer.step()
@@ -135,13 +146,32 @@ def make_step(model: nn.Module, inputs: Tensor, targets: Tensor, captured: bool 
     return step
 
 
-def compile_model(model: nn.Module, whole: bool, fullgraph: bool) -> None:
+def compile_model(model: nn.Module, whole: bool, fullgraph: bool, mode: str | None) -> None:
     """Mark the model, or its blocks, to be compiled when they first run."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch._functorch.config.backward_pass_autocast = "off"  # as in training, see ``compile_in_place``
     for part in [model] if whole else stacked_blocks(model):
-        part.compile(fullgraph=fullgraph)
+        part.compile(fullgraph=fullgraph, mode=mode)
+
+
+def kernel_table(step: Callable[[], Tensor], name: str, lines: int) -> None:
+    """The kernels that take the most of a step's time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(PROFILED):
+            step()
+        torch.cuda.synchronize()
+    spent: dict[str, list[float]] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spent.setdefault(event.name, []).append(event.self_device_time_total)
+    total = sum(map(sum, spent.values()))
+    most = sorted(spent.items(), key=lambda item: -sum(item[1]))[:lines]
+    rows = [
+        (kernel[:70], f"{len(times) / PROFILED:.0f}", number(sum(times) / PROFILED / 1e3), f"{sum(times) / total:.1%}")
+        for kernel, times in most
+    ]
+    print_table(f"{name}: {number(total / PROFILED / 1e3, 1)} ms of kernels", ("", "calls", "ms", "share"), rows)
 
 
 def title(experiment: Experiment, ffn: str, how: str) -> str:
@@ -156,13 +186,14 @@ class Bench:
     device: torch.device
     whole: bool
     deadline: float
+    profile: int = 0  # how many kernels to show
     rows: list[tuple[str, ...]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
 
     def measure(self, experiment: Experiment, ffn: str, how: str) -> None:
         """One row: a model trained for some steps. What fails or is left out becomes a note."""
-        compiled = how in (COMPILED, BOTH)
+        compiled = how in WITH_COMPILER
         name = title(experiment, ffn, how)
         left = self.deadline - time.perf_counter()
         if left < (UNROLLING if compiled and ffn == NAIVE else 0):
@@ -189,11 +220,11 @@ class Bench:
             model = experiment.build(ffn != DENSE).train()
         for _, layer in moe_layers(model):
             layer.backend = "naive" if ffn == NAIVE else None
-        if how in (COMPILED, BOTH):
-            compile_model(model, self.whole, fullgraph)
+        if how in WITH_COMPILER:
+            compile_model(model, self.whole, fullgraph, "reduce-overhead" if how == REDUCED else None)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        step = make_step(model, *experiment.batch(self.device), captured=how in (CAPTURED, BOTH))
+        step = make_step(model, experiment, self.device, how)
         begin = time.perf_counter()
         step()
         synchronize(self.device)
@@ -205,12 +236,14 @@ class Bench:
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
         if not loss.isfinite():
             raise ArithmeticError(f"the loss is {loss.item()}")
-        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if how in (COMPILED, BOTH) else 0
+        if self.profile:
+            kernel_table(step, title(experiment, ffn, how), self.profile)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if how in WITH_COMPILER else 0
         return {"ms": ms, "peak_bytes": peak, "first_step_s": first, "loss": loss.item(), "graphs": graphs}
 
     def add(self, experiment: Experiment, ffn: str, how: str, found: dict[str, Any], fullgraph: bool) -> None:
         """Keep what was found, and its ratios to the dense model run the same way."""
-        compiled = how in (COMPILED, BOTH)
+        compiled = how in WITH_COMPILER
         entry = {"model": experiment.name, "ffn": ffn, "how": how or "eager", "fullgraph": compiled and fullgraph}
         entry |= {**found, f"{experiment.unit}_per_s": experiment.items / found["ms"] * 1e3}
         self.results.append(entry)
@@ -239,6 +272,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write every figure here")
     parser.add_argument("--models", nargs="+", choices=("vit", "llama"), default=("vit", "llama"))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=tuple(WAYS), help="how steps run; without it all")
+    parser.add_argument("--ffns", nargs="+", choices=(DENSE, INTBMOE, NAIVE), default=(DENSE, INTBMOE, NAIVE))
+    parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="also the kernels of a step")
     parser.add_argument("--whole", action="store_true", help="compile a model as one, not block by block: minutes")
     parser.add_argument("--seconds", type=float, default=140, help="start no further measurement after so many")
     parser.add_argument("--workers", type=int, help="processes that compile kernels ahead; 0: none")
@@ -259,14 +294,14 @@ def main() -> int:
         for failure in compile_ahead(shapes, [], workers, device):
             say(f"not compiled ahead: {failure}")
         say(f"[kernels compiled: {time.perf_counter() - begin:.0f} s since the start]")
-    bench = Bench(device, arguments.whole, begin + arguments.seconds)
+    bench = Bench(device, arguments.whole, begin + arguments.seconds, arguments.profile)
     chosen = [experiment for name, experiment in experiments(arguments.tiny).items() if name in arguments.models]
     plan = [WAYS[way] for way in WAYS if way in arguments.ways]
     if device.type == "cpu":
-        plan = [(ffns, how) for ffns, how in plan if how not in (CAPTURED, BOTH)]
+        plan = [(ffns, how) for ffns, how in plan if how not in (CAPTURED, BOTH, REDUCED)]
     for ffns, how in plan:
         for experiment in chosen:
-            for ffn in ffns:
+            for ffn in (ffn for ffn in ffns if ffn in arguments.ffns):
                 bench.measure(experiment, ffn, how)
     header = ("model, FFN", "graphs", "ms", "a second", "× dense", "GiB", "× dense", "first step s")
     sizes = "; ".join(f"{experiment.name}: {experiment.sizes}" for experiment in chosen)

@@ -63,13 +63,17 @@ class Mirror:
 class Recorder:
     """Records functions that take nothing and return nothing: they read and write tensors that stay where they are."""
 
-    def __init__(self, device: torch.device, model: nn.Module) -> None:
-        """``model`` is what the functions run; what its layers tell ``record_routing`` they go on telling it."""
+    def __init__(self, device: torch.device, model: nn.Module, beside: "Recorder | None" = None) -> None:
+        """``model`` is what the functions run; what its layers tell ``record_routing`` they go on telling it.
+
+        With a Recorder ``beside``, their graphs share memory: one may run when nobody needs what another has left.
+        """
         self._device, self._statistics = device, [layer.statistics for _, layer in moe_layers(model)]
         self._constants = _Constants()
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            self._pool = torch.cuda.graph_pool_handle()
+            # The allocator hands memory on within a stream only, so whoever shares the one shares the other.
+            self._stream = torch.cuda.Stream(device) if beside is None else beside._stream
+            self._pool = torch.cuda.graph_pool_handle() if beside is None else beside._pool
 
     def record(self, function: Recorded) -> Recorded:
         """What does the same as ``function``, which on a GPU runs three times meanwhile; raises ``CaptureError``."""

@@ -288,7 +288,7 @@ def test_combine(device, routing, tokens, width):
     plan = permute(choices(routing, tokens, 2), GROUPS, "tiled")
     quick, exact = pairs(device, torch.randn(2 * tokens, width), torch.rand(tokens, 2))
     rest = (tensor.to(device) for tensor in (plan.token, plan.choice, plan.inverse))
-    y = combine_fused.combine(*quick, *rest)
+    y = combine_fused.combine(*quick, *rest, None)
     expected = _gather_sum(*exact, plan)
     if tokens < 100:
         torch.testing.assert_close(expected, combine_naive.combine(*exact, plan.inverse))
@@ -318,7 +318,7 @@ def test_sum_rows(device, routing, tokens, trimmed):
         expected.backward(probe.double())
         gradients_near((rows,), exact)
     if routing == "masked" and tokens < 100:
-        torch.library.opcheck(torch.ops.intbmoe.sum_rows.default, (rows.detach(), token, inverse, "fused"))
+        torch.library.opcheck(torch.ops.intbmoe.sum_rows.default, (rows.detach(), token, inverse, "fused", None))
 
 
 @on_device

@@ -8,6 +8,7 @@ TESTS = Path(__file__).parent.parent
 FILES = (
     "ops/test_fused.py",
     "ops/test_cross_entropy.py",
+    "ops/test_expert_rows.py",
     "ops/test_hypernetwork.py",
     "ops/test_grouped_mm_fused.py",
     "methods/test_fused_layer.py",

@@ -44,6 +44,7 @@ from intbmoe.parts.linear import Linear
 from intbmoe.parts.pool import Pool
 from intbmoe.parts.quantized import weight_dtype
 from intbmoe.parts.reference import reference_names, unused_in_reference
+from intbmoe.parts.replay import replayed
 from intbmoe.parts.router import MLPRouter, mask_choices
 from intbmoe.parts.shared import SharedKind, make_shared, run_shared
 from intbmoe.precision import autocast_off, cast, linear, wide
@@ -188,6 +189,13 @@ class BlockLayer(MoELayer):
     @property
     def choices(self) -> int:
         return self.config.blocks
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, state: Any = None, **inputs: Any) -> Tensor:
+        y = None
+        own = type(self) in (IntBMoE, ComposedMoE) and self._backend in (None, "fused")
+        if own and not torch.compiler.is_compiling() and not inputs:
+            y = replayed(self, x, mask, self._backend, super().forward)
+        return super().forward(x, mask, state, **inputs) if y is None else y
 
     def blocks(self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None) -> Blocks:
         """The K blocks, large tensors in ``dtype``, laid out for ``backend``."""

@@ -14,8 +14,8 @@ Choices: k = 1 and the router's N(0, 0.01²) are those of the authors' scripts. 
 paper would leave λ alone. A step without any valid token moves nothing. λ stays within float32's normal numbers: from
 zero it could never grow again. f_e and S count the valid tokens of all ranks and micro-batches, theirs are averages of
 local ones; S is averaged over the MoE layers, theirs over all layers. As in their code, the loss is summed over layers,
-and λ absorbs the factor. No shape may depend on the routing, so all N·E rows are laid out; those of inactive experts
-are gathered but, where the grouped product runs as one kernel, not multiplied.
+and λ absorbs the factor. No shape may depend on the routing, so on a GPU there is room for all N·E rows; kernels leave
+those of inactive experts alone (``ops/expert_rows``), and on the CPU they are left out.
 """
 
 from collections.abc import Sequence

@@ -62,10 +62,10 @@ def define(
             return (differentiate or refuse)(ctx, *grads)
 
     Node.__name__ = name
-    apply = super(torch.autograd.Function, Node).apply  # without a search for torch.func's wrappers: ``_observed`` has
+    apply = super(torch.autograd.Function, Node).apply  # without a search for torch.func's wrappers: ``observed`` has
 
     def call(*inputs: Any) -> Any:
-        if torch.compiler.is_compiling() or _observed(inputs):
+        if torch.compiler.is_compiling() or observed(inputs):
             return registered(*inputs)
         if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
             return apply(*inputs)
@@ -74,7 +74,7 @@ def define(
     return call
 
 
-def _observed(inputs: tuple) -> bool:
+def observed(inputs: tuple) -> bool:
     """Whether something traces, maps, counts or profiles operations, or stands in for a tensor."""
     return (
         torch._C._len_torch_dispatch_stack() > 0

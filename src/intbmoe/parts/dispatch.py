@@ -3,8 +3,9 @@
 Letters: ``N`` tokens, ``k`` choices per token, ``M = N·k`` rows, ``G`` groups (experts or blocks).
 
 Shapes depend on N and k alone, never on where the tokens go, so nothing waits for a device. A choice of −1
-(a masked token, a dropped assignment) becomes a row after the last group, which no expert computes; where asking how
-many there are costs nothing, on the CPU outside a compiled graph, such rows are left out altogether.
+(a masked token, a dropped assignment) becomes a row after the last group, which no expert computes, and which kernels
+neither read nor write (``ops/expert_rows``); where asking how many there are costs nothing, on the CPU outside a
+compiled graph, such rows are left out altogether.
 Every backward pass here is a gather or a matrix product, never an atomic scatter: runs repeat bit for bit.
 """
 
@@ -59,7 +60,7 @@ def combine(rows: Tensor, weights: Tensor, plan: Permutation) -> Tensor:
     if plan.backend == "fused":
         from intbmoe.ops.combine import fused
 
-        return fused.combine(rows, weights, plan.token, plan.choice, plan.inverse)
+        return fused.combine(rows, weights, plan.token, plan.choice, plan.inverse, None)
     if not _differentiates(rows, weights):
         return _weighted_sum(rows, weights, plan.inverse, plan.trimmed)
     return _Combine.apply(rows, weights, plan.token, plan.choice, plan.inverse, plan.trimmed)

@@ -78,6 +78,10 @@ class StackedLinear(nn.Module):
         out = grouped_mm(z, weight.to(z.dtype), plan.ends, plan.backend, complete=plan.complete)
         return out if bias is None else out + spread(bias.to(z.dtype), plan)
 
+    def open_rows(self, z: Tensor, plan: Permutation) -> Tensor:
+        """As ``_rows``, without the bias, and with nothing in the rows of no expert."""
+        return grouped_mm(z, self.weight.to(z.dtype), plan.ends, plan.backend, complete=True)
+
     def _batch(self, z: Tensor) -> Tensor:
         """(E, S, i) → (E, S, o), expert e on its own inputs."""
         out = torch.bmm(z, self.weight.to(z.dtype))
@@ -158,7 +162,34 @@ class StackedExperts(nn.Module):
         The sum is in the type of ``weights``. Pass ``complete`` if no choice is −1.
         """
         plan = dispatch(ids, self.count, choose_backend(x), complete)
+        # With an expert for every row there is nothing to leave out, and plain operations are started faster.
+        if plan.backend == "fused" and not complete and self._readable():
+            return self._route_open(x, weights, plan), plan.counts
         return combine(self.rows(to_rows(x, plan), plan), weights, plan), plan.counts
+
+    def open_rows(self, z: Tensor, plan: Permutation) -> Tensor:
+        """``rows`` by kernels that leave rows of no expert alone: see ``ops.expert_rows``."""
+        raise TypeError(f"{type(self).__name__} does not define open_rows()")
+
+    def _readable(self) -> bool:
+        """Whether ``open_rows`` is there, and reading the linear maps' weights is as good as calling them."""
+        if type(self).open_rows is StackedExperts.open_rows or self.exchange is not None:
+            return False
+        if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
+            return False  # it looks for NaN in gradients of all rows, also of those that are not written
+        return all(
+            type(layer) is StackedLinear
+            and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
+            and "forward" not in layer.__dict__
+            for layer in self.children()
+        )
+
+    def _route_open(self, x: Tensor, weights: Tensor, plan: Permutation) -> Tensor:
+        from intbmoe.ops.combine import fused
+        from intbmoe.ops.expert_rows.fused import gather
+
+        rows = self.open_rows(gather(x, plan.token, plan.inverse, plan.ends), plan)
+        return fused.combine(rows, weights, plan.token, plan.choice, plan.inverse, plan.ends)
 
     def mix(self, x: Tensor, weights: Tensor) -> Tensor:
         """(N, d) tokens, each through all experts, and (N, E) weights → weighted sums (N, d), in their type."""
@@ -180,6 +211,12 @@ class FFNExperts(StackedExperts):
     def network(self, z: Tensor, apply: Apply) -> Tensor:
         return apply(self.down, F.gelu(apply(self.up, z)))
 
+    def open_rows(self, z: Tensor, plan: Permutation) -> Tensor:
+        from intbmoe.ops.expert_rows.fused import activate
+
+        inner = activate(self.up.open_rows(z, plan), self.up.bias, plan.ends, True)
+        return activate(self.down.open_rows(inner, plan), self.down.bias, plan.ends, False)
+
 
 class SwiGLUExperts(StackedExperts):
     """``down(SiLU(gate z) ⊙ up z)``, without biases."""
@@ -192,6 +229,13 @@ class SwiGLUExperts(StackedExperts):
 
     def network(self, z: Tensor, apply: Apply) -> Tensor:
         return apply(self.down, F.silu(apply(self.gate, z)) * apply(self.up, z))
+
+    def open_rows(self, z: Tensor, plan: Permutation) -> Tensor:
+        from intbmoe.ops.expert_rows.fused import gate, twice
+
+        first, second = twice(z, plan.ends)
+        inner = gate(self.gate.open_rows(first, plan), self.up.open_rows(second, plan), plan.ends)
+        return self.down.open_rows(inner, plan)
 
 
 @dataclass(frozen=True, kw_only=True)

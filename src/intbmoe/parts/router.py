@@ -60,6 +60,6 @@ def pack_choices(weights: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
     in which the number of experts varies from token to token.
     """
     keys = torch.where(active, weights.detach(), -torch.inf)
-    order = keys.sort(dim=-1, descending=True, stable=True).indices
+    order = top_k(keys, keys.shape[-1])
     active = active.gather(-1, order)
     return torch.where(active, order, -1), torch.where(active, weights.gather(-1, order), 0)

@@ -14,10 +14,13 @@ from intbmoe.ops.eager import compiled_for_gpu
 from intbmoe.ops.operation import define
 
 
-def sum_rows(rows: Tensor, token: Tensor, inverse: Tensor, backend: Backend) -> Tensor:
-    """(M, c) rows, (M,) their tokens, (N, k) the row of each choice (M: none) → (N, c), in the type of ``rows``."""
+def sum_rows(rows: Tensor, token: Tensor, inverse: Tensor, backend: Backend, ends: Tensor | None = None) -> Tensor:
+    """(M, c) rows, (M,) their tokens, (N, k) the row of each choice (M: none) → (N, c), in the type of ``rows``.
+
+    With the groups' ``ends``, which ``fused`` alone takes, rows after the last of them are not read.
+    """
     if backend == "fused" or compiled_for_gpu(rows):
-        return _sum_rows(rows, token, inverse, backend)
+        return _sum_rows(rows, token, inverse, backend, ends)
     return rows_of_tokens(rows, inverse, rows.shape[0] != inverse.numel()).sum(1)
 
 
@@ -28,15 +31,15 @@ def rows_of_tokens(rows: Tensor, inverse: Tensor, trimmed: bool) -> Tensor:
     return rows.index_select(0, inverse.reshape(-1)).view(*inverse.shape, rows.shape[1])
 
 
-def _run(rows, token, inverse, backend):
+def _run(rows, token, inverse, backend, ends):
     if backend == "fused":
         from intbmoe.ops.combine import fused
 
-        return fused.run_sum(rows, inverse)
+        return fused.run_sum(rows, inverse, ends)
     return rows_of_tokens(rows, inverse, rows.shape[0] != inverse.numel()).sum(1)
 
 
-def _allocate(rows, token, inverse, backend):
+def _allocate(rows, token, inverse, backend, ends):
     return rows.new_empty(inverse.shape[0], rows.shape[1])
 
 
@@ -45,12 +48,12 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad):
-    return grad.index_select(0, ctx.saved_tensors[0]), None, None, None
+    return grad.index_select(0, ctx.saved_tensors[0]), None, None, None, None
 
 
 _sum_rows = define(
     "sum_rows",
-    "(Tensor rows, Tensor token, Tensor inverse, str backend) -> Tensor",
+    "(Tensor rows, Tensor token, Tensor inverse, str backend, Tensor? ends) -> Tensor",
     _run,
     _allocate,
     _save,

@@ -2,7 +2,7 @@
 
 Forward, a program has some tokens and reads each one's k rows. Backward, it has some rows: each reads its token's
 gradient, writes its own, and leaves the product of the two, which is its weight's gradient. Without weights it is the
-sum of each token's rows (``sum_rows``).
+sum of each token's rows (``sum_rows``). Rows after the last group (``ends``) are neither read nor written.
 """
 
 import triton
@@ -19,12 +19,14 @@ TILING = Tiling(elements=512, per_lane=8)
 
 @triton.jit
 def _combine_forward(
-    rows, weights, inverse, out, tokens, count,
-    ROW_STRIDE: tl.constexpr, CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr,
+    rows, weights, inverse, ends, out, tokens, count,
+    GROUPS: tl.constexpr, ROW_STRIDE: tl.constexpr, CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
+    if GROUPS > 0:
+        count = tl.load(ends + GROUPS - 1)
     total = tl.zeros([TILE, BLOCK], dtype=tl.float32)
     for number in tl.static_range(CHOICES):
         place = token * CHOICES + number
@@ -40,12 +42,14 @@ def _combine_forward(
 
 @triton.jit
 def _combine_backward(
-    grad, rows, weights, token, choice, row_grad, weight_grad, count,
-    GRAD_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, ROW_GRAD_STRIDE: tl.constexpr,
+    grad, rows, weights, token, choice, ends, row_grad, weight_grad, count,
+    GROUPS: tl.constexpr, GRAD_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, ROW_GRAD_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
+    if GROUPS > 0:
+        count = tl.load(ends + GROUPS - 1)
     there = row < count
     mask = there[:, None] & (column < WIDTH)[None, :]
     own = tl.load(choice + row, mask=there, other=0)
@@ -57,36 +61,37 @@ def _combine_backward(
     tl.store(row_grad + place, (weight[:, None] * dy).to(row_grad.dtype.element_ty), mask=mask)
 
 
-def _run(rows, weights, token, choice, inverse):
-    out = _allocate(rows, weights, token, choice, inverse)
-    return _launch(rows, weights.contiguous(), inverse, out)
+def _run(rows, weights, token, choice, inverse, ends):
+    out = _allocate(rows, weights, token, choice, inverse, ends)
+    return _launch(rows, weights.contiguous(), inverse, ends, out)
 
 
-def run_sum(rows: Tensor, inverse: Tensor) -> Tensor:
+def run_sum(rows: Tensor, inverse: Tensor, ends: Tensor | None) -> Tensor:
     """``sum_rows`` by the kernel, without autograd."""
-    return _launch(rows, None, inverse, rows.new_empty(inverse.shape[0], rows.shape[1]))
+    return _launch(rows, None, inverse, ends, rows.new_empty(inverse.shape[0], rows.shape[1]))
 
 
-def _launch(rows: Tensor, weights: Tensor | None, inverse: Tensor, out: Tensor) -> Tensor:
+def _launch(rows: Tensor, weights: Tensor | None, inverse: Tensor, ends: Tensor | None, out: Tensor) -> Tensor:
     (tokens, choices), width = inverse.shape, rows.shape[1]
     sizes = TILING.tile(width)
     if tokens:
         rows = in_rows(rows)
         launch(
             _combine_forward, (ceil_div(tokens, sizes["TILE"]),),
-            rows, weights, inverse.contiguous(), out, tokens, rows.shape[0],
+            rows, weights, inverse.contiguous(), ends, out, tokens, rows.shape[0],
+            GROUPS=0 if ends is None else ends.shape[0],
             ROW_STRIDE=rows.stride(0), WIDTH=width, CHOICES=choices, WEIGHTED=weights is not None, **sizes,
         )  # fmt: skip
     return out
 
 
-def _allocate(rows, weights, token, choice, inverse):
+def _allocate(rows, weights, token, choice, inverse, ends):
     return weights.new_empty(inverse.shape[0], rows.shape[1])
 
 
-def _run_backward(grad, rows, weights, token, choice):
-    row_grad, weight_grad = _allocate_backward(grad, rows, weights, token, choice)
-    if rows.shape[0] < weights.numel():
+def _run_backward(grad, rows, weights, token, choice, ends):
+    row_grad, weight_grad = _allocate_backward(grad, rows, weights, token, choice, ends)
+    if ends is not None or rows.shape[0] < weights.numel():
         weight_grad.zero_()  # choices without a row
     count, width = rows.shape
     sizes = TILING.tile(width)
@@ -94,28 +99,31 @@ def _run_backward(grad, rows, weights, token, choice):
         grad, rows = in_rows(grad), in_rows(rows)
         launch(
             _combine_backward, (ceil_div(count, sizes["TILE"]),),
-            grad, rows, weights.contiguous(), token, choice, row_grad, weight_grad, count, WIDTH=width,
+            grad, rows, weights.contiguous(), token, choice, ends, row_grad, weight_grad, count, WIDTH=width,
+            GROUPS=0 if ends is None else ends.shape[0],
             GRAD_STRIDE=grad.stride(0), ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), **sizes,
         )  # fmt: skip
     return row_grad, weight_grad
 
 
-def _allocate_backward(grad, rows, weights, token, choice):
+def _allocate_backward(grad, rows, weights, token, choice, ends):
     return empty_rows(rows, *rows.shape), weights.new_empty(weights.shape)
 
 
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4])
+    rows, weights, token, choice, _, ends = inputs
+    ctx.save_for_backward(rows, weights, token, choice, ends)
 
 
 def _differentiate(ctx, grad):
-    return *_combine_gradient(grad, *ctx.saved_tensors), None, None, None
+    return *_combine_gradient(grad, *ctx.saved_tensors), None, None, None, None
 
 
-# As ``naive.combine``; ``token`` and ``choice`` (M,) say whose each row is, for the gradient.
+# As ``naive.combine``; ``token`` and ``choice`` (M,) say whose each row is, for the gradient. ``ends`` are those
+# of the groups if rows may follow the last one: what is there is not read, and has no gradient.
 combine = define(
     "combine",
-    "(Tensor rows, Tensor weights, Tensor token, Tensor choice, Tensor inverse) -> Tensor",
+    "(Tensor rows, Tensor weights, Tensor token, Tensor choice, Tensor inverse, Tensor? ends) -> Tensor",
     _run,
     _allocate,
     _save,
@@ -123,7 +131,7 @@ combine = define(
 )
 _combine_gradient = define(
     "combine_backward",
-    "(Tensor grad, Tensor rows, Tensor weights, Tensor token, Tensor choice) -> (Tensor, Tensor)",
+    "(Tensor grad, Tensor rows, Tensor weights, Tensor token, Tensor choice, Tensor? ends) -> (Tensor, Tensor)",
     _run_backward,
     _allocate_backward,
 )

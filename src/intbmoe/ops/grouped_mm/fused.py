@@ -130,7 +130,7 @@ def run_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool, tile: Til
             fused_kernels.mm, (tiles,),
             x_factor, weight_factor, out, offsets, rows, groups, inputs, outputs,
             x.stride(0), *weight.stride(), out.stride(0), slots, X_TMA=x_described, W_TMA=weight_described,
-            EVEN_I=inputs % tile.k == 0, EVEN_O=outputs % tile.n == 0, **sizes,
+            EVEN_I=inputs % tile.k == 0, EVEN_O=outputs % tile.n == 0, COMPLETE=complete, **sizes,
         )  # fmt: skip
     return out
 
@@ -204,5 +204,8 @@ _multiply, grouped_outer = operations.define("fused_mm", "fused_outer", run_mm, 
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool = False) -> Tensor:
-    """As ``naive.grouped_mm``, of a row- or column-major ``weight``; ``complete``: no row follows the last group."""
+    """As ``naive.grouped_mm``, of a row- or column-major ``weight``.
+
+    ``complete``: no row follows the last group, or none that anybody reads: it is neither read nor written.
+    """
     return _multiply(x, weight, offsets, complete)

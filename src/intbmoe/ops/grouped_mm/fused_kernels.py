@@ -50,10 +50,10 @@ def mm(
     offsets,  # (G,) int32 ends
     rows, groups, inputs, outputs, x_stride, w_stride_g, w_stride_i, w_stride_o, out_stride, slots,
     UNIT: tl.constexpr, GROUPS: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
-    EVEN_I: tl.constexpr, EVEN_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SWIZZLE: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_I: tl.constexpr, EVEN_O: tl.constexpr, COMPLETE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIZZLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = x[r] @ weight[g(r)]; zero for rows of no group where the slots reach them."""
+    """out[r] = x[r] @ weight[g(r)]; rows of no group are zero, or with COMPLETE left as they are."""
     inputs = inputs // UNIT * UNIT
     outputs = outputs // UNIT * UNIT
     x_stride = x_stride // UNIT * UNIT
@@ -69,6 +69,8 @@ def mm(
 
     slot, tile_n = _swizzle(tl.program_id(0), slots, tiles_n, SWIZZLE)
     group, first, end = _rows_of_slot(offsets, slot, rows, groups, GROUPS, BLOCK_M)
+    if COMPLETE:
+        end = tl.where(group < groups, end, 0)
     row = first + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows past the group's end are computed from whatever row is at hand, and not stored.

@@ -1,0 +1,185 @@
+"""An inference forward on a GPU, replayed from a CUDA graph as soon as a shape comes back.
+
+One forward of a layer is some thirty kernels. For few tokens Python takes ten times as long to start them as the GPU
+to run them; a graph starts them at once. Around the graph are two copies: of the input to where the graph reads, and of
+the output from where it writes. The kernels are the same, and read the parameters where they are, so training in
+between is seen. A parameter that moves is another key.
+
+Only where nobody can notice: in evaluation mode, without gradients, on the device's default stream (so never inside
+somebody else's capture), with nothing that traces or counts operations, and with modules of our own without hooks or
+parametrisations. Not for large inputs, where the GPU is the limit. Flags of torch that change a product, other than
+float32's precision, are those of the recording.
+
+All graphs of a device share their memory.
+
+Off by default: times have been measured on a GPU, but the tests have run without one only (``pytest -m gpu
+tests/methods/test_replay.py``). INTBMOE_GRAPHS=1 in the environment, or ``replay.enabled = True``, switches it on.
+"""
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from operator import is_
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from intbmoe.captured import CaptureError, Recorded, Recorder
+from intbmoe.layer import MoELayer
+from intbmoe.ops.eager import transformed
+from intbmoe.ops.operation import observed
+from intbmoe.parts.experts import SwiGLU
+from intbmoe.parts.hypernetwork import Hypernetwork
+from intbmoe.parts.linear import Linear
+from intbmoe.parts.pool import Pool
+from intbmoe.parts.router import MLPRouter
+from intbmoe.parts.shared import LinearMap, SiLUNetwork, SummedExperts
+from intbmoe.precision import autocast_dtype
+
+MODULES = {
+    nn.ModuleList, nn.ParameterList, nn.Linear, nn.LayerNorm,
+    Linear, LinearMap, MLPRouter, Hypernetwork, Pool, SwiGLU, SiLUNetwork, SummedExperts,
+}  # fmt: skip
+TENSORS = {Tensor, nn.Parameter}
+MOST_ENTRIES = 1 << 21  # of an input
+MOST_GRAPHS = 32  # of a layer
+
+enabled = os.environ.get("INTBMOE_GRAPHS") == "1"
+
+Forward = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class _Graph(NamedTuple):
+    x: Tensor
+    mask: Tensor | None
+    y: Tensor
+    replay: Recorded
+
+    def run(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        self.x.copy_(x)
+        if mask is not None:
+            self.mask.copy_(mask)
+        self.replay()
+        return self.y.clone()
+
+
+class _Modules:
+    """A layer's modules as they were found, its graphs, and what has come once."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        modules = list(layer.modules())
+        self._parts = [(module, type(module)) for module in modules[1:]]
+        self._children = [(module._modules, tuple(module._modules.values())) for module in modules]
+        self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
+        # FSDP1 puts parameters beside the tables, as plain attributes: those move unseen.
+        hidden = any(isinstance(value, Tensor) for module in modules for value in vars(module).values())
+        self.known = not hidden and all(kind in MODULES for _, kind in self._parts)
+        self._count = len(self._tensors())
+        self._places: dict[tuple, int] = {}
+        self._last: tuple[list[Tensor], tuple, int | None] = [], (), None
+        self.graphs: dict[tuple, _Graph | Literal["seen", "refused"]] = {}
+        self.recorder: Recorder | None = None
+
+    def same(self) -> bool:
+        return not any(tuple(table.values()) != children for table, children in self._children)
+
+    def untouched(self) -> bool:
+        """Whether nobody stands between a module and its forward."""
+        for module, kind in self._parts:
+            own = module.__dict__
+            if type(module) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+                return False
+        return not torch_module._has_any_global_hook()
+
+    def place(self) -> int | None:
+        """A number for where all parameters and buffers are and how they lie; None if they are not plain tensors."""
+        tensors = self._tensors()
+        state = [each.data_ptr() for each in tensors], [each.is_contiguous() for each in tensors]
+        known, known_state, number = self._last
+        # The same tensors in the same memory: all that follows takes longer, and gives the same.
+        if state == known_state and all(map(is_, tensors, known)):
+            return number
+        if len(tensors) != self._count or not TENSORS.issuperset(map(type, tensors)):
+            return None
+        if len(self._places) >= MOST_GRAPHS:  # those of before are no more
+            self._places.clear()
+            self.graphs.clear()
+        places = tuple((each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors)
+        number = self._places.setdefault(places, len(self._places))
+        self._last = tensors, state, number
+        return number
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for table in self._tables for tensor in table.values() if tensor is not None]
+
+
+_found: WeakKeyDictionary[nn.Module, _Modules] = WeakKeyDictionary()
+_first: dict[torch.device, Recorder] = {}  # of a device: all others share its memory
+_one_at_a_time = threading.Lock()  # graphs share memory, and their inputs and outputs have fixed places
+
+
+def replayed(layer: MoELayer, x: Tensor, mask: Tensor | None, settings: Any, forward: Forward) -> Tensor | None:
+    """``forward(x, mask)`` of ``layer`` by a graph; None where there must not be one, or is not yet.
+
+    ``settings`` are what the forward depends on besides tensors and the Config.
+    """
+    if not (enabled and _applies(layer, x, mask)) or observed((x, mask)) or transformed():
+        return None
+    modules = _found.get(layer)
+    if modules is None or not modules.same():
+        modules = _found[layer] = _Modules(layer)
+    if not modules.known or not modules.untouched():
+        return None
+    place = modules.place()
+    if place is None:
+        return None
+    how = autocast_dtype(x), torch.backends.cuda.matmul.fp32_precision, settings
+    key = x.shape, x.dtype, x.device, None if mask is None else mask.shape, how, place
+    with _one_at_a_time:
+        found = modules.graphs.get(key)
+        if found is None:
+            if len(modules.graphs) >= MOST_GRAPHS:
+                modules.graphs.clear()
+            modules.graphs[key] = "seen"  # a shape that comes once is not recorded
+        # What is recorded runs three times: ``record_routing`` would see all of them.
+        elif found == "seen" and not layer.statistics.wants(False):
+            found = modules.graphs[key] = _record(modules, layer, x, mask, forward) or "refused"
+        return found.run(x, mask) if isinstance(found, _Graph) else None
+
+
+def _applies(layer: MoELayer, x: Tensor, mask: Tensor | None) -> bool:
+    return (
+        not torch.is_grad_enabled()
+        and not layer.training
+        and type(x) is Tensor
+        and (mask is None or (type(mask) is Tensor and mask.dtype == torch.bool))
+        and 0 < x.numel() <= MOST_ENTRIES
+        and _on_default_stream(x)
+    )
+
+
+def _on_default_stream(x: Tensor) -> bool:
+    return x.is_cuda and torch._C._cuda_getCurrentRawStream(x.get_device()) == 0
+
+
+def _record(modules: _Modules, layer: MoELayer, x: Tensor, mask: Tensor | None, forward: Forward) -> _Graph | None:
+    if modules.recorder is None:
+        modules.recorder = Recorder(x.device, layer, beside=_first.get(x.device))
+        _first.setdefault(x.device, modules.recorder)
+    # Not inference tensors: those cannot be written to outside inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        own_x, own_mask = x.clone(memory_format=torch.contiguous_format), None if mask is None else mask.clone()
+        y = torch.empty_like(own_x)
+
+        def run() -> None:
+            y.copy_(forward(own_x, own_mask))
+
+        try:
+            return _Graph(own_x, own_mask, y, modules.recorder.record(run))
+        except CaptureError as error:
+            warnings.warn(f"{type(layer).__name__} runs without a CUDA graph: {error}", stacklevel=2)
+            return None
