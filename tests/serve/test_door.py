@@ -57,9 +57,9 @@ def test_the_engine_is_never_idle_while_someone_with_time_is_refused(serve):
     """Also where the estimate is twenty times too high: after a pause of the whole machine, for example."""
     server = serve(**LIMITS["model"])
     for _ in range(100):
-        visit = server.door.enter()
-        visit.entered -= 0.2
-        visit.end(teaches=True)
+        leave = server.door.enter()
+        server.loop.timers.now += 0.2
+        leave(teaches=True)
         server.line.engine.batcher.cost.learn(1, 0.2)
     found = server.open_loop(6 * CAPACITY, SECONDS, 150)
     assert found[200] > 0.8 * CAPACITY * SECONDS, found  # one at a time until it is corrected
@@ -91,21 +91,21 @@ def test_the_door_knows_those_inside_and_how_long_they_took():
     assert door.expected_seconds() == 0
     first, second = door.enter(), door.enter()
     now[0] = 0.1
-    first.end(teaches=True)
+    first(teaches=True)
     now[0] = 0.2
-    second.end(teaches=True)
-    second.end(teaches=True)
+    second(teaches=True)
+    second(teaches=True)
     assert door.expected_seconds() == 0  # nobody is inside
     aside = door.enter()
     assert door.expected_seconds() == pytest.approx(2 * 0.1)
     now[0] = 5.0
-    aside.end(teaches=False)
-    visit = door.enter()
+    aside(teaches=False)
+    inside = door.enter()
     assert door.expected_seconds() == pytest.approx(2 * 0.1)
-    door.refuse_late(0.3)
+    refuse_late(door.expected_seconds(), 0.3)
     with pytest.raises(HttpError, match="too many requests"):
-        door.refuse_late(0.2)
+        refuse_late(door.expected_seconds(), 0.2)
     now[0] = 15.0
-    visit.end(teaches=True)
+    inside(teaches=True)
     door.enter()
     assert door.expected_seconds() == pytest.approx(2 * 10, rel=0.01)  # what was long ago is forgotten

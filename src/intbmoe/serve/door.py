@@ -15,6 +15,7 @@ from intbmoe.serve.http import HttpError
 
 SURE = 0.85  # share of the time left in which a request must be expected to end, so that few are given up half-way
 FORGET_S = 1.0  # what happened so long ago counts a third of what happens now
+Leave = Callable[..., None]  # called with ``teaches=``
 
 
 class Door:
@@ -30,33 +31,24 @@ class Door:
         """How long a request of now takes; zero if nobody is inside, so that a wrong estimate is corrected."""
         return (self._inside + 1) * self._seconds / self._shares if self._inside and self._shares else 0.0
 
-    def refuse_late(self, left: float) -> None:
-        refuse_late(self.expected_seconds(), left)
-
-    def enter(self) -> "Visit":
+    def enter(self) -> Leave:
+        """Let a request in. Whoever first calls what is returned says whether it shows how long requests take."""
         self._inside += 1
-        return Visit(self, self._inside, self._clock())
+        number, entered, inside = self._inside, self._clock(), True  # itself and those that it found inside
 
-    def leave(self, visit: "Visit", teaches: bool) -> None:
-        self._inside -= 1
-        if teaches:
-            now = self._clock()
-            kept, self._learned = math.exp((self._learned - now) / FORGET_S), now
-            self._seconds = kept * self._seconds + now - visit.entered
-            self._shares = kept * self._shares + visit.number
+        def leave(*, teaches: bool) -> None:
+            nonlocal inside
+            if not inside:
+                return
+            inside = False
+            self._inside -= 1
+            if teaches:
+                now = self._clock()
+                kept, self._learned = math.exp((self._learned - now) / FORGET_S), now
+                self._seconds = kept * self._seconds + now - entered
+                self._shares = kept * self._shares + number
 
-
-class Visit:
-    """One request's time inside. Whoever ends it first says whether it shows how long requests take."""
-
-    def __init__(self, door: Door, number: int, entered: float) -> None:
-        self._door: Door | None = door
-        self.number, self.entered = number, entered  # itself and those that it found inside
-
-    def end(self, *, teaches: bool) -> None:
-        if self._door is not None:
-            self._door.leave(self, teaches)
-            self._door = None
+        return leave
 
 
 def refuse_late(wait: float, left: float) -> None:

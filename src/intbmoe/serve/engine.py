@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 class Reply(NamedTuple):
     key: Hashable
-    kind: int
+    kind: str
     content: tuple[Any, ...] = ()
 
 
@@ -84,7 +84,7 @@ class Engine:
         refusal = self.batcher.submit(Ticket(key, encoded.tokens, deadline, encoded, stream, arrived))
         return None if refusal is None else Reply(key, REFUSED, (refusal.reason, refusal.retry_after))
 
-    def receive(self, kind: int, key: Hashable, *content: Any) -> list[Reply]:
+    def receive(self, kind: str, key: Hashable, *content: Any) -> list[Reply]:
         """Take a front's message, ``ASK`` or ``CANCEL``; a refusal is the only reply there is at once."""
         if kind == CANCEL:
             self.cancel(key)

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from intbmoe.serve.access import Access
+from intbmoe.serve.door import refuse_late
 from intbmoe.serve.http import LINES, BodyMemory, HttpError, Share, TextStream, json_response, read_body
 from intbmoe.serve.links import LEFT, Call, Dispatcher, Outcome, ServedVersion
 from intbmoe.serve.metrics import FrontMetrics, read_metrics
@@ -97,13 +98,12 @@ class Front:
         served = self._served(action)
         streams = served.opened.encoder.streams
         seconds = self._seconds(headers, streams)
-        served.door.refuse_late(seconds)
+        refuse_late(served.door.expected_seconds(), seconds)
         most = self._settings.body_bytes or served.opened.encoder.limits.body_bytes
         limits = {"most": min(most, self._memory.most), "patience_s": self._settings.patience_s}
         body = await read_body(request, headers, share, **limits)
         # Texts are written at the same time, and some are a hundred times as long as others.
-        visit = None if streams else served.door.enter()
-        call = Call(body, time.monotonic() + seconds, visit)
+        call = Call(body, time.monotonic() + seconds, None if streams else served.door.enter())
         watcher, response = asyncio.create_task(_watch(request, call)), None
 
         def give_up() -> None:
@@ -152,9 +152,9 @@ class Front:
         served = self._dispatcher.current
         if served is None:
             raise HttpError(503, "the model is being loaded", outcome="unavailable", headers={"retry-after": "1"})
-        if action is not None and action != served.action:
-            message = f"this server's model does not {action}: POST /v1/{served.action}"
-            raise HttpError(404, message, outcome="bad")
+        known = served.opened.encoder.action
+        if action not in (None, known):
+            raise HttpError(404, f"this server's model does not {action}: POST /v1/{known}", outcome="bad")
         return served
 
     def _seconds(self, headers: Mapping[str, str], streams: bool) -> float:

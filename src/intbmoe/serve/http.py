@@ -75,28 +75,23 @@ class BodyMemory:
     """The total size of request bodies in a front, from when a request announces its body until it has ended."""
 
     def __init__(self, most: int) -> None:
-        self.most = most
-        self.held = 0
-
-    def take(self, size: int) -> None:
-        if self.held + size > self.most:
-            message = f"too many requests: their bodies take {self.held} of {self.most} bytes"
-            raise HttpError(429, message, outcome="refused", headers={"retry-after": "1"})
-        self.held += size
+        self.most, self.held = most, 0
 
 
 class Share:
     """One request's part of ``BodyMemory``, to be given back when the request has ended."""
 
     def __init__(self, memory: BodyMemory) -> None:
-        self._memory = memory
-        self._size = 0
+        self._memory, self._size = memory, 0
 
     def hold(self, size: int) -> None:
         """Hold ``size`` bytes in all from now on, or refuse the request."""
-        if size > self._size:
-            self._memory.take(size - self._size)
-            self._size = size
+        more = max(0, size - self._size)
+        if more and self._memory.held + more > self._memory.most:
+            message = f"too many requests: their bodies take {self._memory.held} of {self._memory.most} bytes"
+            raise HttpError(429, message, outcome="refused", headers={"retry-after": "1"})
+        self._memory.held += more
+        self._size += more
 
     def give_back(self) -> None:
         self._memory.held -= self._size

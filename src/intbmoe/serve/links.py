@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from intbmoe.serve import messages
 from intbmoe.serve.bodies import Prepared, most_values, prepare
 from intbmoe.serve.decoders import Decoders
-from intbmoe.serve.door import Door, Visit
+from intbmoe.serve.door import Door, Leave
 from intbmoe.serve.http import HttpError
 from intbmoe.serve.loading import Opened
 
@@ -28,7 +28,7 @@ UNSENT_BYTES = 64 * 2**20
 
 
 class Outcome(NamedTuple):
-    """How a request ended: answered, bad, refused, expired, failed, unavailable or left."""
+    """How a request ended: as the engine says (``messages.py``), or "unavailable" or "left"."""
 
     name: str
     content: tuple[Any, ...] = ()
@@ -36,21 +36,14 @@ class Outcome(NamedTuple):
 
 EXPIRED = Outcome("expired")
 LEFT = Outcome("left")
-_OUTCOMES = {
-    messages.ANSWER: "answered",
-    messages.REFUSED: "refused",
-    messages.EXPIRED: "expired",
-    messages.BAD: "bad",
-    messages.FAILED: "failed",
-}
 
 
 class Call:
     """One request. ``await call.done`` gives its ``Outcome``; a streamed text's pieces are in ``call.pieces``."""
 
-    def __init__(self, body: bytes, deadline: float, visit: Visit | None = None) -> None:
+    def __init__(self, body: bytes, deadline: float, leave: Leave | None = None) -> None:
         loop = asyncio.get_running_loop()
-        self.body, self.deadline, self._visit = body, deadline, visit
+        self.body, self.deadline, self._leave = body, deadline, leave or (lambda teaches: None)
         self.done: asyncio.Future[Outcome] = loop.create_future()
         self.pieces: asyncio.Queue[str | None] | None = None
         self.served: ServedVersion | None = None
@@ -58,14 +51,16 @@ class Call:
         self.tokens = self.number = self.sends = 0
         self.link: Line | None = None
         self.received = 0  # characters of the text from the current engine
-        self._passed_on = 0  # characters passed on to the client
+        self.passed_on = 0  # characters passed on to the client
         self._timer = loop.call_later(max(0.0, deadline - time.monotonic()), self.finish, EXPIRED)
 
     async def encode(self, served: "ServedVersion") -> None:
         """Check the request and prepare it for the engines of ``served``, no longer than to its deadline; raises
         ``HttpError``. A body that may take long is encoded beside the loop, so that others do not wait."""
         if served.decoders is not None:
-            encoding = asyncio.create_task(served.decoders.encode(self.body, self.deadline, self._step_aside))
+            # A heavy one is encoded apart from the others, and says nothing about how long they take.
+            step_aside = partial(self._leave, teaches=False)
+            encoding = asyncio.create_task(served.decoders.encode(self.body, self.deadline, step_aside))
         elif len(self.body) >= LARGE_BODY:
             encoding = asyncio.create_task(asyncio.to_thread(served.prepare, self.body))
         else:
@@ -78,11 +73,6 @@ class Call:
         if encoding.done():
             self._take(served, encoding.result())
 
-    def _step_aside(self) -> None:
-        """It is encoded apart from the others, and says nothing about how long they take."""
-        if self._visit is not None:
-            self._visit.end(teaches=False)
-
     def _take(self, served: "ServedVersion", prepared: Prepared) -> None:
         if self.done.done():
             return  # it has expired meanwhile
@@ -91,14 +81,10 @@ class Call:
         if streamed and self.pieces is None:
             self.pieces = asyncio.Queue()
 
-    @property
-    def begun(self) -> bool:
-        return self._passed_on > 0
-
     def add_piece(self, text: str, finished: str | None) -> None:
-        new = text[max(0, self._passed_on - self.received) :]
+        new = text[max(0, self.passed_on - self.received) :]
         self.received += len(text)
-        self._passed_on = max(self._passed_on, self.received)
+        self.passed_on = max(self.passed_on, self.received)
         if new and self.pieces is not None:
             self.pieces.put_nowait(new)
         if finished is not None:
@@ -109,8 +95,7 @@ class Call:
         if self.done.done():
             return
         self._timer.cancel()
-        if self._visit is not None:
-            self._visit.end(teaches=outcome.name in ("answered", "expired"))
+        self._leave(teaches=outcome.name in ("answered", "expired"))
         if self.link is not None:
             self.link.forget(self, tell=outcome.name in ("expired", "left"))
         self.done.set_result(outcome)
@@ -121,27 +106,20 @@ class Call:
 class Line(ABC):
     """The calls to one engine, however messages get there: a socket, or a queue in the same process."""
 
+    is_open = True
+    has_room = True  # whether the engine reads what it is sent
+
     def __init__(self) -> None:
         self.load = 0  # tokens in flight
         self._given_up = 0  # of these, tokens of calls that ended here since the engine was last heard from
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
 
-    @property
-    @abstractmethod
-    def is_open(self) -> bool: ...
-
-    @property
-    def has_room(self) -> bool:
-        """Whether the engine reads what it is sent."""
-        return True
-
     @abstractmethod
     def _post(self, *message: Any) -> None: ...
 
-    @abstractmethod
-    def retire(self) -> None:
-        """Close when no call is in flight."""
+    def retire(self) -> None:  # noqa: B027
+        """Close when no call is in flight, if there is anything to close."""
 
     def send(self, call: Call) -> None:
         call.link, call.number = self, next(self._numbers)
@@ -163,7 +141,7 @@ class Line(ABC):
         if self.is_open:
             self._post(messages.CANCEL, call.number)
 
-    def deliver(self, kind: int, number: int, *content: Any) -> None:
+    def deliver(self, kind: str, number: int, *content: Any) -> None:
         self.load -= self._given_up
         self._given_up = 0
         call = self._calls.get(number)
@@ -172,7 +150,7 @@ class Line(ABC):
         if kind == messages.PIECE:
             call.add_piece(*content)
         else:
-            call.finish(Outcome(_OUTCOMES[kind], content))
+            call.finish(Outcome(kind, content))
 
 
 class Link(Line, asyncio.Protocol):
@@ -228,7 +206,6 @@ class ServedVersion:
     def __init__(self, number: int, opened: Opened, decoders: Decoders | None = None) -> None:
         self.number, self.opened, self.decoders = number, opened, decoders
         self._most_values = most_values(opened.encoder.request_schema)
-        self.action: str = opened.encoder.action
         self.links: dict[str, Line] = {}
         self.door = Door()
         self.connecting = asyncio.Lock()
@@ -283,7 +260,7 @@ class Dispatcher:
     def send(self, call: Call) -> None:
         """Send an encoded call; if no engine can take it, it ends here."""
         link = call.served.least_loaded()
-        if link is None and call.served is not self.current and not call.begun:
+        if link is None and call.served is not self.current and not call.passed_on:
             task = asyncio.create_task(self._encode_again(call))
             self._encoding.add(task)
             task.add_done_callback(self._encoding.discard)

@@ -27,29 +27,23 @@ log = logging.getLogger(__name__)
 
 
 class ThreadLine(Line):
+    """To an engine in a thread, which ends with the application."""
+
     def __init__(self, engine: Engine, on_death: Callable[[], None]) -> None:
         super().__init__()
         self._engine, self._on_death = engine, on_death
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._died = False
         self._step_began: float | None = None  # None while it waits for requests
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
-    @property
-    def is_open(self) -> bool:
-        return not self._died
-
     def check(self, hang_s: float) -> None:
         """Raise unless the engine can answer."""
-        if self._died:
+        if not self.is_open:
             raise RuntimeError("the engine has ended")
         began = self._step_began
         if began is not None and time.monotonic() - began > hang_s:
             raise RuntimeError(f"the engine has computed one batch for more than {hang_s:g} s: it hangs")
-
-    def retire(self) -> None:
-        """There is no connection to close: the thread ends with the application."""
 
     def _post(self, *message: Any) -> None:
         self._loop = asyncio.get_running_loop()
@@ -68,7 +62,7 @@ class ThreadLine(Line):
                 self._hand_over(self._deliver_all, replies)
         except Exception:
             log.exception("the engine has ended: nothing is answered any more, this process must be restarted")
-            self._died = True  # before clients are told: requests that come meanwhile must find it closed
+            self.is_open = False  # before clients are told: requests that come meanwhile must find it closed
             self._hand_over(self._end_all)
 
     def _hand_over(self, work: Callable[..., None], *arguments: Any) -> None:

@@ -31,7 +31,8 @@ from typing import Any
 
 import msgpack
 
-ASK, CANCEL, ANSWER, PIECE, REFUSED, EXPIRED, BAD, FAILED = range(8)
+ASK, CANCEL, PIECE = "ask", "cancel", "piece"
+ANSWER, REFUSED, EXPIRED, BAD, FAILED = "answered", "refused", "expired", "bad", "failed"  # how a request ended
 LARGEST_MESSAGE = 256 * 1024 * 1024
 LONGEST_LINE = 1024 * 1024
 OWN = ("intbmoe", "__main__")
