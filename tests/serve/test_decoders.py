@@ -5,7 +5,7 @@ import os
 import time
 
 import pytest
-from fake_model import BURN, CRASH, EAT, LARGE, open_encoder, write_artifact
+from fake_model import BURN, CRASH, EAT, LARGE, open_artifact, write_artifact
 from server import HERE, SOURCE
 
 from intbmoe.serve.decoders import Decoders, spawned_host
@@ -21,7 +21,7 @@ def encode(tmp_path_factory):
     runner = asyncio.Runner()
     ended = []
     decoders = Decoders(
-        spawned_host("fake_model", lambda: ended.append(1)), 1, str(artifact), open_encoder(artifact), 2
+        spawned_host("fake_model", lambda: ended.append(1)), 1, str(artifact), open_artifact(artifact), 2
     )
     os.environ["PYTHONPATH"] = path
     runner.run(decoders.open())

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from fake_model import BUG, FakePredictor, open_encoder, write_artifact
+from fake_model import BUG, FakePredictor, open_artifact, write_artifact
 
 from intbmoe.serve.engine import BrokenModelError, Engine, warm_up
 from intbmoe.serve.messages import ANSWER, EXPIRED, FAILED, PIECE, REFUSED, pack, unpacker
@@ -166,11 +166,11 @@ def test_no_more_texts_at_once_than_allowed(clock):
 
 
 def test_golden_requests_are_checked_and_teach_the_cost(clock, tmp_path):
-    opened = open_encoder(write_artifact(tmp_path, delay_ms=2))
+    opened = open_artifact(write_artifact(tmp_path, delay_ms=2))
     engine = Engine(opened.encoder, Settings(artifact=""), clock=clock)
     warm_up(engine, opened.golden)
     assert engine.batcher.cost.seconds(3) == pytest.approx(0.002)
-    opened = open_encoder(write_artifact(tmp_path, wrong_golden=True))
+    opened = open_artifact(write_artifact(tmp_path, wrong_golden=True))
     with pytest.raises(BrokenModelError, match="it has 2 results, at export 0"):
         warm_up(Engine(opened.encoder, Settings(artifact="")), opened.golden)
     with pytest.raises(BrokenModelError, match="no golden requests"):
@@ -179,7 +179,7 @@ def test_golden_requests_are_checked_and_teach_the_cost(clock, tmp_path):
 
 def test_graphs_are_recorded_for_what_the_batcher_can_take(clock, tmp_path, monkeypatch):
     """After the golden requests have been answered without them, and before the cost is learned."""
-    opened = open_encoder(write_artifact(tmp_path))
+    opened = open_artifact(write_artifact(tmp_path))
     predictor, seen = opened.encoder, []
     answer = predictor.answer
     monkeypatch.setattr(predictor, "record_graphs", lambda requests: seen.append(requests), raising=False)
@@ -193,7 +193,7 @@ def test_graphs_are_recorded_for_what_the_batcher_can_take(clock, tmp_path, monk
 
 def test_texts_that_wait_together_are_written_together(clock, tmp_path):
     """Nobody waits for the end of a text: the time of a step bounds a batch, not that of an answer."""
-    opened = open_encoder(write_artifact(tmp_path, action="generate", delay_ms=10))
+    opened = open_artifact(write_artifact(tmp_path, action="generate", delay_ms=10))
     engine = Engine(opened.encoder, Settings(artifact="", budget_ms=60), clock=clock)
     warm_up(engine, opened.golden)
     assert engine.batcher.step_cost.seconds(5) == pytest.approx(0.01)

@@ -12,7 +12,7 @@ from intbmoe import precision
 from intbmoe.export.artifact import load_artifact
 from intbmoe.export.export import export_run
 from intbmoe.export.golden import compare_answers
-from intbmoe.serve.loading import open_predictor
+from intbmoe.serve.loading import open_artifact
 from intbmoe.serve.local import build_app
 from intbmoe.serve.settings import Settings
 
@@ -55,7 +55,7 @@ def test_bfloat16_where_it_is_slow_is_told_with_the_remedy(tmp_path, monkeypatch
     for dtype in ("float32", "bfloat16"):
         export_run(run, tmp_path / dtype, dtype=dtype)
         caplog.clear()
-        open_predictor(str(tmp_path / dtype), "cpu")
+        open_artifact(str(tmp_path / dtype), "cpu")
         assert ("export it with --dtype float32" in caplog.text) == (slow and dtype == "bfloat16")
 
 

@@ -108,6 +108,7 @@ class FakeFront:
 
     def __init__(self, owner, *events):
         self.owner, self.events, self.told = owner, list(events), []
+        self.ready = asyncio.get_running_loop().create_future()
 
     def tell(self, message):
         self.told.append(message["do"])

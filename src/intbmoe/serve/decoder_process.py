@@ -31,7 +31,7 @@ import msgpack
 
 from intbmoe.serve.bodies import bad_request, most_values, parse_json, prepare
 from intbmoe.serve.http import HttpError
-from intbmoe.serve.messages import LARGEST_MESSAGE
+from intbmoe.serve.messages import unpacker
 from intbmoe.tasks.serving import Predictor, RequestError
 
 READY, ENCODED, BAD, HEAVY = range(4)
@@ -98,7 +98,7 @@ class Host:
 
     def _open(self, number: int, artifact: str) -> tuple[str, Predictor]:
         if number not in self._encoders:
-            opened = self._loader.open_encoder(artifact)
+            opened = self._loader.open_artifact(artifact)
             for old in sorted(self._encoders)[:-1]:  # a version is followed by at most one that is prepared
                 del self._encoders[old]
             self._encoders[number] = opened.version, opened.encoder
@@ -122,10 +122,10 @@ def _limit(heavy: bool) -> None:
 def _decode(connection: socket.socket, encoder: Predictor, heavy: bool) -> None:
     connection.setblocking(True)
     connection.sendall(msgpack.packb((READY,)))
-    unpacker, most = msgpack.Unpacker(max_buffer_size=LARGEST_MESSAGE), most_values(encoder.request_schema)
+    bodies, most = unpacker(), most_values(encoder.request_schema)
     while data := connection.recv(READ):
-        unpacker.feed(data)
-        for body in unpacker:
+        bodies.feed(data)
+        for body in bodies:
             signal.setitimer(signal.ITIMER_PROF, _parsing_seconds(body))
             reply = _answer(encoder, most, body, heavy)
             signal.setitimer(signal.ITIMER_PROF, 0)

@@ -24,7 +24,7 @@ from intbmoe.serve.decoder_process import BAD, ENCODED, HEAVY, READY, start_host
 from intbmoe.serve.door import refuse_late
 from intbmoe.serve.http import HttpError
 from intbmoe.serve.loading import Opened
-from intbmoe.serve.messages import LARGEST_MESSAGE
+from intbmoe.serve.messages import unpacker
 
 HEAVY_BODY = 2**20  # what is larger takes long to parse already
 START_S = 60.0
@@ -73,8 +73,8 @@ def spawned_host(loader: str, on_end: Callable[[], None]) -> DecoderHost:
 
 
 class _Job:
-    def __init__(self, body: bytes, deadline: float) -> None:
-        self.body, self.deadline = body, deadline
+    def __init__(self, body: bytes) -> None:
+        self.body = body
         self.done: asyncio.Future[tuple[Any, ...] | None] = asyncio.get_running_loop().create_future()
         self.started = 0.0
 
@@ -82,7 +82,7 @@ class _Job:
 class _Decoder(asyncio.Protocol):
     def __init__(self, lane: "_Lane", name: int) -> None:
         self._lane, self.name = lane, name
-        self._unpacker = msgpack.Unpacker(max_buffer_size=LARGEST_MESSAGE)
+        self._unpacker = unpacker()
         self.transport: asyncio.Transport | None = None
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.job: _Job | None = None
@@ -101,10 +101,9 @@ class _Decoder(asyncio.Protocol):
         for message in self._unpacker:
             if message[0] == READY:
                 self.ready.set_result(None)
-                self._lane.free(self)
             else:
                 self._end(message)
-                self._lane.free(self)
+            self._lane.free(self)
 
     @property
     def was_ready(self) -> bool:
@@ -161,9 +160,8 @@ class _Lane:
         return self._mean * (1 + (len(self._waiting) + 1) / self._count)
 
     async def encode(self, body: bytes, deadline: float) -> tuple[Any, ...] | None:
-        wait = self.expected_wait()
-        refuse_late(wait, deadline - time.monotonic())
-        job = _Job(body, deadline)
+        refuse_late(self.expected_wait(), deadline - time.monotonic())
+        job = _Job(body)
         self._waiting.append(job)
         self._next()
         try:
@@ -188,8 +186,7 @@ class _Lane:
 
     def _next(self) -> None:
         while self._idle and self._waiting:
-            job = self._waiting.popleft()
-            self._idle.pop().start(job)
+            self._idle.pop().start(self._waiting.popleft())
 
     def learn(self, seconds: float) -> None:
         self._mean = seconds if self._mean == 0 else KEPT * self._mean + (1 - KEPT) * seconds

@@ -61,9 +61,12 @@ class Engine:
         if predictor.streams:
             self.batcher.step_cost = CostModel()
         self._most_texts = settings.streams
-        self._metrics = metrics
+        self._metrics = metrics or EngineMetrics("")
         self.clock = clock
         self._texts: list[_Text] = []
+        model = getattr(predictor, "model", None)
+        chooses = model is not None and any(layer.choices for _, layer in moe_layers(model))
+        self._routing_model = model if chooses else None
         self._sampled = float("-inf")
 
     @property
@@ -113,13 +116,12 @@ class Engine:
         if room > 0:
             taken = self.batcher.take(room if self.predictor.streams else None)
             replies += [Reply(ticket.key, EXPIRED) for ticket in taken.expired]
-            self._count(taken)
             if taken.batch:
+                self._count(taken)
                 replies += self._start(taken.batch) if self.predictor.streams else self._answer(taken)
         if self._texts:
             replies += self._write()
-        if self._metrics is not None:
-            self._metrics.waiting.set(len(self.batcher))
+        self._metrics.waiting.set(len(self.batcher))
         return replies
 
     def _answer(self, taken: Taken) -> list[Reply]:
@@ -133,8 +135,7 @@ class Engine:
             log.exception("a batch of %d failed; its requests are tried one by one", len(batch))
             return [self._answer_alone(ticket) for ticket in taken.batch]
         self.batcher.cost.learn(taken.padded_tokens, seconds)
-        if self._metrics is not None:
-            self._metrics.compute_seconds.observe(seconds)
+        self._metrics.compute_seconds.observe(seconds)
         return [Reply(ticket.key, ANSWER, (answer,)) for ticket, answer in zip(taken.batch, answers, strict=True)]
 
     def _answer_alone(self, ticket: Ticket) -> Reply:
@@ -160,8 +161,7 @@ class Engine:
         seconds = self.clock() - started
         if unread:
             self.batcher.step_cost.learn(unread, seconds)
-        if self._metrics is not None:
-            self._metrics.compute_seconds.observe(seconds)
+        self._metrics.compute_seconds.observe(seconds)
         self._texts = [text for text in self._texts if text.going]
         return replies
 
@@ -170,12 +170,11 @@ class Engine:
         try:
             with self._sampling():
                 pieces = next(text.stream, None)
+            if pieces is None:
+                raise RuntimeError("the predictor ended the texts early")
         except Exception as error:
             failed, text.going = text.going, set()
             return [_failure(text.tickets[index], error) for index in sorted(failed)]
-        if pieces is None:
-            failed, text.going = text.going, set()
-            return [Reply(text.tickets[index].key, FAILED, ("the text ended early",)) for index in sorted(failed)]
         replies = []
         for piece in pieces:
             if piece.index not in text.going:
@@ -203,8 +202,6 @@ class Engine:
         return Reply(ticket.key, ANSWER, ({**answer, "finished": finished, **explained},))
 
     def _count(self, taken: Taken) -> None:
-        if self._metrics is None or not taken.batch:
-            return
         now = self.clock()
         self._metrics.batch_requests.observe(len(taken.batch))
         useful = sum(ticket.tokens for ticket in taken.batch)
@@ -215,15 +212,11 @@ class Engine:
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        model = getattr(self.predictor, "model", None)
-        if self._metrics is None or model is None or self.clock() - self._sampled < SAMPLE_EVERY_S:
+        if self._routing_model is None or self.clock() - self._sampled < SAMPLE_EVERY_S:
             yield
             return
         self._sampled = self.clock()
-        if not any(layer.choices for _, layer in moe_layers(model)):
-            yield
-            return
-        with record_routing(model) as routing:
+        with record_routing(self._routing_model) as routing:
             yield
         for layer, recorded in routing.items():
             if recorded.ids is None:

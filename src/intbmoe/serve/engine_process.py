@@ -162,7 +162,7 @@ def main(args: list[str]) -> None:
     try:
         torch.set_num_threads(settings.engine_threads())
         torch.set_grad_enabled(False)
-        opened = importlib.import_module(settings.loader).open_predictor(artifact, settings.device)
+        opened = importlib.import_module(settings.loader).open_artifact(artifact, settings.device)
         engine = Engine(opened.encoder, settings, EngineMetrics(opened.version))
         warm_up(engine, opened.golden)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -163,7 +163,7 @@ class FrontProcess:
         if served is None or served.number != wanted["number"]:
             async with self._opening:
                 if self._prepared is None or self._prepared.number != wanted["number"]:
-                    opened = await asyncio.to_thread(self._loader.open_encoder, wanted["artifact"])
+                    opened = await asyncio.to_thread(self._loader.open_artifact, wanted["artifact"])
                     if opened.version != wanted["version"]:
                         raise OtherVersionError(
                             f"{wanted['artifact']} holds version {opened.version}, {wanted['version']} is served"

@@ -20,22 +20,13 @@ class Opened:
     golden: list[dict[str, Any]]
 
 
-def open_encoder(path: str) -> Opened:
-    """For a front: checks requests and needs no weights."""
-    return _open(path, None)
-
-
-def open_predictor(path: str, device: str) -> Opened:
-    """For an engine."""
-    opened = _open(path, device)
-    if opened.about["dtype"] == "bfloat16" and precision.bfloat16_is_slow(device):
-        log.warning("%s is in bfloat16, for which this CPU has no instructions: export it with --dtype float32", path)
-    return opened
-
-
-def _open(path: str, device: str | None) -> Opened:
+def open_artifact(path: str, device: str | None = None) -> Opened:
+    """For an engine, with the model on ``device``; for a front, which checks requests, without weights."""
     artifact = load_artifact(path)
     about = {key: artifact.about[key] for key in ("task", "method", "dtype", "precomposed")}
     about["metrics"] = artifact.about.get("metrics", {})
-    encoder = artifact.encoder() if device is None else artifact.predictor(device)
-    return Opened(artifact.version, about, encoder, artifact.golden if device is not None else [])
+    if device is None:
+        return Opened(artifact.version, about, artifact.encoder(), [])
+    if about["dtype"] == "bfloat16" and precision.bfloat16_is_slow(device):
+        log.warning("%s is in bfloat16, for which this CPU has no instructions: export it with --dtype float32", path)
+    return Opened(artifact.version, about, artifact.predictor(device), artifact.golden)

@@ -90,7 +90,7 @@ def build_app(settings: Settings, on_death: Callable[[], None] = lambda: None) -
     ``check_health()``, which raises where the engine has failed or hangs.
     """
     settings.check()
-    opened = importlib.import_module(settings.loader).open_predictor(settings.artifact, settings.device)
+    opened = importlib.import_module(settings.loader).open_artifact(settings.artifact, settings.device)
     metrics = FrontMetrics()
     engine = Engine(opened.encoder, settings, EngineMetrics(opened.version, metrics.registry))
     warm_up(engine, opened.golden)

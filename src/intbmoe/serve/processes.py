@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ class Child:
         self.process, self._writer = process, writer
         self.started = time.monotonic()
         self.heard: float | None = None  # when its last message came
+        self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # gives the version it serves
         self.ended: asyncio.Task[int] | None = None
 
     @classmethod
@@ -71,6 +71,10 @@ class Child:
     @property
     def is_running(self) -> bool:
         return self.ended is not None and not self.ended.done()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_running and self.ready.done() and self.ready.exception() is None
 
     def tell(self, message: dict[str, Any]) -> None:
         if self.is_running:
@@ -121,34 +125,31 @@ class StartError(RuntimeError):
     """An engine did not become ready; the message is the engine's own."""
 
 
-@dataclass(frozen=True)
-class Folders:
-    sockets: Path
-    figures: Path
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {FOLDER: str(self.figures)}
-
-
 class EngineGroup:
-    """The engines of one version; ``on_other`` starts a reload when its folder holds another."""
+    """The engines of one version, with sockets in ``folder``.
+
+    ``on_change`` is called when an engine came or went; ``on_other`` starts a reload when the artifact's folder holds
+    another version.
+    """
 
     def __init__(
-        self, number: int, artifact: str, settings: Settings, folders: Folders, on_other: Callable[[], asyncio.Task]
+        self,
+        number: int,
+        artifact: str,
+        settings: Settings,
+        folder: Path,
+        on_change: Callable[["EngineGroup"], None],
+        on_other: Callable[[], asyncio.Task],
     ) -> None:
-        self.number, self.artifact, self.on_other = number, artifact, on_other
-        self.version = ""
-        self.on_change: Callable[[], None] = lambda: None  # an engine came or went
-        self._settings, self._folders = settings, folders
-        self._ready: dict[Child, asyncio.Future[str]] = {}
+        self.number, self.artifact, self.version = number, artifact, ""
+        self._settings, self._folder, self._on_change, self._on_other = settings, folder, on_change, on_other
         self._paths: dict[Child, str] = {}
         self._keepers: list[asyncio.Task] = []
         self._started = 0
 
     def describe(self) -> dict[str, Any]:
         """For fronts: what is served, and the sockets of the engines that are ready."""
-        ready = [path for child, path in self._paths.items() if child.is_running and _is_ready(self._ready[child])]
+        ready = [path for child, path in self._paths.items() if child.is_ready]
         return {"number": self.number, "artifact": self.artifact, "version": self.version, "engines": ready}
 
     async def start(self) -> None:
@@ -160,7 +161,7 @@ class EngineGroup:
         if failed:
             await self.kill()
             raise failed[0]
-        versions = {self._ready[child].result() for child in results}
+        versions = {child.ready.result() for child in results}
         if len(versions) > 1:
             await self.kill()
             raise StartError(f"{self.artifact} changed while it was being loaded: reload again")
@@ -173,7 +174,7 @@ class EngineGroup:
             keeper.cancel()
         children = list(self._paths)
         for child in children:
-            if _is_ready(self._ready[child]):
+            if child.is_ready:
                 child.tell({"do": "drain"})
             else:
                 child.kill()  # still starting: it has no requests
@@ -188,34 +189,32 @@ class EngineGroup:
 
     async def _start_one(self) -> Child:
         self._started += 1
-        path = str(self._folders.sockets / f"{self.number}.{self._started}")
+        path = str(self._folder / f"{self.number}.{self._started}")
         # Without these, numeric libraries would take all cores in each engine.
         threads = str(self._settings.engine_threads())
         child = await Child.start(
             "intbmoe.serve.engine_process",
             [self._settings.to_json(), self.artifact, path],
-            environment={**self._folders.environment, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            environment={FOLDER: str(self._folder), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
             on_event=self._hear,
         )
-        ready = self._ready.setdefault(child, asyncio.get_running_loop().create_future())
         self._paths[child] = path
-        await asyncio.wait({ready, child.ended}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
-        if _is_ready(ready) and child.is_running:
+        await asyncio.wait({child.ready, child.ended}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        if child.is_ready:
             return child
         child.kill()
         await asyncio.wait({child.ended})
         self._forget(child)
         ended = f"an engine ended with status {child.ended.result()}"
-        if not ready.done():
+        if not child.ready.done():
             raise StartError(f"{ended}, or was not ready after {START_S:g} s")
-        raise ready.exception() or StartError(f"{ended} as soon as it was ready")
+        raise child.ready.exception() or StartError(f"{ended} as soon as it was ready")
 
     def _hear(self, child: Child, message: dict[str, Any]) -> None:
-        ready = self._ready.setdefault(child, asyncio.get_running_loop().create_future())
-        if message["event"] == "ready" and not ready.done():
-            ready.set_result(message["version"])
-        elif message["event"] == "broken" and not ready.done():
-            ready.set_exception(StartError(message["why"]))
+        if message["event"] == "ready":
+            child.ready.set_result(message["version"])
+        elif message["event"] == "broken":
+            child.ready.set_exception(StartError(message["why"]))
 
     async def _keep(self, child: Child) -> None:
         pause = FIRST_PAUSE_S
@@ -224,13 +223,13 @@ class EngineGroup:
             log.error("engine %d ended with status %s: another is started", child.pid, status)
             pause = FIRST_PAUSE_S if time.monotonic() - child.started > LONGEST_PAUSE_S else pause
             self._forget(child)
-            self.on_change()
+            self._on_change(self)
             child = None
             while child is None:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
                 child = await self._start_again()
-            self.on_change()
+            self._on_change(self)
 
     async def _start_again(self) -> Child | None:
         """An engine that serves the same version as the others, or None."""
@@ -239,21 +238,16 @@ class EngineGroup:
         except (StartError, OSError) as error:
             log.error("an engine could not be started again: %s", error)
             return None
-        if self._ready[child].result() == self.version:
+        if child.ready.result() == self.version:
             return child
         log.error("%s holds another version than the one served: reloading", self.artifact)
         child.kill()
         self._forget(child)
-        await asyncio.wait({self.on_other()})  # where that succeeds, these engines are drained; else it is tried again
+        await asyncio.wait({self._on_other()})  # where that succeeds, these engines are drained; else it is tried again
         return None
 
     def _forget(self, child: Child) -> None:
         path = self._paths.pop(child, None)
-        self._ready.pop(child, None)
         if path is not None:
             Path(path).unlink(missing_ok=True)
-            forget_process(child.pid, self._folders.figures)
-
-
-def _is_ready(ready: asyncio.Future[str]) -> bool:
-    return ready.done() and ready.exception() is None
+            forget_process(child.pid, self._folder)

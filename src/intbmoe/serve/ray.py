@@ -85,7 +85,7 @@ def deployment(settings: Settings, replicas: Replicas | None = None, **options: 
     # A link that is moved to another version is followed now: replicas that Ray starts later are of the same version.
     threads = settings.threads or max(1, int(replicas.num_cpus))
     settings = replace(settings, artifact=os.path.realpath(settings.artifact), threads=threads)
-    version = importlib.import_module(settings.loader).open_encoder(settings.artifact).version
+    version = importlib.import_module(settings.loader).open_artifact(settings.artifact).version
     content = settings.to_json()
 
     def build() -> Any:

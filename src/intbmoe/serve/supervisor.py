@@ -23,8 +23,8 @@ from typing import Any
 
 from intbmoe.files import private_folder
 from intbmoe.serve.messages import reason
-from intbmoe.serve.metrics import forget_process
-from intbmoe.serve.processes import FIRST_PAUSE_S, LONGEST_PAUSE_S, START_S, Child, EngineGroup, Folders, StartError
+from intbmoe.serve.metrics import FOLDER, forget_process
+from intbmoe.serve.processes import FIRST_PAUSE_S, LONGEST_PAUSE_S, START_S, Child, EngineGroup, StartError
 from intbmoe.serve.settings import Settings
 
 BACKLOG = 2048
@@ -46,37 +46,23 @@ def serve(settings: Settings, say: Callable[[str], None]) -> None:
         if len(os.fsencode(folder)) > LONGEST_PATH:
             where = f"the folder for temporary files, {str(folder.parent)!r},"
             raise OSError(f"{where} has too long a path for sockets: set TMPDIR to a shorter one, such as /tmp")
-        folders = Folders(folder / "sockets", folder / "figures")
-        folders.sockets.mkdir()
-        folders.figures.mkdir()
-        asyncio.run(Supervisor(settings, folders, say).run())
-
-
-class _Asked:
-    """What fronts were told to do, and the answer of each: None if it did, or the reason why not."""
-
-    def __init__(self, number: int, event: str) -> None:
-        self.number, self.event = number, event
-        self.answers: dict[Child, asyncio.Future[str | None]] = {}
-
-    def answer(self, child: Child, why: str | None) -> None:
-        answer = self.answers.get(child)
-        if answer is not None and not answer.done():
-            answer.set_result(why)
+        asyncio.run(Supervisor(settings, folder, say).run())
 
 
 class Supervisor:
-    def __init__(self, settings: Settings, folders: Folders, say: Callable[[str], None]) -> None:
-        self._settings, self._folders, self._say = settings, folders, say
+    """``folder`` is for the sockets of engines and the figures of all processes."""
+
+    def __init__(self, settings: Settings, folder: Path, say: Callable[[str], None]) -> None:
+        self._settings, self._folder, self._say = settings, folder, say
         self._listeners: list[socket.socket] = []
         self._fronts: dict[int, Child] = {}  # by the number of their listener
-        self._ready_fronts: set[Child] = set()
         self._spare_taken = asyncio.Event()
         self._engines: EngineGroup | None = None
         self._engine_groups: weakref.WeakSet[EngineGroup] = weakref.WeakSet()  # with those that are started, or left
         self._versions = 0
         self._reloading = asyncio.Lock()
-        self._asked: _Asked | None = None
+        self._asked: int | None = None  # the version that fronts were told to prepare or serve
+        self._answers: dict[Child, asyncio.Future[str | None]] = {}  # None of a front that did, or why it did not
         self._background: set[asyncio.Task] = set()
         self._stop: asyncio.Event | None = None
         self._ending = False
@@ -136,16 +122,16 @@ class Supervisor:
         self._versions += 1
         # A link that is moved to another version is followed now; these engines stay with where it leads today.
         artifact, on_other = os.path.realpath(self._settings.artifact), lambda: self._start(self._reload_by_signal())
-        engines = EngineGroup(self._versions, artifact, self._settings, self._folders, on_other)
-
-        def tell_fronts() -> None:
-            if engines is self._engines:
-                for child in self._fronts.values():
-                    self._tell_front(child)
-
-        engines.on_change = tell_fronts
+        engines = EngineGroup(
+            self._versions, artifact, self._settings, self._folder, self._tell_fronts_of_change, on_other
+        )
         self._engine_groups.add(engines)
         return engines
+
+    def _tell_fronts_of_change(self, engines: EngineGroup) -> None:
+        if engines is self._engines:
+            for child in self._fronts.values():
+                self._tell_front(child)
 
     async def _keep_front(self, number: int) -> None:
         pause = FIRST_PAUSE_S
@@ -175,7 +161,7 @@ class Supervisor:
     @property
     def _spare_is_ready(self) -> bool:
         spare = self._fronts.get(SPARE)
-        return spare is not None and spare.is_running and spare in self._ready_fronts
+        return spare is not None and spare.is_ready
 
     def _take_spare(self, number: int) -> Child | None:
         if not self._spare_is_ready:
@@ -193,7 +179,7 @@ class Supervisor:
                 "intbmoe.serve.front_process",
                 [self._settings.to_json(), str(first), when],
                 pass_fds=listeners if number == SPARE else [first],
-                environment={**self._folders.environment, "OMP_NUM_THREADS": "1"},
+                environment={FOLDER: str(self._folder), "OMP_NUM_THREADS": "1"},
                 on_event=self._hear,
             )
         except OSError as error:
@@ -206,10 +192,8 @@ class Supervisor:
 
     async def _watch_front(self, child: Child) -> None:
         status = await child.watch(self._settings.hang_s)
-        forget_process(child.pid, self._folders.figures)
-        self._ready_fronts.discard(child)
-        if self._asked is not None:
-            self._asked.answer(child, f"it ended with status {status}")
+        forget_process(child.pid, self._folder)
+        self._take_answer(child, f"it ended with status {status}")
         log.error("front %d ended with status %s: another takes its place", child.pid, status)
 
     def _tell_front(self, child: Child) -> None:
@@ -238,15 +222,18 @@ class Supervisor:
         if message["event"] == "reload":
             self._start(self._reload_for(child, message["id"]))
         elif message["event"] in ("prepared", "serving", "cannot"):
-            if message["event"] == "serving":
-                self._ready_fronts.add(child)
-            asked, why = self._asked, message.get("why")
-            if asked is not None and message["number"] == asked.number:
-                if why is not None or message["event"] == asked.event:
-                    asked.answer(child, why)
+            if message["event"] == "serving" and not child.ready.done():
+                child.ready.set_result(self._engines.version)
+            if message["number"] == self._asked:
+                self._take_answer(child, message.get("why"))
             elif message.get("other"):
                 log.error("%s holds another version than the one served: reloading", self._engines.artifact)
                 self._start(self._reload_by_signal())
+
+    def _take_answer(self, child: Child, why: str | None) -> None:
+        answer = self._answers.get(child)
+        if answer is not None and not answer.done():
+            answer.set_result(why)
 
     async def _reload_for(self, child: Child, number: int) -> None:
         child.tell({"do": "reloaded", "id": number, **await self.reload()})
@@ -292,18 +279,18 @@ class Supervisor:
 
     async def _ask_fronts(self, do: str, engines: EngineGroup) -> dict[Child, str]:
         """Tell all fronts to prepare or serve the version of ``engines``; of those that do not, the reasons."""
-        asked = self._asked = _Asked(engines.number, {"prepare": "prepared", "serve": "serving"}[do])
+        loop, running = asyncio.get_running_loop(), [child for child in self._fronts.values() if child.is_running]
+        answers = self._answers = {child: loop.create_future() for child in running}
+        self._asked = engines.number
         try:
-            for child in self._fronts.values():
-                if child.is_running:
-                    asked.answers[child] = asyncio.get_running_loop().create_future()
-                    child.tell({"do": do, **engines.describe()})
-            if asked.answers:
-                await asyncio.wait(asked.answers.values(), timeout=START_S)
+            for child in running:
+                child.tell({"do": do, **engines.describe()})
+            if answers:
+                await asyncio.wait(answers.values(), timeout=START_S)
         finally:
-            self._asked = None
+            self._asked, self._answers = None, {}
         late = f"it did not answer within {START_S:g} s"
-        found = {child: answer.result() if answer.done() else late for child, answer in asked.answers.items()}
+        found = {child: answer.result() if answer.done() else late for child, answer in answers.items()}
         return {child: why for child, why in found.items() if why is not None}
 
     def _name(self, child: Child) -> str:
