@@ -17,7 +17,7 @@ from torch import nn
 import intbmoe
 from intbmoe import ComposedMoE, IntBMoE
 from intbmoe.counting import count_flops
-from intbmoe.export.parity import _compare_blocks, _new_error
+from intbmoe.export.parity import LayerError, _compare_blocks
 from intbmoe.ops import native
 from intbmoe.parts.reference import reference_names
 from small_intbmoe import make, tokens
@@ -206,7 +206,7 @@ def test_compiled_code_runs_what_leaves_the_blocks_as_they_are(options):
 def test_an_exports_check_of_single_blocks_runs_the_blocks_as_they_are(options):
     """The compiled code would take other blocks for the paper's, and a half-precision copy for a wrong one."""
     layer = make(hidden=64, **options).float().eval()
-    error = _new_error("layer", layer)
+    error = LayerError("layer", layer)
     with torch.no_grad():
         _compare_blocks(error, layer, layer.precompose(torch.bfloat16), tokens(1, 40)[0].float(), torch.bfloat16)
     assert max(error.errors()) <= 2**-5

@@ -21,8 +21,14 @@ def trace(graph: Graph, model: nn.Module, example: tuple[Tensor, ...]) -> torch.
     try:
         return torch.export.export(model, example, dynamic_shapes=graph.dynamic_shapes())
     except Exception as error:  # torch raises many kinds where a model cannot be traced
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = first_line(error)
         raise ExportError(f"torch.export cannot trace this model with a free batch and length: {reason}") from error
+
+
+def first_line(error: Exception, word: str = "") -> str:
+    """The first line of a long message that has ``word`` in it, or else the first; the error's type if it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if word in line), lines[0])
 
 
 def write_aoti(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path: Path) -> None:
@@ -32,8 +38,7 @@ def write_aoti(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path
         try:
             torch._inductor.aoti_compile_and_package(program, package_path=str(path))
         except Exception as error:  # the compiler's errors have no common type
-            first = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ExportError(f"AOTInductor cannot compile this model: {first}") from error
+            raise ExportError(f"AOTInductor cannot compile this model: {first_line(error)}") from error
 
 
 def load_aoti(graph: Graph, path: Path) -> Callable[..., Tensor]:

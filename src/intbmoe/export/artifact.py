@@ -179,7 +179,7 @@ def load_artifact(path: str | Path) -> Artifact:
                 f"{path / name} is truncated or altered, its SHA-256 is not the one in {ABOUT}: "
                 f"copy the whole folder again, or {EXPORT_AGAIN}"
             )
-    # Artifacts of old have none. It tells of a slip of hand or disk, not of a forger, who would write the right one.
+    # Old artifacts have none. It shows a mistake or a bad disk, not a forgery: a forger would write the right one.
     if about.get("checksum", (own := checksum(about))) != own:
         raise ArtifactError(f"{path / ABOUT} is altered, its checksum does not fit: {EXPORT_AGAIN}")
     return Artifact(path, about, file_digest(path / ABOUT)[:12])

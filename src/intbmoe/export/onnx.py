@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from intbmoe.export.aoti import trace
+from intbmoe.export.aoti import first_line, trace
 from intbmoe.export.artifact import ExportError
 from intbmoe.tasks.serving import Graph
 
@@ -38,7 +38,8 @@ def write_onnx(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path
                 custom_translation_table=_translations(),
             )
         except Exception as error:  # whatever an operation without translation raises
-            raise ExportError(f"this model cannot be written as ONNX: {_last_line(error)}") from error
+            reason = first_line(error, "No ONNX function found")
+            raise ExportError(f"this model cannot be written as ONNX: {reason}") from error
         size = sum(tensor.nbytes for tensor in program.state_dict.values())
         size += sum(value.nbytes for value in program.constants.values() if isinstance(value, Tensor))
         _forget_sources(exported)
@@ -60,7 +61,7 @@ def load_onnx(graph: Graph, path: Path) -> Callable[..., Tensor]:
     try:
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     except Exception as error:  # the package's own errors have no common type
-        raise ExportError(f"ONNX Runtime cannot load this model: {_last_line(error)}") from error
+        raise ExportError(f"ONNX Runtime cannot load this model: {first_line(error)}") from error
 
     def run(*inputs: Tensor) -> Tensor:
         arrays = {name: value.numpy() for name, value in zip(graph.names, inputs, strict=True)}
@@ -92,12 +93,6 @@ def _require_packages() -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"--format onnx needs {package}: pip install 'intbmoe[onnx]'")
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if "No ONNX function found" in line]
-    return (named or lines or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ fp8 r = 1/32: three bits of mantissa are off by 1/16 at most, and by less than h
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,15 +95,13 @@ def _reached(task: Task, model: nn.Module, batch: Batch) -> dict[str, set[int]]:
     return {name: set(r.ids[r.ids >= 0].unique().tolist()) for name, r in log.items() if r.ids is not None}
 
 
-@dataclass
 class LayerError:
     """Sums over the tokens of one layer, by the block they were sent to; one entry where tokens do not choose."""
 
-    name: str
-    difference: Tensor
-    size: Tensor
-    tokens: int = 0
-    elsewhere: int = 0  # tokens that the exported layer sends to other blocks
+    def __init__(self, name: str, layer: MoELayer) -> None:
+        self.name = name
+        self.difference, self.size = torch.zeros(2, layer.choices or 1, dtype=torch.float64)
+        self.tokens = self.elsewhere = 0  # all, and those that the exported layer sends to other blocks
 
     def add(self, trained: Tensor, served: Tensor, ids: Tensor | None, served_ids: Tensor | None) -> None:
         """(N, d) outputs of both and (N, k) their choices."""
@@ -126,24 +125,18 @@ class LayerError:
         return (self.difference.sqrt() / self.size.sqrt().clamp(min=1e-30)).tolist()
 
 
-@dataclass
 class Parity:
-    task: Task
-    trained: nn.Module
-    dtype: torch.dtype
-    storage: Storage | None = None
-    inputs: Inputs = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.inputs = choose_inputs(self.task, self.trained)
-        epsilon = torch.finfo(self.dtype).eps
-        per_layer = OUTPUT_FACTOR[self.dtype] * epsilon
+    def __init__(self, task: Task, trained: nn.Module, dtype: torch.dtype, storage: Storage | None = None) -> None:
+        self.task, self.trained, self.dtype = task, trained, dtype
+        self.inputs = choose_inputs(task, trained)
+        epsilon = torch.finfo(dtype).eps
+        per_layer = OUTPUT_FACTOR[dtype] * epsilon
         self.layer_tolerance = LAYER_FACTOR * epsilon
         self.elsewhere_tolerance = ROUTING_FACTOR * epsilon  # routers are not quantised
-        if self.storage is not None:
-            self.layer_tolerance += LAYER_FACTOR * STORED_ERROR[self.storage]
-            per_layer += STORED_OUTPUT_FACTOR * STORED_ERROR[self.storage]
-        self.output_tolerance = per_layer * math.sqrt(self.task.depth())
+        if storage is not None:
+            self.layer_tolerance += LAYER_FACTOR * STORED_ERROR[storage]
+            per_layer += STORED_OUTPUT_FACTOR * STORED_ERROR[storage]
+        self.output_tolerance = per_layer * math.sqrt(task.depth())
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -157,8 +150,7 @@ class Parity:
     def check_model(self, served: nn.Module) -> dict[str, Any]:
         """What was found of the exported model; raises ``ExportError`` where it is not the trained one."""
         layers = dict(moe_layers(served))
-        found = {name: _new_error(name, layer) for name, layer in moe_layers(self.trained)}
-        blocks = {name: _new_error(name, layer) for name, layer in moe_layers(self.trained)}
+        found, blocks = ({name: LayerError(name, layer) for name, layer in moe_layers(self.trained)} for _ in range(2))
         outputs = _OutputError(self.output_tolerance)
         for batch in self.inputs.batches:
             routing = record_routing(self.trained) if layers else nullcontext({})
@@ -249,11 +241,6 @@ class _OutputError:
         return {"tolerance": self.tolerance, "error": self.error, "used_of_allowed": self.used}
 
 
-def _new_error(name: str, layer: MoELayer) -> LayerError:
-    zeros = torch.zeros(layer.choices or 1, dtype=torch.float64)
-    return LayerError(name, zeros, zeros.clone())
-
-
 def _compare_layer(
     error: LayerError, served: nn.Module, x: Tensor, mask: Tensor | None, y: Tensor, ids: Tensor | None
 ) -> None:
@@ -288,13 +275,10 @@ def _seen_by_layers(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor
     """What each mixture was given in the forward inside, and what it made of it: name → (x, mask, y)."""
     seen: dict[str, tuple[Tensor, Tensor | None, Tensor]] = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-            seen[name] = (inputs[0], inputs[1] if len(inputs) > 1 else None, output)
+    def keep(name: str, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        seen[name] = (inputs[0], inputs[1] if len(inputs) > 1 else None, output)
 
-        return hook
-
-    handles = [layer.register_forward_hook(keep(name)) for name, layer in moe_layers(model)]
+    handles = [layer.register_forward_hook(partial(keep, name)) for name, layer in moe_layers(model)]
     try:
         yield seen
     finally:
