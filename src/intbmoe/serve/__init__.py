@@ -8,6 +8,7 @@
       engines    batch the requests of all fronts and run the model         engine.py, engine_process.py, batcher.py
     links        a front's connections to the engines                       links.py
     messages     what all of them send each other                           messages.py
+    background   tasks that nobody waits for                                background.py
     local        engine and front in one process, for Ray Serve             local.py, ray.py
 
 What is answered, and how a request is checked, is the artifact's predictor (``intbmoe.export``): nothing here knows a

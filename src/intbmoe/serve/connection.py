@@ -7,7 +7,7 @@ limit in bytes and time, and the connection stays open.
 A client that does not read its answer is cut off: a normal close would wait for it forever.
 
 A client may close its own direction and wait for the answer. One that has gone looks the same, so it is sent "100
-Continue", which every client passes over, and to which the system of one that has gone replies with a reset.
+Continue", which every client ignores, and to which the system of one that has gone replies with a reset.
 
 Where there are as many connections as there may be, the one that has been idle for longest makes room for a new one.
 

@@ -53,7 +53,9 @@ class Host:
         """Obey until the front is gone."""
         while True:
             select.select([self._control], [], [], 1.0)
-            self._reap()
+            for number, pid in list(self._pids.items()):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    del self._pids[number]
             with contextlib.suppress(BlockingIOError):
                 content, handed, _, _ = socket.recv_fds(self._control, 65_536, 1, socket.MSG_DONTWAIT)
                 if not content:
@@ -61,11 +63,6 @@ class Host:
                 self._obey(json.loads(content), handed)
         for pid in self._pids.values():
             os.kill(pid, signal.SIGKILL)
-
-    def _reap(self) -> None:
-        for number, pid in list(self._pids.items()):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                del self._pids[number]
 
     def _obey(self, message: dict[str, Any], handed: list[int]) -> None:
         if "kill" in message:
@@ -152,7 +149,7 @@ def _parsing_seconds(body: bytes) -> float:
     return PARSE_S + PARSE_BYTE_S * len(body)
 
 
-def start_host(loader: str) -> socket.socket:
+def fork_host(loader: str) -> socket.socket:
     """Fork a host, from a process that has one thread and no connections yet; the socket is the line to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork():

@@ -5,22 +5,20 @@ them. A request that cannot be encoded before its deadline is refused at once.
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
-import os
 import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import msgpack
 
+from intbmoe.serve.background import Background
 from intbmoe.serve.bodies import Prepared
-from intbmoe.serve.decoder_process import BAD, ENCODED, HEAVY, READY, start_host
+from intbmoe.serve.decoder_process import BAD, ENCODED, HEAVY, READY
 from intbmoe.serve.door import refuse_late
 from intbmoe.serve.http import HttpError
 from intbmoe.serve.loading import Opened
@@ -31,6 +29,7 @@ START_S = 60.0
 WALL_S = 30.0  # a decoder that is silent for so long has been stopped, or swapped out: it is killed
 RETRY_S = 1.0  # before a decoder that could not be started is tried again
 KEPT = 0.9  # weight that earlier requests keep in the mean time of one
+Reply = asyncio.Future[tuple[Any, ...] | None]  # a decoder's message about one body; None if it ended instead
 
 
 class DecoderHost:
@@ -59,24 +58,13 @@ class DecoderHost:
             self._on_end()
 
 
-def forked_host(loader: str) -> DecoderHost:
-    """For a front's own process, before it has threads: without its host it must end."""
-    return DecoderHost(start_host(loader), lambda: os._exit(1))
-
-
 def spawned_host(loader: str, on_end: Callable[[], None]) -> DecoderHost:
+    """For a process that has threads, which cannot be forked (``decoder_process.fork_host``)."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         command = [sys.executable, "-P", "-m", "intbmoe.serve.decoder_process", loader, str(theirs.fileno())]
         subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
     return DecoderHost(ours, on_end)
-
-
-class _Job:
-    def __init__(self, body: bytes) -> None:
-        self.body = body
-        self.done: asyncio.Future[tuple[Any, ...] | None] = asyncio.get_running_loop().create_future()
-        self.started = 0.0
 
 
 class _Decoder(asyncio.Protocol):
@@ -85,16 +73,17 @@ class _Decoder(asyncio.Protocol):
         self._unpacker = unpacker()
         self.transport: asyncio.Transport | None = None
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.job: _Job | None = None
+        self.job: Reply | None = None  # of what it is encoding
+        self._started = 0.0
         self._limit: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
 
-    def start(self, job: _Job) -> None:
-        self.job, job.started = job, time.monotonic()
+    def start(self, body: bytes, job: Reply) -> None:
+        self.job, self._started = job, time.monotonic()
         self._limit = asyncio.get_running_loop().call_later(WALL_S, self._lane.host.kill, self.name)
-        self.transport.write(msgpack.packb(job.body))
+        self.transport.write(msgpack.packb(body))
 
     def data_received(self, data: bytes) -> None:
         self._unpacker.feed(data)
@@ -104,10 +93,6 @@ class _Decoder(asyncio.Protocol):
             else:
                 self._end(message)
             self._lane.free(self)
-
-    @property
-    def was_ready(self) -> bool:
-        return self.ready.done() and self.ready.exception() is None
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ready.done():
@@ -121,9 +106,9 @@ class _Decoder(asyncio.Protocol):
         if self.job is not None:
             job, self.job = self.job, None
             self._limit.cancel()
-            self._lane.learn(time.monotonic() - job.started)
-            if not job.done.done():
-                job.done.set_result(message)
+            self._lane.learn(time.monotonic() - self._started)
+            if not job.done():
+                job.set_result(message)
 
 
 class _Lane:
@@ -133,12 +118,12 @@ class _Lane:
         self, host: DecoderHost, count: int, heavy: bool, fork: Callable[[], tuple[int, socket.socket]]
     ) -> None:
         self.host, self._count, self._heavy, self._fork = host, count, heavy, fork
-        self._waiting: deque[_Job] = deque()
+        self._waiting: dict[Reply, bytes] = {}  # bodies, in order of arrival
         self._all: set[_Decoder] = set()
         self._idle: list[_Decoder] = []
         self._mean = 0.0
         self._closed = False
-        self._replacing: set[asyncio.Task] = set()
+        self._replacing = Background()
 
     async def open(self) -> None:
         decoders = [await self._add() for _ in range(self._count)]
@@ -154,30 +139,25 @@ class _Lane:
         return decoder
 
     def expected_wait(self) -> float:
-        """How long a request of now takes; zero if a decoder is free, so that a wrong estimate is corrected."""
+        """How long a request takes that comes now; zero if a decoder is free, so that a wrong estimate is corrected."""
         if self._idle:
             return 0.0
         return self._mean * (1 + (len(self._waiting) + 1) / self._count)
 
     async def encode(self, body: bytes, deadline: float) -> tuple[Any, ...] | None:
+        """What a decoder says of ``body``; None if it ended instead."""
         refuse_late(self.expected_wait(), deadline - time.monotonic())
-        job = _Job(body)
-        self._waiting.append(job)
+        job: Reply = asyncio.get_running_loop().create_future()
+        self._waiting[job] = body
         self._next()
         try:
-            return await job.done
-        finally:
-            if not job.done.done() or job.done.cancelled():
-                self._give_up(job)
-
-    def _give_up(self, job: _Job) -> None:
-        """Nobody waits for it any more; what is light ends sooner than a process is replaced."""
-        job.done.cancel()
-        with contextlib.suppress(ValueError):
-            self._waiting.remove(job)
-        for decoder in self._all:
-            if self._heavy and decoder.job is job:
-                self.host.kill(decoder.name)
+            return await job
+        except asyncio.CancelledError:  # nobody waits for it any more
+            self._waiting.pop(job, None)
+            for decoder in self._all:
+                if self._heavy and decoder.job is job:  # a light one ends sooner than its process could be replaced
+                    self.host.kill(decoder.name)
+            raise
 
     def free(self, decoder: _Decoder) -> None:
         self._idle.append(decoder)
@@ -186,7 +166,8 @@ class _Lane:
 
     def _next(self) -> None:
         while self._idle and self._waiting:
-            self._idle.pop().start(self._waiting.popleft())
+            job = next(iter(self._waiting))
+            self._idle.pop().start(self._waiting.pop(job), job)
 
     def learn(self, seconds: float) -> None:
         self._mean = seconds if self._mean == 0 else KEPT * self._mean + (1 - KEPT) * seconds
@@ -196,9 +177,7 @@ class _Lane:
         if decoder in self._idle:
             self._idle.remove(decoder)
         if not self._closed or self._waiting:
-            task = asyncio.create_task(self._replace(0.0 if decoder.was_ready else RETRY_S))
-            self._replacing.add(task)
-            task.add_done_callback(self._replacing.discard)
+            self._replacing.start(self._replace(RETRY_S if decoder.ready.exception() else 0.0))
 
     async def _replace(self, pause: float) -> None:
         await asyncio.sleep(pause)
@@ -222,16 +201,12 @@ class Decoders:
             return _Lane(host, count, heavy, lambda: host.fork(number, artifact, opened.version, heavy))
 
         self._light, self._heavy = lane(count, False), lane(1, True)
-        self._opening: asyncio.Task[None] | None = None
+        self._opening: asyncio.Future | None = None
 
     async def open(self) -> None:
         if self._opening is None:
-            self._opening = asyncio.create_task(self._open())
+            self._opening = asyncio.gather(self._light.open(), self._heavy.open())
         await asyncio.shield(self._opening)
-
-    async def _open(self) -> None:
-        await self._light.open()
-        await self._heavy.open()
 
     async def encode(self, body: bytes, deadline: float, step_aside: Callable[[], None] = lambda: None) -> Prepared:
         """Raises ``HttpError``; to be cancelled when nobody waits for it. ``step_aside`` is called if it is heavy."""

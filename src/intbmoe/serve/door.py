@@ -28,7 +28,7 @@ class Door:
         self._learned = clock()
 
     def expected_seconds(self) -> float:
-        """How long a request of now takes; zero if nobody is inside, so that a wrong estimate is corrected."""
+        """How long a request takes that comes now; zero if nobody is inside, so that a wrong estimate is corrected."""
         return (self._inside + 1) * self._seconds / self._shares if self._inside and self._shares else 0.0
 
     def enter(self) -> Leave:

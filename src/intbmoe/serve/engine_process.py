@@ -36,10 +36,6 @@ class _Front:
         self.received = 0
         self.unsent = bytearray()
 
-    @property
-    def within_a_message(self) -> bool:
-        return self.received > self.unpacker.tell()
-
 
 class EngineProcess:
     def __init__(self, engine: Engine, listener: socket.socket, control: socket.socket) -> None:
@@ -84,7 +80,8 @@ class EngineProcess:
         batcher = self._engine.batcher
         end = time.monotonic() + 0.1 * batcher.budget_s
         while len(batcher) and not batcher.full and time.monotonic() < end:
-            if not any(front.within_a_message for front in self._fronts.values()) or not self._listen(QUIET_S):
+            halfway = any(front.received > front.unpacker.tell() for front in self._fronts.values())
+            if not halfway or not self._listen(QUIET_S):
                 return
 
     def _read_control(self) -> None:

@@ -22,7 +22,7 @@ from intbmoe.serve.door import refuse_late
 from intbmoe.serve.http import LINES, BodyMemory, HttpError, Share, TextStream, json_response, read_body
 from intbmoe.serve.links import LEFT, Call, Dispatcher, Outcome, ServedVersion
 from intbmoe.serve.metrics import FrontMetrics, read_metrics
-from intbmoe.serve.openapi import DEADLINE, describe, known_actions
+from intbmoe.serve.openapi import DEADLINE, describe, known_predictors
 from intbmoe.serve.page import page_response
 from intbmoe.serve.settings import Settings
 
@@ -43,7 +43,8 @@ class Front:
         self.draining = False
 
     def app(self) -> Starlette:
-        routes = [Route(f"/v1/{action}", self._endpoint(action), methods=["POST"]) for action in known_actions()]
+        actions = sorted({predictor.action for predictor in known_predictors()})
+        routes = [Route(f"/v1/{action}", self._endpoint(action), methods=["POST"]) for action in actions]
         routes += [
             Route("/", self._page),
             Route("/openapi.json", self._openapi),

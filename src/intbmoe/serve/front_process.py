@@ -22,11 +22,12 @@ import uvicorn
 import uvloop
 
 from intbmoe.serve.access import Access
+from intbmoe.serve.background import Background
 from intbmoe.serve.connection import Crowd, patient_protocol
-from intbmoe.serve.decoders import DecoderHost, Decoders, forked_host
+from intbmoe.serve.decoder_process import fork_host
+from intbmoe.serve.decoders import DecoderHost, Decoders
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, ServedVersion
-from intbmoe.serve.loading import Opened
 from intbmoe.serve.messages import Lines, reason, to_line
 from intbmoe.serve.metrics import FrontMetrics
 from intbmoe.serve.settings import Settings
@@ -64,7 +65,7 @@ class FrontProcess:
         self._reloads: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._prepared: ServedVersion | None = None
         self._opening = asyncio.Lock()
-        self._doing: set[asyncio.Task] = set()
+        self._background = Background()
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._front.app(),
@@ -99,9 +100,9 @@ class FrontProcess:
         while data := await reader.read(READ):
             for message in lines.feed(data):
                 if message["do"] in ("prepare", "serve"):
-                    self._start(self._change(message))
+                    self._background.start(self._change(message))
                 elif message["do"] == "abandon":
-                    self._start(self._abandon(message["number"]))
+                    self._background.start(self._abandon(message["number"]))
                 elif message["do"] == "listen":
                     self._listener = socket.socket(fileno=message["listener"])
                     self._chosen.set()
@@ -109,17 +110,12 @@ class FrontProcess:
                     self._access.keys = [key.encode("latin-1") for key in message["keys"]]
                     self._with_keys.set()
                 elif message["do"] == "drain":
-                    self._start(self._drain())
+                    self._background.start(self._drain())
                 elif message["do"] == "reloaded":
                     waiting = self._reloads.pop(message["id"], None)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(message)
         os._exit(1)  # the supervisor is gone
-
-    def _start(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._doing.add(task)
-        task.add_done_callback(self._doing.discard)
 
     async def _say_alive(self) -> None:
         while True:
@@ -168,7 +164,12 @@ class FrontProcess:
                         raise OtherVersionError(
                             f"{wanted['artifact']} holds version {opened.version}, {wanted['version']} is served"
                         )
-                    self._prepared = await self._version(wanted, opened)
+                    decoders = None
+                    if opened.encoder.untrusted:
+                        count = self._settings.decoders
+                        decoders = Decoders(self._host, wanted["number"], wanted["artifact"], opened, count)
+                        await decoders.open()
+                    self._prepared = ServedVersion(wanted["number"], opened, decoders)
                 served = self._prepared
         for path in wanted["engines"]:
             try:
@@ -180,13 +181,6 @@ class FrontProcess:
         if expected and served is not self._dispatcher.current and served.least_loaded() is None:
             raise ConnectionError("none of its engines can be reached")
         return served
-
-    async def _version(self, wanted: dict[str, Any], opened: Opened) -> ServedVersion:
-        number, decoders = wanted["number"], None
-        if opened.encoder.untrusted:
-            decoders = Decoders(self._host, number, wanted["artifact"], opened, self._settings.decoders)
-            await decoders.open()
-        return ServedVersion(number, opened, decoders)
 
     async def _abandon(self, number: int) -> None:
         async with self._opening:
@@ -203,9 +197,8 @@ class FrontProcess:
             if not waiting.done():
                 waiting.set_result({"ok": False, "why": "the server is ending"})
         await asyncio.sleep(LAME_S)
-        while (
-            self._listener is not None and select.select([self._listener], [], [], 0)[0]
-        ):  # connections that have not been accepted yet
+        # Connections that have not been accepted yet are still to be answered.
+        while self._listener is not None and select.select([self._listener], [], [], 0)[0]:
             await asyncio.sleep(0.01)
         self._server.should_exit = True
 
@@ -235,7 +228,8 @@ def main(args: list[str]) -> None:
     settings = Settings.from_json(args[0])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s front %(process)d: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    host = forked_host(settings.loader)  # before there are threads and connections
+    # Before there are threads and connections; without its host a front must end.
+    host = DecoderHost(fork_host(settings.loader), lambda: os._exit(1))
     allow_files(settings.connections + SPARE_FILES)
 
     async def run() -> None:

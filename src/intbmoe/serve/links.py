@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from intbmoe.serve import messages
+from intbmoe.serve.background import Background
 from intbmoe.serve.bodies import Prepared, most_values, prepare
 from intbmoe.serve.decoders import Decoders
 from intbmoe.serve.door import Door, Leave
@@ -236,7 +237,7 @@ class Dispatcher:
     def __init__(self, on_retry: Callable[[], None] = lambda: None) -> None:
         self.current: ServedVersion | None = None
         self._on_retry = on_retry
-        self._encoding: set[asyncio.Task] = set()
+        self._encoding = Background()
 
     @property
     def ready(self) -> bool:
@@ -261,9 +262,7 @@ class Dispatcher:
         """Send an encoded call; if no engine can take it, it ends here."""
         link = call.served.least_loaded()
         if link is None and call.served is not self.current and not call.passed_on:
-            task = asyncio.create_task(self._encode_again(call))
-            self._encoding.add(task)
-            task.add_done_callback(self._encoding.discard)
+            self._encoding.start(self._encode_again(call))
             return
         if link is None:
             call.finish(Outcome("unavailable", ("no engine is running at the moment",)))

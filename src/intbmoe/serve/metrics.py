@@ -9,7 +9,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -94,12 +94,9 @@ def _hand_over(source: Path, target: Path) -> None:
     if not source.exists():
         return
     counted = list(MmapedDict.read_all_values_from_file(str(source)))
-    sums = MmapedDict(str(target))
-    try:
+    with closing(MmapedDict(str(target))) as sums:
         for key, value, timestamp, _ in counted:
             sums.write_value(key, sums.read_value(key)[0] + value, timestamp)
-    finally:
-        sums.close()
     source.unlink()
 
 

@@ -28,10 +28,9 @@ RELOAD_ERRORS = {
 UNAUTHORISED = {"401": "The key is missing or wrong."}
 
 
-def known_actions() -> list[str]:
-    """What the models of all tasks can be asked: of each server's model, one of them."""
-    predictors = [find_task(name).predictor for name in list_tasks()]
-    return sorted({predictor.action for predictor in predictors if predictor is not None})
+def known_predictors() -> list[type[Predictor]]:
+    """Of all tasks; a server has one of them."""
+    return [predictor for name in list_tasks() if (predictor := find_task(name).predictor) is not None]
 
 
 def describe(opened: Opened, settings: Settings, *, with_key: bool) -> dict[str, Any]:

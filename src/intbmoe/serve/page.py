@@ -15,16 +15,15 @@ from pathlib import Path
 
 from starlette.responses import Response
 
-from intbmoe.registry import find_task, list_tasks
 from intbmoe.report.style import CSS
+from intbmoe.serve.openapi import known_predictors
 
 FOLDER = Path(__file__).parent
 
 
 def parts() -> dict[str, list[Path]]:
     """The files inside each tag, in their order."""
-    predictors = [find_task(name).predictor for name in list_tasks()]
-    forms = {predictor.form for predictor in predictors if predictor is not None and predictor.form is not None}
+    forms = {predictor.form for predictor in known_predictors() if predictor.form is not None}
     script = [FOLDER / "page-form.js", *sorted(forms, key=lambda form: form.name), FOLDER / "page.js"]
     return {"style": [CSS, FOLDER / "page.css"], "script": script}
 

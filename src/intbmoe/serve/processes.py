@@ -36,23 +36,18 @@ class Child:
 
     @classmethod
     async def start(
-        cls,
-        module: str,
-        arguments: Sequence[str],
-        *,
-        pass_fds: Sequence[int] = (),
-        environment: dict[str, str],
-        on_event: Tell,
+        cls, command: Sequence[str], folder: Path, threads: int, on_event: Tell, pass_fds: Sequence[int] = ()
     ) -> "Child":
-        """Start the process; Ctrl-C in a terminal reaches the supervisor alone."""
+        """Start the process, with its figures in ``folder``; Ctrl-C in a terminal reaches the supervisor alone."""
+        # Without a number of threads, numeric libraries would take all cores in each process.
+        environment = {FOLDER: str(folder), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",  # do not import modules from the current folder
                 "-m",
-                module,
-                *arguments,
+                *command,
                 str(theirs.fileno()),
                 pass_fds=(theirs.fileno(), *pass_fds),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -190,14 +185,8 @@ class EngineGroup:
     async def _start_one(self) -> Child:
         self._started += 1
         path = str(self._folder / f"{self.number}.{self._started}")
-        # Without these, numeric libraries would take all cores in each engine.
-        threads = str(self._settings.engine_threads())
-        child = await Child.start(
-            "intbmoe.serve.engine_process",
-            [self._settings.to_json(), self.artifact, path],
-            environment={FOLDER: str(self._folder), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
-            on_event=self._hear,
-        )
+        command = ["intbmoe.serve.engine_process", self._settings.to_json(), self.artifact, path]
+        child = await Child.start(command, self._folder, self._settings.engine_threads(), self._hear)
         self._paths[child] = path
         await asyncio.wait({child.ready, child.ended}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
         if child.is_ready:

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from intbmoe.files import private_folder
+from intbmoe.serve.background import Background
 from intbmoe.serve.messages import reason
-from intbmoe.serve.metrics import FOLDER, forget_process
+from intbmoe.serve.metrics import forget_process
 from intbmoe.serve.processes import FIRST_PAUSE_S, LONGEST_PAUSE_S, START_S, Child, EngineGroup, StartError
 from intbmoe.serve.settings import Settings
 
@@ -63,7 +64,7 @@ class Supervisor:
         self._reloading = asyncio.Lock()
         self._asked: int | None = None  # the version that fronts were told to prepare or serve
         self._answers: dict[Child, asyncio.Future[str | None]] = {}  # None of a front that did, or why it did not
-        self._background: set[asyncio.Task] = set()
+        self._background = Background()
         self._stop: asyncio.Event | None = None
         self._ending = False
         self._keys: tuple[bytes, ...] = ()  # from here, so that all fronts have the same, whatever the file holds
@@ -121,14 +122,12 @@ class Supervisor:
     def _new_engines(self) -> EngineGroup:
         self._versions += 1
         # A link that is moved to another version is followed now; these engines stay with where it leads today.
-        artifact, on_other = os.path.realpath(self._settings.artifact), lambda: self._start(self._reload_by_signal())
-        engines = EngineGroup(
-            self._versions, artifact, self._settings, self._folder, self._tell_fronts_of_change, on_other
-        )
+        artifact, callbacks = os.path.realpath(self._settings.artifact), (self._engines_changed, self._start_reload)
+        engines = EngineGroup(self._versions, artifact, self._settings, self._folder, *callbacks)
         self._engine_groups.add(engines)
         return engines
 
-    def _tell_fronts_of_change(self, engines: EngineGroup) -> None:
+    def _engines_changed(self, engines: EngineGroup) -> None:
         if engines is self._engines:
             for child in self._fronts.values():
                 self._tell_front(child)
@@ -173,15 +172,10 @@ class Supervisor:
 
     async def _start_front(self, number: int, when: str) -> Child | None:
         listeners = [listener.fileno() for listener in self._listeners]
-        first = listeners[max(number, 0)]
+        handed = listeners if number == SPARE else [listeners[number]]
+        command = ["intbmoe.serve.front_process", self._settings.to_json(), str(handed[0]), when]
         try:
-            child = await Child.start(
-                "intbmoe.serve.front_process",
-                [self._settings.to_json(), str(first), when],
-                pass_fds=listeners if number == SPARE else [first],
-                environment={FOLDER: str(self._folder), "OMP_NUM_THREADS": "1"},
-                on_event=self._hear,
-            )
+            child = await Child.start(command, self._folder, 1, self._hear, pass_fds=handed)
         except OSError as error:
             log.error("a front could not be started: %s", error)
             return None
@@ -205,7 +199,10 @@ class Supervisor:
 
     def _receive_reload(self) -> None:
         self._read_keys()
-        self._start(self._reload_by_signal())
+        self._start_reload()
+
+    def _start_reload(self) -> asyncio.Task:
+        return self._background.start(self._reload_by_signal())
 
     def _read_keys(self) -> None:
         try:
@@ -220,7 +217,7 @@ class Supervisor:
 
     def _hear(self, child: Child, message: dict[str, Any]) -> None:
         if message["event"] == "reload":
-            self._start(self._reload_for(child, message["id"]))
+            self._background.start(self._reload_for(child, message["id"]))
         elif message["event"] in ("prepared", "serving", "cannot"):
             if message["event"] == "serving" and not child.ready.done():
                 child.ready.set_result(self._engines.version)
@@ -228,7 +225,7 @@ class Supervisor:
                 self._take_answer(child, message.get("why"))
             elif message.get("other"):
                 log.error("%s holds another version than the one served: reloading", self._engines.artifact)
-                self._start(self._reload_by_signal())
+                self._start_reload()
 
     def _take_answer(self, child: Child, why: str | None) -> None:
         answer = self._answers.get(child)
@@ -274,7 +271,7 @@ class Supervisor:
                     for child in self._fronts.values():
                         child.tell({"do": "abandon", "number": new.number})
                     await new.kill()
-            self._start(old.drain(max(self._settings.drain_s, self._settings.deadline_s(streams=True))))
+            self._background.start(old.drain(max(self._settings.drain_s, self._settings.deadline_s(streams=True))))
             return {"ok": True, "version": new.version, "previous": old.version}
 
     async def _ask_fronts(self, do: str, engines: EngineGroup) -> dict[Child, str]:
@@ -295,7 +292,7 @@ class Supervisor:
 
     def _name(self, child: Child) -> str:
         numbers = [number for number, other in self._fronts.items() if other is child]
-        which = "that was" if not numbers else "in reserve" if numbers == [SPARE] else numbers[0] + 1
+        which = "that is gone" if not numbers else "in reserve" if numbers == [SPARE] else numbers[0] + 1
         return f"front {which} (process {child.pid})"
 
     def _receive_end(self) -> None:
@@ -305,7 +302,7 @@ class Supervisor:
             return
         self._kill_fronts()
         if self._engines is not None:
-            self._start(self._engines.kill())
+            self._background.start(self._engines.kill())
 
     def _kill_fronts(self) -> None:
         for child in self._fronts.values():
@@ -326,12 +323,6 @@ class Supervisor:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*self._background, return_exceptions=True)
-
-    def _start(self, work: Any) -> asyncio.Task:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
 
 
 def refuse_new(listener: socket.socket) -> None:
