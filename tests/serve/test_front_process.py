@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import select
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from intbmoe.serve.settings import Settings
 class FrontAlone:
     """The process of one that takes the place of another; ``events`` has what it says."""
 
-    def __init__(self, artifact):
+    def __init__(self, artifact, hears=True):
         self.artifact = str(artifact)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.control, theirs = socket.socketpair()
@@ -37,7 +38,8 @@ class FrontAlone:
         )
         theirs.close()
         self.events = queue.Queue()
-        threading.Thread(target=self._hear, daemon=True).start()
+        if hears:
+            threading.Thread(target=self._hear, daemon=True).start()
 
     def _hear(self):
         for line in self.control.makefile():
@@ -73,6 +75,17 @@ def test_who_is_not_ready_yet_ends_when_told(front):
     started = time.monotonic()
     assert front.process.wait(20) == 0
     assert time.monotonic() - started < 10
+
+
+def test_it_ends_with_a_supervisor_that_left_messages_unread(tmp_path):
+    """The system reports that as an error, not as an end: the front stayed, and kept the port."""
+    front = FrontAlone(write_artifact(tmp_path), hears=False)
+    try:
+        assert select.select([front.control], [], [], 120)[0]
+        front.control.close()
+        assert front.process.wait(20) == 1
+    finally:
+        front.close()
 
 
 def test_where_there_is_no_engine_just_now_clients_are_told(front):

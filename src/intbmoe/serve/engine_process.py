@@ -18,7 +18,7 @@ import torch
 
 from intbmoe.serve import messages
 from intbmoe.serve.engine import Engine, Reply, warm_up
-from intbmoe.serve.messages import Lines, reason, to_line
+from intbmoe.serve.messages import reason, to_line
 from intbmoe.serve.metrics import EngineMetrics
 from intbmoe.serve.settings import Settings
 
@@ -40,7 +40,6 @@ class _Front:
 class EngineProcess:
     def __init__(self, engine: Engine, listener: socket.socket, control: socket.socket) -> None:
         self._engine, self._listener, self._control = engine, listener, control
-        self._lines = Lines()
         self._fronts: dict[int, _Front] = {}
         self._accepted = 0
         self._draining, self._supervised = False, True
@@ -89,10 +88,8 @@ class EngineProcess:
             data = self._control.recv(READ)
         except ConnectionError:  # a killed supervisor had not read everything
             data = b""
-        for message in self._lines.feed(data):
-            if message["do"] == "drain":
-                self._draining = True
         self._supervised = bool(data)
+        self._draining = self._draining or self._supervised  # an engine is told nothing else
 
     def _serve(self, front: _Front, events: int) -> None:
         if events & selectors.EVENT_WRITE:

@@ -28,14 +28,13 @@ from intbmoe.serve.decoder_process import fork_host
 from intbmoe.serve.decoders import DecoderHost, Decoders
 from intbmoe.serve.front import Front
 from intbmoe.serve.links import Dispatcher, ServedVersion
-from intbmoe.serve.messages import Lines, reason, to_line
+from intbmoe.serve.messages import LONGEST_LINE, from_lines, reason, to_line
 from intbmoe.serve.metrics import FrontMetrics
 from intbmoe.serve.settings import Settings
 
 LAME_S = 0.2  # between "not ready" and closing the port; answers during this time ask clients to reconnect
 ALIVE_EVERY_S = 1.0
 TOLD_S = 0.1  # for a last message to the supervisor to leave this process
-READ = 65_536
 SPARE_FILES = 512  # besides clients' connections: those beyond the limit that get a 503, engines, metrics
 log = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class FrontProcess:
         )
 
     async def run(self) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=self._control)
+        reader, self._writer = await asyncio.open_connection(sock=self._control, limit=LONGEST_LINE)
         listening = asyncio.create_task(self._obey(reader))
         breathing = asyncio.create_task(self._say_alive())
         if self._when_ready:
@@ -96,25 +95,23 @@ class FrontProcess:
         breathing.cancel()
 
     async def _obey(self, reader: asyncio.StreamReader) -> None:
-        lines = Lines()
-        while data := await reader.read(READ):
-            for message in lines.feed(data):
-                if message["do"] in ("prepare", "serve"):
-                    self._background.start(self._change(message))
-                elif message["do"] == "abandon":
-                    self._background.start(self._abandon(message["number"]))
-                elif message["do"] == "listen":
-                    self._listener = socket.socket(fileno=message["listener"])
-                    self._chosen.set()
-                elif message["do"] == "keys":
-                    self._access.keys = [key.encode("latin-1") for key in message["keys"]]
-                    self._with_keys.set()
-                elif message["do"] == "drain":
-                    self._background.start(self._drain())
-                elif message["do"] == "reloaded":
-                    waiting = self._reloads.pop(message["id"], None)
-                    if waiting is not None and not waiting.done():
-                        waiting.set_result(message)
+        async for message in from_lines(reader):
+            if message["do"] in ("prepare", "serve"):
+                self._background.start(self._change(message))
+            elif message["do"] == "abandon":
+                self._background.start(self._abandon(message["number"]))
+            elif message["do"] == "listen":
+                self._listener = socket.socket(fileno=message["listener"])
+                self._chosen.set()
+            elif message["do"] == "keys":
+                self._access.keys = [key.encode("latin-1") for key in message["keys"]]
+                self._with_keys.set()
+            elif message["do"] == "drain":
+                self._background.start(self._drain())
+            elif message["do"] == "reloaded":
+                waiting = self._reloads.pop(message["id"], None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
         os._exit(1)  # the supervisor is gone
 
     async def _say_alive(self) -> None:

@@ -26,7 +26,10 @@ front → supervisor    {"event": "prepared", "number": n}   {"event": "serving"
 Every front prepares a new version before any of them serves it: if one refuses it, none has answered with it.
 """
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -52,15 +55,11 @@ def to_line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-class Lines:
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > LONGEST_LINE:
-            raise ValueError(f"a control message is longer than {LONGEST_LINE} bytes")
-        return [json.loads(line) for line in lines if line]
+async def from_lines(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
+    """The messages until the other side is gone, which may have left some of ours unread."""
+    with suppress(ConnectionError):
+        while (line := await reader.readline()).endswith(b"\n"):
+            yield json.loads(line)
 
 
 def reason(error: Exception) -> str:

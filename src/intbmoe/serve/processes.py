@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from intbmoe.serve.messages import Lines, to_line
+from intbmoe.serve.messages import LONGEST_LINE, from_lines, to_line
 from intbmoe.serve.metrics import FOLDER, forget_process
 from intbmoe.serve.settings import Settings
 
-READ = 65_536
 WATCH_S = 1.0
 Tell = Callable[["Child", dict[str, Any]], None]
 START_S = 900.0
@@ -54,7 +53,7 @@ class Child:
                 start_new_session=True,
                 env={**os.environ, **environment},
             )
-        reader, writer = await asyncio.open_connection(sock=ours)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
         child = cls(process, writer)
         child.ended = asyncio.create_task(child._listen(reader, on_event))
         return child
@@ -96,14 +95,10 @@ class Child:
             await asyncio.wait({self.ended})
 
     async def _listen(self, reader: asyncio.StreamReader, on_event: Tell) -> int:
-        lines = Lines()
         try:
-            while data := await reader.read(READ):
+            async for message in from_lines(reader):
                 self.heard = time.monotonic()
-                for message in lines.feed(data):
-                    on_event(self, message)
-        except ConnectionError:
-            pass
+                on_event(self, message)
         except Exception:  # a message we cannot read must not keep ``ended`` from finishing
             log.exception("process %d sent something unreadable: killed", self.pid)
             self.kill()
