@@ -13,7 +13,7 @@ from fake_model import BUG, SLOW, write_artifact
 from hypothesis import given
 from hypothesis import strategies as st
 
-from intbmoe.serve.connection import HEADERS_BYTES, patient_protocol
+from intbmoe.serve.connection import HEADERS_BYTES, Crowd, patient_protocol
 from intbmoe.serve.http import BodyMemory, HttpError, Share
 from intbmoe.serve.local import build_app
 from intbmoe.serve.settings import Settings
@@ -216,7 +216,9 @@ def test_no_request_is_larger_than_all_may_be_together(tmp_path):
 def port(tmp_path_factory):
     """Of a front's HTTP server in a thread, with a patience of a second."""
     app = make_app(tmp_path_factory.mktemp("artifact"))
-    server = uvicorn.Server(uvicorn.Config(app, http=patient_protocol(1.0), lifespan="off", log_level="critical"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, http=patient_protocol(1.0, Crowd()), lifespan="off", log_level="critical")
+    )
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()

@@ -19,6 +19,7 @@ import asyncio
 import errno
 import socket
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -51,9 +52,8 @@ class Crowd:
         return self._refused_until - now
 
 
-def patient_protocol(seconds: float, crowd: Crowd | None = None) -> type[HttpToolsProtocol]:
+def patient_protocol(seconds: float, crowd: Crowd) -> type[HttpToolsProtocol]:
     """A client has ``seconds`` for a request's head, for the rest of an answered request, and to read some answer."""
-    crowd = crowd or Crowd()
 
     class Patient(HttpToolsProtocol):
         _refusal = ""
@@ -79,17 +79,14 @@ def patient_protocol(seconds: float, crowd: Crowd | None = None) -> type[HttpToo
             if most is not None and mine > most:
                 self.limit_concurrency, too_many = 0, mine - most  # uvicorn answers its request with 503
             elif self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-                self._make_room()
+                longest = next(iter(crowd.idle))
+                if longest is not self:
+                    longest.leave()
                 too_many = len(self.connections) - self.limit_concurrency
             else:
                 return
             if too_many >= TOLD:
                 self.transport.abort()
-
-        def _make_room(self) -> None:
-            longest = next(iter(crowd.idle))
-            if longest is not self:
-                longest.leave()
 
         def leave(self) -> None:
             """Close an idle connection, unless a request has just come."""
@@ -100,16 +97,13 @@ def patient_protocol(seconds: float, crowd: Crowd | None = None) -> type[HttpToo
 
         def _has_unread(self) -> bool:
             """Whether the client has sent something that has not been read yet."""
-            try:
+            with suppress(OSError):
                 line = socket.socket(fileno=self.transport.get_extra_info("socket").fileno())
-            except OSError:
-                return False
-            try:
-                return bool(line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-            except OSError:
-                return False
-            finally:
-                line.detach()
+                try:
+                    return bool(line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+                finally:
+                    line.detach()
+            return False
 
         def data_received(self, data: bytes) -> None:
             crowd.idle.pop(self, None)

@@ -131,7 +131,8 @@ class _Lane:
             for decoder in decoders:
                 await decoder.ready
 
-    async def _add(self) -> _Decoder:
+    async def _add(self, pause: float = 0.0) -> _Decoder:
+        await asyncio.sleep(pause)
         name, line = self._fork()
         loop = asyncio.get_running_loop()
         _, decoder = await loop.create_unix_connection(lambda: _Decoder(self, name), sock=line)
@@ -177,11 +178,7 @@ class _Lane:
         if decoder in self._idle:
             self._idle.remove(decoder)
         if not self._closed or self._waiting:
-            self._replacing.start(self._replace(RETRY_S if decoder.ready.exception() else 0.0))
-
-    async def _replace(self, pause: float) -> None:
-        await asyncio.sleep(pause)
-        await self._add()
+            self._replacing.start(self._add(RETRY_S if decoder.ready.exception() else 0.0))
 
     def close(self) -> None:
         self._closed = True

@@ -39,7 +39,6 @@ class Front:
         self._settings, self._dispatcher, self._metrics, self._reload = settings, dispatcher, metrics, reload
         self._access = access
         self._memory = BodyMemory(settings.body_memory_bytes)
-        self._document: tuple[int, Response] | None = None
         self.draining = False
 
     def app(self) -> Starlette:
@@ -176,11 +175,7 @@ class Front:
         return page_response(request.headers.get("if-none-match", ""))
 
     async def _openapi(self, request: Request) -> Response:
-        served = self._served()
-        if self._document is None or self._document[0] != served.number:
-            document = describe(served.opened, self._settings, with_key=self._access.with_key)
-            self._document = served.number, json_response(document)
-        return self._document[1]
+        return json_response(describe(self._served().opened, self._settings, with_key=self._access.with_key))
 
     async def _live(self, request: Request) -> Response:
         return json_response({"live": True})
