@@ -12,6 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from intbmoe import report
 from intbmoe.analysis import analyse as analysis
 from intbmoe.analysis import run_cost
 from intbmoe.analysis.analyse import AnalyseOptions, analyse, read_summary, redraw
@@ -189,7 +190,7 @@ def test_numbers_come_without_matplotlib_and_are_drawn_elsewhere(run, analysed, 
     with monkeypatch.context() as without:
         for module in [name for name in sys.modules if name.split(".")[0] in ("matplotlib", "jinja2")]:
             without.setitem(sys.modules, module, None)
-        without.setattr(analysis, "find_spec", lambda name: None)
+        without.setattr(report, "find_spec", lambda name: None)
         with pytest.raises(SystemExit, match="matplotlib"):
             main(["analyse", str(run), "--examples", "24"])
         main(["analyse", str(run), "--examples", "24", "--numbers-only"])

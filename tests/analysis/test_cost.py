@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from intbmoe import report
 from intbmoe.analysis import cost_report
-from intbmoe.analysis.cost import MIB, PRECOMPOSED, Figures, Setting, SweepRow, measure, sweep_experts
+from intbmoe.analysis.cost import MIB, PRECOMPOSED, Figures, Setting, Swept, measure, sweep_experts
 from intbmoe.analysis.settings import IMAGENET
 from intbmoe.cli import main
 from intbmoe.models.vit import ViT, ViTConfig
@@ -116,16 +117,11 @@ def test_attention_is_counted_on_request(method):
     assert row.agrees["flops"] == (method != "dense")
 
 
-@pytest.mark.parametrize(("experts", "flops"), [(1, 3_495_068_672), (128, 8_305_024_000)])  # 16: EXPECTED
-def test_flops_grow_with_the_pool_but_not_when_precomposed(experts, flops):
-    row = sweep_experts(IMAGENET, experts, memory=False)
-    assert row.flops == flops
-    assert row.flops_precomposed == 3_457_162_240
-
-
-def test_memory_grows_with_the_pool_but_not_when_precomposed():
-    small, large = sweep_experts(IMAGENET, 1), sweep_experts(IMAGENET, 3)
-    assert small.memory_precomposed == large.memory_precomposed
+def test_costs_grow_with_the_pool_but_not_when_precomposed():
+    small, large, largest = (sweep_experts(IMAGENET, experts) for experts in (1, 3, 128))
+    assert (small.flops, largest.flops) == (3_495_068_672, 8_305_024_000)
+    assert small.flops_precomposed == largest.flops_precomposed == 3_457_162_240
+    assert small.memory_precomposed == large.memory_precomposed == largest.memory_precomposed
     # Two more bases and their columns in the hypernetwork's two heads; the coefficients alive beside them are tiny.
     parameters = 4 * 4 * 2 * (295_872 + 2 * 17)
     assert parameters <= large.memory - small.memory <= parameters + 4096
@@ -200,8 +196,8 @@ def test_the_sweep_is_printed_and_drawn(small, capsys, tmp_path):
 
 def test_the_sweeps_table_puts_the_papers_figures_beside_ours(capsys):
     rows = [
-        SweepRow(1, 3_495_068_672, 3_457_162_240, 50 * MIB, 100 * MIB, IMAGENET.paper_sweep[1]),
-        SweepRow(2, 3_532_942_336, 3_457_162_240, 55 * MIB, 100 * MIB, {}),
+        Swept(1, 3_495_068_672, 3_457_162_240, 50 * MIB, 100 * MIB),
+        Swept(2, 3_532_942_336, 3_457_162_240, 55 * MIB, 100 * MIB),
     ]
     cost_report.sweep_table(IMAGENET, rows, attention=False).print("markdown")
     out = capsys.readouterr().out
@@ -210,7 +206,7 @@ def test_the_sweeps_table_puts_the_papers_figures_beside_ours(capsys):
 
 
 def test_drawing_without_matplotlib_says_what_to_install(small, monkeypatch, tmp_path):
-    monkeypatch.setattr(cost_report, "find_spec", lambda name: None)
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"pip install 'intbmoe\[plots\]'"):
         main(["cost", "small", "--sweep", "experts", "--output", str(tmp_path / "x.png")])
 

@@ -1,1 +1,1 @@
-"""Compute first, draw second: what a model costs, and later where its tokens go and what its experts do."""
+"""What a model costs, where its tokens go and what its experts do: computed first, then drawn from saved numbers."""

@@ -10,7 +10,6 @@ report.html             one page with all of it (``page.py``)
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from intbmoe.files import replacing_folder, to_json
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.registry import find_method
+from intbmoe.report import require_matplotlib
 from intbmoe.report.page import write_page
 from intbmoe.report.tables import Table
 from intbmoe.report.trace import trace_run
@@ -79,7 +79,7 @@ def analyse(
     model = model.to(ranks.device)
     size = min(recipe.train.device_batch or recipe.train.batch, BATCH)
     sample = Sample(task, options.split, options.examples, ranks, size)
-    chosen = choose(model, sample, options.classes, options.layers)  # first: a wrong name is told at once
+    chosen = choose(model, sample, options.classes, options.layers)  # first, so that a wrong name is reported at once
     found, left_out = {}, {}
     for name in PARTS:
         tell(name)
@@ -118,11 +118,6 @@ def redraw(folder: str | Path) -> list[Path]:
             _draw(folder / "data", beside)
         write_page(folder, run_page(folder))
     return sorted((folder / "pictures").iterdir())
-
-
-def require_matplotlib() -> None:
-    if find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("analyses are drawn with matplotlib: pip install 'intbmoe[plots]'")
 
 
 def _open(run: RunDirectory) -> tuple[Recipe, Task, nn.Module]:
@@ -193,7 +188,7 @@ def _compute(
         return measure_participation(model, sample, tell)
     found = measure_run_cost(recipe, sample.ranks.device)
     if not found.sweep:
-        raise LeftOut("the model has too many parameters to be built anew here, with a single base even")
+        raise LeftOut("even with a single base the model has too many parameters to be built here")
     return found
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,20 +94,12 @@ def mean_cosine(rows: Tensor) -> float | None:
     return float((unit[first] * unit[second]).sum(1).mean())
 
 
-class Rise(NamedTuple):
-    """How much higher the mean loss is than the whole model's; below 0 it is lower."""
-
-    loss: float
-    error: float | None  # paired standard error; None of a single example
-    drop: float  # how much worse the deciding metric is
-
-
 @dataclass(frozen=True)
 class LayerParticipation:
     layer: str
-    rises: list[float]  # of the loss, without each base
-    errors: list[float | None]
-    drops: list[float]  # of the deciding metric
+    rises: list[float]  # how much higher the mean loss is without each base; below 0 it is lower
+    errors: list[float | None]  # paired standard errors; None of a single example
+    drops: list[float]  # how much worse the deciding metric is
     mean: float  # of the rises
     smallest: float
     factor_alone: float
@@ -172,23 +164,19 @@ class _ChangedCoefficients(nn.Module):
         self.base = base
 
     def forward(self, codebook: Tensor, backend: Backend = "tiled") -> Coefficients:
-        whole = self.hypernetwork(codebook, backend)
-        value, gate = self._without_base(whole.value), whole.gate
-        gate = None if gate is None else self._without_base(gate)
-        if self.hypernetwork.coefficients == "softmax":
-            return Coefficients(_share_out(value), None if gate is None else _share_out(gate), 1.0)
-        return Coefficients(value, gate, (self.hypernetwork.experts - 1) ** -0.5)
+        whole, softmax = self.hypernetwork(codebook, backend), self.hypernetwork.coefficients == "softmax"
+        value, gate = (None if path is None else self._change(path, softmax) for path in (whole.value, whole.gate))
+        return Coefficients(value, gate, 1.0 if softmax else (self.hypernetwork.experts - 1) ** -0.5)
 
-    def _without_base(self, coefficients: Tensor) -> Tensor:
-        if self.base is None:
-            return coefficients
-        bases = torch.arange(coefficients.shape[1], device=coefficients.device)
-        return torch.where(bases == self.base, 0, coefficients)
-
-
-def _share_out(coefficients: Tensor) -> Tensor:
-    """Rows that sum to 1; where the base that is gone had everything, nothing is left to share."""
-    return coefficients / coefficients.sum(1, keepdim=True).clamp(min=torch.finfo(coefficients.dtype).tiny)
+    def _change(self, coefficients: Tensor, softmax: bool) -> Tensor:
+        if self.base is not None:
+            bases = torch.arange(coefficients.shape[1], device=coefficients.device)
+            coefficients = torch.where(bases == self.base, 0, coefficients)
+        if softmax:  # rows sum to 1 again; where the base that is gone had everything, they stay zero
+            coefficients = coefficients / coefficients.sum(1, keepdim=True).clamp(
+                min=torch.finfo(coefficients.dtype).tiny
+            )
+        return coefficients
 
 
 def without_base(layer: IntBMoE, base: int | None) -> ComposedMoE:
@@ -220,14 +208,15 @@ def measure_participation(
     full = _metric(task, whole)
     sign = 1 if task.higher_is_better else -1
 
-    def rise(name: str, composed: ComposedMoE) -> Rise:
+    def rise(name: str, composed: ComposedMoE) -> tuple[float, float | None, float]:
+        """Of the loss, with its error, and the drop of the metric."""
         own = served.get_submodule(name)
         served.set_submodule(name, composed)
         try:
             found = sample.evaluate_examples(served)
         finally:
             served.set_submodule(name, own)
-        return Rise(*paired_rise(whole, found), sign * (full - _metric(task, found)))
+        return *paired_rise(whole, found), sign * (full - _metric(task, found))
 
     found = []
     for name, layer in layers.items():
@@ -235,7 +224,7 @@ def measure_participation(
         each = [rise(name, without_base(layer, base)) for base in range(layer.config.experts)]
         losses, errors, drops = (list(column) for column in zip(*each, strict=True))
         linear = layer.config.coefficients == "linear"
-        alone = rise(name, without_base(layer, None)).loss if linear else 0.0
+        alone = rise(name, without_base(layer, None))[0] if linear else 0.0
         found.append(LayerParticipation(name, losses, errors, drops, fmean(losses), min(losses), alone))
     full_loss = float(whole["loss"].sum() / whole["count"].sum())
     # A base that does nothing changes the last bits of every loss, and all alike: that is no effect, however regular.

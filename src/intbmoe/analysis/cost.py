@@ -143,22 +143,11 @@ class Swept:
     memory_precomposed: int
 
 
-@dataclass(frozen=True)
-class SweepRow(Swept):
-    paper: Mapping[str, float]
-
-
-def sweep_experts(setting: Setting, experts: int, *, attention: bool = False, memory: bool = True) -> SweepRow:
-    """The cost of IntBMoE with ``experts`` bases a pool. Measuring memory is left out on request, and then 0."""
+def sweep_experts(setting: Setting, experts: int, *, attention: bool = False) -> Swept:
     with _bench(setting):
-        model = setting.build("intbmoe", experts).eval()
-        inputs = setting.inputs()
-        flops, peak = _forward_cost(model, inputs, attention, memory)
-        flops_precomposed, peak_precomposed = _forward_cost(_precomposed(setting, model), inputs, attention, memory)
-    paper = setting.paper_sweep.get(experts, {})
-    return SweepRow(experts, flops, flops_precomposed, peak, peak_precomposed, paper)
-
-
-def _forward_cost(model: nn.Module, inputs: tuple[Tensor, ...], attention: bool, memory: bool) -> tuple[int, int]:
-    flops = count_flops(model, *inputs).total(attention)
-    return flops, peak_memory(model, *inputs) if memory else 0
+        model, inputs, flops, memory = setting.build("intbmoe", experts).eval(), setting.inputs(), [], []
+        for precomposed in (False, True):
+            model = _precomposed(setting, model) if precomposed else model
+            flops.append(count_flops(model, *inputs).total(attention))
+            memory.append(peak_memory(model, *inputs))
+    return Swept(experts, *flops, *memory)

@@ -3,15 +3,15 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
-from intbmoe.analysis.cost import MIB, SWEEP, UNITS, Row, Setting, SweepRow, measure, sweep_experts
+from intbmoe.analysis.cost import MIB, SWEEP, UNITS, Row, Setting, Swept, measure, sweep_experts
 from intbmoe.analysis.settings import find_setting
 from intbmoe.budget import NAMED
+from intbmoe.report import require_matplotlib
 from intbmoe.report.numbers import NOTHING
 from intbmoe.report.tables import Table
 
@@ -77,14 +77,14 @@ def print_sweep(setting_name: str, picture: Path, *, form: Form = "text", attent
     sys.stderr.write(f"drawn: {picture}\n")
 
 
-def sweep_table(setting: Setting, rows: Sequence[SweepRow], *, attention: bool) -> Table:
+def sweep_table(setting: Setting, rows: Sequence[Swept], *, attention: bool) -> Table:
     units = {"flops": 1e9, "flops_precomposed": 1e9, "memory": MIB, "memory_precomposed": MIB}
     body = []
     for row in rows:
         cells = [str(row.experts)]
         for column, unit in units.items():
             digits = 3 if unit == 1e9 else 2
-            printed = row.paper.get(column)
+            printed = setting.paper_sweep.get(row.experts, {}).get(column)
             cells.append(f"{getattr(row, column) / unit:.{digits}f}")
             cells.append(NOTHING if printed is None else f"{printed:.{digits}f}")
         body.append(tuple(cells))
@@ -104,19 +104,18 @@ def sweep_table(setting: Setting, rows: Sequence[SweepRow], *, attention: bool) 
         )
     notes += setting.remarks
     title = f"IntBMoE against the number of expert bases E: {setting.title}"
-    return Table.of_texts(title, header, body, notes=notes, records=[asdict(row) for row in rows])
+    return Table.of_texts(title, header, body, notes=notes, records=_sweep_records(setting, rows))
 
 
-def require_matplotlib() -> None:
-    if find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("drawing needs matplotlib: pip install 'intbmoe[plots]'", name="matplotlib")
+def _sweep_records(setting: Setting, rows: Sequence[Swept]) -> list[dict[str, Any]]:
+    return [{**asdict(row), "paper": setting.paper_sweep.get(row.experts, {})} for row in rows]
 
 
-def draw_sweep(setting: Setting, rows: Sequence[SweepRow], path: Path) -> None:
+def draw_sweep(setting: Setting, rows: Sequence[Swept], path: Path) -> None:
     from intbmoe.analysis.drawing.bases import draw_panels  # an optional dependency, and slow to import
 
     titles = {"memory": (MIB, "Peak inference memory (MiB)"), "flops": (1e9, "FLOPs of one sample (G)")}
-    figure = draw_panels([asdict(row) for row in rows], titles)
+    figure = draw_panels(_sweep_records(setting, rows), titles)
     figure.suptitle(f"IntBMoE, {setting.title.split(',')[0]}, batch size 1", fontsize=11, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)

@@ -3,8 +3,7 @@
 ``intbmoe methods`` prints them, and draws them on request.
 """
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -32,9 +31,6 @@ class MethodQuantities:
     sets_of_one: int  # weight sets built for one image
     sets_of_batch: int  # and for ``BATCH`` of them
     decided_by_router: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def quantities_of(method: Method) -> MethodQuantities:

@@ -7,7 +7,7 @@ token are k different blocks. How tokens are told apart is the task's to say (``
 Single examples, which the task chooses and names the tokens of (``Task.shown``), are followed layer by layer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from intbmoe.analysis.loads import choosing_layers, present_choices, unit_of
 from intbmoe.analysis.sample import Sample
 from intbmoe.routing import RecordedRouting
-from intbmoe.tasks.looking import Content, Shown, View
+from intbmoe.tasks.looking import Shown, View
 
 
 @dataclass(frozen=True)
@@ -185,32 +185,23 @@ def example_routing(model: nn.Module, sample: Sample, shown: Shown) -> ExampleRo
     """Run the model on some examples of the sample's split and note where their tokens go."""
     layers = choosing_layers(model)
     batch, log = sample.routed_examples(model, shown.indices)
-    found = [
-        _show(index, shown.describe(batch, row, index), {name: _of_example(log[name], row) for name in layers})
-        for row, index in enumerate(shown.indices)
-    ]
+    found = []
+    for row, index in enumerate(shown.indices):
+        content = shown.describe(batch, row, index)
+        tokens = {place: token for place, token in enumerate(content.tokens) if token is not None}
+        kinds, texts = [token.kind for token in tokens.values()], [token.text for token in tokens.values()]
+        choices = [_choices(name, log[name], row, tokens) for name in layers]
+        found.append(ShownExample(index, content.title, kinds, texts, content.image, choices))
     most = max(layer.choices for layer in layers.values())
     return ExampleRouting(unit_of(model), sample.split, shown.form, most, found)
 
 
-def _of_example(record: RecordedRouting, row: int) -> tuple[Tensor, Tensor]:
-    """(T, k) ids and weights of one example of the batch."""
-    tokens = record.shape[-1]
-    part = slice(row * tokens, (row + 1) * tokens)
-    return record.ids[part].cpu(), record.weights[part].double().cpu()
-
-
-def _show(index: int, content: Content, choices: Mapping[str, tuple[Tensor, Tensor]]) -> ShownExample:
-    places = [place for place, token in enumerate(content.tokens) if token is not None]
-    layers = []
-    for name, (ids, weights) in choices.items():
-        pairs = [_heaviest_first(ids[place].tolist(), weights[place].tolist()) for place in places]
-        layers.append(LayerChoices(name, [[i for i, _ in of] for of in pairs], [[w for _, w in of] for of in pairs]))
-    tokens = [content.tokens[place] for place in places]
-    kinds, texts = [token.kind for token in tokens], [token.text for token in tokens]
-    return ShownExample(index, content.title, kinds, texts, content.image, layers)
-
-
-def _heaviest_first(ids: Sequence[int], weights: Sequence[float]) -> list[tuple[int, float]]:
-    chosen = [(choice, weight) for choice, weight in zip(ids, weights, strict=True) if choice >= 0]
-    return sorted(chosen, key=lambda pair: (-pair[1], pair[0]))
+def _choices(name: str, record: RecordedRouting, row: int, places: Iterable[int]) -> LayerChoices:
+    """Of the tokens at ``places`` of one example of the batch."""
+    start, end = row * record.shape[-1], (row + 1) * record.shape[-1]
+    ids, weights = record.ids[start:end].tolist(), record.weights[start:end].double().tolist()
+    pairs = []
+    for place in places:
+        chosen = [pair for pair in zip(ids[place], weights[place], strict=True) if pair[0] >= 0]
+        pairs.append(sorted(chosen, key=lambda pair: (-pair[1], pair[0])))
+    return LayerChoices(name, [[i for i, _ in of] for of in pairs], [[w for _, w in of] for of in pairs])

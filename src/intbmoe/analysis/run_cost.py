@@ -17,7 +17,7 @@ from intbmoe.precomposition import precompose
 from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import Recipe
 
-MOST_BYTES = 2**32  # of a model's parameters: a sweep leaves out larger ones, which a machine at hand may not hold
+MOST_BYTES = 2**32  # of a model's parameters: a sweep leaves out larger ones, which this machine may not hold
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,8 @@ def measure_run_cost(recipe: Recipe, device: torch.device | str = "cpu") -> RunC
     device = torch.device(device)
     rows = []
     for count in (count for count in experts if count not in too_large):
-        counted = asdict(sweep_experts(setting, count))
-        del counted["paper"]
-        allocated = _allocated(recipe, count, device) if device.type == "cuda" else (None, None)
-        rows.append(CostRow(**counted, allocated=allocated[0], allocated_precomposed=allocated[1]))
+        counted = asdict(sweep_experts(setting, count)).values()
+        rows.append(CostRow(*counted, *(_allocated(recipe, count, device) if device.type == "cuda" else (None, None))))
     return RunCost(own, device.type, rows, too_large)
 
 

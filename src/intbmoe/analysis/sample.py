@@ -48,8 +48,10 @@ class Sample:
 
     def batches(self) -> Iterator[Batch]:
         """The examples as the model sees them in evaluation, on its device."""
-        for batch in self._read:
-            yield self.task.prepare(self.ranks.to_device(batch), None)
+        yield from map(self._prepare, self._read)
+
+    def _prepare(self, batch: Batch) -> Batch:
+        return self.task.prepare(self.ranks.to_device(batch), None)
 
     @torch.no_grad()
     def evaluate_examples(self, model: nn.Module) -> dict[str, Tensor]:
@@ -69,15 +71,11 @@ class Sample:
 
     def routed_examples(self, model: nn.Module, indices: Sequence[int]) -> tuple[Batch, Mapping[str, RecordedRouting]]:
         """The same for one batch of the examples at ``indices`` of the split."""
-        batch = self.task.prepare(self.ranks.to_device(self.source.batch(indices, epoch=0, seed=0)), None)
+        batch = self._prepare(self.source.batch(indices, epoch=0, seed=0))
         return batch, self._record(model, batch)
 
-    def _record(self, model: nn.Module, batch: Batch) -> Mapping[str, RecordedRouting]:
-        with record_routing(model) as log:
-            self._run(model, batch)
-        return log
-
     @torch.no_grad()
-    def _run(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        with self.ranks.autocast():
-            return self.task.evaluate(model, batch)
+    def _record(self, model: nn.Module, batch: Batch) -> Mapping[str, RecordedRouting]:
+        with record_routing(model) as log, self.ranks.autocast():
+            self.task.evaluate(model, batch)
+        return log

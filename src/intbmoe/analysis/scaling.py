@@ -113,8 +113,8 @@ class Estimate:
 
     @property
     def step(self) -> float:
-        together = max if self.scheme in OVERLAPPED else lambda *parts: sum(parts)
-        return together(self.computing, self.sending)
+        parts = self.computing, self.sending
+        return max(parts) if self.scheme in OVERLAPPED else sum(parts)
 
 
 def count_recipe(recipe: Recipe) -> Counted:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from intbmoe.analysis.cost_report import Form, require_matplotlib
+from intbmoe.analysis.cost_report import Form
 from intbmoe.analysis.scaling import (
     OVERLAPPED,
     Counted,
@@ -14,6 +14,7 @@ from intbmoe.analysis.scaling import (
     count_recipe,
     estimate,
 )
+from intbmoe.report import require_matplotlib
 from intbmoe.report.tables import Table
 from intbmoe.tasks.recipe import Recipe
 
@@ -33,8 +34,7 @@ def print_plan(
     if picture is not None:
         require_matplotlib()
     counted = count_recipe(recipe)
-    rows = [estimate(counted, scheme, devices, bandwidth, tflops) for scheme in counted.compared]
-    plan_table(recipe, counted, rows, devices, memory, bandwidth, tflops).print(form)
+    plan_table(recipe, counted, devices, memory, bandwidth, tflops).print(form)
     if picture is not None:
         from intbmoe.analysis.drawing.quantities import save_picture
         from intbmoe.analysis.drawing.scaling import draw_scaling
@@ -43,16 +43,10 @@ def print_plan(
         sys.stderr.write(f"drawn: {picture}\n")
 
 
-def plan_table(
-    recipe: Recipe,
-    counted: Counted,
-    rows: Sequence[Estimate],
-    devices: int,
-    memory: float,
-    bandwidth: float,
-    tflops: float,
-) -> Table:
-    best = choose([row for row in rows if row.scheme in counted.ways], memory)
+def plan_table(recipe: Recipe, counted: Counted, devices: int, memory: float, bandwidth: float, tflops: float) -> Table:
+    rows = [estimate(counted, scheme, devices, bandwidth, tflops) for scheme in counted.compared]
+    fitting = [row for row in rows if row.scheme in counted.ways and row.memory <= memory * GB]
+    best = min(fitting, key=lambda row: row.step, default=None)
     records = [
         {
             "scheme": row.scheme,
@@ -84,12 +78,6 @@ def plan_table(
     return Table.of_texts(
         title, header, cells, notes=notes(counted, rows, best, devices), marked=marked, records=records
     )
-
-
-def choose(rows: Sequence[Estimate], memory: float) -> Estimate | None:
-    """The fastest of those that fit."""
-    fitting = [row for row in rows if row.memory <= memory * GB]
-    return min(fitting, key=lambda row: row.step, default=None)
 
 
 def notes(counted: Counted, rows: Sequence[Estimate], best: Estimate | None, devices: int) -> list[str]:

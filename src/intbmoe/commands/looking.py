@@ -116,7 +116,7 @@ def methods(
         show(table)
     if picture is not None:
         with explained(ModuleNotFoundError, ValueError, OSError):
-            from intbmoe.analysis.cost_report import require_matplotlib
+            from intbmoe.report import require_matplotlib
 
             require_matplotlib()
             from intbmoe.analysis.drawing.quantities import draw_quantities, save_picture

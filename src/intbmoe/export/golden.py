@@ -15,7 +15,7 @@ from intbmoe.tasks import Task
 from intbmoe.tasks.serving import Answer, Predictor
 
 COUNT = 8
-SAFETY = 8  # another machine may round so many times as unluckily as was measured
+SAFETY = 8  # how many times the measured effect of rounding another machine may reach
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}  # twice the digits
 
 

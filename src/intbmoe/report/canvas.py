@@ -108,12 +108,6 @@ def bars_width(bars: int) -> float:
     return min(1.2 + 0.2 * bars, 4.6)
 
 
-def mark(axes: Axes, places: Sequence[int], marker: str, colour: str) -> None:
-    """Markers on the zero line, where a bar has no height."""
-    if places:
-        axes.plot(places, [0] * len(places), linestyle="", marker=marker, markersize=4, color=colour, clip_on=False)
-
-
 def heat_map(axes: Axes, values: np.ndarray, limit: float, title: str) -> Any:
     """Symmetric colours, so that white is 0; grey where there is nothing."""
     axes.set_facecolor(NOTHING)

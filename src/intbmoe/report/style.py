@@ -1,6 +1,6 @@
 """How everything that is drawn looks: typefaces, colours by family of methods, and their counterparts on dark screens.
 
-Okabe and Ito's colours, told apart also by those who see fewer. ``style.css`` has those of pages.
+Okabe and Ito's colours, which colour-blind readers can tell apart too. ``style.css`` has those of pages.
 """
 
 from pathlib import Path

@@ -38,7 +38,7 @@ def trace_run(run: RunDirectory) -> dict[str, Any]:
 
 
 def _starts(run: RunDirectory) -> list[dict[str, Any]]:
-    """Entries of ``environment.json``; results stand without them, so that a lost file costs the command alone."""
+    """Entries of ``environment.json``; results stand without them, so a lost file costs only the command."""
     path = run.path / "environment.json"
     if not path.is_file():
         return []

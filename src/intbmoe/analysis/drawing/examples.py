@@ -20,6 +20,7 @@ from matplotlib.image import imread
 from matplotlib.patches import Patch, Rectangle
 
 from intbmoe.report.canvas import Data, Picture, block_colours, layer_title, shade
+from intbmoe.tasks.serving.requests import spread_evenly
 
 LINE = 64  # characters of a line of text
 LETTER = 0.125  # inches of a letter's cell
@@ -77,8 +78,7 @@ def _used(examples: Sequence[Data]) -> list[int]:
 
 
 def _shown_layers(layers: Sequence[Data]) -> list[Data]:
-    places = np.linspace(0, len(layers) - 1, min(MOST_LAYERS, len(layers))).round().astype(int)
-    return [layers[place] for place in dict.fromkeys(places.tolist())]
+    return [layers[place] for place in spread_evenly(len(layers), MOST_LAYERS)]
 
 
 # Cells.

@@ -10,15 +10,14 @@ from intbmoe.report import canvas
 from intbmoe.report.canvas import Data, Picture, layer_title, make_panels, tidy
 from intbmoe.report.numbers import counted
 from intbmoe.report.style import BLUE, NOTHING, ORANGE
+from intbmoe.tasks.serving.requests import spread_evenly
 
 MOST_LAYERS = 8  # lines in a panel; of more layers, so many are shown, evenly spread
 PANELS = {
-    "utilisation": "utilisation (1: all get tokens)",
-    "worst_case": "largest load / mean load (1: even)",
-    "entropy": "entropy of the load (1: even)",
+    **{name: canvas.LOAD_TITLES[name] for name in ("utilisation", "worst_case", "entropy")},
     "dead": "{unit}s without a token",
     "active": "{unit}s of a token",
-    "dropped": "share of assignments dropped",
+    "dropped": canvas.LOAD_TITLES["dropped"],
     "untaken": "share of tokens without {unit}",
 }
 ONLY_IF_ANY = ("dropped", "untaken")  # panels left out where nothing of the kind ever happened
@@ -35,7 +34,8 @@ def draw_load(data: Data) -> list[Picture]:
         counts = [layer["counts"][index] for index in layer["present"]]
         mean = sum(counts) / len(counts) or 1
         axes.bar(range(len(counts)), [count / mean for count in counts], color=BLUE, width=0.75)
-        canvas.mark(axes, [place for place, count in enumerate(counts) if count == 0], "x", ORANGE)
+        if empty := [place for place, count in enumerate(counts) if count == 0]:
+            axes.plot(empty, [0] * len(empty), linestyle="", marker="x", markersize=4, color=ORANGE, clip_on=False)
         axes.axhline(1, color="black", linewidth=1, linestyle="--")
         active = f"{layer['active']:.3g} a token, {len(layer['dead'])} dead"
         canvas.number_columns(axes, layer["present"], unit)
@@ -143,8 +143,7 @@ def _edges(steps: Sequence[int]) -> list[int]:
 
 def _draw_layers(data: Data) -> Picture:
     layers, unit = data["layers"], data["unit"]
-    chosen = np.unique(np.linspace(0, len(layers) - 1, min(MOST_LAYERS, len(layers))).round().astype(int))
-    shown = [layers[place] for place in chosen]
+    shown = [layers[place] for place in spread_evenly(len(layers), MOST_LAYERS)]
     names = [name for name in PANELS if name not in ONLY_IF_ANY or any(any(layer[name] or []) for layer in layers)]
     figure, panels = make_panels(len(names), 3.4, 2.6)
     colours = canvas.block_colours(len(shown))
