@@ -343,22 +343,15 @@ def refuse_new(listener: socket.socket) -> None:
 
 def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
     """``count`` sockets on one port, over which the kernel distributes connections."""
-    listeners = []
+    listeners: list[socket.socket] = []
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        options = {"family": family, "backlog": BACKLOG, "dualstack_ipv6": family == socket.AF_INET6}
         if count > 1:  # sockets that share a port would share it with another server too: it must be free
-            with socket.socket(family, kind, protocol) as alone:
-                alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                alone.bind(address)
+            socket.create_server(address, **options).close()
         for _ in range(count):
-            listener = socket.socket(family, kind, protocol)
-            listeners.append(listener)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if count > 1:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listener.bind(address)
-            address = listener.getsockname()  # all use the port that the system chose for the first
-            listener.listen(BACKLOG)
+            listeners.append(socket.create_server(address, **options, reuse_port=count > 1))
+            address = listeners[0].getsockname()  # all use the port that the system chose for the first
     except OSError as error:
         for listener in listeners:
             listener.close()
