@@ -9,14 +9,14 @@ from typing import Any
 from intbmoe.files import digest
 from intbmoe.report.numbers import NOTHING
 from intbmoe.train.errors import TrainingError
-from intbmoe.train.files import read_bytes, read_json
+from intbmoe.train.files import read_bytes
 from intbmoe.train.run import RunDirectory
 
 
 def trace_run(run: RunDirectory) -> dict[str, Any]:
     """What identifies a finished run, without its place on the disk: a copy of it has the same trace."""
     recipe, result = run.recipe, run.result
-    starts = _starts(run)
+    starts = run.starts()
     last = starts[-1] if starts else {}
     return {
         "name": f"{recipe.name}/{recipe.moe.label or recipe.moe.name}/{recipe.train.seed}",
@@ -35,15 +35,6 @@ def trace_run(run: RunDirectory) -> dict[str, Any]:
         "epochs": result.get("epochs"),
         "seconds": result.get("seconds"),
     }
-
-
-def _starts(run: RunDirectory) -> list[dict[str, Any]]:
-    """Entries of ``environment.json``; results stand without them, so a lost file costs only the command."""
-    path = run.path / "environment.json"
-    if not path.is_file():
-        return []
-    found = read_json(path)
-    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
 
 
 def _inside(found: Any, name: str) -> Any:
