@@ -22,7 +22,7 @@ from intbmoe.serve.decoder_process import BAD, ENCODED, HEAVY, READY
 from intbmoe.serve.door import refuse_late
 from intbmoe.serve.http import HttpError
 from intbmoe.serve.loading import Opened
-from intbmoe.serve.messages import unpacker
+from intbmoe.serve.messages import Receiver
 
 HEAVY_BODY = 2**20  # what is larger takes long to parse already
 START_S = 60.0
@@ -67,32 +67,25 @@ def spawned_host(loader: str, on_end: Callable[[], None]) -> DecoderHost:
     return DecoderHost(ours, on_end)
 
 
-class _Decoder(asyncio.Protocol):
+class _Decoder(Receiver):
     def __init__(self, lane: "_Lane", name: int) -> None:
         self._lane, self.name = lane, name
-        self._unpacker = unpacker()
-        self.transport: asyncio.Transport | None = None
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.job: Reply | None = None  # of what it is encoding
         self._started = 0.0
         self._limit: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
 
     def start(self, body: bytes, job: Reply) -> None:
         self.job, self._started = job, time.monotonic()
         self._limit = asyncio.get_running_loop().call_later(WALL_S, self._lane.host.kill, self.name)
         self.transport.write(msgpack.packb(body))
 
-    def data_received(self, data: bytes) -> None:
-        self._unpacker.feed(data)
-        for message in self._unpacker:
-            if message[0] == READY:
-                self.ready.set_result(None)
-            else:
-                self._end(message)
-            self._lane.free(self)
+    def receive(self, *message: Any) -> None:
+        if message[0] == READY:
+            self.ready.set_result(None)
+        else:
+            self._end(message)
+        self._lane.free(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ready.done():

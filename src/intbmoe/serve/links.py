@@ -154,24 +154,24 @@ class Line(ABC):
             call.finish(Outcome(kind, content))
 
 
-class Link(Line, asyncio.Protocol):
+class Link(Line, messages.Receiver):
+    receive = Line.deliver
+
     def __init__(self, path: str, on_lost: Callable[["Link", list[Call]], None]) -> None:
         super().__init__()
         self.path, self._on_lost = path, on_lost
-        self._unpacker = messages.unpacker()
-        self._transport: asyncio.Transport | None = None
         self._retired = False
 
     @property
     def is_open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+        return self.transport is not None and not self.transport.is_closing()
 
     @property
     def has_room(self) -> bool:
-        return self._transport is not None and self._transport.get_write_buffer_size() < UNSENT_BYTES
+        return self.transport is not None and self.transport.get_write_buffer_size() < UNSENT_BYTES
 
     def _post(self, *message: Any) -> None:
-        self._transport.write(messages.pack(*message))
+        self.transport.write(messages.pack(*message))
 
     def forget(self, call: Call, *, tell: bool) -> None:
         super().forget(call, tell=tell)
@@ -182,19 +182,11 @@ class Link(Line, asyncio.Protocol):
         self._close_if_retired()
 
     def _close_if_retired(self) -> None:
-        if self._retired and not self._calls and self._transport is not None:
-            self._transport.close()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._unpacker.feed(data)
-        for message in self._unpacker:
-            self.deliver(*message)
+        if self._retired and not self._calls and self.transport is not None:
+            self.transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
+        self.transport = None
         calls = list(self._calls.values())
         self._calls.clear()
         self.load = self._given_up = 0

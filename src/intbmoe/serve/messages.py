@@ -51,6 +51,20 @@ def unpacker() -> msgpack.Unpacker:
     return msgpack.Unpacker(max_buffer_size=LARGEST_MESSAGE)
 
 
+class Receiver(asyncio.Protocol):
+    """One end of a connection over which msgpack comes; ``receive`` gets each message."""
+
+    transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport, self._unpacker = transport, unpacker()
+
+    def data_received(self, data: bytes) -> None:
+        self._unpacker.feed(data)
+        for message in self._unpacker:
+            self.receive(*message)
+
+
 def to_line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
