@@ -3,20 +3,28 @@
     python -m benchmarks.zoo runs/digits/intbmoe/0 digits --command "intbmoe train digits" --about "…"
 
 The card's score is measured here and now; ``--half`` stores the weights in half precision. What a hub shows is
-README.md, whose head names licence, library and score; the rest is the run itself.
+README.md, whose head names licence, library and score; the rest is the run itself, made to work on any machine: in
+float32, and without the path of the data. ``--data FILE.tar`` is for Tiny-ImageNet, which may not be passed on: the
+model gets a stand-in instead (``benchmarks/zoo_stand_in.py``), and its scores on that, which can be checked anywhere.
 """
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from platform import python_version
 
+import torch
 import yaml
+from benchmarks.zoo_stand_in import write_stand_in
 
 from intbmoe.files import to_json
-from intbmoe.train import RunDirectory, evaluate
+from intbmoe.recipes import recipe_to_dict
+from intbmoe.tasks import make_task
+from intbmoe.tasks.recipe import Recipe
+from intbmoe.train import RunDirectory, evaluate, load
 from intbmoe.train.evaluation import halve
-from intbmoe.zoo import FOLDER
+from intbmoe.zoo import FOLDER, STAND_IN
 
 CARD = """---
 {head}---
@@ -35,12 +43,29 @@ model = intbmoe.load("zoo:{name}")
 |:--|:--|
 | made by | `{command}` (seed {seed}) |
 | with | {versions} |
+| trained in | {precision} |
 | parameters | {params:,} |
 | test {metric} | {score:.4f}{where} |
 | SHA-256 of model.safetensors | `{digest}` |
 
-`intbmoe eval zoo:{name}` measures the score again.
+`intbmoe eval zoo:{name}{data}` measures the score again.
 """
+PICTURES, CLASSES = 4, slice(0, None, 20)  # of the stand-in's pictures and of a picture's scores, those that are kept
+
+
+def scores_on_stand_in(run: RunDirectory) -> list[list[float]]:
+    """Some of the model's scores of pictures that come with it: they check a model whose data do not."""
+    task = make_task(run.recipe_on(run.stand_in))
+    batch = task.held_out().batch(list(range(PICTURES)), epoch=0, seed=0)
+    with torch.inference_mode():
+        return task.run_model(load(run), batch, torch.float32)[:, CLASSES].tolist()
+
+
+def portable(recipe: Recipe) -> Recipe:
+    """The recipe for machines without the trainer's GPU and folders; what it decides in training is on the card."""
+    train = replace(recipe.train, precision="float32", compile=False, capture=False, workers=0)
+    data = replace(recipe.data, path=None) if hasattr(recipe.data, "path") else recipe.data
+    return replace(recipe, train=train, data=data)
 
 
 def main() -> None:
@@ -49,15 +74,22 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--command", required=True, help="what made the run, as a user types it")
     parser.add_argument("--about", required=True, help="what the model is, in a sentence or two")
+    parser.add_argument("--data", type=Path, help="Tiny-ImageNet's tar, for a model trained on it")
     parser.add_argument("--half", action="store_true", help="store the weights in half precision")
     given = parser.parse_args()
     run, folder = RunDirectory.existing(given.run), FOLDER / given.name
     start = json.loads((run.path / "environment.json").read_text())[0]
     folder.mkdir(parents=True, exist_ok=True)
     changed = halve(run) if given.half else {}
-    for path in (run.config_path, run.model_path, run.result_path):
+    for path in (run.model_path, run.result_path):
         (folder / path.name).write_bytes(changed.get(path.name) or path.read_bytes())
-    result = {**RunDirectory.existing(folder).result, "test": evaluate(folder)}
+    config = yaml.safe_dump(recipe_to_dict(portable(run.recipe)), sort_keys=False, allow_unicode=True)
+    (folder / run.config_path.name).write_text(config, encoding="utf-8")
+    made = RunDirectory.existing(folder)
+    result = {**made.result, "test": evaluate(folder, data=given.data)}
+    if given.data is not None:
+        write_stand_in(given.data, folder / STAND_IN)
+        result["stand_in"] = scores_on_stand_in(made)
     result["sha256"] = {"model.safetensors": result["sha256"]["model.safetensors"]}  # the rest stays behind
     (folder / run.result_path.name).write_bytes(to_json(result))
     metric = result["metric"]
@@ -76,10 +108,12 @@ def main() -> None:
         command=given.command,
         seed=result["seed"],
         versions=f"Python {start['python']}, torch {start['packages']['torch']}, {start['system']}",
+        precision=run.recipe.train.precision,
         params=result["params"],
         metric=metric,
         score=result["test"][metric],
         where=f", on the library of Python {python_version()}" if run.recipe.data.source == "stdlib" else "",
+        data=" --data FILE" if given.data else "",
         digest=result["sha256"]["model.safetensors"],
     )
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -55,6 +55,23 @@ def test_commands_exist_and_their_runs_come_from_earlier_lines(page):
         made |= {f"runs/{args[0].removesuffix('.yaml')}/{name}/0" for name in trained(command, args)}
 
 
+PROGRAMS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/results/tables.md", *GUIDES]
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_other_programs_that_a_page_starts_are_there(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    modules = set(re.findall(r"python -m ((?:intbmoe|benchmarks)[\w.]*)", text))
+    files = set(re.findall(r"python ((?:benchmarks|examples|docs)/\S+\.py)", text))
+    targets = set(re.findall(r"^ *make ([a-z-]+)", text, re.MULTILINE)) | set(re.findall(r"`make ([a-z-]+)", text))
+    tests = set(re.findall(r"\btests/[\w/]+\.py", text))
+    paths = {name: ROOT / ("src" if name.startswith("intbmoe") else ".") / name.replace(".", "/") for name in modules}
+    missing = [name for name, path in paths.items() if not (path.with_suffix(".py").is_file() or path.is_dir())]
+    missing += [name for name in files | tests if not (ROOT / name).is_file()]
+    missing += [name for name in targets if f"\n{name}:" not in (ROOT / "Makefile").read_text(encoding="utf-8")]
+    assert missing == []
+
+
 def trained(command, args):
     """The labels of the runs that a command leaves."""
     if command == "train":

@@ -1,4 +1,4 @@
-"""The commands of README.md, docs/start.md and docs/training.md parse; the recipe shown in the last trains."""
+"""The train and compare commands of README.md and the guides parse; the recipe shown in docs/training.md trains."""
 
 import re
 import shlex
@@ -15,7 +15,9 @@ from intbmoe.recipes.sets import find_variants
 
 ROOT = Path(__file__).parent.parent
 TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-TEXT = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/start.md")) + TRAINING
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES.remove(ROOT / "docs" / "adding-a-task.md")  # tests/tasks/test_adding_a_task.py gives its commands
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES).replace("\\\n", " ")
 LINES = re.findall(r"^ *(?:torchrun .*-m intbmoe\.cli|intbmoe) (.*)$", TEXT, flags=re.MULTILINE)
 LINES += re.findall(r"`intbmoe ([a-z]+ [^`]*)`", TEXT)
 COMMANDS_SHOWN = [shlex.split(line, comments=True) for line in LINES]

@@ -40,6 +40,11 @@ def test_the_recipe_comes_back(run):
     assert yaml.safe_load(run.config_path.read_text()) == recipe_to_dict(tiny_recipe())
 
 
+def test_data_that_are_no_files_cannot_lie_elsewhere(run):
+    with pytest.raises(DataError, match=r"data='there': the task 'tiny.*reads no files: leave data out"):
+        run.recipe_on("there")
+
+
 def begin(run):
     """As if it had been trained for a step."""
     run.metrics_path.write_text('{"step": 1}\n')
@@ -92,6 +97,8 @@ def test_data_is_found_from_any_working_directory(tmp_path, monkeypatch):
     run.claim(recipe("some.npz"))
     begin(run)
     assert run.recipe.data.path == str(tmp_path / "data" / "some.npz")
+    assert run.recipe_on(None) == run.recipe
+    assert run.recipe_on("other.npz").data.path == str(tmp_path / "data" / "other.npz")
     for spelling in ("some.npz", "./some.npz", str(tmp_path / "data/some.npz")):
         run.claim(recipe(spelling))
     monkeypatch.chdir(tmp_path)

@@ -12,6 +12,7 @@ TRY = {
     "intbmoe serve zoo:journeys": "a trained model, and a page to try it: http://127.0.0.1:8000/",
     "intbmoe train digits": "train a small IntBMoE on handwritten digits, in half a minute",
     "intbmoe compare digits --methods switch,intbmoe": "two methods side by side, in a table and a report",
+    "intbmoe demo": "every method on handwritten digits, in a few minutes; opens the report",
 }
 
 

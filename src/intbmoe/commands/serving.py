@@ -23,6 +23,7 @@ def export(
     dtype: Literal["float32", "bfloat16", "int8", "fp8"] = "float32",
     compute: Literal["float32", "bfloat16"] | None = None,
     no_precompose: bool = False,
+    data: Path | None = None,
 ) -> None:
     """Make an artifact of a finished run, for serving: checked against the trained model, or not written at all.
 
@@ -34,6 +35,7 @@ def export(
         dtype: The type of the weights; int8 and fp8 store the large ones in 8 bits, routers in float32.
         compute: What 8-bit weights are multiplied out to, and the type of the rest. Default: float32.
         no_precompose: Keep IntBMoE's pools and compose at every request, for comparison.
+        data: Where the data lie. Default: where they lay in training.
     """
     with explained(ModuleNotFoundError):
         from intbmoe.export import ExportError
@@ -48,7 +50,7 @@ def export(
         moved_data_is_explained(run),
         Console(stderr=True).status("") as status,
     ):
-        options = {"dtype": dtype, "formats": format, "precompose": not no_precompose}
+        options = {"dtype": dtype, "formats": format, "precompose": not no_precompose, "data": data}
         if "huggingface" in format:
             from intbmoe.export.huggingface import export_huggingface
 

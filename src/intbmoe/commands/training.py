@@ -60,6 +60,7 @@ def train(args: Unparsed) -> None:
 def evaluate(
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
     split: Literal["test", "valid"] = "test",
+    data: Path | None = None,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     device: str | None = None,
 ) -> None:
@@ -68,6 +69,7 @@ def evaluate(
     Args:
         run: A run directory: runs/<recipe>/<method>/<seed>.
         split: Which examples.
+        data: Where the data lie. Default: where they lay in training.
         as_json: Print JSON with all digits.
         device: cpu, cuda or cuda:1. Default: a GPU where there is one.
     """
@@ -78,7 +80,7 @@ def evaluate(
         from intbmoe.train import evaluate as evaluate_run
         from intbmoe.train.run import moved_data_is_explained
     with explained(TrainingError, DataError, OSError), moved_data_is_explained(run):
-        metrics = evaluate_run(run, split)
+        metrics = evaluate_run(run, split, data)
     if as_json:
         say(json.dumps(metrics, indent=2))
     else:

@@ -118,7 +118,7 @@ def _own_words(own: Options) -> list[str]:
 
 
 def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str], own: Options | None = None) -> str:
-    program = shlex.quote("intbmoe" if shutil.which("intbmoe") else os.path.relpath(sys.argv[0]))
+    program = "intbmoe" if shutil.which("intbmoe") else _own_program()
     recipe = shlex.join(_with_root(plan, options, settings))
     same = shlex.join([*_with_root(plan, options, settings), *_own_words(own or {})])
     last = plan.jobs[-1]
@@ -140,6 +140,12 @@ def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str], own:
         about = "dense with all that a mixture gets besides its experts"
         steps.insert(1, (f"compare {same} --methods {beside} --seeds {options.seeds}", about))
     return "\n".join(f"  {program} {command}   # {purpose}" for command, purpose in steps)
+
+
+def _own_program() -> str:
+    """How this process was started, where intbmoe is not on the path."""
+    path = os.path.relpath(sys.argv[0])
+    return "python -m intbmoe.cli" if path.endswith("cli.py") else shlex.quote(path)
 
 
 def _with_root(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from intbmoe.precomposition import cast_for_serving
 from intbmoe.precomposition import precompose as precompose_model
 from intbmoe.quantization import lines_of, quantize
 from intbmoe.recipes import recipe_to_dict
-from intbmoe.tasks import find_task, make_task
+from intbmoe.tasks import Task, find_task, make_task
 from intbmoe.train.evaluation import load
 from intbmoe.train.files import full_disk_is_explained, pack_tensors
 from intbmoe.train.run import RunDirectory
@@ -42,6 +42,7 @@ def export_run(
     compute: str | None = None,
     formats: Sequence[str] = (),
     precompose: bool = True,
+    data: str | Path | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Artifact:
     """Write the artifact of a finished run; an older one at ``to`` is replaced as a whole.
@@ -49,6 +50,7 @@ def export_run(
     ``dtype`` "int8" or "fp8" stores the large weights in 8 bits; the rest, and all arithmetic, is then of the type
     ``compute`` (default: float32).
     ``precompose`` says whether IntBMoE's blocks are composed once and for all; other methods are exported as they are.
+    ``data`` says where the data lie, if not where the run found them; a model of the zoo may bring a stand-in.
     Raises ``ExportError``, and leaves ``to`` as it was, unless everything written does what the trained model does.
     """
     require(dtype in (*DTYPES, *STORAGES), "dtype", dtype, f"one of {', '.join((*DTYPES, *STORAGES))}")
@@ -65,7 +67,7 @@ def export_run(
         raise ExportError(f"ONNX would hold {storage} weights written out in full: export ONNX with --dtype float32")
     run, to = RunDirectory.existing(run), Path(to)
     _require_replaceable(to)
-    task = make_task(run.recipe)
+    task = make_task(run.recipe_on(data or run.stand_in))
     task.find_predictor()
     trained = load(run).requires_grad_(False)
     tell("looking for held-out inputs that reach every block")
@@ -76,7 +78,7 @@ def export_run(
         replacing_folder(to, _require_replaceable, sync=True) as folder,
         full_disk_is_explained(folder, "free some space and export again"),
     ):
-        about = _write_model(folder, run, trained, (storage, compute), precompose)
+        about = _write_model(folder, run, task, trained, (storage, compute), precompose)
         written = load_artifact(folder)
         tell("comparing with the trained model")
         checked = {**parity.describe(), **parity.check_model(written.model())}
@@ -97,7 +99,7 @@ def describe(written: Artifact) -> str:
     lines = [f"exported: {written.path} (version {written.version})"]
     lines += [f"{name}: {(written.path / name).stat().st_size:,} bytes" for name in written.about["files"]]
     outputs = parity["outputs"]
-    checked = f"{parity['examples']} held-out examples, error {outputs['error']:.2g}"
+    checked = f"{parity['examples']} examples, error {outputs['error']:.2g}"
     lines.append(f"compared with the trained model: {checked}, tolerance {outputs['tolerance']:.2g}")
     if "quantization" in written.about:
         lines += lines_of(written.about["quantization"])
@@ -115,14 +117,14 @@ def cast_model(trained: nn.Module, dtype: torch.dtype, *, precompose: bool) -> n
 
 
 def _write_model(
-    folder: Path, run: RunDirectory, trained: nn.Module, types: tuple[Storage | None, str], precompose: bool
+    folder: Path, run: RunDirectory, task: Task, trained: nn.Module, types: tuple[Storage | None, str], precompose: bool
 ) -> dict[str, Any]:
     """Weights and catalogue, and a first ``artifact.json``, whose content is returned."""
     recipe, result = run.recipe, run.result
     storage, compute = types
     model = cast_model(trained, DTYPES[compute], precompose=precompose)
     quantized = {} if storage is None else {"compute": compute, "quantization": quantize(model, storage).describe()}
-    catalogue = make_task(recipe).catalogue()
+    catalogue = task.catalogue()
     (folder / artifact.MODEL).write_bytes(pack_tensors(model.state_dict()))
     (folder / artifact.CATALOGUE).write_bytes(to_json(catalogue.about))
     if catalogue.tensors:

@@ -30,6 +30,7 @@ def export_huggingface(
     dtype: str = "float32",
     formats: Sequence[str] = ("huggingface",),
     precompose: bool = True,
+    data: str | Path | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> str:
     """Write the folder and say what is in it; raises, and writes nothing, unless its model does what the run's does."""
@@ -37,7 +38,7 @@ def export_huggingface(
     require(set(formats) == {"huggingface"}, "format", tuple(formats), "huggingface alone: its folder is no artifact")
     run, to = RunDirectory.existing(run), Path(to)
     _require_free(to)
-    task, trained = make_task(run.recipe), load(run).requires_grad_(False)
+    task, trained = make_task(run.recipe_on(data or run.stand_in)), load(run).requires_grad_(False)
     if not isinstance(trained, Llama | ViT):
         raise ExportError(f"transformers has no form of the task {run.recipe.task!r}: only of language and vision")
     from intbmoe.huggingface import from_backbone, to_backbone
@@ -61,7 +62,7 @@ def export_huggingface(
     composed = ", precomposed" if written.config.precomposed else ""
     return (
         f"exported: {to} ({kind.__name__}, {written.config.method or 'dense'}{composed})\n"
-        f"compared with the trained model: {parity.inputs.examples} held-out examples, error {outputs['error']:.2g}, "
+        f"compared with the trained model: {parity.inputs.examples} examples, error {outputs['error']:.2g}, "
         f"tolerance {outputs['tolerance']:.2g}\n"
         f"load it: import intbmoe.huggingface; {_auto_class(written)}.from_pretrained({str(to)!r})"
     )

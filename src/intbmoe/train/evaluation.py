@@ -26,25 +26,30 @@ def load(run: str | PathLike[str]) -> nn.Module:
     return _load(RunDirectory.existing(run))[1]
 
 
-def evaluate(run: str | PathLike[str], split: str = "test") -> dict[str, float]:
-    """The metrics of a finished run's model on ``valid`` or ``test``, in the recipe's precision."""
+def evaluate(
+    run: str | PathLike[str], split: str = "test", data: str | PathLike[str] | None = None
+) -> dict[str, float]:
+    """The metrics of a finished run's model on ``valid`` or ``test``, in the recipe's precision.
+
+    ``data`` says where the data lie, if not where the run found them.
+    """
     if split not in ("valid", "test"):
         raise ValueError(f"split={split!r} is not allowed: split must be 'valid' or 'test'")
     run = RunDirectory.existing(run)
     settings = run.recipe.train
     ranks = Ranks(settings.precision)
-    task, model = _load(run)
+    task, model = _load(run, data)
     size = min(settings.device_batch or settings.batch, BATCH)
     return evaluate_split(task, model.to(ranks.device), split, ranks, size, settings.seed, settings.workers).metrics
 
 
-def _load(run: RunDirectory) -> tuple[Task, nn.Module]:
+def _load(run: RunDirectory, data: str | PathLike[str] | None = None) -> tuple[Task, nn.Module]:
     if not run.finished:
         raise TrainingError(f"{run.path} is not finished, so it has no model yet: train it to its end first")
     tensors = read_tensors(run.model_path, run.result["sha256"]["model.safetensors"])
     if run.result.get("weights") == HALVED:
         tensors = {name: value.float() if value.dtype == torch.float16 else value for name, value in tensors.items()}
-    task = make_task(run.recipe)
+    task = make_task(run.recipe_on(data))
     with torch.random.fork_rng(devices=[]):  # making a model draws random numbers; loading one should not
         model = task.make_model().eval()
     restore_model(model, tensors, str(run.model_path))

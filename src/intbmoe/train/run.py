@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
@@ -38,7 +39,7 @@ from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
 from intbmoe.train.files import full_disk_is_explained, read_json
 from intbmoe.train.outcomes import read_outcomes
-from intbmoe.zoo import find_in_zoo, in_zoo
+from intbmoe.zoo import STAND_IN, find_in_zoo, in_zoo
 
 FREE_TO_CHANGE = (
     "train.workers", "train.threads", "train.checkpoint_every", "train.keep_checkpoints", "train.parallel",
@@ -89,6 +90,21 @@ class RunDirectory:
             return recipe_from_dict(self._config())
         except (ValueError, TypeError) as error:
             raise DamagedFileError(f"{self.config_path} cannot be read back: {error}") from error
+
+    def recipe_on(self, data: str | PathLike[str] | None) -> Recipe:
+        """The recipe with its data at ``data``; None for where the run found them."""
+        recipe = self.recipe
+        if data is None:
+            return recipe
+        if not hasattr(recipe.data, "path"):
+            raise DataError(f"data={os.fspath(data)!r}: the task {recipe.task!r} reads no files: leave data out")
+        return replace(recipe, data=replace(recipe.data, path=os.path.abspath(data)))
+
+    @property
+    def stand_in(self) -> Path | None:
+        """What a model of the zoo brings where its data may not be passed on: see ``intbmoe.zoo``."""
+        path = self.path / STAND_IN
+        return path if path.is_file() else None
 
     @property
     def finished(self) -> bool:
@@ -191,10 +207,12 @@ def moved_data_is_explained(path: str | Path) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        run = RunDirectory(path)
+        run = RunDirectory.existing(path)
+        if run.stand_in is not None:
+            raise DataError(f"{error}\n({path} came without its data: give --data)") from error
         if getattr(run.recipe.data, "path", None) is None:
             raise
-        where = f"data.path is the one in {run.config_path}: set it there if the data has moved"
+        where = f"data.path is the one in {run.config_path}: set it there, or give --data, if the data has moved"
         raise DataError(f"{error}\n({where})") from error
 
 
