@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from intbmoe.checks import require
-from intbmoe.layer import MoELayer, Quantities, Result, Routing, moe_layers, require_whole, unwrap
+from intbmoe.layer import MoELayer, Result, Routing, moe_layers, require_whole, unwrap
 from intbmoe.methods.dense import Dense
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.ops.permute import Permutation
@@ -199,13 +199,6 @@ class SplitFFN(RoutedLayer):
         y, load = self.experts.route(tokens, ids, weights, complete=mask is None)
         y = y + self.shared.batch(tokens.unsqueeze(0)).squeeze(0)
         return Result(y.view(x.shape), Routing(ids, weights), sums={"load": load})
-
-    def quantities(self) -> Quantities:
-        return Quantities(participation=self.config.top_k, execution=self.config.top_k, materialization=0)
-
-    def active_parameters(self) -> int:
-        idle = (self.config.experts - self.config.top_k) * self.experts.expert_parameters()
-        return super().active_parameters() - idle
 
 
 def _fit(layer: MoELayer, x: Tensor, y: Tensor, steps: int, lr: float, batch: int = 512) -> None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from intbmoe.checks import require
-from intbmoe.layer import Quantities, Result, Routing
+from intbmoe.layer import Result, Routing
 from intbmoe.parts.capacity import CapacityConfig, CapacityLayer
 from intbmoe.parts.dispatch import capacity_of, limit_capacity
 from intbmoe.parts.losses import global_sum, masked_sum, squared_variation
@@ -103,12 +103,6 @@ class VMoE(CapacityLayer):
             return None
         valid = x.shape[1] if mask is None else mask.sum(1, keepdim=True)
         return capacity_of(ratio, c.top_k * valid, c.experts, c.capacity_multiple)
-
-    def quantities(self) -> Quantities:
-        return Quantities(participation=self.config.top_k, execution=self.config.top_k, materialization=0)
-
-    def active_parameters(self) -> int:
-        return self.router.weight.numel() + self.config.top_k * self.experts.expert_parameters()
 
 
 def gaussian(logits: Tensor) -> Tensor:
