@@ -126,10 +126,3 @@ def top2_gating(
         total = weights.sum(-1, keepdim=True)
         weights = weights / torch.where(total > 0, total, 1)
     return ids, weights, wanted
-
-
-def first_choice_loss(logits: Tensor) -> Tensor:
-    """(B, T, E) logits → E·Σ_e f_e P_e in each sequence, averaged: lingvo's loss, 1 where the load is even."""
-    gates = logits.softmax(-1)
-    first = torch.nn.functional.one_hot(gates.argmax(-1), gates.shape[-1]).to(gates.dtype)
-    return (gates.mean(-2) * first.mean(-2)).sum(-1).mean() * gates.shape[-1]

@@ -94,7 +94,6 @@ class MoBE(Mixtral):
 
     def active_parameters(self) -> int:
         """All bases, and the chosen experts' own."""
+        c = self.config
         own = sum(p.numel() for name, p in self.experts.named_parameters() if not name.endswith("bases"))
-        return sum(p.numel() for p in self.parameters()) - own * (self.config.experts - self.config.top_k) // (
-            self.config.experts
-        )
+        return sum(p.numel() for p in self.parameters()) - own * (c.experts - c.top_k) // c.experts

@@ -10,7 +10,6 @@ which all ranks have, get from each rank what its slice contributes, times R: th
 DDP takes of everything before them, is then the sum of all slices' contributions. No message of their own is needed.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -200,7 +199,7 @@ class _Composition:
         value, gate, own = self.inputs
         factor, *how = self.how
         # Whatever saves tensors in its own way around this (activation checkpointing) has nothing to save here.
-        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             return compose(Coefficients(value, gate, factor), own, *how)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -247,10 +246,6 @@ class _Compose(Function):
         return (None, *ctx.composition.collect(grad))
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _gather(own: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's (K, i_r, c) → all ranks' (K, i, c). The slices of the last ranks may be smaller, or empty."""
     ranks = dist.get_world_size(group)
@@ -276,31 +271,24 @@ def _scatter(grad: Tensor, group: dist.ProcessGroup, own: int) -> Tensor:
 # ``layer.recompute``: autograd keeps the composition in place of the blocks, and asks for them again in backward.
 
 
-@dataclass(frozen=True)
-class _View:
-    composition: _Composition
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
 def _drop_composed(layer: IntBMoE, _: Any) -> None:
     layer._dropping = None
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     if not layer.recompute or not torch.is_grad_enabled() or outer:
         return  # activation checkpointing around the layer drops its blocks anyway
 
-    def pack(tensor: Tensor) -> Tensor | _View:
+    def pack(tensor: Tensor) -> Any:
         for pool in layer.pools:
             for composition in pool.awaited:
                 if composition.holds(tensor):
-                    return _View(composition, tensor.size(), tensor.stride(), tensor.storage_offset())
+                    return composition, tensor.size(), tensor.stride(), tensor.storage_offset()
         return tensor
 
-    def unpack(kept: Tensor | _View) -> Tensor:
+    def unpack(kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        return kept.composition.blocks().as_strided(kept.size, kept.stride, kept.offset)
+        composition, *view = kept
+        return composition.blocks().as_strided(*view)
 
     layer._dropping = saved_tensors_hooks(pack, unpack)
     layer._dropping.__enter__()

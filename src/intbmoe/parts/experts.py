@@ -1,6 +1,6 @@
-"""Expert networks: one that is always on, and E stacked ones that run in three ways.
+"""Expert networks: one that is always on, and E stacked ones that run in four ways.
 
-A stacked network is written once, over an open linear map that ``rows``, ``batch`` and ``merged`` fill in:
+A stacked network is written once, over an open linear map that each way fills in:
 
     rows      rows sorted by expert, each through its expert           sparse methods
     batch     (E, S, d), each expert on its own S inputs               Soft MoE, Expert Choice, dense mixtures

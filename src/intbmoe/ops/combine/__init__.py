@@ -19,9 +19,8 @@ def sum_rows(rows: Tensor, token: Tensor, inverse: Tensor, backend: Backend, end
 
     With the groups' ``ends``, which ``fused`` alone takes, rows after the last of them are not read.
     """
-    if backend == "fused" or compiled_for_gpu(rows):
-        return _sum_rows(rows, token, inverse, backend, ends)
-    return rows_of_tokens(rows, inverse, rows.shape[0] != inverse.numel()).sum(1)
+    run = _sum_rows if backend == "fused" or compiled_for_gpu(rows) else _run
+    return run(rows, token, inverse, backend, ends)
 
 
 def rows_of_tokens(rows: Tensor, inverse: Tensor, trimmed: bool) -> Tensor:
