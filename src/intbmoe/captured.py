@@ -2,7 +2,7 @@
 
 A small model's forward is hundreds of short kernels, which Python starts far more slowly than a large GPU runs them. A
 graph starts them at once. It reads and writes at fixed places, so inputs are copied there, and shapes are rounded up to
-a few. On the CPU a recorded function is the function itself, so that all around the graphs can be tested there.
+a few. On the CPU a recorded function is the function itself, so that everything around the graphs can be tested there.
 """
 
 from collections.abc import Callable

@@ -94,7 +94,9 @@ def quantize(model: nn.Module, storage: Storage = "int8") -> QuantizationReport:
     names = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name in wanted:
         if names[name].device.type != "meta" and not names[name].isfinite().all():
-            raise ValueError(f"{name} holds numbers that are not finite: 8 bits cannot say so, and the model is broken")
+            raise ValueError(
+                f"{name} holds numbers that are not finite: 8 bits cannot hold them, and the model is broken"
+            )
     kept = {
         name: (reasons.get(id(tensor), SMALL if tensor.dim() < 2 else OTHER), tensor.nbytes)
         for name, tensor in names.items()

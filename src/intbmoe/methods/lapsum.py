@@ -1,6 +1,6 @@
 """SoftMoE by LapSum: a soft top-k whose weights sum to k and have gradients everywhere.
 
-Zasada et al., 2026 (arXiv 2606.17952), by whom it is called SoftMoE; the operator is Struski, Bednarczyk, Podolak and
+Zasada et al., 2026 (arXiv 2606.17952), who call it SoftMoE; the operator is Struski, Bednarczyk, Podolak and
 Tabor, "LapSum - One Method to Differentiate Them All: Ranking, Sorting and Top-k Selection", ICML 2025, official code
 gmum/LapSum.
 

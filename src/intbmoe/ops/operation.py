@@ -1,4 +1,4 @@
-"""Operations of our own: known to torch as custom ops, called directly where nobody looks.
+"""Operations of our own: known to torch as custom ops, called directly where nothing observes them.
 
 Compilers, counters, profilers, tensor subclasses and modes must see one opaque operation with a shape function and a
 derivative, so each is registered with torch. But torch's way to a Python kernel and its derivative takes longer than

@@ -10,7 +10,6 @@ which all ranks have, get from each rank what its slice contributes, times R: th
 DDP takes of everything before them, is then the sum of all slices' contributions. No message of their own is needed.
 """
 
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,6 +29,9 @@ from intbmoe.parts.pool import Pool
 from intbmoe.precision import wide
 
 collectives = torch.ops._c10d_functional  # their Python functions were renamed between versions of torch
+
+How = tuple[Literal["weights", "biases"], torch.dtype, Backend]
+"""What of a pool is composed, in which type, by what."""
 
 
 def shard_pools(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -101,7 +103,7 @@ class ShardedPool(Pool):
 
     def share_out(self, mesh: DeviceMesh) -> None:
         self.group, self.sync = mesh.get_group(), True
-        self.kept: dict[tuple, _Composition] = {}  # of the step's micro-batches, while more are to come
+        self.kept: dict[How, _Composition] = {}  # of the step's micro-batches, while more are to come
         self.awaited: list[_Composition] = []  # of this forward, whose blocks are dropped at its end
         share_out(self, mesh, dim=1)
 
@@ -115,47 +117,35 @@ class ShardedPool(Pool):
         recompute: bool,
     ) -> Tensor:
         if of == "weights":
-            how = "weights", dtype, backend
-            return self._gathered(alpha, self.weight.to_local(), self.weight.shape[1], *how, recompute)
+            return self._gathered((of, dtype, backend), alpha, self.weight.to_local(), self.weight.shape[1], recompute)
         if self.bias is None:
             return self._biases(alpha, backend)
         # As a pool of one column: its entries are then the second dimension, as those of weights are. No kernel for it.
-        plain = "naive" if backend == "naive" else "tiled"
         own = self.bias.to_local().unsqueeze(2)
-        blocks = self._gathered(alpha, own, self.bias.shape[1], "biases", wide(own).dtype, plain, False)
+        how = of, wide(own).dtype, "naive" if backend == "naive" else "tiled"
+        blocks = self._gathered(how, alpha, own, self.bias.shape[1], recompute=False)
         return blocks.transpose(1, 2).flatten(1).contiguous()
 
-    def _gathered(
-        self,
-        alpha: Coefficients,
-        own: Tensor,
-        width: int,
-        of: str,
-        dtype: torch.dtype,
-        backend: Backend,
-        recompute: bool,
-    ) -> Tensor:
+    def _gathered(self, how: How, alpha: Coefficients, own: Tensor, width: int, recompute: bool) -> Tensor:
         """The K blocks (K, i, P·o) of all ranks' slices, this one's being ``own`` (E, i_r, o)."""
-        make = partial(_Composition, self, alpha, own, width, dtype, backend if own.numel() else "tiled")
         learned = any(tensor is not None and tensor.requires_grad for tensor in (alpha.value, alpha.gate, own))
         if not (torch.is_grad_enabled() and learned):
-            return make(drops=False).blocks()
-        key = of, dtype, backend
-        composition = self._kept(key, own)
+            return _Composition(self, how, alpha, own, width, drops=False).blocks()
+        composition = self._kept(how, own)
         if composition is None:
-            composition = make(drops=recompute)
+            composition = _Composition(self, how, alpha, own, width, drops=recompute)
             if recompute:
                 self.awaited.append(composition)
             elif not self.sync:
-                self.kept[key] = composition
+                self.kept[how] = composition
         blocks = _Compose.apply(composition, alpha.value, alpha.gate, own)
-        if self.sync and not recompute and key not in self.kept:
+        if self.sync and not recompute and how not in self.kept:
             composition.hand_over()
         return blocks
 
-    def _kept(self, key: tuple, own: Tensor) -> "_Composition | None":
+    def _kept(self, how: How, own: Tensor) -> "_Composition | None":
         """What the step's earlier micro-batches composed, if there were any."""
-        found = self.kept.get(key)
+        found = self.kept.get(how)
         if found is None or found.version == own._version:
             return found
         if found.grad is not None:
@@ -163,29 +153,22 @@ class ShardedPool(Pool):
                 "the pool was changed while gradients of micro-batches were waiting for the step's last one: call "
                 "intbmoe.parallel.set_requires_gradient_sync(model, True) before that, or abandon_step(model)"
             )
-        return self.kept.pop(key) and None
+        return self.kept.pop(how) and None
 
 
 class _Composition:
     """K blocks composed from the ranks' slices: whole on every rank, or dropped until they are asked for again."""
 
-    def __init__(
-        self,
-        pool: ShardedPool,
-        alpha: Coefficients,
-        own: Tensor,
-        width: int,
-        dtype: torch.dtype,
-        backend: Backend,
-        drops: bool,
-    ) -> None:
+    def __init__(self, pool: ShardedPool, how: How, alpha: Coefficients, own: Tensor, width: int, drops: bool) -> None:
         self.pool, self.width, self.drops, self.version = pool, width, drops, own._version
         self.grad: Tensor | None = None  # of the blocks, from micro-batches before the last
-        inputs = [None if tensor is None else tensor.detach() for tensor in (alpha.value, alpha.gate, own)]
         learns = torch.is_grad_enabled()
-        needed = [tensor is not None and tensor.requires_grad and learns for tensor in (alpha.value, alpha.gate, own)]
-        self.inputs = [tensor.requires_grad_() if need else tensor for tensor, need in zip(inputs, needed, strict=True)]
-        self.how = alpha.factor, dtype, backend
+        self.inputs = [
+            None if tensor is None else tensor.detach().requires_grad_(learns and tensor.requires_grad)
+            for tensor in (alpha.value, alpha.gate, own)
+        ]
+        _, dtype, backend = how
+        self.how = alpha.factor, dtype, backend if own.numel() else "tiled"
         self._own: Tensor | None = None  # this rank's slice of the blocks, with its graph, which keeps inputs alone
         self._blocks: Tensor | None = None
 
