@@ -58,19 +58,18 @@ class PoolLayer(WideBuffers, ChoosingLayer):
     def open_choices(self) -> Tensor:
         return self.active
 
+    def _require_whole_slots(self) -> None:
+        """Raise if a parameter is sharded: slots are opened by writing single rows, which may lie on another rank.
 
-def require_whole(layer: PoolLayer) -> None:
-    """Raise if a parameter is sharded: slots are opened by writing single rows, which may lie on another rank.
-
-    Experts that ranks share out whole are slots still, each on one rank.
-    """
-    apart = {} if layer.experts.exchange is None else set(layer.experts.parameters())
-    for name, parameter in layer.named_parameters():
-        if hasattr(parameter, "full_tensor") and parameter not in apart:  # a DTensor, without importing it
-            raise RuntimeError(
-                f"{type(layer).__name__} opens and closes experts by rows of {name!r}, which is sharded: train it "
-                f"with DistributedDataParallel, or keep its parameters out of FSDP2 by ignored_params"
-            )
+        Experts that ranks share out whole are slots still, each on one rank.
+        """
+        apart = {} if self.experts.exchange is None else set(self.experts.parameters())
+        for name, parameter in self.named_parameters():
+            if hasattr(parameter, "full_tensor") and parameter not in apart:  # a DTensor, without importing it
+                raise RuntimeError(
+                    f"{type(self).__name__} opens and closes experts by rows of {name!r}, which is sharded: train it "
+                    f"with DistributedDataParallel, or keep its parameters out of FSDP2 by ignored_params"
+                )
 
 
 def reset_moments(optimizer: Any, parameters: Iterable[Tensor], slots: Tensor, own: slice = slice(None)) -> None:
