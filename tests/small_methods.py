@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import intbmoe
 
@@ -55,6 +56,14 @@ def make(name, dtype=torch.float64, **options):
 def tokens(*shape, seed=2, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, DIM, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def expert(layer, e, x):
+    """What expert ``e`` of a layer makes of (…, d) tokens, written out."""
+    w = layer.experts
+    if layer.config.expert == "swiglu":
+        return (F.silu(x @ w.gate.weight[e]) * (x @ w.up.weight[e])) @ w.down.weight[e]
+    return F.gelu(x @ w.up.weight[e] + w.up.bias[e]) @ w.down.weight[e] + w.down.bias[e]
 
 
 def token_wise(layer):

@@ -83,7 +83,7 @@ def match_budget(
     ``hidden`` and ``expert`` describe the backbone's FFN, ``experts`` is the paper's E. ``tokens``, where their number
     is fixed, sets Soft MoE's slots and bounds Lory's segment; ``domain`` says which of its authors' scripts MASS
     follows ("language" for any sequence model); ``intbmoe_hidden`` overrules the matching width of IntBMoE's blocks.
-    ``tasks`` is for a head of several: methods that take a vector (``conditioning_dim``) are told them apart by it. A
+    ``tasks`` is for a head of several: methods that take a vector (``conditioning_dim``) tell them apart by it. A
     method that the paper does not have counts as one without a shared path, with experts like the backbone's FFN.
     """
     for argument, value in (("dim", dim), ("hidden", hidden), ("experts", experts)):

@@ -2,10 +2,10 @@
 
 A small model's forward is hundreds of short kernels, which Python starts far more slowly than a large GPU runs them. A
 graph starts them at once. It reads and writes at fixed places, so inputs are copied there, and shapes are rounded up to
-a few. On the CPU a recorded function is the function itself, so that all around the graphs can be tested there.
+a few. On the CPU a recorded function is the function itself, so that everything around the graphs can be tested there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from intbmoe.layer import moe_layers
-from intbmoe.statistics import LayerStatistics, RoutedForward
 
 Recorded = Callable[[], None]
 
@@ -95,7 +94,7 @@ class Recorder:
             replay()  # the first time takes longer: the device gets the graph
         return replay
 
-    def _capture(self, function: Recorded) -> "_Replay":
+    def _capture(self, function: Recorded) -> Recorded:
         graph = torch.cuda.CUDAGraph()
         # The tensors in which a graph leaves its routing are kept with it: a sample of the routing costs nothing.
         with ExitStack() as stack:
@@ -106,17 +105,13 @@ class Recorder:
                 function()
             finally:
                 graph.capture_end()
-        return _Replay(graph, routed)
 
+        def replay() -> None:
+            graph.replay()
+            for statistics, calls in routed:
+                statistics.repeat(calls)
 
-class _Replay:
-    def __init__(self, graph: Any, routed: Sequence[tuple[LayerStatistics, Sequence[RoutedForward]]]) -> None:
-        self._graph, self._routed = graph, routed
-
-    def __call__(self) -> None:
-        self._graph.replay()
-        for statistics, calls in self._routed:
-            statistics.repeat(calls)
+        return replay
 
 
 class _Constants(TorchFunctionMode):

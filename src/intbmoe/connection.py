@@ -79,7 +79,7 @@ class Connection:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]] | None:
-        """A closure runs forward and backward inside the step (Lightning steps so): then our turn is at its end."""
+        """A closure runs forward and backward inside the step (as Lightning does): then we run at its end."""
         closure = options.get("closure", arguments[1] if len(arguments) > 1 else None)  # arguments[0] is the optimizer
         if closure is None:
             before_step(self.model, optimizer, self._reevaluate)

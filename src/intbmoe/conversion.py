@@ -26,7 +26,7 @@ is measured on the last batch, which nothing is fitted to.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from intbmoe.checks import require
-from intbmoe.layer import MoELayer, Quantities, Result, Routing, moe_layers, require_whole, unwrap
+from intbmoe.layer import MoELayer, Result, Routing, moe_layers, require_whole, unwrap
 from intbmoe.methods.dense import Dense
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.ops.permute import Permutation
@@ -47,9 +47,11 @@ from intbmoe.precision import wide
 from intbmoe.settings import AtMost, PositiveInt
 
 Batches = Sequence[Any]
+Layers = dict[str, MoELayer]
 Loss = Callable[[nn.Module, Any], Tensor]
 """The model and a batch → a number to differentiate; running it runs the model."""
 
+FIT_BATCH = 512  # tokens
 GRAM_EPS = 1e-6
 """What is added to a Gram matrix's diagonal, relative to its mean: experts see few tokens, or none."""
 
@@ -68,7 +70,7 @@ def share_base(model: nn.Module, batches: Batches, loss: Loss, *, ratio: float) 
     """D²-MoE: ``ratio`` is the share of an expert's matrix that its low-rank difference keeps, in parameters."""
     require(0 < ratio <= 1, "ratio", ratio, "a number in (0, 1]")
     changed, layers = _copy(model, batches)
-    maps = [part for _, layer in layers for part in layer.experts.modules() if isinstance(part, StackedLinear)]
+    maps = [part for layer in layers.values() for part in layer.experts.modules() if isinstance(part, StackedLinear)]
     seen = {part: _Seen(part) for part in maps}
     with ExitStack() as stack:
         for part in maps:
@@ -80,9 +82,11 @@ def share_base(model: nn.Module, batches: Batches, loss: Loss, *, ratio: float) 
                 seen[part].add_gradient()
     changed.zero_grad()
     for part in maps:
-        parts = seen[part].factors(max(1, int(ratio * _low_rank(part))))
+        _, inputs, outputs = part.weight.shape
+        as_many = inputs * outputs / (inputs + outputs)  # the rank at which two factors have as many numbers
+        parts = seen[part].factors(max(1, int(ratio * as_many)))
         parametrize.register_parametrization(part, "weight", _SharedBase(parts), unsafe=True)
-    return changed, _report(model, changed, [name for name, _ in layers], batches[-1], loss)
+    return changed, _report(model, changed, layers, batches[-1], loss)
 
 
 def fit_intbmoe(
@@ -90,8 +94,8 @@ def fit_intbmoe(
 ) -> tuple[nn.Module, list[Converted]]:
     """``options`` are IntBMoE's, ``experts`` and ``blocks`` above all; ``hidden`` is the experts' own if left out."""
     changed, layers = _copy(model, batches)
-    tokens = _inputs(changed, [name for name, _ in layers], batches[:-1], loss)
-    for name, layer in layers:
+    tokens = _inputs(changed, layers, batches[:-1], loss)
+    for name, layer in layers.items():
         wanted = {"hidden": layer.config.hidden, **options}
         weight = next(layer.parameters())
         fitted = IntBMoE(layer.config.dim, **wanted).to(weight.device, weight.dtype)
@@ -100,7 +104,7 @@ def fit_intbmoe(
             y = torch.cat([layer(rows.unsqueeze(0)).squeeze(0) for rows in x.split(4096)])
         _fit(fitted, x, y, steps, lr)
         changed.set_submodule(name, fitted.train(layer.training))
-    return changed, _report(model, changed, [name for name, _ in layers], batches[-1], loss)
+    return changed, _report(model, changed, layers, batches[-1], loss)
 
 
 def split_dense(
@@ -117,7 +121,7 @@ def split_dense(
     """Dense2MoE: ``shared`` is the share of inner units that every token passes, and what the experts cannot divide."""
     require(0 <= shared < 1, "shared", shared, "a number in [0, 1)")
     changed, layers = _copy(model, batches, dense=True)
-    units = {name: torch.zeros(layer.config.hidden, dtype=torch.float64) for name, layer in layers}
+    units = {name: torch.zeros(layer.config.hidden, dtype=torch.float64) for name, layer in layers.items()}
 
     def watch(name: str, z: Tensor) -> None:
         def add(grad: Tensor) -> None:
@@ -126,21 +130,21 @@ def split_dense(
         z.register_hook(add)
 
     with ExitStack() as stack:
-        for name, layer in layers:
+        for name, layer in layers.items():
             hook = layer.experts.down.register_forward_pre_hook(lambda _, args, name=name: watch(name, args[0]))
             stack.callback(hook.remove)
         for batch in batches[:-1]:
             loss(changed, batch).backward()
     changed.zero_grad()
-    tokens = _inputs(changed, [name for name, _ in layers], batches[:-1], loss)
-    for name, layer in layers:
+    tokens = _inputs(changed, layers, batches[:-1], loss)
+    for name, layer in layers.items():
         x = torch.cat(tokens[name])
         split = SplitFFN.of(layer, units[name], experts, top_k, shared, x)
         with torch.no_grad():
             y = layer(x.unsqueeze(0)).squeeze(0)
         _fit(split, x, y, steps, lr)
         changed.set_submodule(name, split.train(layer.training))
-    return changed, _report(model, changed, [name for name, _ in layers], batches[-1], loss)
+    return changed, _report(model, changed, layers, batches[-1], loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,38 +204,31 @@ class SplitFFN(RoutedLayer):
         y = y + self.shared.batch(tokens.unsqueeze(0)).squeeze(0)
         return Result(y.view(x.shape), Routing(ids, weights), sums={"load": load})
 
-    def quantities(self) -> Quantities:
-        return Quantities(participation=self.config.top_k, execution=self.config.top_k, materialization=0)
 
-    def active_parameters(self) -> int:
-        idle = (self.config.experts - self.config.top_k) * self.experts.expert_parameters()
-        return super().active_parameters() - idle
-
-
-def _fit(layer: MoELayer, x: Tensor, y: Tensor, steps: int, lr: float, batch: int = 512) -> None:
+def _fit(layer: MoELayer, x: Tensor, y: Tensor, steps: int, lr: float) -> None:
     optimizer = torch.optim.Adam(layer.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
     generator = torch.Generator().manual_seed(0)
     scale = y.square().mean()
     for _ in range(steps):
-        rows = torch.randint(len(x), (min(batch, len(x)),), generator=generator).to(x.device)
+        rows = torch.randint(len(x), (min(FIT_BATCH, len(x)),), generator=generator).to(x.device)
         optimizer.zero_grad()
         ((layer(x[rows].unsqueeze(0)).squeeze(0) - y[rows]).square().mean() / scale).backward()
         optimizer.step()
         schedule.step()
 
 
-def _copy(model: nn.Module, batches: Batches, dense: bool = False) -> tuple[nn.Module, list[tuple[str, MoELayer]]]:
+def _copy(model: nn.Module, batches: Batches, dense: bool = False) -> tuple[nn.Module, Layers]:
     """A copy in evaluation, and its mixtures of experts that a router chooses from, or its dense layers."""
     require(len(batches) >= 2, "batches", f"{len(batches)} of them", "at least two: the last one measures the error")
     require_whole(model, "cannot convert")
     changed = copy.deepcopy(unwrap(model)).eval()
-    layers = [
-        (name, layer)
+    layers = {
+        name: layer
         for name, layer in moe_layers(changed)
         if (type(layer) is Dense if dense else layer.choices is not None)
         and isinstance(getattr(layer, "experts", None), StackedExperts)
-    ]
+    }
     if not layers and dense:
         raise ValueError("the model has no dense layer of ours (create('dense', …), create('swiglu', …))")
     if not layers:
@@ -239,30 +236,29 @@ def _copy(model: nn.Module, batches: Batches, dense: bool = False) -> tuple[nn.M
     return changed, layers
 
 
-def _inputs(model: nn.Module, names: list[str], batches: Batches, loss: Loss) -> dict[str, list[Tensor]]:
-    """The valid tokens (N, d) that each layer sees in each batch."""
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
-    layers = dict(moe_layers(model))
+def _inputs(model: nn.Module, layers: Layers, batches: Batches, loss: Loss) -> dict[str, list[Tensor]]:
+    """The valid tokens (N, d) that each of the model's layers sees in each batch."""
+    found: dict[str, list[Tensor]] = {name: [] for name in layers}
 
     def keep(name: str, x: Tensor, mask: Tensor | None = None, *_: Any) -> None:
         found[name].append(x.detach().flatten(0, -2) if mask is None else x.detach()[mask])
 
     with ExitStack() as stack, torch.no_grad():
-        for name in names:
-            hook = layers[name].register_forward_pre_hook(lambda _, args, name=name: keep(name, *args))
+        for name, layer in layers.items():
+            hook = layer.register_forward_pre_hook(lambda _, args, name=name: keep(name, *args))
             stack.callback(hook.remove)
         for batch in batches:
             loss(model, batch)
     return found
 
 
-def _report(before: nn.Module, after: nn.Module, names: list[str], batch: Any, loss: Loss) -> list[Converted]:
+def _report(before: nn.Module, after: nn.Module, names: Iterable[str], batch: Any, loss: Loss) -> list[Converted]:
     mode = before.training
-    tokens = _inputs(before.eval(), names, [batch], loss)
+    layers, changed = dict(moe_layers(before)), dict(moe_layers(after))
+    tokens = _inputs(before.eval(), {name: layers[name] for name in names}, [batch], loss)
     rows = []
-    for name in names:
-        old, new = (dict(moe_layers(model))[name] for model in (before, after))
-        x = tokens[name][0].unsqueeze(0)
+    for name in tokens:
+        old, new, x = layers[name], changed[name], tokens[name][0].unsqueeze(0)
         with torch.no_grad():
             y = old(x)
             error = float((new(x) - y).norm() / y.norm())
@@ -270,12 +266,6 @@ def _report(before: nn.Module, after: nn.Module, names: list[str], batch: Any, l
         rows.append(Converted(name, *sizes, error))
     before.train(mode)
     return rows
-
-
-def _low_rank(part: StackedLinear) -> float:
-    """The rank at which two factors have as many numbers as the matrix."""
-    _, inputs, outputs = part.weight.shape
-    return inputs * outputs / (inputs + outputs)
 
 
 class _Seen:

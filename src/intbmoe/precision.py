@@ -35,7 +35,7 @@ def autocast_off(x: Tensor) -> AbstractContextManager:
 
 
 def bfloat16_is_slow(device: torch.device | str) -> bool:
-    """Whether the device is a CPU without instructions for bfloat16; of a torch without oneDNN nothing is claimed."""
+    """Whether the device is a CPU without instructions for bfloat16; False where torch has no oneDNN to ask."""
     on_cpu = torch.device(device).type == "cpu" and torch.backends.mkldnn.is_available()
     return on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

@@ -88,15 +88,20 @@ def quantize(model: nn.Module, storage: Storage = "int8") -> QuantizationReport:
         raise ValueError(f"{type(model).__name__} is quantised already: start from the model that is not")
     require_whole(model, "cannot quantise")
     reasons = _reasons_to_keep(model)
-    found = list(_weights(model))
-    wanted = {name: (owner, key) for name, owner, key, weight in found if id(weight) not in reasons}
+    wanted = {name: (owner, key) for name, owner, key, weight in _weights(model) if id(weight) not in reasons}
     if not wanted:
         raise ValueError(f"{type(model).__name__} has no weight of a linear map that could be quantised")
-    names = dict(_tensors(model))
+    names = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name in wanted:
         if names[name].device.type != "meta" and not names[name].isfinite().all():
-            raise ValueError(f"{name} holds numbers that are not finite: 8 bits cannot say so, and the model is broken")
-    kept = {name: (_reason(tensor, reasons), tensor.nbytes) for name, tensor in names.items() if name not in wanted}
+            raise ValueError(
+                f"{name} holds numbers that are not finite: 8 bits cannot hold them, and the model is broken"
+            )
+    kept = {
+        name: (reasons.get(id(tensor), SMALL if tensor.dim() < 2 else OTHER), tensor.nbytes)
+        for name, tensor in names.items()
+        if name not in wanted
+    }
     quantized = {}
     for name, (owner, key) in wanted.items():
         before = names[name].nbytes
@@ -105,11 +110,6 @@ def quantize(model: nn.Module, storage: Storage = "int8") -> QuantizationReport:
         stored = owner.parametrizations[key]
         quantized[name] = before, stored.original0.nbytes + stored.original1.nbytes
     return QuantizationReport(storage, quantized, kept)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -139,7 +139,3 @@ def _reasons_to_keep(model: nn.Module) -> dict[int, str]:
         if after >= weight.nbytes or not weight.is_floating_point():
             reasons.setdefault(id(weight), SMALL)
     return reasons
-
-
-def _reason(tensor: Tensor, reasons: dict[int, str]) -> str:
-    return reasons.get(id(tensor), SMALL if tensor.dim() < 2 else OTHER)

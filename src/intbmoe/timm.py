@@ -31,6 +31,19 @@ from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter_fn
 
 __all__ = ["MoEVisionTransformer", "PatchMixture"]
 
+DEFAULT_CFG = {
+    "num_classes": 1000,
+    "input_size": (3, 224, 224),
+    "pool_size": None,
+    "crop_pct": 0.9,
+    "interpolation": "bicubic",
+    "fixed_input_size": True,
+    "mean": IMAGENET_DEFAULT_MEAN,
+    "std": IMAGENET_DEFAULT_STD,
+    "first_conv": "patch_embed.proj",
+    "classifier": "head",
+    "license": "apache-2.0",
+}
 SIZES = {
     "tiny": {"patch_size": 16, "embed_dim": 192, "depth": 8, "num_heads": 3},
     "small": {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6},
@@ -118,23 +131,6 @@ def checkpoint_filter_fn(state: Mapping[str, Tensor], model: nn.Module) -> dict[
     return renamed
 
 
-def _default_cfg(**changes: Any) -> dict[str, Any]:
-    return {
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": None,
-        "crop_pct": 0.9,
-        "interpolation": "bicubic",
-        "fixed_input_size": True,
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-        "license": "apache-2.0",
-        **changes,
-    }
-
-
 def _entry_point(name: str, method: str, size: str) -> Callable[..., nn.Module]:
     def build(pretrained: bool = False, **arguments: Any) -> nn.Module:
         return build_model_with_cfg(
@@ -152,6 +148,6 @@ def _entry_point(name: str, method: str, size: str) -> Callable[..., nn.Module]:
 
 
 _NAMES = {f"{method}_vit_{size}_patch16_224": (method, size) for method in list_methods() for size in SIZES}
-default_cfgs = generate_default_cfgs({name: _default_cfg() for name in _NAMES})
+default_cfgs = generate_default_cfgs({name: dict(DEFAULT_CFG) for name in _NAMES})
 for _name, (_method, _size) in _NAMES.items():
     globals()[_name] = register_model(_entry_point(_name, _method, _size))

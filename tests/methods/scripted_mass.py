@@ -1,7 +1,6 @@
 """Small MASS layers, and steps whose gradients follow a script."""
 
 import torch
-import torch.nn.functional as F
 
 import intbmoe
 
@@ -43,10 +42,3 @@ def scripted(layer, norms, optimizer=None, reevaluate=None):
         if optimizer is not None:
             optimizer.step()
         intbmoe.after_step(layer, optimizer)
-
-
-def expert(layer, e, x):
-    w = layer.experts
-    if layer.config.expert == "swiglu":
-        return (F.silu(x @ w.gate.weight[e]) * (x @ w.up.weight[e])) @ w.down.weight[e]
-    return F.gelu(x @ w.up.weight[e] + w.up.bias[e]) @ w.down.weight[e] + w.down.bias[e]

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import intbmoe
 from intbmoe.methods.deepseek import DeepSeek, sequence_balance
+from small_methods import expert
 
 DIM, HIDDEN = 6, 5
 
@@ -15,11 +15,6 @@ DIM, HIDDEN = 6, 5
 def make(**options):
     torch.manual_seed(1)
     return DeepSeek(DIM, HIDDEN, **{"experts": 4, **options}).double()
-
-
-def expert(layer, e, x):
-    gate, up, down = (getattr(layer.experts, name).weight[e] for name in ("gate", "up", "down"))
-    return (F.silu(x @ gate) * (x @ up)) @ down
 
 
 def naive(layer, x, mask):

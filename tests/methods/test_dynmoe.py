@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import intbmoe
+from small_methods import expert
 
 DIM, HIDDEN = 6, 5
 
@@ -19,13 +20,6 @@ def make(**options):
 
 def tokens(*shape, seed=1):
     return torch.randn(*shape, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def expert(layer, e, x):
-    w = layer.experts
-    if layer.config.expert == "swiglu":
-        return (F.silu(x @ w.gate.weight[e]) * (x @ w.up.weight[e])) @ w.down.weight[e]
-    return F.gelu(x @ w.up.weight[e] + w.up.bias[e]) @ w.down.weight[e] + w.down.bias[e]
 
 
 def reference(layer, x, mask):

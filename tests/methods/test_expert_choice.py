@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import intbmoe
 from intbmoe.methods.expert_choice import ExpertChoice
+from small_methods import expert
 
 DIM, HIDDEN = 6, 5
 
@@ -20,11 +20,6 @@ def make(**options):
 
 def tokens(*shape, seed=2):
     return torch.randn(*shape, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def expert(layer, e, x):
-    up, down = layer.experts.up, layer.experts.down
-    return F.gelu(x @ up.weight[e] + up.bias[e]) @ down.weight[e] + down.bias[e]
 
 
 def naive(layer, x, mask):

@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from scripted_mass import DIM, expert, make, tokens
+from scripted_mass import DIM, make, tokens
 
 import intbmoe
+from small_methods import expert
 
 
 def reference(layer, x):

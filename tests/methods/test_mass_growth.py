@@ -6,9 +6,10 @@ from statistics import NormalDist, mean, stdev
 
 import pytest
 import torch
-from scripted_mass import HIDDEN, UP, expert, growing, scripted, tokens
+from scripted_mass import HIDDEN, UP, growing, scripted, tokens
 
 import intbmoe
+from small_methods import expert
 
 
 def drift_steps(series, window, warmup, significance):

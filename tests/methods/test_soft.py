@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import intbmoe
+from small_methods import expert
 
 DIM, HIDDEN, E = 6, 10, 3
 
@@ -28,12 +29,6 @@ def masks():
     mask[1, :3] = False
     mask[3] = False
     return mask
-
-
-def expert(layer, e, z):
-    net = layer.experts
-    inner = torch.nn.functional.gelu(z @ net.up.weight[e] + net.up.bias[e])
-    return inner @ net.down.weight[e] + net.down.bias[e]
 
 
 def unit(v):

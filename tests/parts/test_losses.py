@@ -8,10 +8,10 @@ from ranks import run_ranks
 
 
 def test_uniform_is_one_and_collapse_is_the_number_of_experts():
-    tokens = torch.tensor(8)
-    even = balance_loss(torch.full((4,), 2.0), torch.full((4,), 2), tokens)
-    collapsed = balance_loss(torch.tensor([8.0, 0, 0, 0]), torch.tensor([8, 0, 0, 0]), tokens)
-    assert even == 1
+    even = balance_loss(torch.full((8, 4), 0.25), torch.full((4,), 2), None)
+    collapsed = balance_loss(torch.tensor([[1.0, 0, 0, 0]] * 8), torch.tensor([8, 0, 0, 0]), None)
+    soft = balance_loss(torch.full((8, 4), 0.5), torch.full((4,), 4), None, mass=2)
+    assert even == soft == 1
     assert collapsed == 4
 
 
@@ -20,13 +20,14 @@ def test_uniform_is_one_and_collapse_is_the_number_of_experts():
 def test_the_scale_does_not_depend_on_how_many_tokens_there_are(copies):
     probabilities = torch.rand(5, 3, dtype=torch.float64).softmax(-1)
     load = torch.tensor([3, 1, 1])
-    once = balance_loss(probabilities.sum(0), load, torch.tensor(5))
-    many = balance_loss(copies * probabilities.sum(0), copies * load, torch.tensor(5 * copies))
+    once = balance_loss(probabilities, load, None)
+    padded = torch.cat([probabilities.repeat(copies, 1), torch.full((2, 3), torch.nan)])
+    many = balance_loss(padded, copies * load, torch.arange(len(padded)) < 5 * copies)
     torch.testing.assert_close(once, many)
 
 
 def test_no_token_gives_a_finite_loss():
-    assert balance_loss(torch.zeros(3), torch.zeros(3, dtype=torch.int64), torch.tensor(0)) == 0
+    assert balance_loss(torch.zeros(0, 3), torch.zeros(3, dtype=torch.int64), None) == 0
 
 
 def test_only_valid_tokens_are_counted_and_summed():

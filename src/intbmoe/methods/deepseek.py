@@ -19,37 +19,28 @@ serves expert parallelism only, is left out. The sigmoid and b are in float32 or
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from intbmoe.checks import require
-from intbmoe.layer import Quantities, Result, Routing
-from intbmoe.ops.backend import choose_backend
-from intbmoe.parts.experts import ExpertsConfig, RoutedLayer, SwiGLU
+from intbmoe.layer import Result, Routing
 from intbmoe.parts.losses import global_sum
 from intbmoe.parts.router import mask_choices, top_k
-from intbmoe.parts.shared import run_shared
+from intbmoe.parts.shared import SharedConfig, SharedLayer
 from intbmoe.parts.state import WideBuffers
 from intbmoe.precision import wide
 from intbmoe.registry import register
-from intbmoe.settings import AtMost, MustBe, NonNegative, NonNegativeInt, PositiveInt
+from intbmoe.settings import NonNegative, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSeekConfig(ExpertsConfig):
+class DeepSeekConfig(SharedConfig):
     """Top-k of the routed experts, and shared ones."""
 
     experts: PositiveInt = 16
     """E, routed experts; shared ones come on top."""
-    expert: Annotated[Literal["swiglu"], MustBe("'swiglu' in this method")] = "swiglu"
-    """The expert network: always SwiGLU without biases."""
-    top_k: Annotated[PositiveInt, AtMost("experts")] = 2
-    """k, routed experts of a token."""
-    shared_experts: NonNegativeInt = 1
-    """Experts that every token passes; 0 for none."""
     shared_hidden: PositiveInt | None = None
     """Inner width of one shared expert; None: that of a routed one."""
     bias_speed: NonNegative = 1e-3
@@ -67,16 +58,14 @@ class DeepSeekConfig(ExpertsConfig):
 @register(
     "deepseek", title="DeepSeek-V3", paper="DeepSeek-AI, 2024", code="deepseek-ai/DeepSeek-V3", participation="sparse"
 )
-class DeepSeek(WideBuffers, RoutedLayer):
+class DeepSeek(WideBuffers, SharedLayer):
     """Top-k token choice balanced by a bias on the choice, with a shared expert."""
 
     Config = DeepSeekConfig
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        c = self.config
-        self.shared = SwiGLU(c.dim, c.shared_width) if c.shared_experts else None
-        self.register_buffer("bias", torch.zeros(c.experts, dtype=torch.float32))
+        self.register_buffer("bias", torch.zeros(self.config.experts, dtype=torch.float32))
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config
@@ -87,23 +76,13 @@ class DeepSeek(WideBuffers, RoutedLayer):
         weights = c.route_scale * log_scores.gather(1, chosen).softmax(-1)
         ids = mask_choices(chosen, mask)
         weights = torch.where(ids < 0, 0, weights)
-        tokens = x.reshape(-1, c.dim).to(dtype)
-        y, load = self.experts.route(tokens, ids, weights, complete=mask is None)
-        if self.shared is not None:
-            y = y + run_shared(self.shared, tokens, choose_backend(tokens))
+        y, load = self.run_experts(x.reshape(-1, c.dim).to(dtype), ids, weights, complete=mask is None)
         losses = {}
         if self.training:
             shares = log_scores.softmax(-1).view(*x.shape[:2], c.experts)
             unbiased = F.one_hot(top_k(scores, c.top_k), c.experts).sum(1).view_as(shares)
             losses["balance"] = c.balance * sequence_balance(shares, unbiased, mask, c.top_k)
         return Result(y.view(x.shape), Routing(ids, weights), losses, {"load": load})
-
-    @torch.no_grad()
-    def start_as(self, module: nn.Module) -> None:
-        experts = self.config.shared_experts
-        require(experts > 0, "shared_experts", experts, "1 where a module becomes the shared expert")
-        self.shared = module
-        self.experts.down.weight.zero_()
 
     @classmethod
     def family_after_step(cls, layers: Sequence[Self], sums: Sequence[dict[str, Tensor]], optimizer: Any) -> None:
@@ -112,13 +91,6 @@ class DeepSeek(WideBuffers, RoutedLayer):
             # mean(c) − c_e times E: in integers, so that an exactly even load moves nothing.
             direction = (load.sum() - load.numel() * load).sign()
             layer.bias += layer.config.bias_speed * direction.to(layer.bias.dtype)
-
-    def quantities(self) -> Quantities:
-        return Quantities(participation=self.config.top_k, execution=self.config.top_k, materialization=0)
-
-    def active_parameters(self) -> int:
-        idle = (self.config.experts - self.config.top_k) * self.experts.expert_parameters()
-        return super().active_parameters() - idle
 
 
 def sequence_balance(shares: Tensor, chosen: Tensor, mask: Tensor | None, k: int) -> Tensor:

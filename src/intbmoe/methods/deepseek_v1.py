@@ -20,35 +20,29 @@ the loss in each sequence; the paper's, over all tokens, is taken here.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from intbmoe.checks import require
-from intbmoe.layer import Quantities, Result, Routing
-from intbmoe.ops.backend import choose_backend
-from intbmoe.parts.experts import ExpertsConfig, RoutedLayer, SwiGLU
+from intbmoe.layer import Result, Routing
 from intbmoe.parts.losses import count_valid, global_sum, masked_sum
 from intbmoe.parts.router import mask_choices, top_k
-from intbmoe.parts.shared import run_shared
+from intbmoe.parts.shared import SharedConfig, SharedLayer
 from intbmoe.precision import wide
 from intbmoe.registry import register
-from intbmoe.settings import AtMost, MustBe, NonNegativeInt, PositiveInt
+from intbmoe.settings import AtMost, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSeekV1Config(ExpertsConfig):
+class DeepSeekV1Config(SharedConfig):
     """Top-k of many small experts, and shared ones."""
 
     experts: PositiveInt = 63
     """E, routed experts; shared ones come on top."""
-    expert: Annotated[Literal["swiglu"], MustBe("'swiglu' in this method")] = "swiglu"
-    """The expert network: always SwiGLU without biases."""
     top_k: Annotated[PositiveInt, AtMost("experts")] = 7
     """k, routed experts of a token."""
-    shared_experts: NonNegativeInt = 1
-    """Experts that every token passes; 0 for none."""
     balance: float = 0.01
     """α_1, the coefficient of the expert-level balance loss."""
     device_balance: float = 0.05
@@ -68,25 +62,17 @@ class DeepSeekV1Config(ExpertsConfig):
     code="deepseek-ai/DeepSeek-MoE",
     participation="sparse",
 )
-class DeepSeekV1(RoutedLayer):
+class DeepSeekV1(SharedLayer):
     """Top-k token choice of small experts, with a shared one."""
 
     Config = DeepSeekV1Config
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        c = self.config
-        self.shared = SwiGLU(c.dim, c.shared_experts * c.hidden) if c.shared_experts else None
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config
         scores = self.router(wide(x)).softmax(-1).flatten(0, 1)
         ids = mask_choices(top_k(scores, c.top_k), mask)
         weights = torch.where(ids < 0, 0, scores.gather(1, ids.clamp(min=0)))
-        tokens = x.flatten(0, 1).to(dtype)
-        y, load = self.experts.route(tokens, ids, weights, complete=mask is None)
-        if self.shared is not None:
-            y = y + run_shared(self.shared, tokens, choose_backend(tokens))
+        y, load = self.run_experts(x.flatten(0, 1).to(dtype), ids, weights, complete=mask is None)
         losses = {}
         if self.training:
             valid = global_sum(count_valid(x, mask).to(scores.dtype)).clamp(min=1)
@@ -97,17 +83,3 @@ class DeepSeekV1(RoutedLayer):
                 f, p = f.view(c.devices, -1).mean(1), p.view(c.devices, -1).sum(1)
                 losses["device_balance"] = c.device_balance * (f * p).sum()
         return Result(y.view(x.shape), Routing(ids, weights), losses, {"load": load})
-
-    @torch.no_grad()
-    def start_as(self, module: nn.Module) -> None:
-        experts = self.config.shared_experts
-        require(experts > 0, "shared_experts", experts, "1 where a module becomes the shared expert")
-        self.shared = module
-        self.experts.down.weight.zero_()
-
-    def quantities(self) -> Quantities:
-        return Quantities(participation=self.config.top_k, execution=self.config.top_k, materialization=0)
-
-    def active_parameters(self) -> int:
-        idle = (self.config.experts - self.config.top_k) * self.experts.expert_parameters()
-        return super().active_parameters() - idle

@@ -53,7 +53,7 @@ from torch import Tensor, nn
 from intbmoe.layer import Result, Routing
 from intbmoe.parts.losses import count_valid, global_sum
 from intbmoe.parts.router import pack_choices, top_k
-from intbmoe.parts.slots import PoolConfig, PoolLayer, require_whole, reset_moments, unit
+from intbmoe.parts.slots import PoolConfig, PoolLayer, reset_moments, unit
 from intbmoe.precision import linear, wide
 from intbmoe.registry import register
 from intbmoe.settings import Positive, PositiveInt, Probability
@@ -183,7 +183,7 @@ class DynMoE(PoolLayer):
     @torch.no_grad()
     def family_after_step(cls, layers: Sequence[Self], sums: Sequence[dict[str, Tensor]], optimizer: Any) -> None:
         for layer, recorded in zip(layers, sums, strict=True):
-            require_whole(layer)
+            layer._require_whole_slots()
             layer._measure_choices(recorded["load"].sum() + recorded["uncovered"], recorded["tokens"])
             layer._count_step(recorded, optimizer)
 

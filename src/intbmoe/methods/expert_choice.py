@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from intbmoe.layer import Quantities, Result, Routing
+from intbmoe.layer import Result, Routing
 from intbmoe.parts.dispatch import capacity_of, exact_ratio, seat, sum_seats, to_seats
 from intbmoe.parts.experts import ExpertsConfig, RoutedLayer
 from intbmoe.parts.router import pack_choices
@@ -95,12 +95,6 @@ class ExpertChoice(RoutedLayer):
         rank = torch.arange(capacity, device=gates.device).view(1, -1, 1)
         return taken, (rank < allowed).expand_as(taken)
 
-    def quantities(self) -> Quantities:
-        """For the mean token."""
-        mean = max(1, round(min(self.config.capacity_factor, self.config.experts)))
-        return Quantities(participation=mean, execution=mean, materialization=0)
-
-    def active_parameters(self) -> int:
-        """For the mean token, which ``capacity_factor`` experts take."""
-        mean = min(self.config.capacity_factor, self.config.experts)
-        return self.router.weight.numel() + round(mean * self.experts.expert_parameters())
+    @property
+    def executed(self) -> float:
+        return min(self.config.capacity_factor, self.config.experts)

@@ -27,10 +27,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from intbmoe.layer import Quantities, Result, Routing
+from intbmoe.layer import Result, Routing
 from intbmoe.parts.capacity import CapacityConfig, CapacityLayer
 from intbmoe.parts.dispatch import limit_capacity
-from intbmoe.parts.losses import balance_loss, count_valid, masked_sum
+from intbmoe.parts.losses import balance_loss
 from intbmoe.parts.router import count_choices
 from intbmoe.precision import wide
 from intbmoe.registry import register
@@ -62,6 +62,7 @@ class GShard(CapacityLayer):
     """Top-2 token choice with a random second choice."""
 
     Config = GShardConfig
+    executed = 2
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config
@@ -80,21 +81,14 @@ class GShard(CapacityLayer):
         y, load = self.experts.route(x.flatten(0, 1).to(dtype), ids, weights, complete=complete)
         losses = {}
         if self.training:
-            total = masked_sum(logits.softmax(-1).flatten(0, 1), mask)
             first = count_choices(wanted[..., 0], c.experts)
-            losses["balance"] = c.balance * balance_loss(total, first, count_valid(x, mask))
+            losses["balance"] = c.balance * balance_loss(logits.softmax(-1).flatten(0, 1), first, mask)
         sums = {"load": load, "dropped": (wanted >= 0).sum() - load.sum()}
         return Result(y.view(x.shape), Routing(ids, weights), losses, sums)
 
     def _capacity(self, x: Tensor, mask: Tensor | None) -> int | Tensor | None:
         places = self.places(x, mask, 1)
         return None if places is None else -(-places // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
-
-    def quantities(self) -> Quantities:
-        return Quantities(participation=2, execution=2, materialization=0)
-
-    def active_parameters(self) -> int:
-        return self.router.weight.numel() + 2 * self.experts.expert_parameters()
 
 
 def top2_gating(
@@ -132,10 +126,3 @@ def top2_gating(
         total = weights.sum(-1, keepdim=True)
         weights = weights / torch.where(total > 0, total, 1)
     return ids, weights, wanted
-
-
-def first_choice_loss(logits: Tensor) -> Tensor:
-    """(B, T, E) logits → E·Σ_e f_e P_e in each sequence, averaged: lingvo's loss, 1 where the load is even."""
-    gates = logits.softmax(-1)
-    first = torch.nn.functional.one_hot(gates.argmax(-1), gates.shape[-1]).to(gates.dtype)
-    return (gates.mean(-2) * first.mean(-2)).sum(-1).mean() * gates.shape[-1]

@@ -35,7 +35,7 @@ from intbmoe.ops.grouped_mm import grouped_mm
 from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
 from intbmoe.parts.experts import ExpertsConfig, RoutedLayer
 from intbmoe.parts.linear import Linear
-from intbmoe.parts.losses import balance_loss, count_valid, masked_sum
+from intbmoe.parts.losses import balance_loss
 from intbmoe.parts.router import mask_choices, top_k
 from intbmoe.precision import cast, wide
 from intbmoe.registry import register
@@ -95,8 +95,7 @@ class HyperMoE(RoutedLayer):
         y = y + self._hyper_expert(tokens, mask_choices(_set_of(chosen), mask), mask is None)
         losses = {}
         if self.training:
-            total = masked_sum(probabilities, mask)
-            losses["balance"] = c.balance * balance_loss(total, load, count_valid(x, mask))
+            losses["balance"] = c.balance * balance_loss(probabilities, load, mask)
         return Result(y.view(x.shape), Routing(ids, weights), losses, {"load": load})
 
     def _hyper_expert(self, tokens: Tensor, sets: Tensor, complete: bool) -> Tensor:
@@ -119,10 +118,6 @@ class HyperMoE(RoutedLayer):
     def quantities(self) -> Quantities:
         """All experts have a part in a token's output: those not chosen by the HyperExpert that is made of them."""
         return Quantities(self.config.experts, execution=self.config.top_k + 1, materialization=OnePer("token"))
-
-    def active_parameters(self) -> int:
-        idle = (self.config.experts - self.config.top_k) * self.experts.expert_parameters()
-        return super().active_parameters() - idle
 
 
 def _sets(experts: int, k: int, device: torch.device) -> Tensor:

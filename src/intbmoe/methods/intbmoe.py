@@ -131,7 +131,7 @@ class IntBMoEConfig(LayerConfig):
 
     @property
     def has_kernels(self) -> bool:
-        """As ``Blocks.has_kernels``."""
+        """Whether its blocks are the paper's, for which there are kernels and compiled code."""
         return (self.gate_norm == "rms" or not self.gate) and (self.layer_norm or not self.hidden)
 
     def make_hypernetwork(self) -> Hypernetwork:
@@ -222,6 +222,7 @@ class BlockLayer(MoELayer):
     def _row_parameters(self) -> dict[str, Any]:
         """The part of ``Blocks`` that all blocks share, in the wide type."""
         return {
+            "has_kernels": self.config.has_kernels,
             "gains": tuple(wide(gain) for gain in self.gate_norms),
             "gate_shifts": tuple(wide(shift) for shift in self.gate_shifts),
             "scale": None if self.scale is None else wide(self.scale),
@@ -299,7 +300,7 @@ class IntBMoE(BlockLayer):
 
     @torch.no_grad()
     def start_as(self, module: nn.Module) -> None:
-        """The last pool is zero, so all blocks are; it alone has a gradient at the first step, from then on all has."""
+        """The last pool is zero, so all blocks are; it alone has a gradient at the first step, from then on all do."""
         require(self.config.shared, "shared", self.config.shared, "True where a module becomes the shared expert")
         self.shared = module
         for parameter in self.pools[-1].parameters():

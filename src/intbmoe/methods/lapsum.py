@@ -1,6 +1,6 @@
 """SoftMoE by LapSum: a soft top-k whose weights sum to k and have gradients everywhere.
 
-Zasada et al., 2026 (arXiv 2606.17952), by whom it is called SoftMoE; the operator is Struski, Bednarczyk, Podolak and
+Zasada et al., 2026 (arXiv 2606.17952), who call it SoftMoE; the operator is Struski, Bednarczyk, Podolak and
 Tabor, "LapSum - One Method to Differentiate Them All: Ranking, Sorting and Top-k Selection", ICML 2025, official code
 gmum/LapSum.
 
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from intbmoe.checks import require
-from intbmoe.layer import Quantities, Result, Routing
+from intbmoe.layer import Result, Routing
 from intbmoe.parts.experts import ExpertsConfig, RoutedLayer
-from intbmoe.parts.losses import balance_loss, count_valid, masked_sum
+from intbmoe.parts.losses import balance_loss
 from intbmoe.parts.router import pack_choices
 from intbmoe.precision import wide
 from intbmoe.registry import register
@@ -84,16 +84,12 @@ class LapSum(RoutedLayer):
         y, load = self.experts.route(x.flatten(0, 1).to(dtype), ids, weights)
         losses = {}
         if self.training:
-            total = masked_sum(soft, mask) / c.top_k
-            losses["balance"] = c.balance * balance_loss(total, load, count_valid(x, mask))
+            losses["balance"] = c.balance * balance_loss(soft, load, mask, mass=c.top_k)
         return Result(y.view(x.shape), Routing(ids, weights), losses, {"load": load})
 
-    def quantities(self) -> Quantities:
-        nearest = max(1, round(self.config.top_k))
-        return Quantities(participation=nearest, execution=nearest, materialization=0)
-
-    def active_parameters(self) -> int:
-        return self.router.weight.numel() + self.quantities().execution * self.experts.expert_parameters()
+    @property
+    def executed(self) -> int:
+        return max(1, round(self.config.top_k))
 
 
 def lapsum_topk(scores: Tensor, k: float | Tensor, temperature: float | Tensor) -> Tensor:

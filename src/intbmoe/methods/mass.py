@@ -58,7 +58,7 @@ from intbmoe.layer import Result, Routing
 from intbmoe.parts.linear import Linear
 from intbmoe.parts.losses import sum_over_ranks
 from intbmoe.parts.router import mask_choices, top_k
-from intbmoe.parts.slots import PoolConfig, PoolLayer, require_whole, reset_moments, unit
+from intbmoe.parts.slots import PoolConfig, PoolLayer, reset_moments, unit
 from intbmoe.precision import wide
 from intbmoe.registry import register
 from intbmoe.settings import MustBe, NonNegativeInt, Positive, PositiveInt, Probability
@@ -217,7 +217,7 @@ class MASS(PoolLayer):
         cls, layers: Sequence[Self], optimizer: Any, reevaluate: Callable[[], Tensor] | None
     ) -> None:
         for layer in layers:
-            require_whole(layer)
+            layer._require_whole_slots()
             if layer._is_over():
                 layer._resize_windows(0)
             elif layer._first.requires_grad:

@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from intbmoe.layer import Quantities, Result, Routing
+from intbmoe.layer import Result, Routing
 from intbmoe.parts.experts import ExpertsConfig, RoutedLayer
-from intbmoe.parts.losses import balance_loss, count_valid, masked_sum
+from intbmoe.parts.losses import balance_loss
 from intbmoe.parts.router import mask_choices, top_k
 from intbmoe.precision import wide
 from intbmoe.registry import register
@@ -56,12 +56,5 @@ class Mixtral(RoutedLayer):
         y, load = self.experts.route(x.flatten(0, 1).to(dtype), ids, weights, complete=mask is None)
         losses = {}
         if self.training:
-            total = masked_sum(logits.softmax(-1), mask)
-            losses["balance"] = c.balance * c.top_k * balance_loss(total, load, count_valid(x, mask))
+            losses["balance"] = c.balance * c.top_k * balance_loss(logits.softmax(-1), load, mask)
         return Result(y.view(x.shape), Routing(ids, weights), losses, {"load": load})
-
-    def quantities(self) -> Quantities:
-        return Quantities(participation=self.config.top_k, execution=self.config.top_k, materialization=0)
-
-    def active_parameters(self) -> int:
-        return self.router.weight.numel() + self.config.top_k * self.experts.expert_parameters()

@@ -9,7 +9,7 @@ experts, here the experts themselves of a pool of bases.
     y_t = Σ_{e ∈ K_t} g_{t,e} f_e(x_t)                              top-k, renormalised: ``mixtral``'s router and loss
 
 The paper compresses a trained mixture by fitting A, α and B to its matrices. Here the same form is trained from the
-start, beside the other methods. The last matrix V_e is not factorised, in the paper neither.
+start, beside the other methods. The last matrix V_e is not factorised, nor is it in the paper.
 
 Choices: φ is SiLU, or tanh (the code has both; the paper's formula in the README has none: ``activation="none"``). The
 router is the host model's in the paper. A composed matrix starts with about the variance of ``nn.Linear``: a_e ~ N(0,
@@ -94,7 +94,6 @@ class MoBE(Mixtral):
 
     def active_parameters(self) -> int:
         """All bases, and the chosen experts' own."""
+        c = self.config
         own = sum(p.numel() for name, p in self.experts.named_parameters() if not name.endswith("bases"))
-        return sum(p.numel() for p in self.parameters()) - own * (self.config.experts - self.config.top_k) // (
-            self.config.experts
-        )
+        return sum(p.numel() for p in self.parameters()) - own * (c.experts - c.top_k) // c.experts

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.layer import Quantities, Result, Routing
+from intbmoe.layer import Result, Routing
 from intbmoe.parts.experts import ExpertsConfig, RoutedLayer
 from intbmoe.parts.linear import Linear
 from intbmoe.parts.losses import global_sum, masked_sum, squared_variation
@@ -96,9 +96,3 @@ class Shazeer(RoutedLayer):
                 wins = torch.special.ndtr((clean - threshold) / deviation)
                 losses["load"] = c.load * squared_variation(global_sum(masked_sum(wins, mask)))
         return Result(y.view(x.shape), Routing(ids, weights), losses, {"load": load})
-
-    def quantities(self) -> Quantities:
-        return Quantities(participation=self.config.top_k, execution=self.config.top_k, materialization=0)
-
-    def active_parameters(self) -> int:
-        return self.router.weight.numel() + self.config.top_k * self.experts.expert_parameters()

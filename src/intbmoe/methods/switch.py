@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from intbmoe.layer import Quantities, Result, Routing
+from intbmoe.layer import Result, Routing
 from intbmoe.parts.capacity import CapacityConfig, CapacityLayer
 from intbmoe.parts.dispatch import limit_capacity
-from intbmoe.parts.losses import balance_loss, count_valid, masked_sum
+from intbmoe.parts.losses import balance_loss
 from intbmoe.parts.router import count_choices, mask_choices, top_k
 from intbmoe.precision import wide
 from intbmoe.registry import register
@@ -49,6 +49,7 @@ class Switch(CapacityLayer):
     """Top-1 token choice with a load-balancing loss."""
 
     Config = SwitchConfig
+    executed = 1
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config
@@ -67,13 +68,6 @@ class Switch(CapacityLayer):
         wanted = load if capacity is None else count_choices(chosen, c.experts)
         losses = {}
         if self.training:
-            total = masked_sum(probabilities, mask)
-            losses["balance"] = c.balance * balance_loss(total, wanted, count_valid(x, mask))
+            losses["balance"] = c.balance * balance_loss(probabilities, wanted, mask)
         sums = {"load": load, "dropped": wanted.sum() - load.sum()}
         return Result(y.view(x.shape), Routing(ids, weights), losses, sums)
-
-    def quantities(self) -> Quantities:
-        return Quantities(participation=1, execution=1, materialization=0)
-
-    def active_parameters(self) -> int:
-        return self.router.weight.numel() + self.experts.expert_parameters()

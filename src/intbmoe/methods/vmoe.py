@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from intbmoe.checks import require
-from intbmoe.layer import Quantities, Result, Routing
+from intbmoe.layer import Result, Routing
 from intbmoe.parts.capacity import CapacityConfig, CapacityLayer
 from intbmoe.parts.dispatch import capacity_of, limit_capacity
 from intbmoe.parts.losses import global_sum, masked_sum, squared_variation
@@ -71,7 +71,7 @@ class VMoE(CapacityLayer):
         c = self.config
         clean = noisy = self.router(wide(x)).flatten(0, 1)
         if self.training and c.noise:
-            noisy = clean + gaussian(clean) * (c.noise / c.experts)
+            noisy = clean + torch.randn_like(clean) * (c.noise / c.experts)
         gates = noisy.softmax(-1)
         best = top_k(noisy, c.top_k)
         chosen = ids = mask_choices(best, mask)
@@ -103,14 +103,3 @@ class VMoE(CapacityLayer):
             return None
         valid = x.shape[1] if mask is None else mask.sum(1, keepdim=True)
         return capacity_of(ratio, c.top_k * valid, c.experts, c.capacity_multiple)
-
-    def quantities(self) -> Quantities:
-        return Quantities(participation=self.config.top_k, execution=self.config.top_k, materialization=0)
-
-    def active_parameters(self) -> int:
-        return self.router.weight.numel() + self.config.top_k * self.experts.expert_parameters()
-
-
-def gaussian(logits: Tensor) -> Tensor:
-    """Standard normal noise for all logits in one draw, so that a seed gives the same to equal shapes."""
-    return torch.randn_like(logits)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.compose import Coefficients, compose
 from intbmoe.ops.grouped_mm import grouped_mm, grouped_outer
-from intbmoe.ops.operation import define
+from intbmoe.ops.operation import define, schema_of
 from intbmoe.precision import wide
 
 
@@ -44,7 +43,7 @@ def _run(z, value, gate, pool, ends, factor, complete, backend):
     return grouped_mm(z, weight, ends, backend, complete=complete)
 
 
-def _fake(z, value, gate, pool, ends, factor, complete, backend):
+def _fake(z, value, gate, pool, ends, factor: float, complete: bool, backend: str):
     weight = Pooled(Coefficients(value, gate, factor), pool)
     return grouped_mm(z, z.new_empty(weight.shape), ends, backend, complete=complete)
 
@@ -70,7 +69,7 @@ def _run_backward(grad, z, value, gate, pool, ends, factor, complete, backend):
     return z_grad, rows[0], gate_grad, pool_grad.view_as(pool).to(pool.dtype)
 
 
-def _fake_backward(grad, z, value, gate, pool, ends, factor, complete, backend):
+def _fake_backward(grad, z, value, gate, pool, ends, factor: float, complete: bool, backend: str):
     weight = z.new_empty(Pooled(Coefficients(value, gate, factor), pool).shape).transpose(1, 2)
     z_grad = grouped_mm(grad, weight, ends, backend, complete=complete)
     gate_grad = value.new_empty(0 if gate is None else value.shape[0], value.shape[1])
@@ -91,37 +90,23 @@ def _differentiate(ctx, grad):
     return z_grad, value_grad, None if gate is None else gate_grad, pool_grad, None, None, None, None
 
 
-_composed_mm = define(
-    "composed_mm",
-    "(Tensor z, Tensor value, Tensor? gate, Tensor pool, Tensor ends, float factor, bool complete, str backend) "
-    "-> Tensor",
-    _run,
-    _fake,
-    _save,
-    _differentiate,
-)
-_composed_gradient = define(
-    "composed_mm_backward",
-    "(Tensor grad, Tensor z, Tensor value, Tensor? gate, Tensor pool, Tensor ends, float factor, bool complete, "
-    "str backend) -> (Tensor, Tensor, Tensor, Tensor)",
-    _run_backward,
-    _fake_backward,
-)
-
-
-def _products(value_shape: tuple, gate_shape: tuple | None, pool_shape: tuple, rows: int) -> tuple[int, int]:
+def _products(z_shape, value_shape, gate_shape, pool_shape) -> tuple[int, int]:
     """FLOPs of one composition and of one grouped product."""
     paths = value_shape[0] * (1 if gate_shape is None else 2)
     matrix = pool_shape[1] * pool_shape[2]
-    return 2 * paths * pool_shape[0] * matrix, 2 * rows * matrix * paths // value_shape[0]
+    return 2 * paths * pool_shape[0] * matrix, 2 * z_shape[0] * matrix * paths // value_shape[0]
 
 
-@register_flop_formula(torch.ops.intbmoe.composed_mm)
-def _(z_shape, value_shape, gate_shape, pool_shape, *_, **__):
-    return sum(_products(value_shape, gate_shape, pool_shape, z_shape[0]))
+def _flops(*shapes, **_):
+    return sum(_products(*shapes[:4]))
 
 
-@register_flop_formula(torch.ops.intbmoe.composed_mm_backward)
-def _(grad_shape, z_shape, value_shape, gate_shape, pool_shape, *_, **__):
-    composition, product = _products(value_shape, gate_shape, pool_shape, z_shape[0])
+def _backward_flops(grad_shape, *shapes, **_):
+    composition, product = _products(*shapes[:4])
     return 3 * composition + 2 * product
+
+
+_composed_mm = define("composed_mm", schema_of(_fake), _run, _fake, _save, _differentiate, _flops)
+_composed_gradient = define(
+    "composed_mm_backward", schema_of(_fake_backward, 4), _run_backward, _fake_backward, flops=_backward_flops
+)

@@ -1,4 +1,4 @@
-"""Operations of our own: known to torch as custom ops, called directly where nobody looks.
+"""Operations of our own: known to torch as custom ops, called directly where nothing observes them.
 
 Compilers, counters, profilers, tensor subclasses and modes must see one opaque operation with a shape function and a
 derivative, so each is registered with torch. But torch's way to a Python kernel and its derivative takes longer than
@@ -10,12 +10,22 @@ a second).
 """
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 PLAIN = (Tensor, nn.Parameter, type(None), int, float, bool, str, torch.dtype)
+SCHEMA_TYPES = {int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
+
+
+def schema_of(function: Callable[..., Any], outputs: int = 1) -> str:
+    """The schema of an operation with the parameters of ``function``, tensors or None where it does not annotate."""
+    parameters = signature(function).parameters.values()
+    inputs = ", ".join(f"{SCHEMA_TYPES.get(each.annotation, 'Tensor?')} {each.name}" for each in parameters)
+    return f"({inputs}) -> " + ("Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})")
 
 
 def define(
@@ -25,22 +35,26 @@ def define(
     fake: Callable[..., Any],
     save: Callable[..., None] | None = None,
     differentiate: Callable[..., Any] | None = None,
+    flops: Callable[..., int] | None = None,
 ) -> Callable[..., Any]:
     """Register ``intbmoe::name`` and return what calls it.
 
     ``run`` computes, ``fake`` allocates results of the same shapes. ``save(ctx, inputs, output)`` keeps what
-    ``differentiate(ctx, *grads)`` needs; gradients of outputs that nobody used are None. Without them the operation is
-    a backward pass, which cannot be differentiated itself, or has no derivative.
+    ``differentiate(ctx, *grads)`` needs, by default the inputs; gradients of outputs that nobody used are None. Without
+    ``differentiate`` the operation is a backward pass, which cannot be differentiated itself, or has no derivative.
+    ``flops(*shapes)`` is what torch's counter counts.
     """
     torch.library.define(f"intbmoe::{name}", schema)
     torch.library.impl(f"intbmoe::{name}", "default", run)
     torch.library.register_fake(f"intbmoe::{name}", fake)
     registered = getattr(torch.ops.intbmoe, name)
+    if flops is not None:
+        register_flop_formula(registered)(flops)
 
     def keep(ctx: Any, inputs: tuple, output: Any) -> None:
-        if save is not None:
+        if differentiate is not None:
             ctx.set_materialize_grads(False)
-            save(ctx, inputs, output)
+            (save or _save_inputs)(ctx, inputs, output)
 
     def refuse(ctx: Any, *grads: Tensor | None) -> None:
         raise RuntimeError(
@@ -72,6 +86,10 @@ def define(
         return run(*inputs)
 
     return call
+
+
+def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
 
 
 def observed(inputs: tuple) -> bool:

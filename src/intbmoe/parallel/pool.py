@@ -10,8 +10,6 @@ which all ranks have, get from each rank what its slice contributes, times R: th
 DDP takes of everything before them, is then the sum of all slices' contributions. No message of their own is needed.
 """
 
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,6 +29,9 @@ from intbmoe.parts.pool import Pool
 from intbmoe.precision import wide
 
 collectives = torch.ops._c10d_functional  # their Python functions were renamed between versions of torch
+
+How = tuple[Literal["weights", "biases"], torch.dtype, Backend]
+"""What of a pool is composed, in which type, by what."""
 
 
 def shard_pools(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -102,7 +103,7 @@ class ShardedPool(Pool):
 
     def share_out(self, mesh: DeviceMesh) -> None:
         self.group, self.sync = mesh.get_group(), True
-        self.kept: dict[tuple, _Composition] = {}  # of the step's micro-batches, while more are to come
+        self.kept: dict[How, _Composition] = {}  # of the step's micro-batches, while more are to come
         self.awaited: list[_Composition] = []  # of this forward, whose blocks are dropped at its end
         share_out(self, mesh, dim=1)
 
@@ -116,47 +117,35 @@ class ShardedPool(Pool):
         recompute: bool,
     ) -> Tensor:
         if of == "weights":
-            how = "weights", dtype, backend
-            return self._gathered(alpha, self.weight.to_local(), self.weight.shape[1], *how, recompute)
+            return self._gathered((of, dtype, backend), alpha, self.weight.to_local(), self.weight.shape[1], recompute)
         if self.bias is None:
             return self._biases(alpha, backend)
         # As a pool of one column: its entries are then the second dimension, as those of weights are. No kernel for it.
-        plain = "naive" if backend == "naive" else "tiled"
         own = self.bias.to_local().unsqueeze(2)
-        blocks = self._gathered(alpha, own, self.bias.shape[1], "biases", wide(own).dtype, plain, False)
+        how = of, wide(own).dtype, "naive" if backend == "naive" else "tiled"
+        blocks = self._gathered(how, alpha, own, self.bias.shape[1], recompute=False)
         return blocks.transpose(1, 2).flatten(1).contiguous()
 
-    def _gathered(
-        self,
-        alpha: Coefficients,
-        own: Tensor,
-        width: int,
-        of: str,
-        dtype: torch.dtype,
-        backend: Backend,
-        recompute: bool,
-    ) -> Tensor:
+    def _gathered(self, how: How, alpha: Coefficients, own: Tensor, width: int, recompute: bool) -> Tensor:
         """The K blocks (K, i, P·o) of all ranks' slices, this one's being ``own`` (E, i_r, o)."""
-        make = partial(_Composition, self, alpha, own, width, dtype, backend if own.numel() else "tiled")
         learned = any(tensor is not None and tensor.requires_grad for tensor in (alpha.value, alpha.gate, own))
         if not (torch.is_grad_enabled() and learned):
-            return make(drops=False).blocks()
-        key = of, dtype, backend
-        composition = self._kept(key, own)
+            return _Composition(self, how, alpha, own, width, drops=False).blocks()
+        composition = self._kept(how, own)
         if composition is None:
-            composition = make(drops=recompute)
+            composition = _Composition(self, how, alpha, own, width, drops=recompute)
             if recompute:
                 self.awaited.append(composition)
             elif not self.sync:
-                self.kept[key] = composition
+                self.kept[how] = composition
         blocks = _Compose.apply(composition, alpha.value, alpha.gate, own)
-        if self.sync and not recompute and key not in self.kept:
+        if self.sync and not recompute and how not in self.kept:
             composition.hand_over()
         return blocks
 
-    def _kept(self, key: tuple, own: Tensor) -> "_Composition | None":
+    def _kept(self, how: How, own: Tensor) -> "_Composition | None":
         """What the step's earlier micro-batches composed, if there were any."""
-        found = self.kept.get(key)
+        found = self.kept.get(how)
         if found is None or found.version == own._version:
             return found
         if found.grad is not None:
@@ -164,29 +153,22 @@ class ShardedPool(Pool):
                 "the pool was changed while gradients of micro-batches were waiting for the step's last one: call "
                 "intbmoe.parallel.set_requires_gradient_sync(model, True) before that, or abandon_step(model)"
             )
-        return self.kept.pop(key) and None
+        return self.kept.pop(how) and None
 
 
 class _Composition:
     """K blocks composed from the ranks' slices: whole on every rank, or dropped until they are asked for again."""
 
-    def __init__(
-        self,
-        pool: ShardedPool,
-        alpha: Coefficients,
-        own: Tensor,
-        width: int,
-        dtype: torch.dtype,
-        backend: Backend,
-        drops: bool,
-    ) -> None:
+    def __init__(self, pool: ShardedPool, how: How, alpha: Coefficients, own: Tensor, width: int, drops: bool) -> None:
         self.pool, self.width, self.drops, self.version = pool, width, drops, own._version
         self.grad: Tensor | None = None  # of the blocks, from micro-batches before the last
-        inputs = [None if tensor is None else tensor.detach() for tensor in (alpha.value, alpha.gate, own)]
         learns = torch.is_grad_enabled()
-        needed = [tensor is not None and tensor.requires_grad and learns for tensor in (alpha.value, alpha.gate, own)]
-        self.inputs = [tensor.requires_grad_() if need else tensor for tensor, need in zip(inputs, needed, strict=True)]
-        self.how = alpha.factor, dtype, backend
+        self.inputs = [
+            None if tensor is None else tensor.detach().requires_grad_(learns and tensor.requires_grad)
+            for tensor in (alpha.value, alpha.gate, own)
+        ]
+        _, dtype, backend = how
+        self.how = alpha.factor, dtype, backend if own.numel() else "tiled"
         self._own: Tensor | None = None  # this rank's slice of the blocks, with its graph, which keeps inputs alone
         self._blocks: Tensor | None = None
 
@@ -200,7 +182,7 @@ class _Composition:
         value, gate, own = self.inputs
         factor, *how = self.how
         # Whatever saves tensors in its own way around this (activation checkpointing) has nothing to save here.
-        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             return compose(Coefficients(value, gate, factor), own, *how)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -247,10 +229,6 @@ class _Compose(Function):
         return (None, *ctx.composition.collect(grad))
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _gather(own: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's (K, i_r, c) → all ranks' (K, i, c). The slices of the last ranks may be smaller, or empty."""
     ranks = dist.get_world_size(group)
@@ -276,31 +254,24 @@ def _scatter(grad: Tensor, group: dist.ProcessGroup, own: int) -> Tensor:
 # ``layer.recompute``: autograd keeps the composition in place of the blocks, and asks for them again in backward.
 
 
-@dataclass(frozen=True)
-class _View:
-    composition: _Composition
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
 def _drop_composed(layer: IntBMoE, _: Any) -> None:
     layer._dropping = None
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     if not layer.recompute or not torch.is_grad_enabled() or outer:
         return  # activation checkpointing around the layer drops its blocks anyway
 
-    def pack(tensor: Tensor) -> Tensor | _View:
+    def pack(tensor: Tensor) -> Any:
         for pool in layer.pools:
             for composition in pool.awaited:
                 if composition.holds(tensor):
-                    return _View(composition, tensor.size(), tensor.stride(), tensor.storage_offset())
+                    return composition, tensor.size(), tensor.stride(), tensor.storage_offset()
         return tensor
 
-    def unpack(kept: Tensor | _View) -> Tensor:
+    def unpack(kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        return kept.composition.blocks().as_strided(kept.size, kept.stride, kept.offset)
+        composition, *view = kept
+        return composition.blocks().as_strided(*view)
 
     layer._dropping = saved_tensors_hooks(pack, unpack)
     layer._dropping.__enter__()

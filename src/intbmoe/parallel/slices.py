@@ -13,7 +13,7 @@ def share_out(module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
     Every rank has the same whole, and nothing is sent. Slices are as large as DTensor's: the last ranks may have less,
     or nothing.
     """
-    from torch.distributed.tensor import DTensor, Shard  # takes a second, which a run of one process need not wait
+    from torch.distributed.tensor import DTensor, Shard  # takes a second, which a run of one process need not spend
 
     rank, ranks = mesh.get_local_rank(), mesh.size()
     for name, parameter in list(module.named_parameters(recurse=False)):

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from intbmoe.checks import require
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.blocks import Blocks, naive, native
 from intbmoe.ops.composed_mm import multiply
@@ -41,7 +40,6 @@ def run_blocks(
         plan = permute(ids, count, backend)
         return fused.run_blocks(x, weights, shared, blocks, plan, dtype), plan.counts
     if backend == "native":
-        require(blocks.has_kernels, "backend", backend, "another for blocks that are not the paper's")
         return native.run_blocks(x, ids, weights, shared, blocks)
     if backend == "naive":
         y, load = naive.run_blocks(x, ids, weights, blocks), count_choices(ids, count)

@@ -45,7 +45,7 @@ class CapacityLayer(RoutedLayer):
         }
 
     def places(self, x: Tensor, mask: Tensor | None, least: int) -> int | Tensor | None:
-        """Of an expert for a sequence; (B, 1) with a mask, since padding needs no place; None: as many as come."""
+        """Of an expert for a sequence: (B, 1) with a mask, since padding needs no place; None if nothing is dropped."""
         ratio = self._ratios[self.training]
         if ratio is None:
             return None

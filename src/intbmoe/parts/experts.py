@@ -1,6 +1,6 @@
-"""Expert networks: one that is always on, and E stacked ones that run in three ways.
+"""Expert networks: one that is always on, and E stacked ones that run in four ways.
 
-A stacked network is written once, over an open linear map that ``rows``, ``batch`` and ``merged`` fill in:
+A stacked network is written once, over an open linear map that each way fills in:
 
     rows      rows sorted by expert, each through its expert           sparse methods
     batch     (E, S, d), each expert on its own S inputs               Soft MoE, Expert Choice, dense mixtures
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.layer import LayerConfig, MoELayer
+from intbmoe.layer import LayerConfig, MoELayer, Quantities
 from intbmoe.ops.backend import Backend, choose_backend
 from intbmoe.ops.grouped_mm import grouped_mm
 from intbmoe.ops.merged_mm import merged_mm
@@ -252,16 +252,33 @@ class ExpertsConfig(LayerConfig):
         return network(self.experts, self.dim, self.hidden)
 
 
-class RoutedLayer(MoELayer):
-    """A linear router without a bias that chooses among E stacked experts."""
+class ChoosingLayer(MoELayer):
+    """A layer that sends each token to ``executed`` of its E stacked ``experts``."""
 
     REFUSES: ClassVar = {}
+
+    @property
+    def executed(self) -> float:
+        """Experts of a token, or of the mean token."""
+        return self.config.top_k
+
+    @property
+    def choices(self) -> int:
+        return self.config.experts
+
+    def quantities(self) -> Quantities:
+        used = max(1, round(self.executed))
+        return Quantities(participation=used, execution=used, materialization=0)
+
+    def active_parameters(self) -> int:
+        one = self.experts.expert_parameters()
+        return super().active_parameters() - self.config.experts * one + round(self.executed * one)
+
+
+class RoutedLayer(ChoosingLayer):
+    """A linear router without a bias that chooses among E stacked experts."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.router = Linear(self.config.dim, self.config.experts, bias=False)
         self.experts = self.config.make_experts()
-
-    @property
-    def choices(self) -> int:
-        return self.config.experts

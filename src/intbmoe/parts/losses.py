@@ -48,17 +48,18 @@ def masked_sum(values: Tensor, mask: Tensor | None) -> Tensor:
     return values.sum(0) if mask is None else torch.where(mask.reshape(-1, 1), values, 0).sum(0)
 
 
-def balance_loss(probabilities: Tensor, load: Tensor, tokens: Tensor) -> Tensor:
+def balance_loss(probabilities: Tensor, load: Tensor, mask: Tensor | None, mass: float = 1.0) -> Tensor:
     """E·Σ_e f_e P_e: 1 when both are uniform, E when everything goes to one expert with certainty.
 
-    ``probabilities`` (E,) is their sum over this rank's valid tokens, ``load`` (E,) the assignments counted before any
-    dropping, ``tokens`` the number of valid tokens. f_e is e's share of the assignments, P_e the mean probability;
-    the gradient flows through P alone.
+    ``probabilities`` (N, E) of this rank's tokens sum to ``mass`` in each, ``load`` (E,) are the assignments counted
+    before any dropping, ``mask`` says which tokens are valid. f_e is e's share of the assignments, P_e the mean
+    probability; the gradient flows through P alone.
     """
     load = global_sum(load.to(probabilities.dtype))
     share = load / load.sum().clamp(min=1)
-    mean = global_sum(probabilities) / global_sum(tokens.to(probabilities.dtype)).clamp(min=1)
-    return probabilities.shape[0] * (share * mean).sum()
+    tokens = count_valid(probabilities.unsqueeze(0), mask).to(probabilities.dtype)
+    mean = global_sum(masked_sum(probabilities, mask) / mass) / global_sum(tokens).clamp(min=1)
+    return probabilities.shape[1] * (share * mean).sum()
 
 
 def squared_variation(x: Tensor) -> Tensor:

@@ -30,15 +30,12 @@ class MLPRouter(nn.Module):
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """Indices of the k highest scores in each row, best first; equal scores go to the lower index.
-
-    ``torch.topk`` leaves the order of equal scores open, hence the stable sort (of a handful of columns).
-    """
+    """Indices of the k highest scores in each row, best first; equal scores go to the lower index."""
     if k <= MOST_IN_ONE_KERNEL and scores.dim() == 2 and choose_backend(scores) == "fused":
         from intbmoe.ops.choose import fused
 
         return fused.choose(scores.detach(), k)[0]
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]  # torch.topk leaves ties open
 
 
 def mask_choices(ids: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,15 +1,19 @@
 """Experts that every token passes, beside those it is sent to: three kinds, or a module of the user's own."""
 
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.ops.backend import Backend
-from intbmoe.parts.experts import SwiGLU
+from intbmoe.checks import require
+from intbmoe.ops.backend import Backend, choose_backend
+from intbmoe.parts.experts import ExpertsConfig, RoutedLayer, SwiGLU
 from intbmoe.parts.linear import Linear, called
 from intbmoe.precision import cast
+from intbmoe.settings import AtMost, MustBe, NonNegativeInt, PositiveInt
 
 SharedKind = Literal["swiglu", "mlp", "linear"]
 
@@ -66,3 +70,40 @@ def run_shared(expert: nn.Module, x: Tensor, backend: Backend) -> Tensor:
             f"own must return a tensor of the tokens' shape"
         )
     return cast(y, x.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedConfig(ExpertsConfig):
+    """Top-k of SwiGLU experts, and shared ones; several of these are one of their joint width, the same function."""
+
+    expert: Annotated[Literal["swiglu"], MustBe("'swiglu' in this method")] = "swiglu"
+    """The expert network: always SwiGLU without biases."""
+    top_k: Annotated[PositiveInt, AtMost("experts")] = 2
+    """k, routed experts of a token."""
+    shared_experts: NonNegativeInt = 1
+    """Experts that every token passes; 0 for none."""
+
+    @property
+    def shared_width(self) -> int:
+        """Of all shared experts together."""
+        return self.shared_experts * self.hidden
+
+
+class SharedLayer(RoutedLayer):
+    """Routed experts, and a shared one that is always on."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.shared = SwiGLU(self.config.dim, self.config.shared_width) if self.config.shared_experts else None
+
+    def run_experts(self, tokens: Tensor, ids: Tensor, weights: Tensor, complete: bool) -> tuple[Tensor, Tensor]:
+        """As ``StackedExperts.route``, the shared expert's output added."""
+        y, load = self.experts.route(tokens, ids, weights, complete)
+        return y if self.shared is None else y + run_shared(self.shared, tokens, choose_backend(tokens)), load
+
+    @torch.no_grad()
+    def start_as(self, module: nn.Module) -> None:
+        experts = self.config.shared_experts
+        require(experts > 0, "shared_experts", experts, "1 where a module becomes the shared expert")
+        self.shared = module
+        self.experts.down.weight.zero_()

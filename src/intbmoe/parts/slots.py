@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from intbmoe.layer import Quantities, local
-from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.layer import local
+from intbmoe.parts.experts import ChoosingLayer, ExpertsConfig
 from intbmoe.parts.state import WideBuffers
 from intbmoe.settings import AtMost, PositiveInt
 
@@ -29,7 +29,7 @@ class PoolConfig(ExpertsConfig):
         return max(1, self.experts // 2) if self.initial_experts is None else self.initial_experts
 
 
-class PoolLayer(WideBuffers):
+class PoolLayer(WideBuffers, ChoosingLayer):
     """A layer with slots: the mask ``active`` and the mean number of experts a token uses, ``mean_choices``."""
 
     REFUSES: ClassVar = {"fsdp": "it opens and closes experts by single rows of its parameters, which it needs whole"}
@@ -49,41 +49,27 @@ class PoolLayer(WideBuffers):
         mean = (choices / tokens.clamp(min=1)).to(self.mean_choices.dtype)
         self.mean_choices.copy_(torch.where(tokens > 0, mean, self.mean_choices))
 
-    def _mean(self) -> float:
-        return self._expected_choices() if self.mean_choices.is_meta else float(self.mean_choices)
-
     @property
-    def choices(self) -> int:
-        return self.config.experts
+    def executed(self) -> float:
+        """The mean of the last training step: the number of experts varies from token to token."""
+        return self._expected_choices() if self.mean_choices.is_meta else float(self.mean_choices)
 
     @property
     def open_choices(self) -> Tensor:
         return self.active
 
-    def quantities(self) -> Quantities:
-        """As of the last training step: the number of experts varies from token to token, so it is rounded."""
-        used = max(1, round(self._mean()))
-        return Quantities(participation=used, execution=used, materialization=0)
+    def _require_whole_slots(self) -> None:
+        """Raise if a parameter is sharded: slots are opened by writing single rows, which may lie on another rank.
 
-    def active_parameters(self) -> int:
-        """The whole router and the mean number of experts that a token of the last training step used."""
-        stacked = sum(parameter.numel() for parameter in self.experts.parameters())
-        router = sum(parameter.numel() for parameter in self.parameters()) - stacked
-        return router + round(self._mean() * self.experts.expert_parameters())
-
-
-def require_whole(layer: PoolLayer) -> None:
-    """Raise if a parameter is sharded: slots are opened by writing single rows, which may lie on another rank.
-
-    Experts that ranks share out whole are slots still, each on one rank.
-    """
-    apart = {} if layer.experts.exchange is None else set(layer.experts.parameters())
-    for name, parameter in layer.named_parameters():
-        if hasattr(parameter, "full_tensor") and parameter not in apart:  # a DTensor, without importing it
-            raise RuntimeError(
-                f"{type(layer).__name__} opens and closes experts by rows of {name!r}, which is sharded: train it "
-                f"with DistributedDataParallel, or keep its parameters out of FSDP2 by ignored_params"
-            )
+        Experts that ranks share out whole are slots still, each on one rank.
+        """
+        apart = {} if self.experts.exchange is None else set(self.experts.parameters())
+        for name, parameter in self.named_parameters():
+            if hasattr(parameter, "full_tensor") and parameter not in apart:  # a DTensor, without importing it
+                raise RuntimeError(
+                    f"{type(self).__name__} opens and closes experts by rows of {name!r}, which is sharded: train it "
+                    f"with DistributedDataParallel, or keep its parameters out of FSDP2 by ignored_params"
+                )
 
 
 def reset_moments(optimizer: Any, parameters: Iterable[Tensor], slots: Tensor, own: slice = slice(None)) -> None:

@@ -10,9 +10,7 @@ from torch import Tensor
 class Blocks:
     """The tensors of K blocks of L internal layers; tuples hold one entry per internal layer."""
 
-    weights: tuple[
-        Any, ...
-    ]  # (K, d_{l−1}, P·d_l), value path and, if P = 2, gate path beside it: tensors or ``Pooled``
+    weights: tuple[Any, ...]  # (K, d_{l−1}, P·d_l), value path and, if P = 2, gate path: tensors or ``Pooled``
     biases: tuple[Tensor, ...]  # (K, P·d_l)
     gains: tuple[Tensor, ...]  # (d_l,) gains of the gate's norm; empty without a gate or without its norm
     scale: Tensor | None  # λ, shape (1,); None without a gate
@@ -20,9 +18,4 @@ class Blocks:
     token_filter: Tensor | None  # W_x (d, d), the filter's map of the token; None without a filter
     block_filter: Tensor | None  # (K, d), the filter's term W_c c + b of each block; None without a filter
     gate_shifts: tuple[Tensor, ...] = ()  # (d_l,) where the gate's norm is a LayerNorm; empty: it is the RMSNorm
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether these are the paper's blocks, for which there are kernels and compiled code."""
-        rms_gate = self.scale is None or (len(self.gains) > 0 and len(self.gate_shifts) == 0)
-        return rms_gate and len(self.norms) == len(self.weights) - 1
+    has_kernels: bool = True  # whether these are the paper's blocks, for which there are kernels and compiled code

@@ -15,7 +15,7 @@ from torch import Tensor
 from intbmoe.ops.blocks.fused_dprg import gate_gradients, inverse_rms, rms_gradient
 from intbmoe.ops.blocks.naive import RMS_EPS
 from intbmoe.ops.launch import launch
-from intbmoe.ops.operation import define
+from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.permute import Permutation
 from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sum_partials
 from intbmoe.ops.triton_support import ceil_div, empty_rows, in_rows, power_of_2
@@ -155,7 +155,7 @@ def _run(rows, bias, gain, scale, weights, shared, token, choice, inverse, group
     return out, statistics
 
 
-def _allocate(rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, dtype):
+def _allocate(rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, dtype: torch.dtype):
     width = rows.shape[1] if gain is None else rows.shape[1] // 2
     out = rows.new_empty(inverse.shape[0], width, dtype=dtype)
     return out, rows.new_empty(rows.shape[0], dtype=torch.float32)
@@ -209,19 +209,7 @@ def _differentiate(ctx, grad, _):
     return row_grad, sums[:, :columns], gain_grad, scale_grad, weight_grad, shared_grad, *plan
 
 
-_gated_combine = define(
-    "gated_combine",
-    "(Tensor rows, Tensor bias, Tensor? gain, Tensor? scale, Tensor weights, Tensor? shared, Tensor token, "
-    "Tensor choice, Tensor inverse, Tensor group, Tensor ends, ScalarType dtype) -> (Tensor, Tensor)",
-    _run,
-    _allocate,
-    _save,
-    _differentiate,
-)
+_gated_combine = define("gated_combine", schema_of(_allocate, 2), _run, _allocate, _save, _differentiate)
 _combine_gradient = define(
-    "gated_combine_backward",
-    "(Tensor grad, Tensor rows, Tensor statistics, Tensor bias, Tensor? gain, Tensor? scale, Tensor weights, "
-    "Tensor token, Tensor choice, Tensor ends) -> (Tensor, Tensor, Tensor)",
-    _run_backward,
-    _allocate_backward,
+    "gated_combine_backward", schema_of(_allocate_backward, 3), _run_backward, _allocate_backward
 )

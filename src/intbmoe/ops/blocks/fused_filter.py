@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from intbmoe.ops.launch import launch
-from intbmoe.ops.operation import define
+from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.permute import Permutation
 from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sum_partials
 from intbmoe.ops.triton_support import ceil_div, empty_rows, in_rows, power_of_2
@@ -180,23 +180,5 @@ def _differentiate(ctx, grad):
     return x_grad, term_grad, block_grad, None, None, None, None
 
 
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-_filter_rows = define(
-    "filter_rows",
-    "(Tensor x, Tensor? token_term, Tensor? block_term, Tensor token, Tensor inverse, Tensor group, Tensor ends) "
-    "-> Tensor",
-    _run,
-    _allocate,
-    _save,
-    _differentiate,
-)
-_filter_gradient = define(
-    "filter_rows_backward",
-    "(Tensor grad, Tensor x, Tensor? token_term, Tensor? block_term, Tensor token, Tensor inverse, Tensor group, "
-    "Tensor ends) -> (Tensor, Tensor, Tensor)",
-    _run_backward,
-    _allocate_backward,
-)
+_filter_rows = define("filter_rows", schema_of(_allocate), _run, _allocate, differentiate=_differentiate)
+_filter_gradient = define("filter_rows_backward", schema_of(_allocate_backward, 3), _run_backward, _allocate_backward)

@@ -21,7 +21,7 @@ from intbmoe.ops.blocks import fused_gate_wide
 from intbmoe.ops.blocks.fused_dprg import gate_gradients
 from intbmoe.ops.blocks.naive import RMS_EPS
 from intbmoe.ops.launch import launch
-from intbmoe.ops.operation import define
+from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sum_partials
 from intbmoe.ops.triton_support import empty_rows, in_rows, power_of_2
 
@@ -285,7 +285,7 @@ def _run(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
     return out, statistics
 
 
-def _allocate(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
+def _allocate(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps: float):
     out = empty_rows(rows, rows.shape[0], norm_gain.shape[0])
     return out, rows.new_empty(rows.shape[0], 3, dtype=torch.float32)
 
@@ -334,19 +334,5 @@ def _differentiate(ctx, grad, _):
     return row_grad, bias_grad, gain_grad, scale_grad, rest[:width], rest[width : 2 * width], None, None
 
 
-_gated_rows = define(
-    "gated_rows",
-    "(Tensor rows, Tensor bias, Tensor? gain, Tensor? scale, Tensor norm_gain, Tensor norm_shift, Tensor ends, "
-    "float norm_eps) -> (Tensor, Tensor)",
-    _run,
-    _allocate,
-    _save,
-    _differentiate,
-)
-_rows_gradient = define(
-    "gated_rows_backward",
-    "(Tensor grad, Tensor rows, Tensor statistics, Tensor bias, Tensor? gain, Tensor? scale, Tensor norm_gain, "
-    "Tensor ends) -> (Tensor, Tensor)",
-    _run_backward,
-    _allocate_backward,
-)
+_gated_rows = define("gated_rows", schema_of(_allocate, 2), _run, _allocate, _save, _differentiate)
+_rows_gradient = define("gated_rows_backward", schema_of(_allocate_backward, 2), _run_backward, _allocate_backward)

@@ -11,7 +11,6 @@ the rows once and takes all five; the second goes over pieces of columns, writes
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from intbmoe.ops.blocks.fused_dprg import gate_gradients
 from intbmoe.ops.launch import launch
@@ -161,18 +160,7 @@ def scale_columns(width: int) -> int:
     return ceil_div(width, BLOCK)
 
 
-def run_backward(
-    grad: Tensor,
-    rows: Tensor,
-    statistics: Tensor,
-    bias: Tensor,
-    gain: Tensor | None,
-    scale: Tensor | None,
-    norm_gain: Tensor,
-    ends: Tensor,
-    row_grad: Tensor,
-    columns: int,
-) -> Tensor:
+def run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends, row_grad, columns):
     """Fill ``row_grad``; returns (G, columns) the groups' sums, as ``fused_gate.py`` lays them out."""
     count, width, groups = rows.shape[0], norm_gain.shape[0], ends.shape[0]
     tiles = min(TILES, power_below(count // (TILE * 128)))  # few rows make small programs

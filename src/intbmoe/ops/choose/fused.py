@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from intbmoe.ops.launch import launch
-from intbmoe.ops.operation import define
+from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 ELEMENTS = 1024
@@ -76,7 +76,7 @@ def _run(scores, k):
     return ids, weights
 
 
-def _allocate(scores, k):
+def _allocate(scores, k: int):
     return scores.new_empty(scores.shape[0], k, dtype=torch.int64), scores.new_empty(scores.shape[0], k)
 
 
@@ -105,7 +105,5 @@ def _differentiate(ctx, _, grad):
 
 
 # As ``naive.choose``.
-choose = define("choose", "(Tensor scores, int k) -> (Tensor, Tensor)", _run, _allocate, _save, _differentiate)
-_choose_gradient = define(
-    "choose_backward", "(Tensor grad, Tensor scores, Tensor ids) -> Tensor", _run_backward, _allocate_backward
-)
+choose = define("choose", schema_of(_allocate, 2), _run, _allocate, _save, _differentiate)
+_choose_gradient = define("choose_backward", schema_of(_allocate_backward), _run_backward, _allocate_backward)

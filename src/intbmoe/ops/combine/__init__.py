@@ -11,7 +11,7 @@ from torch import Tensor
 
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.eager import compiled_for_gpu
-from intbmoe.ops.operation import define
+from intbmoe.ops.operation import define, schema_of
 
 
 def sum_rows(rows: Tensor, token: Tensor, inverse: Tensor, backend: Backend, ends: Tensor | None = None) -> Tensor:
@@ -19,9 +19,8 @@ def sum_rows(rows: Tensor, token: Tensor, inverse: Tensor, backend: Backend, end
 
     With the groups' ``ends``, which ``fused`` alone takes, rows after the last of them are not read.
     """
-    if backend == "fused" or compiled_for_gpu(rows):
-        return _sum_rows(rows, token, inverse, backend, ends)
-    return rows_of_tokens(rows, inverse, rows.shape[0] != inverse.numel()).sum(1)
+    run = _sum_rows if backend == "fused" or compiled_for_gpu(rows) else _run
+    return run(rows, token, inverse, backend, ends)
 
 
 def rows_of_tokens(rows: Tensor, inverse: Tensor, trimmed: bool) -> Tensor:
@@ -39,7 +38,7 @@ def _run(rows, token, inverse, backend, ends):
     return rows_of_tokens(rows, inverse, rows.shape[0] != inverse.numel()).sum(1)
 
 
-def _allocate(rows, token, inverse, backend, ends):
+def _allocate(rows, token, inverse, backend: str, ends):
     return rows.new_empty(inverse.shape[0], rows.shape[1])
 
 
@@ -51,11 +50,4 @@ def _differentiate(ctx, grad):
     return grad.index_select(0, ctx.saved_tensors[0]), None, None, None, None
 
 
-_sum_rows = define(
-    "sum_rows",
-    "(Tensor rows, Tensor token, Tensor inverse, str backend, Tensor? ends) -> Tensor",
-    _run,
-    _allocate,
-    _save,
-    _differentiate,
-)
+_sum_rows = define("sum_rows", schema_of(_allocate), _run, _allocate, _save, _differentiate)

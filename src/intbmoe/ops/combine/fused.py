@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from intbmoe.ops.launch import launch
-from intbmoe.ops.operation import define
+from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.tiles import Tiling, load_rows
 from intbmoe.ops.triton_support import ceil_div, empty_rows, in_rows
 
@@ -121,17 +121,5 @@ def _differentiate(ctx, grad):
 
 # As ``naive.combine``; ``token`` and ``choice`` (M,) say whose each row is, for the gradient. ``ends`` are those
 # of the groups if rows may follow the last one: what is there is not read, and has no gradient.
-combine = define(
-    "combine",
-    "(Tensor rows, Tensor weights, Tensor token, Tensor choice, Tensor inverse, Tensor? ends) -> Tensor",
-    _run,
-    _allocate,
-    _save,
-    _differentiate,
-)
-_combine_gradient = define(
-    "combine_backward",
-    "(Tensor grad, Tensor rows, Tensor weights, Tensor token, Tensor choice, Tensor? ends) -> (Tensor, Tensor)",
-    _run_backward,
-    _allocate_backward,
-)
+combine = define("combine", schema_of(_allocate), _run, _allocate, _save, _differentiate)
+_combine_gradient = define("combine_backward", schema_of(_allocate_backward, 2), _run_backward, _allocate_backward)

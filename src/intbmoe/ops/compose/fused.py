@@ -23,11 +23,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from intbmoe.ops.backend import INTERPRETING
 from intbmoe.ops.launch import launch
-from intbmoe.ops.operation import define
+from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.triton_support import ALIGNMENT, ceil_div, empty_matrices, power_of_2
 
 BLOCK = 128  # columns of a row of the pool's matrices that a program has
@@ -235,7 +234,7 @@ def _run(value, gate, pool, factor, dtype):
     return out
 
 
-def _allocate(value, gate, pool, factor, dtype):
+def _allocate(value, gate, pool, factor: float, dtype: torch.dtype):
     paths = 1 if gate is None else 2
     return empty_matrices(pool, value.shape[0], pool.shape[1], paths * pool.shape[2], dtype)
 
@@ -268,7 +267,7 @@ def _run_backward(grad, value, gate, pool, factor):
     return partials.sum(0), pool_grad
 
 
-def _allocate_backward(grad, value, gate, pool, factor):
+def _allocate_backward(grad, value, gate, pool, factor: float):
     rows = value.shape[0] * (1 if gate is None else 2)
     pool_grad = torch.empty_like(pool, memory_format=torch.contiguous_format)
     return value.new_empty(rows, value.shape[1], dtype=torch.float32), pool_grad
@@ -287,30 +286,17 @@ def _differentiate(ctx, grad):
     return value_grad, gate_grad, pool_grad, None, None
 
 
-# Coefficients (K, E), times a factor, and a pool (E, i, o) → (K, i, P·o), rows aligned, in ``dtype``.
-compose = define(
-    "compose",
-    "(Tensor value, Tensor? gate, Tensor pool, float factor, ScalarType dtype) -> Tensor",
-    _run,
-    _allocate,
-    _save,
-    _differentiate,
-)
-compose_gradient = define(
-    "compose_backward",
-    "(Tensor grad, Tensor value, Tensor? gate, Tensor pool, float factor) -> (Tensor, Tensor)",
-    _run_backward,
-    _allocate_backward,
-)
-
-
-@register_flop_formula(torch.ops.intbmoe.compose)
-def _(value_shape, gate_shape, pool_shape, *_, **__):
+def _flops(value_shape, gate_shape, pool_shape, *_, **__):
     rows = value_shape[0] * (1 if gate_shape is None else 2)
     return 2 * rows * pool_shape[0] * pool_shape[1] * pool_shape[2]
 
 
-@register_flop_formula(torch.ops.intbmoe.compose_backward)
-def _(grad_shape, value_shape, gate_shape, pool_shape, *_, **__):
-    rows = value_shape[0] * (1 if gate_shape is None else 2)
-    return 4 * rows * pool_shape[0] * pool_shape[1] * pool_shape[2]
+# Coefficients (K, E), times a factor, and a pool (E, i, o) → (K, i, P·o), rows aligned, in ``dtype``.
+compose = define("compose", schema_of(_allocate), _run, _allocate, _save, _differentiate, _flops)
+compose_gradient = define(
+    "compose_backward",
+    schema_of(_allocate_backward, 2),
+    _run_backward,
+    _allocate_backward,
+    flops=lambda grad_shape, *shapes, **rest: 2 * _flops(*shapes, **rest),
+)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from intbmoe.ops.launch import launch
-from intbmoe.ops.operation import define
+from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 BLOCK = 4096  # scores of a token that a program holds at a time
@@ -85,12 +85,5 @@ def _differentiate(ctx, grad: Tensor, unused: Tensor | None):
 
 
 # (N, V) scores, (N,) ids → (N,) losses and (N,) logarithms of the sums, in float32. The latter have no gradient.
-cross_entropy = define(
-    "cross_entropy", "(Tensor logits, Tensor targets) -> (Tensor, Tensor)", _run, _allocate, _save, _differentiate
-)
-_gradient = define(
-    "cross_entropy_backward",
-    "(Tensor grad, Tensor logits, Tensor targets, Tensor sums) -> Tensor",
-    _run_backward,
-    _allocate_backward,
-)
+cross_entropy = define("cross_entropy", schema_of(_allocate, 2), _run, _allocate, _save, _differentiate)
+_gradient = define("cross_entropy_backward", schema_of(_allocate_backward), _run_backward, _allocate_backward)

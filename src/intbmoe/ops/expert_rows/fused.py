@@ -11,7 +11,7 @@ from torch import Tensor
 
 from intbmoe.ops.combine import sum_rows
 from intbmoe.ops.launch import launch
-from intbmoe.ops.operation import define
+from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.tiles import load_rows, programs, rows_of_program, sum_partials
 from intbmoe.ops.triton_support import ceil_div, empty_rows, in_rows, power_of_2
 
@@ -171,12 +171,7 @@ def _differentiate_gather(ctx, grad):
 
 
 gather = define(
-    "gather_rows",
-    "(Tensor x, Tensor token, Tensor inverse, Tensor ends) -> Tensor",
-    _run_gather,
-    _allocate_gather,
-    _save_gather,
-    _differentiate_gather,
+    "gather_rows", schema_of(_allocate_gather), _run_gather, _allocate_gather, _save_gather, _differentiate_gather
 )
 
 
@@ -190,7 +185,7 @@ def _run_activate(rows, bias, ends, gelu):
     return out
 
 
-def _allocate_activate(rows, bias, ends, gelu):
+def _allocate_activate(rows, bias, ends, gelu: bool):
     return empty_rows(rows, *rows.shape)
 
 
@@ -208,7 +203,7 @@ def _run_activate_backward(grad, rows, bias, ends, gelu):
     return row_grad, bias_grad.copy_(sum_partials(partials, ends, ROWS))
 
 
-def _allocate_activate_backward(grad, rows, bias, ends, gelu):
+def _allocate_activate_backward(grad, rows, bias, ends, gelu: bool):
     # Without GELU the gradient of the rows is that of the result, and this one stays empty.
     return empty_rows(rows, rows.shape[0] if gelu else 0, rows.shape[1]), bias.new_empty(bias.shape)
 
@@ -225,19 +220,13 @@ def _differentiate_activate(ctx, grad):
 
 
 activate = define(
-    "activate_rows",
-    "(Tensor rows, Tensor bias, Tensor ends, bool gelu) -> Tensor",
-    _run_activate,
-    _allocate_activate,
-    _save_activate,
+    "activate_rows", schema_of(_allocate_activate), _run_activate, _allocate_activate, _save_activate,
     _differentiate_activate,
-)
+)  # fmt: skip
 _activate_gradient = define(
-    "activate_rows_backward",
-    "(Tensor grad, Tensor rows, Tensor bias, Tensor ends, bool gelu) -> (Tensor, Tensor)",
-    _run_activate_backward,
+    "activate_rows_backward", schema_of(_allocate_activate_backward, 2), _run_activate_backward,
     _allocate_activate_backward,
-)
+)  # fmt: skip
 
 
 # SwiGLU's gate.
@@ -270,23 +259,13 @@ def _allocate_gate_backward(grad, gates, values, ends):
     return empty_rows(gates, *gates.shape), empty_rows(gates, *gates.shape)
 
 
-def _save_gate(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
 def _differentiate_gate(ctx, grad):
     return *_gate_gradient(grad, *ctx.saved_tensors), None
 
 
-gate = define(
-    "gate_rows", "(Tensor gates, Tensor values, Tensor ends) -> Tensor", _run_gate, _allocate_gate, _save_gate,
-    _differentiate_gate,
-)  # fmt: skip
+gate = define("gate_rows", schema_of(_allocate_gate), _run_gate, _allocate_gate, differentiate=_differentiate_gate)
 _gate_gradient = define(
-    "gate_rows_backward",
-    "(Tensor grad, Tensor gates, Tensor values, Tensor ends) -> (Tensor, Tensor)",
-    _run_gate_backward,
-    _allocate_gate_backward,
+    "gate_rows_backward", schema_of(_allocate_gate_backward, 2), _run_gate_backward, _allocate_gate_backward
 )
 
 
@@ -305,7 +284,7 @@ def _allocate_add(first, second, ends):
     return empty_rows(first, *first.shape)
 
 
-_add_rows = define("add_rows", "(Tensor first, Tensor second, Tensor ends) -> Tensor", _run_add, _allocate_add)
+_add_rows = define("add_rows", schema_of(_allocate_add), _run_add, _allocate_add)
 
 
 class _Twice(torch.autograd.Function):

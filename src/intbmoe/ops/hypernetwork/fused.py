@@ -9,10 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from intbmoe.ops.launch import launch
-from intbmoe.ops.operation import define
+from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 ROWS, BASES, BACKWARD_BASES = 16, 64, 32
@@ -136,7 +135,7 @@ def _run(codes, trunk, trunk_bias, gain, shift, value, value_bias, gate, gate_bi
     return first, second
 
 
-def _allocate(codes, trunk, trunk_bias, gain, shift, value, value_bias, gate, gate_bias, eps):
+def _allocate(codes, trunk, trunk_bias, gain, shift, value, value_bias, gate, gate_bias, eps: float):
     count, experts = codes.shape[0], value.shape[0]
     shapes = (count, experts), (0 if gate is None else count, experts)
     return tuple(codes.new_empty(shape, dtype=torch.float32) for shape in shapes)
@@ -152,7 +151,7 @@ def _run_backward(grad, gate_grad, codes, trunk, trunk_bias, gain, shift, value,
     return outputs
 
 
-def _allocate_backward(grad, gate_grad, codes, trunk, trunk_bias, gain, shift, value, gate, eps):
+def _allocate_backward(grad, gate_grad, codes, trunk, trunk_bias, gain, shift, value, gate, eps: float):
     hidden, experts = trunk.shape[0], value.shape[0]
     gated = 0 if gate is None else experts
     shapes = codes.shape, trunk.shape, (hidden,), (hidden,), (hidden,)
@@ -176,35 +175,16 @@ def _differentiate(ctx, grad, gate_grad):
     return *(None if dtype is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)), None
 
 
-_coefficients = define(
-    "hypernetwork",
-    "(Tensor codes, Tensor trunk, Tensor trunk_bias, Tensor gain, Tensor shift, Tensor value, Tensor value_bias, "
-    "Tensor? gate, Tensor? gate_bias, float eps) -> (Tensor, Tensor)",
-    _run,
-    _allocate,
-    _save,
-    _differentiate,
-)
+def _flops(codes, trunk, trunk_bias, gain, shift, value, value_bias, gate, *_, **__):
+    """Of shapes, as the next."""
+    return 2 * codes[0] * trunk[0] * (trunk[1] + (1 if gate is None else 2) * value[0])
+
+
+def _backward_flops(grad, gate_grad, codes, trunk, trunk_bias, gain, shift, value, gate, *_, **__):
+    return 2 * _flops(codes, trunk, trunk_bias, gain, shift, value, None, gate)
+
+
+_coefficients = define("hypernetwork", schema_of(_allocate, 2), _run, _allocate, _save, _differentiate, _flops)
 _gradient = define(
-    "hypernetwork_backward",
-    "(Tensor grad, Tensor? gate_grad, Tensor codes, Tensor trunk, Tensor trunk_bias, Tensor gain, Tensor shift, "
-    "Tensor value, Tensor? gate, float eps) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run_backward,
-    _allocate_backward,
+    "hypernetwork_backward", schema_of(_allocate_backward, 9), _run_backward, _allocate_backward, flops=_backward_flops
 )
-
-
-def _products(codes_shape: tuple, trunk_shape: tuple, value_shape: tuple, gate_shape: tuple | None) -> int:
-    paths = 1 if gate_shape is None else 2
-    return 2 * codes_shape[0] * trunk_shape[0] * (trunk_shape[1] + paths * value_shape[0])
-
-
-@register_flop_formula(torch.ops.intbmoe.hypernetwork)
-def _(codes_shape, trunk_shape, trunk_bias, gain, shift, value_shape, value_bias, gate_shape, *_, **__):
-    return _products(codes_shape, trunk_shape, value_shape, gate_shape)
-
-
-@register_flop_formula(torch.ops.intbmoe.hypernetwork_backward)
-def _(grad, gate_grad, codes_shape, trunk_shape, trunk_bias, gain, shift, value_shape, gate_shape, *_, **__):
-    return 2 * _products(codes_shape, trunk_shape, value_shape, gate_shape)

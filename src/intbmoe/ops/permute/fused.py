@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from intbmoe.ops.launch import launch
-from intbmoe.ops.operation import define
+from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 ENTRIES = 8192
@@ -78,7 +78,7 @@ def _run(ids, groups):
     return outputs
 
 
-def _allocate(ids, groups):
+def _allocate(ids, groups: int):
     rows = ids.new_empty(ids.numel(), dtype=torch.int64)
     inverse = ids.new_empty(ids.shape, dtype=torch.int64)
     ends = ids.new_empty(groups, dtype=torch.int32)
@@ -87,9 +87,4 @@ def _allocate(ids, groups):
 
 
 # As ``naive.permute``.
-permute = define(
-    "permute",
-    "(Tensor ids, int groups) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run,
-    _allocate,
-)
+permute = define("permute", schema_of(_allocate, 6), _run, _allocate)

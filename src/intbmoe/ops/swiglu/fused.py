@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from intbmoe.ops.launch import launch
-from intbmoe.ops.operation import define
+from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 ELEMENTS = 1024
@@ -72,14 +72,10 @@ def _allocate_backward(grad, rows):
     return torch.empty_like(rows, memory_format=torch.contiguous_format)
 
 
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
 def _differentiate(ctx, grad):
     return _swiglu_gradient(grad, *ctx.saved_tensors)
 
 
 # (N, 2·h) rows [gate | up] → (N, h).
-swiglu = define("swiglu", "(Tensor rows) -> Tensor", _run, _allocate, _save, _differentiate)
-_swiglu_gradient = define("swiglu_backward", "(Tensor grad, Tensor rows) -> Tensor", _run_backward, _allocate_backward)
+swiglu = define("swiglu", schema_of(_allocate), _run, _allocate, differentiate=_differentiate)
+_swiglu_gradient = define("swiglu_backward", schema_of(_allocate_backward), _run_backward, _allocate_backward)
