@@ -26,6 +26,7 @@ from intbmoe.tasks.vision.datasets import save_images
 from intbmoe.tasks.vision.examples import ImageExamples
 from intbmoe.tasks.vision.imagenet_parquet import ParquetImages
 from intbmoe.tasks.vision.settings import Augmentation
+from intbmoe.tasks.vision.task import VisionData
 from intbmoe.train.data import micro_batches, plan_batches, read_ahead
 from inttravel_tables import write_tables
 
@@ -96,7 +97,7 @@ def images(tmp_path):
     model = ViTConfig(
         image_size=8, patch_size=4, channels=3, classes=3, dim=16, depth=1, heads=2, hidden=16, moe_layers=(0,)
     )
-    return folder.read(folder.FolderSettings(str(tmp_path), 0.0, 0.1, 0, "crop", None), model)[0]
+    return folder.read(VisionData(source="folder", path=str(tmp_path), valid_fraction=0.0), model)
 
 
 def test_a_rank_opens_only_its_images(images, tmp_path):

@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,12 @@ def choose_held_out(count: int, shares: tuple[float, float], seed: int, where: s
     chosen[order[: numbers[0]]] = 1
     chosen[order[numbers[0] : sum(numbers)]] = 2
     return chosen
+
+
+def resolved(recipe: Any, fingerprint: str, **sizes: int) -> Any:
+    """The recipe with what its data decides: sizes of the model, and the fingerprint."""
+    data = replace(recipe.data, fingerprint=fingerprint)
+    return replace(recipe, data=data, model=replace(recipe.model, **sizes))
 
 
 def require_known(value: int | None, setting: str) -> int:

@@ -7,7 +7,6 @@ what a run remembers of it, the fingerprint, from the tokens themselves.
 
 import fcntl
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -42,8 +41,8 @@ class Bytes:
         return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
 
 
-def read(data: Any, vocabulary: int | None) -> tuple[TokenSource, str]:
-    """The source of ``data``'s settings, and its fingerprint; tokens that are not there yet are made."""
+def read(data: Any, vocabulary: int | None) -> TokenSource:
+    """The source of the recipe's ``data``; tokens that are not there yet are made."""
     texts = find_texts(data.path, data.column, data.valid_fraction, data.test_fraction, data.split_seed)
     folder = cache_folder() / "text" / _key(data, texts)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -53,11 +52,10 @@ def read(data: Any, vocabulary: int | None) -> tuple[TokenSource, str]:
             with replacing_folder(folder) as beside:
                 _make(texts, data, beside)
     source = packed.read(str(folder), NAME)
-    meta = json.loads((folder / META).read_bytes())
-    require_same_data(data.fingerprint, meta["fingerprint"], str(texts.root))
+    require_same_data(data.fingerprint, source.fingerprint, str(texts.root))
     require_size(vocabulary, source.vocabulary, "model.vocabulary", str(texts.root))
     tokenizer = folder if (folder / TOKENIZER).is_file() else None
-    return replace(source, where=str(texts.root), folder=tokenizer), meta["fingerprint"]
+    return replace(source, where=str(texts.root), folder=tokenizer)
 
 
 def _is_whole(folder: Path) -> bool:

@@ -31,6 +31,7 @@ class TokenSource:
     splits: dict[str, np.ndarray]  # name → (tokens,) ids, in memory or mapped from a file
     folder: Path | None = None  # with the tokenizer; None where ids are bytes
     end_of_text: int = 256
+    fingerprint: str | None = None  # of one's own files
 
 
 class TokenExamples:
@@ -120,7 +121,7 @@ def read(path: str | None, name: str) -> TokenSource:
     meta = read_meta(folder, name)
     dtype = token_type(meta["vocabulary"])
     splits = {split: _map(folder / tokens_name(split), dtype) for split in SPLITS}
-    return TokenSource(str(folder), meta["vocabulary"], splits, folder, meta["end_of_text"])
+    return TokenSource(str(folder), meta["vocabulary"], splits, folder, meta["end_of_text"], meta.get("fingerprint"))
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -8,7 +8,7 @@ document. Its graphs take ids (B, T) and mask (B, T) and give scores (B, T, voca
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -31,7 +31,7 @@ from intbmoe.tasks.language.packed import TokenExamples, TokenSource
 from intbmoe.tasks.language.serving import GeneratePredictor, prompt_requests
 from intbmoe.tasks.looking import Shown, View, position_view
 from intbmoe.tasks.mixture import ffn_maker
-from intbmoe.tasks.own_data import require_known, require_unused
+from intbmoe.tasks.own_data import require_known, require_unused, resolved
 from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Graph, Request
@@ -112,11 +112,10 @@ class LanguageTask(Task):
 
     def resolve(self) -> Recipe:
         if self.recipe.data.source == "files":
-            self._source, fingerprint = own_text.read(self.recipe.data, self.recipe.model.vocabulary)
-            for name in self._source.splits:
+            source = self._source
+            for name in source.splits:
                 self.split(name)  # raises where there is too little text
-            model = replace(self.recipe.model, vocabulary=self._source.vocabulary)
-            self.recipe = replace(self.recipe, model=model, data=replace(self.recipe.data, fingerprint=fingerprint))
+            self.recipe = resolved(self.recipe, source.fingerprint, vocabulary=source.vocabulary)
         return self.recipe
 
     @classmethod
@@ -143,7 +142,7 @@ class LanguageTask(Task):
     def _source(self) -> TokenSource:
         data, vocabulary = self.recipe.data, self.recipe.model.vocabulary
         if data.source == "files":
-            return own_text.read(data, vocabulary)[0]
+            return own_text.read(data, vocabulary)
         from_python = data.source == "stdlib"
         source = stdlib.read(data.path, data.max_bytes) if from_python else packed.read(data.path, data.source)
         if source.vocabulary != vocabulary:

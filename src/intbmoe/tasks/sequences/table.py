@@ -9,7 +9,7 @@ import csv
 import gzip
 import re
 import zlib
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,8 @@ USUAL = {
 """What columns are called, letters and digits alone; the first that a table has is taken."""
 
 
-@dataclass(frozen=True)
-class TableSettings:
-    """What of ``data`` this source reads."""
-
-    path: str | None
-    user: str | None
-    item: str | None
-    time: str | None
-    fingerprint: str | None
-
-
-def read_table(settings: TableSettings, item_count: int | None) -> tuple[ItemSequences, str]:
-    """The histories, users and items in the order of their names, and the fingerprint of all of it."""
+def read_table(settings: Any, item_count: int | None) -> ItemSequences:
+    """The histories of the recipe's ``data``, users and items in the order of their names."""
     try:
         import duckdb
     except ModuleNotFoundError as error:
@@ -67,7 +56,7 @@ def read_table(settings: TableSettings, item_count: int | None) -> tuple[ItemSeq
     require_size(item_count, sequences.item_count, "model.items", str(file))
     same = fingerprint(sequences.items, sequences.offsets, "\0".join(sequences.names))
     require_same_data(settings.fingerprint, same, str(file))
-    return sequences, same
+    return replace(sequences, fingerprint=same)
 
 
 def _find_file(path: Path) -> Path:

@@ -11,8 +11,8 @@ Labels follow the alphabetical order of the class folders. ``FOLDER/classes.json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -69,20 +69,8 @@ class FolderImages:
         return FolderImages(self.folder, self.files[indices], self.labels[indices], self.mode, self.square)
 
 
-@dataclass(frozen=True)
-class FolderSettings:
-    """What of ``data`` this source reads."""
-
-    path: str | None
-    valid_fraction: float
-    test_fraction: float
-    split_seed: int
-    resize: str
-    fingerprint: str | None
-
-
-def read(settings: FolderSettings, model: ViTConfig) -> tuple[Source, str]:
-    """The source, and its fingerprint: names and sizes of all files, content of some."""
+def read(settings: Any, model: ViTConfig) -> Source:
+    """The images of the recipe's ``data``."""
     if model.channels not in MODES:
         raise DataError(f"model.channels={model.channels}: images are grey (1) or in colour (3)")
     root = require_path(settings.path, "images", WHAT)
@@ -113,10 +101,8 @@ def read(settings: FolderSettings, model: ViTConfig) -> tuple[Source, str]:
             found |= {"train": found["train"].subset(kept), split: found["train"].subset(held)}
     file = root / FILE
     names = read_class_names(file.read_bytes(), len(classes), str(file)) if file.is_file() else None
-    source = Source(
-        **found, normalisation=normalisation, class_names=names or tuple(classes), class_folders=tuple(classes)
-    )
-    return source, same
+    known = {"class_names": names or tuple(classes), "class_folders": tuple(classes), "fingerprint": same}
+    return Source(**found, normalisation=normalisation, **known)
 
 
 def check_images(source: Source) -> None:

@@ -43,6 +43,7 @@ class Source:
     normalisation: Normalisation
     class_names: tuple[str, ...] | None = None  # by label; None where the source does not say
     class_folders: tuple[str, ...] | None = None  # by label: WordNet ids, where the images lie in folders
+    fingerprint: str | None = None  # of a folder: names and sizes of all files, content of some
 
 
 class ArrayImages:

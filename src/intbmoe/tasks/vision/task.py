@@ -8,7 +8,7 @@ channel by channel. Its graphs take images (B, channels, H, W) and give scores (
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -24,7 +24,7 @@ from intbmoe.settings import Checked, MustBe, NonNegativeInt, Share
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.looking import Shown, View
 from intbmoe.tasks.mixture import ffn_maker
-from intbmoe.tasks.own_data import require_known, require_unused
+from intbmoe.tasks.own_data import require_known, require_unused, resolved
 from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Request
@@ -123,21 +123,16 @@ class VisionTask(Task):
 
     @cached_property
     def _source(self) -> Source:
-        data = self.recipe.data
+        data, model = self.recipe.data, self.recipe.model
         if data.source == "folder":
-            return self._read_folder()[0]
-        return SOURCES[data.source](data.path, self.recipe.model, data.valid_fraction)
-
-    def _read_folder(self) -> tuple[Source, str]:
-        chosen = {f.name: getattr(self.recipe.data, f.name) for f in fields(folder.FolderSettings)}
-        return folder.read(folder.FolderSettings(**chosen), self.recipe.model)
+            return folder.read(data, model)
+        return SOURCES[data.source](data.path, model, data.valid_fraction)
 
     def resolve(self) -> Recipe:
         if self.recipe.data.source == "folder":
-            self._source, fingerprint = self._read_folder()
-            folder.check_images(self._source)
-            model = replace(self.recipe.model, classes=len(self._source.class_names))
-            self.recipe = replace(self.recipe, model=model, data=replace(self.recipe.data, fingerprint=fingerprint))
+            source = self._source
+            folder.check_images(source)
+            self.recipe = resolved(self.recipe, source.fingerprint, classes=len(source.class_names))
         return self.recipe
 
     @classmethod
