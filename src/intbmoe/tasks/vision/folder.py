@@ -11,6 +11,7 @@ Labels follow the alphabetical order of the class folders. ``FOLDER/classes.json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from intbmoe.tasks.own_data import (
     some,
     split_of,
 )
-from intbmoe.tasks.vision.class_names import FILE, read_class_names
+from intbmoe.tasks.vision.class_names import find_class_names
 from intbmoe.tasks.vision.decode import SQUARES, check_header, decode, middle_square
 from intbmoe.tasks.vision.source import IMAGENET_NORMALISATION, Normalisation, Source, hold_out
 
@@ -40,20 +41,13 @@ LOOKED_INTO, END_BYTES = 1000, 4096  # for the fingerprint: how many files of a 
 ENOUGH = 3  # images of a class, of which one is held out for validation and one for the test
 
 
+@dataclass(frozen=True, eq=False)
 class FolderImages:
-    def __init__(
-        self,
-        folder: Path,
-        files: np.ndarray,
-        labels: np.ndarray,
-        mode: str = "RGB",
-        square: Callable[[Image.Image, int], np.ndarray] = middle_square,
-    ) -> None:
-        self.folder = folder
-        self.files = files  # (N,) paths inside ``folder``, bytes in one array: workers would copy a million strings
-        self.labels = labels
-        self.mode = mode
-        self.square = square
+    folder: Path
+    files: np.ndarray  # (N,) paths inside ``folder``, bytes in one array: workers would copy a million strings
+    labels: np.ndarray
+    mode: str = "RGB"
+    square: Callable[[Image.Image, int], np.ndarray] = middle_square
 
     def path(self, index: int) -> Path:
         return self.folder / os.fsdecode(self.files[index])
@@ -66,7 +60,7 @@ class FolderImages:
         return np.stack([self.square(self.image(index), size).reshape(size, size, -1) for index in indices])
 
     def subset(self, indices: np.ndarray) -> "FolderImages":
-        return FolderImages(self.folder, self.files[indices], self.labels[indices], self.mode, self.square)
+        return replace(self, files=self.files[indices], labels=self.labels[indices])
 
 
 def read(settings: Any, model: ViTConfig) -> Source:
@@ -99,9 +93,8 @@ def read(settings: Any, model: ViTConfig) -> Source:
                 _require_enough(found["train"].labels, classes, folders["train"])
             kept, held = hold_out(found["train"].labels, share, str(folders["train"]), settings.split_seed)
             found |= {"train": found["train"].subset(kept), split: found["train"].subset(held)}
-    file = root / FILE
-    names = read_class_names(file.read_bytes(), len(classes), str(file)) if file.is_file() else None
-    known = {"class_names": names or tuple(classes), "class_folders": tuple(classes), "fingerprint": same}
+    names = find_class_names(root, len(classes)) or tuple(classes)
+    known = {"class_names": names, "class_folders": tuple(classes), "fingerprint": same}
     return Source(**found, normalisation=normalisation, **known)
 
 

@@ -13,7 +13,7 @@ from intbmoe.models.vit import ViTConfig
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.own_data import require_path
 from intbmoe.tasks.preparation import UNFINISHED
-from intbmoe.tasks.vision.class_names import FILE, read_class_names
+from intbmoe.tasks.vision.class_names import find_class_names
 from intbmoe.tasks.vision.folder import FolderImages, class_folders, list_images
 from intbmoe.tasks.vision.imagenet_parquet import ParquetImages
 from intbmoe.tasks.vision.source import IMAGENET_NORMALISATION, Images, Source, check_labels, hold_out
@@ -38,8 +38,7 @@ def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
     for images, name in zip((train, test), names, strict=True):
         check_labels(images.labels, model.classes, name)
     kept, held = hold_out(train.labels, valid_fraction, names[0])
-    file = root / FILE
-    class_names = read_class_names(file.read_bytes(), model.classes, str(file)) if file.is_file() else None
+    class_names = find_class_names(root, model.classes)
     return Source(train.subset(kept), train.subset(held), test, IMAGENET_NORMALISATION, class_names, folders)
 
 

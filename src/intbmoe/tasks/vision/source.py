@@ -46,10 +46,10 @@ class Source:
     fingerprint: str | None = None  # of a folder: names and sizes of all files, content of some
 
 
+@dataclass(frozen=True, eq=False)
 class ArrayImages:
-    def __init__(self, array: np.ndarray, labels: np.ndarray) -> None:
-        self.array = array
-        self.labels = labels
+    array: np.ndarray  # (N, H, W, channels) uint8
+    labels: np.ndarray
 
     def image(self, index: int) -> Image.Image:
         return Image.fromarray(self.array[index].squeeze(-1) if self.array.shape[-1] == 1 else self.array[index])

@@ -150,13 +150,14 @@ class VisionTask(Task):
         return {**batch, "images": images, "targets": targets}
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        scores = model(batch["images"]).float()
-        target = batch.get("targets", batch["labels"])
-        return F.cross_entropy(scores, target, reduction="sum"), _count(batch)
+        scores, labels = model(batch["images"]).float(), batch["labels"]
+        count = labels.new_full((), len(labels))  # filled on the device: a copy could not be part of a CUDA graph
+        return F.cross_entropy(scores, batch.get("targets", labels), reduction="sum"), count
 
     def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         scores, labels = model(batch["images"]).float(), batch["labels"]
-        hits = _hits(scores, labels)
+        best = scores.topk(min(TOP, scores.shape[1]), dim=1).indices
+        hits = best == labels.unsqueeze(1)
         return {
             "count": torch.ones_like(labels),
             "loss": F.cross_entropy(scores, labels, reduction="none"),
@@ -182,13 +183,3 @@ class VisionTask(Task):
 
     def shown(self, split: ImageExamples) -> Shown:
         return show_images(split, self.class_names(), self.recipe.model)
-
-
-def _hits(scores: Tensor, labels: Tensor) -> Tensor:
-    """(B, 5 or fewer): whether the best, the second best … score is the label's."""
-    return scores.topk(min(TOP, scores.shape[1]), dim=1).indices == labels.unsqueeze(1)
-
-
-def _count(batch: Batch) -> Tensor:
-    labels = batch["labels"]
-    return labels.new_full((), len(labels))  # filled on the device: a copy could not be part of a CUDA graph
