@@ -1,9 +1,11 @@
 """What data of one's own needs in every task: how splits are called, what is held out, and whether it has changed."""
 
+import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from intbmoe.checks import did_you_mean
+from intbmoe.files import replacing_folder
 from intbmoe.tasks.errors import DataError
 
 PAGE = "docs/your-data.md"
@@ -32,6 +35,19 @@ def cache_folder() -> Path:
     """Where what is made of the data is kept between runs; it can be deleted at any time."""
     own = os.environ.get("INTBMOE_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "intbmoe"
+
+
+def cached_folder(kind: str, key: str, make: Callable[[Path], None], whole: Callable[[Path], bool]) -> Path:
+    """The folder of this key in the cache; unless it is ``whole``, ``make`` fills a new one, in one process alone."""
+    folder = cache_folder() / kind / key
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "wb") as lock:
+        with suppress(OSError):  # where the file system has no locks, each process makes its own
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the first one makes it, the others wait
+        if not whole(folder):
+            with replacing_folder(folder) as beside:
+                make(beside)
+    return folder
 
 
 def launched_as() -> tuple[int, int]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from intbmoe.tasks.base import SPLITS
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language import minipile
 from intbmoe.tasks.language.packing import Malformed
@@ -22,7 +23,6 @@ from intbmoe.tasks.parquet import open_parquet
 
 WHAT = "a .txt, .jsonl or .parquet file, or a folder of them"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-SPLITS = ("train", "valid", "test")
 FEW = 20
 
 

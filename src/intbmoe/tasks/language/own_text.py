@@ -1,11 +1,10 @@
-"""Tokens of one's own text files, made once and kept in a cache (``own_data.cache_folder``) as a packed folder.
+"""Tokens of one's own text files, made once and kept in a cache (``own_data.cached_folder``) as a packed folder.
 
 The tokenizer is trained on the training documents ("bpe"), read from a file of Hugging Face's ``tokenizers`` or of
 sentencepiece, or none ("bytes"). The folder's name follows from the files (names, sizes, times) and from the settings;
 what a run remembers of it, the fingerprint, from the tokens themselves.
 """
 
-import fcntl
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -15,14 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from intbmoe.files import digest, replacing_folder, to_json
+from intbmoe.files import digest, to_json
+from intbmoe.tasks.base import SPLITS
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language import packed, stdlib
 from intbmoe.tasks.language.files import Texts, find_texts
-from intbmoe.tasks.language.packed import META, SPLITS, TOKENIZER, TokenSource, token_type, tokens_name
+from intbmoe.tasks.language.packed import TOKENIZER, TokenSource, token_type, tokens_name
 from intbmoe.tasks.language.sentence_pieces import convert
-from intbmoe.tasks.language.tokenizer import BATCH_CHARACTERS, END_OF_TEXT, Encoder, import_tokenizers, train_bpe
-from intbmoe.tasks.own_data import cache_folder, fingerprint, require_same_data, require_size
+from intbmoe.tasks.language.tokenizer import (
+    BATCH_CHARACTERS,
+    END_OF_TEXT,
+    Encoder,
+    batches,
+    import_tokenizers,
+    train_bpe,
+)
+from intbmoe.tasks.own_data import cached_folder, fingerprint, require_same_data, require_size
+from intbmoe.tasks.preparation import META
 
 NAME = "files"
 LEAST = 257  # tokens of a byte-level BPE: all bytes and the end of text
@@ -44,13 +52,7 @@ class Bytes:
 def read(data: Any, vocabulary: int | None) -> TokenSource:
     """The source of the recipe's ``data``; tokens that are not there yet are made."""
     texts = find_texts(data.path, data.column, data.valid_fraction, data.test_fraction, data.split_seed)
-    folder = cache_folder() / "text" / _key(data, texts)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix(".lock"), "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # runs side by side wait for the first
-        if not _is_whole(folder):
-            with replacing_folder(folder) as beside:
-                _make(texts, data, beside)
+    folder = cached_folder("text", _key(data, texts), lambda beside: _make(texts, data, beside), _is_whole)
     source = packed.read(str(folder), NAME)
     require_same_data(data.fingerprint, source.fingerprint, str(texts.root))
     require_size(vocabulary, source.vocabulary, "model.vocabulary", str(texts.root))
@@ -136,7 +138,7 @@ def _make(texts: Texts, data: Any, folder: Path) -> None:
     end = np.array([encoder.end_of_text], encoder.dtype)
     with ExitStack() as stack:
         files = {split: stack.enter_context(open(folder / tokens_name(split), "wb")) for split in SPLITS}
-        for batch in _batches(texts):
+        for batch in batches(_assigned_pieces(texts), lambda entry: len(entry[1])):
             found = encoder.encode_texts([piece for _, piece, _ in batch])
             for (split, _, last), ids in zip(batch, found, strict=True):
                 content = (np.concatenate([ids, end]) if last else ids).tobytes()
@@ -156,17 +158,9 @@ def _make(texts: Texts, data: Any, folder: Path) -> None:
     (folder / META).write_bytes(to_json(meta))
 
 
-def _batches(texts: Texts) -> Iterator[list[tuple[str, str, bool]]]:
+def _assigned_pieces(texts: Texts) -> Iterator[tuple[str, str, bool]]:
     """(split, piece of a document, whether it is the document's last)."""
-    batch: list[tuple[str, str, bool]] = []
-    characters = 0
     for split, text in texts.assigned():
-        parts = list(pieces(text))
-        for number, piece in enumerate(parts, 1):
-            batch.append((split, piece, number == len(parts)))
-            characters += len(piece)
-            if characters >= BATCH_CHARACTERS:
-                yield batch
-                batch, characters = [], 0
-    if batch:
-        yield batch
+        *most, last = pieces(text)
+        yield from ((split, piece, False) for piece in most)
+        yield split, last, True

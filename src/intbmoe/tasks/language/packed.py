@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from intbmoe.tasks.base import Batch
+from intbmoe.tasks.arrays import map_array
+from intbmoe.tasks.base import SPLITS, Batch
 from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.preparation import META
 
 VERSION = 1
-SPLITS = ("train", "valid", "test")
-META = "meta.json"
 TOKENIZER = "tokenizer.json"
 
 
@@ -120,11 +120,5 @@ def read(path: str | None, name: str) -> TokenSource:
         raise DataError(f"{folder} is not a folder: data.path must be what intbmoe prepare {name} made (docs/data.md)")
     meta = read_meta(folder, name)
     dtype = token_type(meta["vocabulary"])
-    splits = {split: _map(folder / tokens_name(split), dtype) for split in SPLITS}
+    splits = {split: map_array(folder / tokens_name(split), dtype) for split in SPLITS}
     return TokenSource(str(folder), meta["vocabulary"], splits, folder, meta["end_of_text"], meta.get("fingerprint"))
-
-
-def _map(path: Path, dtype: np.dtype) -> np.ndarray:
-    if path.stat().st_size == 0:  # an empty file cannot be mapped
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r")

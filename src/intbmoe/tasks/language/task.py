@@ -197,10 +197,10 @@ class LanguageTask(Task):
 
     def views(self) -> list[View]:
         everywhere = position_view(self.recipe.data.length, lambda b: torch.ones_like(b["ids"], dtype=torch.bool))
-        return [kind_view(token_texts(self._source)), everywhere]
+        return [kind_view(token_texts(self._source.folder)), everywhere]
 
     def shown(self, split: TokenExamples) -> Shown:
-        return show_texts(split, token_texts(self._source))
+        return show_texts(split, token_texts(self._source.folder))
 
 
 def _metrics(loss: float) -> dict[str, float]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from intbmoe.tasks.sequences.examples import FEWEST, held_out_events
-from intbmoe.tasks.sequences.ranking import ranking_metrics, ranking_sums
+from intbmoe.tasks.sequences.ranking import ranking_gains, ranking_metrics
 from intbmoe.tasks.sequences.source import ItemSequences
 
 
@@ -32,8 +32,8 @@ def item_floors(sequences: ItemSequences) -> Mapping[str, Mapping[str, float]]:
         "visit counter": np.array(visited_ranks),
         "visit counter, popularity": np.array(ranks),
     }
-    sums = {name: ranking_sums(torch.from_numpy(value), torch.from_numpy(new)) for name, value in found.items()}
-    return {name: ranking_metrics({key: float(value) for key, value in one.items()}) for name, one in sums.items()}
+    gains = {name: ranking_gains(torch.from_numpy(ranks), torch.from_numpy(new)) for name, ranks in found.items()}
+    return {name: ranking_metrics({key: float(gain.sum()) for key, gain in one.items()}) for name, one in gains.items()}
 
 
 def popularity_places(sequences: ItemSequences, held_out: np.ndarray) -> np.ndarray:

@@ -32,11 +32,6 @@ def ranking_gains(ranks: Tensor, new: Tensor) -> dict[str, Tensor]:
     return {f"{name}{part}": gain * of for part, of in (("", 1), (NEW, new)) for name, gain in gains.items()}
 
 
-def ranking_sums(ranks: Tensor, new: Tensor) -> dict[str, Tensor]:
-    """Sums over the targets by metric, with ``count`` and ``count new``."""
-    return {name: gain.sum() for name, gain in ranking_gains(ranks, new).items()}
-
-
 def ranking_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """The metrics; 0 for new targets where there is none."""
     count, new = float(sums["count"]), float(sums["count" + NEW])

@@ -24,12 +24,11 @@ import numpy as np
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.preparation import locked
 from intbmoe.tasks.travel import store, tables
-from intbmoe.tasks.travel.data import group_by_cell
+from intbmoe.tasks.travel.data import group_by_cell, split_times
 from intbmoe.tasks.travel.places import load_places
 from intbmoe.tasks.travel.rows import MISSING, Budget, Reader, connect, where
 from intbmoe.tasks.travel.shards import encode, make_shard
 from intbmoe.tasks.travel.spill import CODED, Spill
-from intbmoe.tasks.travel.splits import split_times
 from intbmoe.tasks.travel.stretches import divide
 from intbmoe.tasks.travel.tables import BadRows, TableFile
 from intbmoe.tasks.workers import ALONE, Progress, Workers

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -146,9 +146,19 @@ class TravelTask(Task):
 
     def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for answer in self._answers(model, batch):
-            prefix = "" if answer.task == "where" else f"{answer.task} "
-            found |= {prefix + name: answer.sums(gains) for name, gains in answer.gains().items()}
+        for task, scores, labels in self._labelled(model, batch):
+            start = 1 if task == "via" else 0  # "via" starts from the session before
+            asked = batch["targets"][:, start:]
+            gains = {"loss": _cross_entropy(scores, labels, "none")}
+            if task in ("where", "via"):
+                candidates = batch["candidates"][:, start:][asked]
+                gains |= ranking_gains(scores, candidates[..., PLACE.index("category")])
+            else:
+                gains |= class_gains(scores, labels, hours=task == "when")
+            for name, gain in gains.items():
+                sums = torch.zeros(asked.shape, dtype=torch.float64, device=gain.device)
+                sums = sums.masked_scatter(asked, gain.double()).sum(1)
+                found[name if task == "where" else f"{task} {name}"] = sums
         losses = [values for name, values in found.items() if name.split()[-1] == "loss"]
         if len(losses) > 1:
             found |= {"where loss": found["loss"], "loss": torch.stack(losses).sum(0)}
@@ -164,13 +174,6 @@ class TravelTask(Task):
                 codes = batch["depart"] if task == "when" else batch["feedback"][..., FEEDBACK.index("mode")]
                 labels = codes[batch["targets"]].long() - 1
             yield task, found, labels
-
-    def _answers(self, model: nn.Module, batch: Batch) -> Iterator["Answer"]:
-        targets, category = batch["targets"], PLACE.index("category")
-        for task, scores, labels in self._labelled(model, batch):
-            candidates = {"where": lambda: batch["candidates"][targets], "via": lambda: _following(batch)}.get(task)
-            where = targets[:, 1:] if task == "via" else targets
-            yield Answer(task, scores, labels, None if candidates is None else candidates()[..., category], where)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Each sum divided by the number of what it was summed over: ``count`` of its task, or of known categories."""
@@ -302,36 +305,9 @@ def open_data(data: TravelData) -> JourneyData:
     return open_journeys(data.path)
 
 
-class Answer(NamedTuple):
-    """A model's answers to one of the tasks, for the sessions of a batch, example by example."""
-
-    task: str
-    scores: Tensor  # (N, C)
-    labels: Tensor  # (N,) which of the C is right; −1 for what is not known
-    category: Tensor | None  # (N, C) of the candidates; None where there are none
-    where: Tensor  # (B, S) bool, N of them true: the sessions of each example that are answered
-
-    def gains(self) -> dict[str, Tensor]:
-        """(N,) of each metric: what each session adds to its sum."""
-        found = {"loss": _cross_entropy(self.scores, self.labels, "none")}
-        if self.category is None:
-            return found | class_gains(self.scores, self.labels, hours=self.task == "when")
-        return found | ranking_gains(self.scores, self.category)
-
-    def sums(self, gains: Tensor) -> Tensor:
-        """(N,) → (B,): over the sessions of each example."""
-        places = torch.zeros(self.where.shape, dtype=torch.float64, device=gains.device)
-        return places.masked_scatter(self.where, gains.double()).sum(1)
-
-
 def _cross_entropy(scores: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
     """Over sessions with a label; 0, with a gradient of 0, where there is none."""
     return F.cross_entropy(scores, labels, ignore_index=-1, reduction=reduction)
-
-
-def _following(batch: Batch) -> Tensor:
-    """(N, C, 5): the candidates of "via", those of each target that has a session before it."""
-    return batch["candidates"][:, 1:][batch["targets"][:, 1:]]
 
 
 def ranking_gains(scores: Tensor, category: Tensor) -> dict[str, Tensor]:
