@@ -26,12 +26,12 @@ from intbmoe.tasks.preparation import locked
 from intbmoe.tasks.travel import store, tables
 from intbmoe.tasks.travel.data import group_by_cell, split_times
 from intbmoe.tasks.travel.places import load_places
-from intbmoe.tasks.travel.rows import MISSING, Budget, Reader, connect, where
+from intbmoe.tasks.travel.rows import MISSING, Budget
 from intbmoe.tasks.travel.shards import encode, make_shard
 from intbmoe.tasks.travel.spill import CODED, Spill
 from intbmoe.tasks.travel.stretches import divide
 from intbmoe.tasks.travel.tables import BadRows, TableFile
-from intbmoe.tasks.workers import ALONE, Progress, Workers
+from intbmoe.tasks.workers import ALONE, Progress, Work, Workers
 
 ROW_BYTES, GZIP_RATIO = 40, 5
 """A row of user_action is hardly shorter, and gzip hardly packs it closer: there are rather too many shards."""
@@ -98,9 +98,7 @@ class _Preparation:
         sizes = [file.path.stat().st_size * (GZIP_RATIO if file.zipped else 1) for file in action_files]
         shards = math.ceil(sum(sizes) / ROW_BYTES / self.budget.shard_rows)
         poi_files = [self.files[table.name] for table in (tables.POI_INFO, tables.POI_BY_CELL, tables.POI_LOCATION)]
-        with connect(temporary, self.budget) as connection:
-            reader = Reader(connection, temporary, self.budget.chunk_bytes)
-            places = load_places(reader, self.work / "places", *poi_files, self.bad, self.progress)
+        places = load_places(self.work / "places", temporary, self.budget, poi_files, self.bad, self.progress)
         actions, rows = self._read(tables.USER_ACTION, shards, [[file.stamp() for file in one] for one in poi_files])
         if not rows:
             raise DataError(f"{action_files[0].path} holds no action that can be used")
@@ -135,18 +133,21 @@ class _Preparation:
 
     def _read(self, table: tables.Table, shards: int, depends_on: Any) -> tuple[list[Path], int]:
         """The folders of a table's chunks, and how many rows they have."""
-        stretches = [
-            divide(file, self.budget.stretch_bytes, self._counted(file), self.workers, self.progress)
-            for file in self.files[table.name]
-        ]
-        folders = {tables.USER_ACTION: "actions", tables.USER_PROFILE: "profiles"}
+        stretches = []
+        for file in self.files[table.name]:
+            counted = self.work / "stretches" / f"{file.path.name}.json"
+            stretches += divide(file, self.budget.stretch_bytes, counted, self.workers, self.progress)
+        folder = self.work / ("actions" if table == tables.USER_ACTION else "profiles")
         own, ids = self.budget.shared_by(self.workers.share), self.work / "places" / "poi_id.npy"
-        folder, temporary = self.work / folders[table], self.work / "temporary"
-        spill = Spill(folder, temporary, own, shards, ids, depends_on, self.bad.skip)
-        return spill.run(stretches, self.bad, self.workers, self.progress)
+        spill = Spill(folder, self.work / "temporary", own, shards, ids, depends_on, self.bad.skip)
+        found = self._run(f"reading {table.name} (stretches)", spill, stretches)
+        return [chunk for one in found for chunk in one["folders"]], sum(one["rows"] for one in found)
 
-    def _counted(self, file: TableFile) -> Path:
-        return self.work / "stretches" / f"{file.path.name}.json"
+    def _run(self, stage: str, work: Work, parts: Sequence[Any]) -> list[dict[str, Any]]:
+        found = self.workers.run(stage, work, parts, self.progress)
+        for one in found:
+            self.bad.counts.update(one["bad"])
+        return found
 
     def _sort(self, shards: int, actions: Sequence[Path], profiles: Sequence[Path]) -> tuple[int, int]:
         """Make all shards; the numbers of users and sessions in them."""
@@ -157,9 +158,7 @@ class _Preparation:
         maker = ShardMaker(
             self.target, stamp, self.bad.skip, actions, profiles, self.files[tables.USER_PROFILE.name], shards
         )
-        made = self.workers.run("sorting (shards)", maker, range(shards), self.progress)
-        for one in made:
-            self.bad.counts.update(one["bad"])
+        made = self._run("sorting (shards)", maker, range(shards))
         return sum(one["users"] for one in made), sum(one["sessions"] for one in made)
 
 
@@ -207,7 +206,7 @@ class ShardMaker:
             bad = BadRows(self.skip_bad)
             if repeated:
                 user, first, again = repeated[0]
-                first, again = (where(self.profile_files, int(row), "user_id") for row in (first, again))
+                first, again = (tables.where(self.profile_files, row, "user_id") for row in (first, again))
                 message = f"{again}: user {user} already has a profile in {first}"
                 bad.report(f"{tables.USER_PROFILE.name}: repeated user", message, len(repeated))
             store.write_folder(store.shard_folder(self.target, number), arrays)

@@ -8,7 +8,7 @@ rows are read as numbers. Any other chunk is read line by line: what is wrong is
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from intbmoe.tasks.travel.stretches import Stretch
-from intbmoe.tasks.travel.tables import NEEDS_DUCKDB, POI_BY_CELL, POI_INFO, BadRows, Chunk, Table, TableFile, cut_chunk
+from intbmoe.files import private_folder
+from intbmoe.tasks.travel.stretches import Chunk
+from intbmoe.tasks.travel.tables import POI_BY_CELL, POI_INFO, BadRows, Table, TableFile
 
 MISSING = np.iinfo(np.int64).min
 """Stands for an empty field in a column of whole numbers."""
-FILE_BITS = 40
-"""A row's number over all files of a table is (the file's position << FILE_BITS) + its number in the file."""
 WHOLE = re.compile(rb"-?[0-9]+")
 DECIMAL = re.compile(rb"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 ITEM = ("poi_id", "normalized_score", "category_id", "administrative_region_id")
@@ -36,6 +35,7 @@ CSV = (
     "auto_detect=false, header=false, delim='\t', quote='', escape='', comment='', nullstr='', "
     "max_line_size=1_000_000, buffer_size=4_000_000"  # DuckDB's own buffers take 32 MB each
 )
+CHUNK = "chunk.tsv"  # the text that is read
 Columns = dict[str, np.ndarray]
 
 
@@ -60,38 +60,26 @@ class Budget:
         return replace(self, memory_bytes=self.memory_bytes // workers, threads=max(1, threads // workers))
 
 
-@contextmanager
-def connect(temporary: Path, budget: Budget) -> Iterator[Any]:
-    """A connection to a database in memory that spills to ``temporary``."""
-    try:
-        import duckdb
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(NEEDS_DUCKDB) from error
-    config = {"memory_limit": f"{budget.memory_bytes >> 20}MiB", "temp_directory": str(temporary)}
-    if budget.threads is not None:
-        config["threads"] = budget.threads
-    with duckdb.connect(config=config) as connection:
-        yield connection
-
-
 @dataclass(frozen=True)
 class Reader:
-    """Cuts files into chunks, of which one at a time lies in ``temporary`` as text."""
+    """Reads chunks by a database in memory; what is too much for it, and the text of a chunk, go to ``temporary``."""
 
     connection: Any
     temporary: Path
-    chunk_bytes: int
 
-    def chunks(self, stretch: Stretch) -> Iterator[Chunk]:
-        """All of a stretch; at least one."""
-        file, start, first_row, last = stretch.file, stretch.start, stretch.first_row, False
-        with file.open() as stream:
-            stream.seek(start)
-            while not last:
-                size = self.chunk_bytes if stretch.end is None else min(self.chunk_bytes, stretch.end - start)
-                chunk = cut_chunk(file, stream, start, first_row, size, self.temporary / "chunk.tsv")
-                start, first_row, last = chunk.end, first_row + chunk.rows, chunk.last or chunk.end == stretch.end
-                yield replace(chunk, last=last)
+    @staticmethod
+    @contextmanager
+    def open(parent: Path, budget: Budget) -> "Iterator[Reader]":
+        try:
+            import duckdb
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("IntTravel's tables need duckdb: pip install 'intbmoe[travel]'") from error
+        with private_folder(parent, "reading-", "") as temporary:
+            config = {"memory_limit": f"{budget.memory_bytes >> 20}MiB", "temp_directory": str(temporary)}
+            if budget.threads is not None:
+                config["threads"] = budget.threads
+            with duckdb.connect(config=config) as connection:
+                yield Reader(connection, temporary)
 
     def read(self, chunk: Chunk, bad: BadRows) -> Columns:
         """The good rows: their columns, with MISSING for an empty field, and ``row``; of cells, one for each place."""
@@ -228,8 +216,3 @@ def find(ids: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where ``wanted`` stand among the ascending ``ids``, and whether they are there at all."""
     row = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
     return row, ids[row] == wanted
-
-
-def where(files: Sequence[TableFile], number: int, field: str | None = None) -> str:
-    """For messages: the row with a number over all files."""
-    return files[number >> FILE_BITS].where(number & ((1 << FILE_BITS) - 1), field)

@@ -5,22 +5,19 @@ has: the codes are known only after the last row of the table.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from intbmoe.files import private_folder
-from intbmoe.tasks.travel.rows import FILE_BITS, MISSING, Budget, Reader, connect, find
-from intbmoe.tasks.travel.store import NOTE, read_json, write_folder
-from intbmoe.tasks.travel.stretches import Stretch
-from intbmoe.tasks.travel.tables import POI_INFO, PROFILE_COLUMNS, USER_ACTION, USER_PROFILE, BadRows, Chunk, TableFile
-from intbmoe.tasks.workers import Progress, Workers
+from intbmoe.tasks.travel.rows import CHUNK, MISSING, Budget, Reader, find
+from intbmoe.tasks.travel.store import NOTE, WORK_FORMAT, read_json, write_folder
+from intbmoe.tasks.travel.stretches import Chunk, Stretch
+from intbmoe.tasks.travel.tables import POI_INFO, PROFILE_COLUMNS, USER_ACTION, USER_PROFILE, BadRows, TableFile
+from intbmoe.tasks.workers import Progress
 
-PLAIN = {USER_ACTION.name: ("user_id", "timestamp", "poi_id", "via_poi_id"), USER_PROFILE.name: ("user_id", "number")}
+PLAIN = {USER_ACTION.name: ("user_id", "timestamp", "poi_id", "via_poi_id"), USER_PROFILE.name: ("user_id", "row")}
 """Columns kept as they are. Rows are sorted by the first two."""
 CODED = {
     USER_ACTION.name: {
@@ -36,23 +33,8 @@ CODED = {
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stretch of a table."""
-
-    stretch: Stretch
-    position: int
-    """Of its file, among those of the table."""
-    number: int
-    """Of the stretch, in its file."""
-    before: int
-    """Bytes of the files before its own."""
-    total: int
-    """Bytes of all."""
-
-
-@dataclass(frozen=True)
 class Spill:
-    """Reads pieces of a table into chunks on disk, in whatever process."""
+    """Reads stretches of a table into chunks on disk, in whatever process."""
 
     folder: Path
     temporary: Path
@@ -64,62 +46,39 @@ class Spill:
     """What else makes finished chunks worthless when it changes."""
     skip_bad: bool
 
-    def run(
-        self, table: Sequence[Sequence[Stretch]], bad: BadRows, workers: Workers, progress: Progress
-    ) -> tuple[list[Path], int]:
-        """The folders of all chunks of a table and how many rows they have; ``table`` has each file's stretches."""
-        sizes = [file[0].file.path.stat().st_size for file in table]
-        pieces = [
-            Piece(stretch, position, number, sum(sizes[:position]), sum(sizes))
-            for position, file in enumerate(table)
-            for number, stretch in enumerate(file)
-        ]
-        found = workers.run(f"reading {table[0][0].file.table.name} (stretches)", self, pieces, progress)
-        for one in found:
-            bad.counts.update(one["bad"])
-        return [folder for one in found for folder in one["folders"]], sum(one["rows"] for one in found)
+    def __call__(self, stretch: Stretch, progress: Progress) -> dict[str, Any]:
+        """The chunks of a stretch; those that are finished are not made again."""
+        left, file, notes = stretch, stretch.file, []
+        stamp = [WORK_FORMAT, file.stamp(), left.start, left.first_row, left.end, self.shards, self.depends_on]
 
-    def __call__(self, piece: Piece, progress: Progress) -> dict[str, Any]:
-        """The chunks of a piece; those that are there already are not made again."""
-        left, file = piece.stretch, piece.stretch.file
-        stamp = [file.stamp(), piece.position, left.start, left.end, self.shards, self.depends_on]
-        size, number, last, chunks = file.path.stat().st_size, 0, False, None
-        found = {"folders": [], "rows": 0, "bad": Counter()}
-        with ExitStack() as stack:
-            reader = None
-            while not last:
-                folder = self.folder / file.path.name / f"{piece.number:05d}" / f"{number:06d}"
-                note = read_note(folder, stamp, skip_bad=self.skip_bad)
-                if note is not None and note["start"] == left.start:
-                    chunks = None
-                else:
-                    reader = reader or self._open_reader(stack)
-                    chunks = chunks or reader.chunks(left)
-                    note = self._make(reader, next(chunks), piece.position, folder, stamp)
-                left = replace(left, start=note["end"], first_row=note["next_row"])
-                number, last = number + 1, note["last"]
-                found["folders"].append(folder)
-                found["rows"] += note["rows"]
-                found["bad"].update(note["bad"])
-                done = size if last and left.end is None else min(left.start, size)
-                progress(f"reading {file.table.name} (bytes)", piece.before + done, piece.total)
-        return found
+        def folder(number: int) -> Path:
+            return self.folder / file.path.name / f"{stretch.number:05d}" / f"{number:06d}"
 
-    def _open_reader(self, stack: ExitStack) -> Reader:
-        temporary = stack.enter_context(private_folder(self.temporary, "reading-", ""))
-        return Reader(stack.enter_context(connect(temporary, self.budget)), temporary, self.budget.chunk_bytes)
+        while not (notes and notes[-1]["last"]):
+            note = read_note(folder(len(notes)), stamp, skip_bad=self.skip_bad)
+            if note is None or note["start"] != left.start:
+                break
+            notes.append(note)
+            left = replace(left, start=note["end"], first_row=note["next_row"])
+        if not (notes and notes[-1]["last"]):
+            size = file.path.stat().st_size
+            with Reader.open(self.temporary, self.budget) as reader:
+                for chunk in left.chunks(self.budget.chunk_bytes, reader.temporary / CHUNK):
+                    notes.append(self._make(reader, chunk, folder(len(notes)), stamp))
+                    done = size if chunk.last and left.end is None else min(chunk.end, size)
+                    progress(f"reading {file.path.name} (bytes)", done, size)
+        rows, bad = sum(note["rows"] for note in notes), sum((Counter(note["bad"]) for note in notes), Counter())
+        return {"folders": [folder(number) for number in range(len(notes))], "rows": rows, "bad": bad}
 
-    def _make(self, reader: Reader, chunk: Chunk, position: int, folder: Path, stamp: Any) -> dict[str, Any]:
+    def _make(self, reader: Reader, chunk: Chunk, folder: Path, stamp: Any) -> dict[str, Any]:
         """Write the rows of ``chunk`` and say what they are."""
         bad, table = BadRows(self.skip_bad), chunk.file.table
         columns = reader.read(chunk, bad)
         if table == USER_ACTION:
             columns = _with_places(columns, np.load(self.place_ids, mmap_mode="r"), chunk.file, bad)
-        else:
-            columns["number"] = columns["row"] + (position << FILE_BITS)
         chunk.report_cut(bad)
         span = {"start": chunk.start, "end": chunk.end, "next_row": chunk.first_row + chunk.rows, "last": chunk.last}
-        note = {"stamp": stamp, **span, "rows": len(columns["row"]), "bad": dict(bad.counts)}
+        note = {"stamp": stamp, **span, "rows": len(columns["row"]), "bad": bad.counts}
         write_folder(folder, self._arrange(reader, table.name, columns), note)
         return note
 
