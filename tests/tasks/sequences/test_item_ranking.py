@@ -9,8 +9,14 @@ from fake_items import sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from intbmoe.tasks.sequences.floors import counter_ranks, item_floors, popularity_places
-from intbmoe.tasks.sequences.ranking import rank_of, ranking_gains, ranking_metrics
+from intbmoe.tasks.sequences.ranking import (
+    counter_ranks,
+    item_floors,
+    popularity_places,
+    rank_of,
+    ranking_gains,
+    ranking_metrics,
+)
 
 
 def sums_of(ranks, new):

@@ -25,7 +25,7 @@ from intbmoe.settings import Checked, MustBe, NonNegativeInt, PositiveInt
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language import own_text, packed, stdlib
-from intbmoe.tasks.language.datasets import save_texts
+from intbmoe.tasks.language.files import save_texts
 from intbmoe.tasks.language.looking import kind_view, show_texts, token_texts
 from intbmoe.tasks.language.packed import TokenExamples, TokenSource
 from intbmoe.tasks.language.serving import GeneratePredictor, prompt_requests

@@ -26,13 +26,11 @@ from intbmoe.tasks.looking import NO_LABEL, Content, Shown, Token, View, positio
 from intbmoe.tasks.mixture import ffn_maker
 from intbmoe.tasks.own_data import require_known, require_unused, resolved
 from intbmoe.tasks.recipe import Recipe
-from intbmoe.tasks.sequences.datasets import save_events
 from intbmoe.tasks.sequences.examples import HeldOutEvents, TrainingWindows, require_splits
-from intbmoe.tasks.sequences.floors import item_floors
-from intbmoe.tasks.sequences.ranking import rank_of, ranking_gains, ranking_metrics
+from intbmoe.tasks.sequences.ranking import item_floors, rank_of, ranking_gains, ranking_metrics
 from intbmoe.tasks.sequences.serving import ItemPredictor
 from intbmoe.tasks.sequences.source import ItemSequences, read_check_ins, read_item_lists
-from intbmoe.tasks.sequences.table import read_table
+from intbmoe.tasks.sequences.table import read_table, save_events
 from intbmoe.tasks.serving import Catalogue, Graph, Request
 from intbmoe.tasks.serving.requests import spread_evenly
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from intbmoe.checks import did_you_mean
@@ -110,7 +111,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Many:
-    item: Field
+    item: Field | None  # None: entries are taken as they are, and read later
     most: int
     least: int = 0
     about: str = ""
@@ -122,6 +123,8 @@ class Many:
     def read(self, where: str, value: object) -> list[Any]:
         if not isinstance(value, list | tuple) or not self.least <= len(value) <= self.most:
             raise RequestError(where, value, f"a list of {self.least} to {self.most} entries")
+        if self.item is None:
+            return list(value)
         return [self.item.read(f"{where}[{number}]", entry) for number, entry in enumerate(value)]
 
 
@@ -181,3 +184,15 @@ EXPLAIN = (Flag("Whether the answer says which blocks each token took in each la
 
 def top_n_field(most: int, default: int) -> tuple[Field, int]:
     return Integer(1, most, "How many to answer with, the best first."), min(default, most)
+
+
+# Requests with a history share these: items of a user or journeys, from old to new, and what comes next.
+HISTORY = 1000  # most entries of a history
+TOP_N, MOST = 10, 100  # results by default, and at most
+HISTORY_FORM = Path(__file__).with_name("history.js")
+
+
+def recommend_fields(most: int) -> dict[str, tuple[Field, Any]]:
+    """What is asked of a history, besides itself; there are ``most`` results."""
+    visited = Choice(("allow", "exclude"), "Whether what is in the history may be recommended again.")
+    return {"top_n": top_n_field(most, TOP_N), "visited": (visited, "allow"), "explain": EXPLAIN}

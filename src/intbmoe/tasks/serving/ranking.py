@@ -138,3 +138,9 @@ def _settle(values: Tensor, columns: Tensor, n: int, scores_of: Callable[[int], 
         ordered, places = scores_of(row).sort(descending=True, stable=True)
         values[row, :n], columns[row, :n] = ordered[:n], places[:n]
     return values[:, :n], columns[:, :n]
+
+
+def ranked_results(ids: Sequence[int | str], scores: list[float], count: int) -> list[dict[str, Any]]:
+    """The first ``count`` entries; those that were left out come last, with −∞, and are no result."""
+    best = list(zip(ids, scores, strict=True))[:count]
+    return [{"id": one, "score": score} for one, score in best if score != -np.inf]

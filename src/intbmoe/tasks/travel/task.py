@@ -225,21 +225,19 @@ class TravelTask(Task):
     def catalogue(self) -> Catalogue:
         settings = self.recipe.data
         data = open_data(settings)
-        tensors = {
-            "ids": torch.from_numpy(np.array(data.places.ids, np.int64)),
-            "codes": torch.from_numpy(place_codes(data.places)),
-        }
         places = data.places
+        arrays = {"ids": np.array(places.ids, np.int64), "codes": place_codes(places)}
         if places.longitude is not None:
-            tensors["locations"] = torch.from_numpy(np.stack([places.longitude, places.latitude], 1))
+            arrays["locations"] = np.stack([places.longitude, places.latitude], 1)
         if places.names is not None:
             names = places.names.tolist()
-            tensors["names"] = torch.from_numpy(np.frombuffer(b"".join(names) or b"\0", np.uint8).copy())
-            tensors["name_ends"] = torch.from_numpy(np.cumsum([len(name) for name in names]))
+            arrays["names"] = np.frombuffer(b"".join(names) or b"\0", np.uint8).copy()
+            arrays["name_ends"] = np.cumsum([len(name) for name in names])
         if settings.path is not None:
             for file in sorted((Path(settings.path).expanduser() / "codes").glob("*.npy")):
-                tensors[f"values.{file.stem}"] = torch.from_numpy(np.load(file, allow_pickle=False))
+                arrays[f"values.{file.stem}"] = np.load(file, allow_pickle=False)
         sizes = {name: list(size) if isinstance(size, tuple) else size for name, size in asdict(data.sizes).items()}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return Catalogue({"sizes": sizes, "utc_offset": settings.utc_offset}, tensors)
 
     def golden_requests(self, predictor: PlacePredictor, count: int) -> list[Request]:

@@ -87,17 +87,16 @@ class ClassifyPredictor(Predictor):
         with recording(self.model, batch) as log:
             likely = wide(self.model(images.to(self.dtype))).softmax(1)
         values, columns = top_n(likely, max(encoded.payload["top_n"] for encoded in batch))
-        ranked = zip(batch, values.tolist(), columns.tolist(), strict=True)
-        return [self._answer(number, *one, log) for number, one in enumerate(ranked)]
-
-    def _answer(self, number: int, encoded: Encoded, scores: list[float], classes: list[int], log: Any) -> Answer:
-        best = list(zip(classes, scores, strict=True))[: encoded.payload["top_n"]]
-        answer = {"results": [{"id": one, "name": self.classes[one], "score": score} for one, score in best]}
-        if encoded.payload["explain"]:
-            side = self.config.image_size // self.config.patch_size
-            answer["tokens"] = [f"row {row + 1}, column {column + 1}" for row in range(side) for column in range(side)]
-            answer["blocks"] = blocks_of(log, number, slice(None))
-        return answer
+        numbers = range(1, self.config.image_size // self.config.patch_size + 1)
+        answers: list[Answer] = []
+        for encoded, scores, classes in zip(batch, values.tolist(), columns.tolist(), strict=True):
+            best = list(zip(classes, scores, strict=True))[: encoded.payload["top_n"]]
+            answer = {"results": [{"id": one, "name": self.classes[one], "score": score} for one, score in best]}
+            if encoded.payload["explain"]:
+                answer["tokens"] = [f"row {row}, column {column}" for row in numbers for column in numbers]
+                answer["blocks"] = blocks_of(log, len(answers), slice(None))
+            answers.append(answer)
+        return answers
 
 
 def image_requests(split: ImageExamples, count: int) -> list[Request]:
