@@ -119,7 +119,7 @@ def test_who_works_is_chosen_by_the_options(capsys):
 
 def test_without_ray_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ModuleNotFoundError, match=r"--ray needs Ray: pip install 'intbmoe\[ray\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"--ray needs ray: pip install 'intbmoe\[ray\]'"):
         OnRay("local").run("x", Touch(tmp_path), [1], silent)
 
 

@@ -1,4 +1,4 @@
-"""What data of one's own needs in every task: how splits are called, what is held out, and whether it has changed."""
+"""What your own data needs in every task: the names of splits, what is held out, and whether it has changed."""
 
 import fcntl
 import hashlib
@@ -65,7 +65,7 @@ def require_path(path: str | None, source: str, what: str, page: str = PAGE) -> 
 
 
 def some(names: Iterable[str]) -> str:
-    """The names for a message, not too many."""
+    """Names for a message, at most a few."""
     names = list(names)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
@@ -78,7 +78,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def fingerprint(*parts: bytes | str | np.ndarray) -> str:
-    """16 hexadecimal digits that are others for other data."""
+    """16 hexadecimal digits that differ for different data."""
     sha256 = hashlib.sha256()
     for part in parts:
         content = part.encode(errors="surrogateescape") if isinstance(part, str) else np.ascontiguousarray(part).data

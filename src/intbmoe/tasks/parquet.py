@@ -4,18 +4,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from intbmoe.foreign import import_extra
 from intbmoe.tasks.errors import DataError
 
 
 def open_parquet(file: Path, columns: Sequence[str], extra: str, **options: Any) -> Any:
     """A ``ParquetFile`` that has these columns; ``extra`` of this package brings pyarrow, which takes ``options``."""
+    parquet = import_extra("pyarrow.parquet", "reading parquet files", extra)
+    from pyarrow import ArrowException
+
     try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"parquet files need pyarrow: pip install 'intbmoe[{extra}]'") from error
-    try:
-        opened = ParquetFile(file, **options)
+        opened = parquet.ParquetFile(file, **options)
     except (ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as parquet: {error}; get it again") from error
     there = opened.schema_arrow.names

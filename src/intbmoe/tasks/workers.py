@@ -15,6 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+from intbmoe.foreign import import_extra
 from intbmoe.tasks.errors import DataError
 
 Progress = Callable[[str, int, int | None], None]  # (what is being done, how much of it is, of how much if known)
@@ -66,7 +67,7 @@ class Processes:
             for child in set(multiprocessing.active_children()) - others:
                 child.kill()
             if isinstance(error, BrokenProcessPool):
-                raise DataError(f"{stage}: a process was killed, perhaps for want of memory; {AGAIN}") from error
+                raise DataError(f"{stage}: a process was killed, perhaps for lack of memory; {AGAIN}") from error
             raise
         finally:
             executor.shutdown(cancel_futures=True)
@@ -112,10 +113,7 @@ class OnRay:
         return results
 
     def _connect(self) -> None:
-        try:
-            import ray
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("--ray needs Ray: pip install 'intbmoe[ray]'") from error
+        ray = import_extra("ray", "--ray", "ray")
         if not ray.is_initialized():
             own = {"include_dashboard": False} if self.address == "local" else {}
             ray.init(self.address, log_to_driver=False, **own)

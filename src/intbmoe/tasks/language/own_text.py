@@ -6,7 +6,7 @@ what a run remembers of it, the fingerprint, from the tokens themselves.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +15,15 @@ from typing import Any
 import numpy as np
 
 from intbmoe.files import digest, to_json
+from intbmoe.foreign import import_extra
 from intbmoe.tasks.base import SPLITS
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language import packed, stdlib
 from intbmoe.tasks.language.files import Texts, find_texts
-from intbmoe.tasks.language.packed import TOKENIZER, TokenSource, token_type, tokens_name
+from intbmoe.tasks.language.packed import TOKENIZER, TokenSource, tokens_name
 from intbmoe.tasks.language.sentence_pieces import convert
-from intbmoe.tasks.language.tokenizer import (
-    BATCH_CHARACTERS,
-    END_OF_TEXT,
-    Encoder,
-    batches,
-    import_tokenizers,
-    train_bpe,
-)
+from intbmoe.tasks.language.tokenizer import BATCH_CHARACTERS, END_OF_TEXT, Encoder, batches, train_bpe
+from intbmoe.tasks.language.vocabulary import ByteVocabulary
 from intbmoe.tasks.own_data import cached_folder, fingerprint, require_same_data, require_size
 from intbmoe.tasks.preparation import META
 
@@ -36,17 +31,6 @@ NAME = "files"
 LEAST = 257  # tokens of a byte-level BPE: all bytes and the end of text
 TRAINED_ON = 2**29  # characters that a tokenizer is trained on at most
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]", "<|im_end|>")
-
-
-class Bytes:
-    """UTF-8 itself in place of a tokenizer; ``stdlib`` has the same ids."""
-
-    content: str | None = None
-    end_of_text, vocabulary = stdlib.END_OF_TEXT, stdlib.VOCABULARY
-    dtype = token_type(stdlib.VOCABULARY)
-
-    def encode_texts(self, texts: Iterable[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
 
 
 def read(data: Any, vocabulary: int | None) -> TokenSource:
@@ -97,10 +81,10 @@ def _read_given(file: Path, texts: Texts) -> str:
         raise DataError(f"{file} is not a tokenizer of Hugging Face's tokenizers: it is not text") from error
 
 
-def _make_encoder(texts: Texts, data: Any) -> Bytes | Encoder:
+def _make_encoder(texts: Texts, data: Any) -> ByteVocabulary | Encoder:
     if data.tokenizer == "bytes":
-        return Bytes()
-    import_tokenizers("byte pairs (data.tokenizer: bytes does without)")
+        return ByteVocabulary(stdlib.END_OF_TEXT)
+    import_extra("tokenizers", f"data.tokenizer={data.tokenizer} (bytes does without)", "text")
     if data.tokenizer != "bpe":
         ends = ENDS if data.end_of_text is None else (data.end_of_text,)
         return Encoder(_read_given(_given(data.tokenizer), texts), data.tokenizer, ends)

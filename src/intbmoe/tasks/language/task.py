@@ -74,7 +74,7 @@ class LanguageData(Checked):
     split_seed: NonNegativeInt = 0
     """files: another number holds out other documents."""
     fingerprint: str | None = None
-    """files: of the tokens, found by itself when a run begins. Others are then refused."""
+    """files: fingerprint of the tokens. Set when a run begins; other text is then refused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

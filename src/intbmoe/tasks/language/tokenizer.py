@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from intbmoe.foreign import import_extra
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language.packed import token_type
 
@@ -15,11 +16,7 @@ BATCH_CHARACTERS = 2**20  # encoded at a time: enough for all cores, little enou
 
 
 def import_tokenizers(purpose: str = "preparing text", extra: str = "text") -> ModuleType:
-    try:
-        import tokenizers
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{purpose} needs tokenizers: pip install 'intbmoe[{extra}]'") from error
-    return tokenizers
+    return import_extra("tokenizers", purpose, extra)
 
 
 def read_tokenizer(content: str, tokenizers: ModuleType) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from intbmoe.foreign import import_extra
 from intbmoe.tasks.datasets import column_names, entries
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.own_data import fingerprint, require_path, require_same_data, require_size, some, suggestion
@@ -26,7 +27,6 @@ SUFFIXES = (".csv", ".tsv", ".txt", ".parquet")
 QUOTE = '"'
 SEPARATORS = (",", ";", "\t", "|")
 LONGEST_HEADER = 2**16
-NEEDS_DUCKDB = "tables need duckdb: pip install 'intbmoe[travel]'"
 USUAL = {
     "user": "user userid uid customer customerid visitor visitorid reviewer reviewerid session sessionid",
     "item": "item itemid iid product productid movie movieid asin parentasin poi poiid place placeid venue venueid "
@@ -38,10 +38,7 @@ USUAL = {
 
 def read_table(settings: Any, item_count: int | None) -> ItemSequences:
     """The histories of the recipe's ``data``, users and items in the order of their names."""
-    try:
-        import duckdb
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(NEEDS_DUCKDB) from error
+    duckdb = import_extra("duckdb", "reading tables", "travel")
     file = _find_file(require_path(settings.path, "sequences", WHAT))
     with duckdb.connect() as connection:
         connection.execute("SET enable_progress_bar = false; SET TimeZone = 'UTC'")

@@ -53,7 +53,7 @@ class SequenceData(Checked):
     time: str | None = None
     """table: the column that says when, in numbers or dates."""
     fingerprint: str | None = None
-    """table: of the histories, found by itself when a run begins. Others are then refused."""
+    """table: fingerprint of the histories. Set when a run begins; others are then refused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

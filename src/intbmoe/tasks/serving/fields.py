@@ -105,7 +105,7 @@ class Text:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise RequestError(where, value, "text: it has half of a surrogate pair, which is no character") from None
+            raise RequestError(where, value, "text: half of a surrogate pair is not a character") from None
         return value
 
 

@@ -141,6 +141,6 @@ def _settle(values: Tensor, columns: Tensor, n: int, scores_of: Callable[[int], 
 
 
 def ranked_results(ids: Sequence[int | str], scores: list[float], count: int) -> list[dict[str, Any]]:
-    """The first ``count`` entries; those that were left out come last, with −∞, and are no result."""
+    """The first ``count`` entries; those that were left out come last, with −∞, and are not results."""
     best = list(zip(ids, scores, strict=True))[:count]
     return [{"id": one, "score": score} for one, score in best if score != -np.inf]

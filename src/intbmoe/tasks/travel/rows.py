@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from intbmoe.files import private_folder
+from intbmoe.foreign import import_extra
 from intbmoe.tasks.travel.stretches import Chunk
 from intbmoe.tasks.travel.tables import POI_BY_CELL, POI_INFO, BadRows, Table, TableFile
 
@@ -30,7 +31,7 @@ LARGEST_DECIMAL = float(np.finfo(np.float32).max)
 LONGEST_QUOTE = 40
 LONGEST_NAME = 200  # bytes
 TYPES = {"normalized_score": np.float32, "longitude": np.float64, "latitude": np.float64, "name": np.bytes_}
-"""Of columns that are no whole numbers."""
+"""Types of the columns that are not whole numbers."""
 CSV = (
     "auto_detect=false, header=false, delim='\t', quote='', escape='', comment='', nullstr='', "
     "max_line_size=1_000_000, buffer_size=4_000_000"  # DuckDB's own buffers take 32 MB each
@@ -70,10 +71,7 @@ class Reader:
     @staticmethod
     @contextmanager
     def open(parent: Path, budget: Budget) -> "Iterator[Reader]":
-        try:
-            import duckdb
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("IntTravel's tables need duckdb: pip install 'intbmoe[travel]'") from error
+        duckdb = import_extra("duckdb", "reading IntTravel's tables", "travel")
         with private_folder(parent, "reading-", "") as temporary:
             config = {"memory_limit": f"{budget.memory_bytes >> 20}MiB", "temp_directory": str(temporary)}
             if budget.threads is not None:
@@ -195,7 +193,7 @@ def _places_of_cell(file: TableFile, row: int, cell: int, text: bytes, bad: BadR
 
 
 def _number(text: bytes, *, decimal: bool = False) -> int | float | None:
-    """MISSING or NaN for an empty field, None for what is no number."""
+    """MISSING or NaN for an empty field, None for what is not a number."""
     if not text:
         return math.nan if decimal else MISSING
     if decimal:

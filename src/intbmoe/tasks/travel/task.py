@@ -311,7 +311,7 @@ def _cross_entropy(scores: Tensor, labels: Tensor, reduction: str = "sum") -> Te
 def ranking_gains(scores: Tensor, category: Tensor) -> dict[str, Tensor]:
     """(N, C) scores and codes of categories, the true place's first → (N,) what each row adds to each metric.
 
-    Ties, and what is no number, count against.
+    Ties, and what is not a number, count against the true place.
     """
     rank = 1 + (~(scores[:, 1:] < scores[:, :1])).sum(1)
     gain = 1 / torch.log2(1 + rank.double())

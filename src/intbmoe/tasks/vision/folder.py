@@ -99,7 +99,7 @@ def read(settings: Any, model: ViTConfig) -> Source:
 
 
 def check_images(source: Source) -> None:
-    """Raise for a file that is no image, before a long training meets it; of several ranks each checks its share."""
+    """Raise for a file that is not an image, before a long training meets it; each of several ranks checks a share."""
     rank, world = launched_as()
     with ThreadPoolExecutor() as threads:
         for images in (source.train, source.valid, source.test):

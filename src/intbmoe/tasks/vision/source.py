@@ -66,8 +66,8 @@ class ArrayImages:
 def hold_out(labels: np.ndarray, fraction: float, where: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Indices kept and held out, each in rising order; the share is taken class by class, at least one each if not 0.
 
-    The choice depends on a class's number and size alone (and on ``seed``, which is no training's), so every method,
-    training seed and machine holds out the same images.
+    The choice depends only on a class's number and size (and on ``seed``, which is not the training's), so that every
+    method, training seed and machine holds out the same images.
     """
     held = [np.zeros(0, dtype=np.int64)]
     for label in np.unique(labels) if fraction else ():

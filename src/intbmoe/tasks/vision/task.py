@@ -60,7 +60,7 @@ class VisionData(Checked):
     resize: Literal["crop", "stretch", "pad"] = "crop"
     """folder: how images become square: their middle; the whole, out of proportion; or the whole with black added."""
     fingerprint: str | None = None
-    """folder: of the files, found by itself when a run begins. Others are then refused."""
+    """folder: fingerprint of the files. Set when a run begins; other files are then refused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
