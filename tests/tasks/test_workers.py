@@ -17,7 +17,7 @@ from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.travel.generator import make_journeys
 from intbmoe.tasks.travel.inttravel import prepare
 from intbmoe.tasks.travel.rows import Budget
-from intbmoe.tasks.workers import ALONE, Alone, OnRay, Processes, choose_workers
+from intbmoe.tasks.workers import ALONE, OnRay, Processes, choose_workers
 from inttravel_tables import write_tables
 from ranks import run_ranks  # noqa: F401 - processes then start from a server that has imported all they need
 
@@ -110,7 +110,7 @@ def test_a_failure_is_told_and_leaves_no_process(tmp_path):
 
 
 def test_who_works_is_chosen_by_the_options(capsys):
-    assert choose_workers(1, None) == Alone()
+    assert choose_workers(1, None) == ALONE
     assert choose_workers(3, None) == Processes(3)
     assert choose_workers(1, "auto") == OnRay("auto")
     with pytest.raises(SystemExit, match="--workers 2 and --ray auto exclude each other"):

@@ -60,11 +60,13 @@ class Texts:
                     yield split, part
 
 
-def find_texts(path: str | None, column: str, valid_fraction: float, test_fraction: float, seed: int) -> Texts:
-    root = require_path(path, "text", WHAT)
+def find_texts(data: Any) -> Texts:
+    """The documents of the recipe's ``data``."""
+    root = require_path(data.path, "text", WHAT)
     files = _find_files(root)
-    shares = {"valid": valid_fraction, "test": test_fraction}
-    return Texts(root, files, column, {split: share for split, share in shares.items() if split not in files}, seed)
+    shares = {"valid": data.valid_fraction, "test": data.test_fraction}
+    shares = {split: share for split, share in shares.items() if split not in files}
+    return Texts(root, files, data.column, shares, data.split_seed)
 
 
 def _find_files(root: Path) -> dict[str, list[Path]]:

@@ -35,7 +35,7 @@ ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[S
 
 def read(data: Any, vocabulary: int | None) -> TokenSource:
     """The source of the recipe's ``data``; tokens that are not there yet are made."""
-    texts = find_texts(data.path, data.column, data.valid_fraction, data.test_fraction, data.split_seed)
+    texts = find_texts(data)
     folder = cached_folder("text", _key(data, texts), lambda beside: _make(texts, data, beside), _is_whole)
     source = packed.read(str(folder), NAME)
     require_same_data(data.fingerprint, source.fingerprint, str(texts.root))

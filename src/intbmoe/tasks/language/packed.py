@@ -18,6 +18,7 @@ import torch
 from intbmoe.tasks.arrays import map_array
 from intbmoe.tasks.base import SPLITS, Batch
 from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.own_data import require_path
 from intbmoe.tasks.preparation import META
 
 VERSION = 1
@@ -110,14 +111,7 @@ def read_meta(folder: Path, name: str) -> dict[str, Any]:
 
 def read(path: str | None, name: str) -> TokenSource:
     """The three splits of the prepared folder ``path``, mapped into memory; ``name`` is what it was prepared as."""
-    if path is None:
-        raise DataError(
-            f"{name} needs the folder that intbmoe prepare {name} SOURCE FOLDER makes: set data.path "
-            f"(--data.path FOLDER); docs/data.md says how to get the data"
-        )
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder: data.path must be what intbmoe prepare {name} made (docs/data.md)")
+    folder = require_path(path, name, f"the folder that intbmoe prepare {name} SOURCE FOLDER makes", "docs/data.md")
     meta = read_meta(folder, name)
     dtype = token_type(meta["vocabulary"])
     splits = {split: map_array(folder / tokens_name(split), dtype) for split in SPLITS}

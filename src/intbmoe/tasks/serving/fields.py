@@ -22,13 +22,12 @@ class Field(Protocol):
 
 @dataclass(frozen=True)
 class Integer:
-    """A whole number from ``low`` to ``high``; with ``nullable``, null too, which reads as ``absent``."""
+    """A whole number from ``low`` to ``high``; with ``nullable``, null too."""
 
     low: int
     high: int
     about: str = ""
     nullable: bool = False
-    absent: int | None = None
 
     def schema(self) -> dict[str, Any]:
         kind = ["integer", "null"] if self.nullable else "integer"
@@ -36,7 +35,7 @@ class Integer:
 
     def read(self, where: str, value: object) -> int | None:
         if value is None and self.nullable:
-            return self.absent
+            return None
         # JSON has one kind of number: 3.0 is the integer 3.
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         if not whole or isinstance(value, bool) or not self.low <= value <= self.high:

@@ -39,6 +39,7 @@ from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.looking import Shown, View
 from intbmoe.tasks.mixture import ffn_maker
+from intbmoe.tasks.own_data import require_path
 from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Graph, Request
@@ -298,9 +299,8 @@ def open_data(data: TravelData) -> JourneyData:
         )
     if data.source == "check-ins":
         return read_check_ins(data.path)
-    if data.path is None:
-        raise DataError("data.path is not set: give --data.path FOLDER made by intbmoe prepare inttravel, docs/data.md")
-    return open_journeys(data.path)
+    what = "the folder that intbmoe prepare inttravel SOURCE FOLDER makes"
+    return open_journeys(require_path(data.path, "inttravel", what, "docs/data.md"))
 
 
 def _cross_entropy(scores: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
