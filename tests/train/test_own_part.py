@@ -132,6 +132,7 @@ def test_a_row_group_is_read_once_for_a_batch(images, tmp_path, monkeypatch):
         rows.append({"image": {"bytes": content.getvalue(), "path": None}, "label": label})
     (tmp_path / "data").mkdir()
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "data" / "train-0.parquet", row_group_size=4)
+    monkeypatch.setattr(imagenet_parquet, "KEPT_GROUPS", 1)  # as if there were far more groups than are kept
     packed = ParquetImages.find(tmp_path, "train")
     examples = ImageExamples(packed, images.normalisation, 8, Augmentation())
     read, read_group = [], imagenet_parquet._read
@@ -141,7 +142,6 @@ def test_a_row_group_is_read_once_for_a_batch(images, tmp_path, monkeypatch):
         return read_group(opened, file, group, column)
 
     monkeypatch.setattr(imagenet_parquet, "_read", count)
-    monkeypatch.setattr(imagenet_parquet, "KEPT_GROUPS", 1)  # as if there were far more groups than are kept
     ranks = [epoch_of(examples, 24, rank) for rank in range(WORLD)]
     groups = [{int(packed.rows[index, 1]) for index in indices} for [(indices, _)] in ranks]
     assert sorted(read) == sorted([*groups[0], *groups[1]])

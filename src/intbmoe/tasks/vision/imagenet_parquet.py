@@ -5,8 +5,8 @@ in order cheap; in random order each image costs its group, so for long training
 """
 
 import os
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,15 @@ class ParquetImages:
         self.files = files
         self.rows = rows  # (N, 3) file, row group, row in the group
         self.labels = labels
-        self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        self._open: dict[int, Any] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Without open files, which must not be shared with the process that this one was forked from."""
         self._process = os.getpid()
+        self._open = lru_cache(None)(lambda file: open_parquet(self.files[file], COLUMNS, "images"))
+        self._group = lru_cache(KEPT_GROUPS)(
+            lambda file, group: _read(self._open(file), self.files[file], group, "image")
+        )
 
     @classmethod
     def find(cls, root: Path, split: str) -> "ParquetImages":
@@ -49,6 +55,8 @@ class ParquetImages:
         return decode(self.content(index), self._where(index))
 
     def content(self, index: int) -> bytes:
+        if self._process != os.getpid():
+            self._begin()
         file, group, row = self.rows[index].tolist()
         image = self._group(file, group)[row].as_py()
         if not (isinstance(image, dict) and isinstance(image.get("bytes"), bytes)):
@@ -66,20 +74,8 @@ class ParquetImages:
         file, group, row = self.rows[index].tolist()
         return f"{self.files[file]}, row group {group}, row {row}"
 
-    def _group(self, file: int, group: int) -> Any:
-        if self._process != os.getpid():  # an open file must not be shared with the process this one was forked from
-            self._open, self._groups, self._process = {}, OrderedDict(), os.getpid()
-        if (file, group) not in self._groups:
-            if file not in self._open:
-                self._open[file] = open_parquet(self.files[file], COLUMNS, "images")
-            self._groups[file, group] = _read(self._open[file], self.files[file], group, "image")
-            if len(self._groups) > KEPT_GROUPS:
-                self._groups.popitem(last=False)
-        self._groups.move_to_end((file, group))
-        return self._groups[file, group]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}, "_groups": OrderedDict()}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ParquetImages, (self.files, self.rows, self.labels)
 
 
 def _read(opened: Any, file: Path, group: int, column: str) -> Any:
