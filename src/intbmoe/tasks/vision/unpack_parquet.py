@@ -17,7 +17,7 @@ from typing import Any
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.parquet import find_parquet, open_parquet, read_batches
 from intbmoe.tasks.preparation import UNFINISHED, do_part, prepare_once
-from intbmoe.tasks.vision.imagenet_parquet import COLUMNS
+from intbmoe.tasks.vision.imagenet import COLUMNS
 from intbmoe.tasks.workers import ALONE, Progress, Workers
 
 NAME, VERSION = "imagenet", 1
