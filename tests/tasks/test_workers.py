@@ -26,7 +26,7 @@ from fake_images import write_parquet
 from fake_text import files_of, write_minipile
 
 pytestmark = pytest.mark.usefixtures("_same_server")
-SMALL = Budget(chunk_bytes=4_000, shard_rows=200, stretch_bytes=9_000)
+SMALL = Budget(chunk_bytes=4_000, shard_rows=200)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def prepare_images(source, target, workers=ALONE, progress=silent):
 
 KINDS = {"texts": prepare_texts, "images": prepare_images, "journeys": prepare_journeys}
 STAGES = {"texts": ["tokens (files)"], "images": ["unpacking (files)"]}
-STAGES["journeys"] = ["reading user_action (stretches)", "sorting (shards)"]
+STAGES["journeys"] = ["reading user_action (chunks)", "sorting (shards)"]
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_two_ray_nodes_of_which_one_is_killed_write_the_same_bytes(sources, tmp_
     killed = []
 
     def kill_once(stage, done, total):
-        if stage == "reading user_action (stretches)" and done == 2 and not killed:
+        if stage == "reading user_action (chunks)" and done == 2 and not killed:
             killed.append(stage)
             cluster.remove_node(second, allow_graceful=False)
 

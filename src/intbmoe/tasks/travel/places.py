@@ -6,16 +6,15 @@ part of IntTravel: who knows coordinates or names of the places can give them th
 """
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.travel.rows import CHUNK, MISSING, Budget, Columns, Reader, find
+from intbmoe.tasks.travel.chunks import Chunk
+from intbmoe.tasks.travel.rows import MISSING, Budget, Columns, Reader, find
 from intbmoe.tasks.travel.spill import read_note
 from intbmoe.tasks.travel.store import NAMES, WORK_FORMAT, write_folder
-from intbmoe.tasks.travel.stretches import whole
 from intbmoe.tasks.travel.tables import POI_INFO, POI_LOCATION, BadRows, TableFile, row_in_file, where
 from intbmoe.tasks.workers import Progress
 
@@ -24,21 +23,22 @@ DETAILS = (CELL, SCORE, CATEGORY, REGION)
 
 
 def load_places(
-    folder: Path,
-    temporary: Path,
-    budget: Budget,
-    tables: Sequence[Sequence[TableFile]],
-    bad: BadRows,
-    progress: Progress,
+    folder: Path, temporary: Path, budget: Budget, tables: Sequence[Sequence[Chunk]], bad: BadRows, progress: Progress
 ) -> Columns:
     """The columns of ``poi_info`` and ``poi_location``, by id, from the three tables; read once, kept in ``folder``."""
-    stamp = [WORK_FORMAT, *(file.stamp() for files in tables for file in files)]
+    files, by_cell, locations = ([chunk.file for chunk in chunks if chunk.number == 0] for chunks in tables)
+    stamp = [WORK_FORMAT, *(file.stamp() for file in (*files, *by_cell, *locations))]
     note = read_note(folder, stamp, skip_bad=bad.skip)
     if note is None:
-        files, by_cell, locations = tables
         own = BadRows(bad.skip)
         with Reader.open(temporary, budget) as reader:
-            read = partial(_read, reader, budget.chunk_bytes, own, progress)
+
+            def read(files: Sequence[TableFile]) -> Columns:
+                """All their rows, in their order."""
+                chunks = (chunk for table in tables for chunk in table if chunk.file in files)
+                parts = [reader.read(chunk, own, progress) for chunk in chunks]
+                return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
             known = _first_of_each(read(files), files, own)
             if not len(known[ID]):
                 raise DataError(f"{files[0].path} holds no place: expected rows of {', '.join(POI_INFO.columns)}")
@@ -51,17 +51,6 @@ def load_places(
         write_folder(folder, known, note)
     bad.counts.update(note["bad"])
     return {name: np.load(folder / f"{name}.npy") for name in note["columns"]}
-
-
-def _read(reader: Reader, size: int, bad: BadRows, progress: Progress, files: Sequence[TableFile]) -> Columns:
-    """All rows of ``files``, in their order."""
-    parts = []
-    for file in files:
-        for chunk in whole(file).chunks(size, reader.temporary / CHUNK):
-            parts.append(reader.read(chunk, bad))
-            chunk.report_cut(bad)
-            progress(f"reading {file.table.name} (rows)", chunk.first_row + chunk.rows - file.first_row, None)
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _first_of_each(rows: Columns, files: Sequence[TableFile], bad: BadRows) -> Columns:

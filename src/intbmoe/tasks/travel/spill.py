@@ -4,16 +4,15 @@ A shard later reads one slice of each chunk. Fields that will be codes keep thei
 has: the codes are known only after the last row of the table.
 """
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from intbmoe.tasks.travel.rows import CHUNK, MISSING, Budget, Reader, find
+from intbmoe.tasks.travel.chunks import Chunk
+from intbmoe.tasks.travel.rows import MISSING, Budget, Reader, find
 from intbmoe.tasks.travel.store import NOTE, WORK_FORMAT, read_json, write_folder
-from intbmoe.tasks.travel.stretches import Chunk, Stretch
 from intbmoe.tasks.travel.tables import POI_INFO, PROFILE_COLUMNS, USER_ACTION, USER_PROFILE, BadRows, TableFile
 from intbmoe.tasks.workers import Progress
 
@@ -34,7 +33,7 @@ CODED = {
 
 @dataclass(frozen=True)
 class Spill:
-    """Reads stretches of a table into chunks on disk, in whatever process."""
+    """Reads chunks of a table and keeps them as arrays on disk, in whatever process."""
 
     folder: Path
     temporary: Path
@@ -46,41 +45,21 @@ class Spill:
     """What else makes finished chunks worthless when it changes."""
     skip_bad: bool
 
-    def __call__(self, stretch: Stretch, progress: Progress) -> dict[str, Any]:
-        """The chunks of a stretch; those that are finished are not made again."""
-        left, file, notes = stretch, stretch.file, []
-        stamp = [WORK_FORMAT, file.stamp(), left.start, left.first_row, left.end, self.shards, self.depends_on]
-
-        def folder(number: int) -> Path:
-            return self.folder / file.path.name / f"{stretch.number:05d}" / f"{number:06d}"
-
-        while not (notes and notes[-1]["last"]):
-            note = read_note(folder(len(notes)), stamp, skip_bad=self.skip_bad)
-            if note is None or note["start"] != left.start:
-                break
-            notes.append(note)
-            left = replace(left, start=note["end"], first_row=note["next_row"])
-        if not (notes and notes[-1]["last"]):
-            size = file.path.stat().st_size
+    def __call__(self, chunk: Chunk, progress: Progress) -> dict[str, Any]:
+        """What a chunk has; it is made unless it is finished."""
+        file, folder = chunk.file, self.folder / chunk.file.path.name / f"{chunk.number:06d}"
+        stamp = [WORK_FORMAT, file.stamp(), chunk.start, chunk.first_row, chunk.end, self.shards, self.depends_on]
+        note = read_note(folder, stamp, skip_bad=self.skip_bad)
+        if note is None:
+            bad = BadRows(self.skip_bad)
             with Reader.open(self.temporary, self.budget) as reader:
-                for chunk in left.chunks(self.budget.chunk_bytes, reader.temporary / CHUNK):
-                    notes.append(self._make(reader, chunk, folder(len(notes)), stamp))
-                    done = size if chunk.last and left.end is None else min(chunk.end, size)
-                    progress(f"reading {file.path.name} (bytes)", done, size)
-        rows, bad = sum(note["rows"] for note in notes), sum((Counter(note["bad"]) for note in notes), Counter())
-        return {"folders": [folder(number) for number in range(len(notes))], "rows": rows, "bad": bad}
-
-    def _make(self, reader: Reader, chunk: Chunk, folder: Path, stamp: Any) -> dict[str, Any]:
-        """Write the rows of ``chunk`` and say what they are."""
-        bad, table = BadRows(self.skip_bad), chunk.file.table
-        columns = reader.read(chunk, bad)
-        if table == USER_ACTION:
-            columns = _with_places(columns, np.load(self.place_ids, mmap_mode="r"), chunk.file, bad)
-        chunk.report_cut(bad)
-        span = {"start": chunk.start, "end": chunk.end, "next_row": chunk.first_row + chunk.rows, "last": chunk.last}
-        note = {"stamp": stamp, **span, "rows": len(columns["row"]), "bad": bad.counts}
-        write_folder(folder, self._arrange(reader, table.name, columns), note)
-        return note
+                columns = reader.read(chunk, bad, progress)
+                if file.table == USER_ACTION:
+                    columns = _with_places(columns, np.load(self.place_ids, mmap_mode="r"), file, bad)
+                arrays = self._arrange(reader, file.table.name, columns)
+            note = {"stamp": stamp, "rows": len(columns["row"]), "bad": bad.counts}
+            write_folder(folder, arrays, note)
+        return {**note, "folder": folder}
 
     def _arrange(self, reader: Reader, table: str, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The arrays of a chunk: ``rows`` (columns × rows), where those of each shard start, and values of fields."""

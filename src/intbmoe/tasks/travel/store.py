@@ -20,7 +20,7 @@ from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.travel.data import JourneyData, Places, Sessions, Sizes
 
 FORMAT = 1
-WORK_FORMAT = 4  # of what is finished when a preparation is interrupted
+WORK_FORMAT = 5  # of what is finished when a preparation is interrupted
 META, NOTE, WORK = "meta.json", "note.json", "work"
 PLACE_ARRAYS = ("ids", "score", "cell", "category", "region", "cell_offsets", "cell_places")
 NAMES = "names"

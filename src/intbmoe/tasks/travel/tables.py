@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from intbmoe.tasks.errors import DataError
 
@@ -86,14 +85,10 @@ class TableFile:
     """Where the first row begins, in bytes of text."""
     first_row: int
     """Its number over all files; in the file that is 2 after a header, else 1."""
-
-    @property
-    def zipped(self) -> bool:
-        with self.path.open("rb") as handle:
-            return handle.read(len(GZIP)) == GZIP
-
-    def open(self) -> BinaryIO:
-        return gzip.open(self.path) if self.zipped else self.path.open("rb")
+    text: Path
+    """The file itself, or what it was unpacked to."""
+    cut: str = ""
+    """Why not all of it could be unpacked; empty if it could."""
 
     def stamp(self) -> list[str | int]:
         """What changes when the file is exchanged or edited."""
@@ -103,6 +98,11 @@ class TableFile:
     def where(self, row: int, field: str | None = None) -> str:
         """For messages."""
         return f"{self.path}, row {row_in_file(row)}" + (f", field {field}" if field else "")
+
+
+def is_zipped(path: Path) -> bool:
+    with path.open("rb") as handle:
+        return handle.read(len(GZIP)) == GZIP
 
 
 def row_in_file(row: int) -> int:
@@ -131,7 +131,7 @@ def find_files(source: Path, table: Table) -> list[TableFile]:
 
 def _look_at(path: Path, table: Table, before: int) -> TableFile:
     """Is the first row a header?"""
-    with TableFile(path, table, (), 0, 1).open() as stream:
+    with (gzip.open if is_zipped(path) else open)(path, "rb") as stream:
         try:
             line = stream.readline()
         except (EOFError, OSError, zlib.error):
@@ -141,11 +141,11 @@ def _look_at(path: Path, table: Table, before: int) -> TableFile:
     mark = len(BYTE_ORDER_MARK) if line.startswith(BYTE_ORDER_MARK) else 0
     fields = [field.decode(errors="replace") for field in line[mark:].rstrip(b"\r\n").split(b"\t")]
     if not set(fields) & set(table.columns):
-        return TableFile(path, table, table.columns, mark, before + 1)
+        return TableFile(path, table, table.columns, mark, before + 1, path)
     missing = [column for column in table.columns if column not in fields]
     if missing:
         raise DataError(
             f"{path}, row 1, field {missing[0]}: the header has no such column; "
             f"expected {', '.join(table.columns)}, separated by tabs"
         )
-    return TableFile(path, table, tuple(fields), len(line), before + 2)
+    return TableFile(path, table, tuple(fields), len(line), before + 2, path)
