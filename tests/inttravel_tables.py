@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from intbmoe.tasks.travel.data import JourneyData, Places, Sessions
-from intbmoe.tasks.travel.rows import Budget, connect
 from intbmoe.tasks.travel.tables import POI_BY_CELL, POI_INFO, POI_LOCATION, USER_ACTION, USER_PROFILE, Table
 
 
@@ -35,7 +34,9 @@ def write_tables(data: JourneyData, folder: Path, *, header: bool = True) -> Non
 def _write(folder: Path, table: Table, parts: Iterable[Sequence], header: bool) -> None:
     part_file = folder / f"{table.name}.part"
     options = "FORMAT csv, DELIMITER '\t', HEADER false, QUOTE '', ESCAPE ''"
-    with connect(folder / "temporary", Budget()) as connection, (folder / f"{table.name}.tsv").open("wb") as file:
+    import duckdb  # not everywhere that this module is imported
+
+    with duckdb.connect() as connection, (folder / f"{table.name}.tsv").open("wb") as file:
         if header:
             file.write("\t".join(table.columns).encode() + b"\n")
         for part in parts:

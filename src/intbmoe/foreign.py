@@ -2,10 +2,20 @@
 
 import importlib
 import sys
+from types import ModuleType
 
 import torch
 
 _schemas: list[torch.library.Library] = []  # a schema lives as long as the library object that defined it
+
+
+def import_extra(module: str, purpose: str, extra: str) -> ModuleType:
+    """The module; where it is missing, the error says what needs it and which extra of this package brings it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        message = f"{purpose} needs {module.split('.')[0]}: pip install 'intbmoe[{extra}]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
 
 
 def import_torchvision(required: bool = True) -> None:

@@ -5,7 +5,7 @@ from layer_task import LayerTask, OneLayer, force, sample_of
 from intbmoe.analysis.routing import Chosen, choose, count_pairs, routing_shares
 from intbmoe.recipes import load_recipe
 from intbmoe.tasks import make_task
-from intbmoe.tasks.language.looking import TOKEN_KINDS, byte_texts, kind_of, tokenizer_texts
+from intbmoe.tasks.language.looking import TOKEN_KINDS, kind_of, token_texts
 from intbmoe.tasks.looking import NO_LABEL, View
 from intbmoe.tasks.sequences.task import visits
 from intbmoe.tasks.travel.looking import TYPES, token_types
@@ -143,7 +143,7 @@ def test_kinds_of_tokens(text, kind):
 def test_bytes_have_the_kind_of_their_character():
     task = make_task(load_recipe("stdlib"))
     kind, position = task.views()
-    assert len(byte_texts()) == task.recipe.model.vocabulary
+    assert len(token_texts(None)) == task.recipe.model.vocabulary
     ids = torch.tensor([[ord("x"), ord("3"), ord(":"), ord("["), ord(" "), 200, 256]])
     names = [TOKEN_KINDS[label] for label in kind.find({"ids": ids})[0]]
     assert names == ["letters", "digits", "punctuation", "code symbols", "white space", "other", "other"]
@@ -158,7 +158,7 @@ def test_ids_of_a_prepared_folder_are_read_with_its_tokenizer(tmp_path):
     from intbmoe.tasks.language.tokenizer import train_bpe
 
     (tmp_path / "tokenizer.json").write_text(train_bpe(["the cat = 12 ", "the cat"] * 20, 300), encoding="utf-8")
-    texts = tokenizer_texts(tmp_path)
+    texts = token_texts(tmp_path)
     assert kind_of(texts[0]) == "other", "the end of a text is none of it"
     kinds = {text: kind_of(text) for text in texts}
     assert (kinds[" cat"], kinds["="], kinds["1"], kinds[" "]) == ("letters", "code symbols", "digits", "white space")

@@ -22,7 +22,8 @@ from intbmoe.tasks.sequences.serving import ItemPredictor
 from intbmoe.tasks.travel.examples import place_codes
 from intbmoe.tasks.travel.fields import JourneyFields
 from intbmoe.tasks.travel.serving import PlacePredictor
-from intbmoe.tasks.vision.serving import ClassifyPredictor, ImageFormat
+from intbmoe.tasks.vision.serving import ClassifyPredictor
+from intbmoe.tasks.vision.source import Normalisation
 
 KINDS = ("classify", "items", "places", "generate")
 TINY = {
@@ -77,7 +78,7 @@ def predictor(kind, method="intbmoe", dtype=torch.float64):
         model = intbmoe.precompose(model)
     model = model.to(dtype)
     if kind == "classify":
-        return ClassifyPredictor(ImageFormat(VIT, (0.3,), (0.4,), tuple("abcdefg"))).with_model(model)
+        return ClassifyPredictor(VIT, Normalisation((0.3,), (0.4,)), tuple("abcdefg")).with_model(model)
     if kind == "items":
         return ItemPredictor(ITEMS, first_id=1).with_model(model)
     if kind == "places":

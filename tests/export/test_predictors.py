@@ -16,11 +16,12 @@ from fake_journeys import fake_journeys
 from intbmoe.export.golden import ask, compare_rankings
 from intbmoe.models.travel import FEEDBACK, SCENARIO
 from intbmoe.tasks.serving.requests import from_wire, to_wire
-from intbmoe.tasks.travel.examples import JourneyReader, Windows
+from intbmoe.tasks.travel.examples import JourneyReader
 from intbmoe.tasks.travel.serving import COLUMNS
+from intbmoe.tasks.travel.windows import WINDOW
 from intbmoe.tasks.vision.decode import middle_square, whole_square
 from intbmoe.tasks.vision.examples import ImageExamples
-from intbmoe.tasks.vision.serving import ClassifyPredictor, ImageFormat
+from intbmoe.tasks.vision.serving import ClassifyPredictor
 from intbmoe.tasks.vision.settings import Augmentation
 from intbmoe.tasks.vision.source import ArrayImages, Normalisation
 
@@ -97,10 +98,7 @@ def as_png(pixels):
 def test_images_are_read_and_classified_as_in_evaluation():
     asked = predictor("classify")
     array = np.random.default_rng(3).integers(0, 256, (5, 8, 8, 1), dtype=np.uint8)
-    images = asked.images
-    examples = ImageExamples(
-        ArrayImages(array, np.zeros(5, np.int64)), Normalisation(images.mean, images.std), 8, Augmentation()
-    )
+    examples = ImageExamples(ArrayImages(array, np.zeros(5, np.int64)), asked.normalisation, 8, Augmentation())
     likely = asked.model(examples.batch(range(5), 0, 0)["images"].double()).softmax(1)
     for number, expected in enumerate(likely):
         results = ask(asked, {"image": as_png(array[number, ..., 0]), "top_n": 7})["results"]
@@ -115,11 +113,8 @@ def test_images_are_read_and_classified_as_in_evaluation():
 def test_images_of_any_size_are_cut_from_the_middle(channels, cropped):
     """With the edge cut off as for ImageNet, or, where images are stored at their size, without."""
     config = replace(VIT, channels=channels)
-    encoder = ClassifyPredictor(
-        ImageFormat(
-            config, (0.3,) * channels, (0.4,) * channels, ("a", "b"), middle_square if cropped else whole_square
-        )
-    )
+    normalisation = Normalisation((0.3,) * channels, (0.4,) * channels)
+    encoder = ClassifyPredictor(config, normalisation, ("a", "b"), middle_square if cropped else whole_square)
     random = np.random.default_rng(4)
     for height, width in ((8, 8), (8, 20), (21, 8), (100, 90)):
         array = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -175,7 +170,7 @@ def test_journeys_are_read_and_scored_as_in_training(user, method):
     codes = travel_catalogue()[1]["codes"]
     for stop in range(int(shard.offsets[user]) + 1, int(shard.offsets[user + 1]) + 1, 3):
         length = min(stop - int(shard.offsets[user]), asked.sessions)
-        window = Windows(*(np.array([value]) for value in (user, stop, length, 1)))
+        window = np.rec.array([(user, stop, length, 1)], WINDOW)
         arrays = reader.new_arrays(1)
         reader.fill(arrays, np.array([0]), 0, window, 0, 0)
         batch = {name: torch.from_numpy(array[:, :length] if array.ndim > 1 and name != "profile" else array)

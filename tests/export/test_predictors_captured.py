@@ -1,6 +1,7 @@
 """Recorded inference: batches rounded up to a few shapes, in buffers that hold what earlier batches left there."""
 
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
@@ -194,7 +195,8 @@ def test_replays_are_the_kernels_run_one_by_one(on_gpu):
             with torch.inference_mode():
                 found = run(graphs, batch, shape, graphs.models[shape], graphs.searches[most, 10])
                 graphs.queries.fill_(torch.nan)
-                expected = run(graphs, batch, shape, graphs._model(*shape), graphs._search(most, 10))
+                model, search = partial(graphs._run_model, *shape), partial(graphs._search_places, most, 10)
+                expected = run(graphs, batch, shape, model, search)
             for one, other in zip(found, expected, strict=True):
                 assert np.array_equal(one[:size], other[:size])
                 assert np.isfinite(one[:size]).all()

@@ -20,8 +20,7 @@ import torch
 from intbmoe.serve.loading import Opened
 from intbmoe.tasks.language.serving import GeneratePredictor
 from intbmoe.tasks.serving import Encoded, Limits, Piece, Predictor
-from intbmoe.tasks.serving.fields import REQUIRED, Flag, Integer, Many, Record, Text
-from intbmoe.tasks.serving.history import HISTORY_FORM
+from intbmoe.tasks.serving.fields import HISTORY_FORM, REQUIRED, Flag, Integer, Many, Record, Text
 
 LARGEST = 2**30
 POISON, BUG, SLOW = 2**29 + 1, 2**29 + 2, 2**29 + 900

@@ -17,7 +17,7 @@ from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.travel.generator import make_journeys
 from intbmoe.tasks.travel.inttravel import prepare
 from intbmoe.tasks.travel.rows import Budget
-from intbmoe.tasks.workers import ALONE, Alone, OnRay, Processes, choose_workers
+from intbmoe.tasks.workers import ALONE, OnRay, Processes, choose_workers
 from inttravel_tables import write_tables
 from ranks import run_ranks  # noqa: F401 - processes then start from a server that has imported all they need
 
@@ -26,7 +26,7 @@ from fake_images import write_parquet
 from fake_text import files_of, write_minipile
 
 pytestmark = pytest.mark.usefixtures("_same_server")
-SMALL = Budget(chunk_bytes=4_000, shard_rows=200, stretch_bytes=9_000)
+SMALL = Budget(chunk_bytes=4_000, shard_rows=200)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def prepare_images(source, target, workers=ALONE, progress=silent):
 
 KINDS = {"texts": prepare_texts, "images": prepare_images, "journeys": prepare_journeys}
 STAGES = {"texts": ["tokens (files)"], "images": ["unpacking (files)"]}
-STAGES["journeys"] = ["reading user_action (stretches)", "sorting (shards)"]
+STAGES["journeys"] = ["reading user_action (chunks)", "sorting (shards)"]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_failure_is_told_and_leaves_no_process(tmp_path):
 
 
 def test_who_works_is_chosen_by_the_options(capsys):
-    assert choose_workers(1, None) == Alone()
+    assert choose_workers(1, None) == ALONE
     assert choose_workers(3, None) == Processes(3)
     assert choose_workers(1, "auto") == OnRay("auto")
     with pytest.raises(SystemExit, match="--workers 2 and --ray auto exclude each other"):
@@ -119,7 +119,7 @@ def test_who_works_is_chosen_by_the_options(capsys):
 
 def test_without_ray_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ModuleNotFoundError, match=r"--ray needs Ray: pip install 'intbmoe\[ray\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"--ray needs ray: pip install 'intbmoe\[ray\]'"):
         OnRay("local").run("x", Touch(tmp_path), [1], silent)
 
 
@@ -170,7 +170,7 @@ def test_two_ray_nodes_of_which_one_is_killed_write_the_same_bytes(sources, tmp_
     killed = []
 
     def kill_once(stage, done, total):
-        if stage == "reading user_action (stretches)" and done == 2 and not killed:
+        if stage == "reading user_action (chunks)" and done == 2 and not killed:
             killed.append(stage)
             cluster.remove_node(second, allow_graceful=False)
 

@@ -21,11 +21,12 @@ from intbmoe.tasks.travel.generator import make_journeys
 from intbmoe.tasks.travel.inttravel import prepare
 from intbmoe.tasks.travel.rows import Budget
 from intbmoe.tasks.travel.store import open_journeys
-from intbmoe.tasks.vision import folder, imagenet_parquet
+from intbmoe.tasks.vision import folder, imagenet
 from intbmoe.tasks.vision.datasets import save_images
 from intbmoe.tasks.vision.examples import ImageExamples
-from intbmoe.tasks.vision.imagenet_parquet import ParquetImages
+from intbmoe.tasks.vision.imagenet import ParquetImages
 from intbmoe.tasks.vision.settings import Augmentation
+from intbmoe.tasks.vision.task import VisionData
 from intbmoe.train.data import micro_batches, plan_batches, read_ahead
 from inttravel_tables import write_tables
 
@@ -96,7 +97,7 @@ def images(tmp_path):
     model = ViTConfig(
         image_size=8, patch_size=4, channels=3, classes=3, dim=16, depth=1, heads=2, hidden=16, moe_layers=(0,)
     )
-    return folder.read(folder.FolderSettings(str(tmp_path), 0.0, 0.1, 0, "crop", None), model)[0]
+    return folder.read(VisionData(source="folder", path=str(tmp_path), valid_fraction=0.0), model)
 
 
 def test_a_rank_opens_only_its_images(images, tmp_path):
@@ -131,16 +132,16 @@ def test_a_row_group_is_read_once_for_a_batch(images, tmp_path, monkeypatch):
         rows.append({"image": {"bytes": content.getvalue(), "path": None}, "label": label})
     (tmp_path / "data").mkdir()
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "data" / "train-0.parquet", row_group_size=4)
+    monkeypatch.setattr(imagenet, "KEPT_GROUPS", 1)  # as if there were far more groups than are kept
     packed = ParquetImages.find(tmp_path, "train")
     examples = ImageExamples(packed, images.normalisation, 8, Augmentation())
-    read, read_group = [], imagenet_parquet._read
+    read, read_group = [], imagenet._read
 
     def count(opened, file, group, column):
         read.append(group)
         return read_group(opened, file, group, column)
 
-    monkeypatch.setattr(imagenet_parquet, "_read", count)
-    monkeypatch.setattr(imagenet_parquet, "KEPT_GROUPS", 1)  # as if there were far more groups than are kept
+    monkeypatch.setattr(imagenet, "_read", count)
     ranks = [epoch_of(examples, 24, rank) for rank in range(WORLD)]
     groups = [{int(packed.rows[index, 1]) for index in indices} for [(indices, _)] in ranks]
     assert sorted(read) == sorted([*groups[0], *groups[1]])

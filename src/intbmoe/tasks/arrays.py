@@ -1,4 +1,4 @@
-"""Arrays of one ``.npz`` file, read with a message that names the file, the array and the row where something is wrong.
+"""Arrays in files. Those of an ``.npz`` are read with messages that name the file, the array and the row that is wrong.
 
 Nothing is sorted or repaired, and object arrays, which could hold code, are never read.
 """
@@ -16,6 +16,13 @@ LARGEST = np.iinfo(np.int64).max
 # What numpy raises depends on where a file is cut off or what else it is.
 BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError)
 VISITS = ("user", "poi", "time")
+
+
+def map_array(path: Path, dtype: np.dtype) -> np.ndarray:
+    """All of a file, mapped into memory."""
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
 
 
 def read_arrays(

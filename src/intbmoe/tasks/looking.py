@@ -68,7 +68,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def position_view(length: int, valid: Callable[[Batch], Tensor]) -> View:
-    """Tokens by their place among ``length``, in stretches of equal length; ``valid`` says which are no padding."""
+    """Tokens by their place among ``length``, in stretches of equal length; ``valid`` says which are not padding."""
     stretch = -(-length // BUCKETS)
     starts = range(0, length, stretch)
     labels = tuple(f"{start}–{min(start + stretch, length) - 1}" for start in starts)

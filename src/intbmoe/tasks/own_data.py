@@ -1,16 +1,19 @@
-"""What data of one's own needs in every task: how splits are called, what is held out, and whether it has changed."""
+"""What your own data needs in every task: the names of splits, what is held out, and whether it has changed."""
 
+import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from intbmoe.checks import did_you_mean
+from intbmoe.files import replacing_folder
 from intbmoe.tasks.errors import DataError
 
 PAGE = "docs/your-data.md"
@@ -34,6 +37,19 @@ def cache_folder() -> Path:
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "intbmoe"
 
 
+def cached_folder(kind: str, key: str, make: Callable[[Path], None], whole: Callable[[Path], bool]) -> Path:
+    """The folder of this key in the cache; unless it is ``whole``, ``make`` fills a new one, in one process alone."""
+    folder = cache_folder() / kind / key
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "wb") as lock:
+        with suppress(OSError):  # where the file system has no locks, each process makes its own
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the first one makes it, the others wait
+        if not whole(folder):
+            with replacing_folder(folder) as beside:
+                make(beside)
+    return folder
+
+
 def launched_as() -> tuple[int, int]:
     """This process's rank and how many there are, as torchrun and its like say in the environment."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -49,7 +65,7 @@ def require_path(path: str | None, source: str, what: str, page: str = PAGE) -> 
 
 
 def some(names: Iterable[str]) -> str:
-    """The names for a message, not too many."""
+    """Names for a message, at most a few."""
     names = list(names)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
@@ -62,7 +78,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def fingerprint(*parts: bytes | str | np.ndarray) -> str:
-    """16 hexadecimal digits that are others for other data."""
+    """16 hexadecimal digits that differ for different data."""
     sha256 = hashlib.sha256()
     for part in parts:
         content = part.encode(errors="surrogateescape") if isinstance(part, str) else np.ascontiguousarray(part).data
@@ -105,6 +121,12 @@ def choose_held_out(count: int, shares: tuple[float, float], seed: int, where: s
     chosen[order[: numbers[0]]] = 1
     chosen[order[numbers[0] : sum(numbers)]] = 2
     return chosen
+
+
+def resolved(recipe: Any, fingerprint: str, **sizes: int) -> Any:
+    """The recipe with what its data decides: sizes of the model, and the fingerprint."""
+    data = replace(recipe.data, fingerprint=fingerprint)
+    return replace(recipe, data=data, model=replace(recipe.model, **sizes))
 
 
 def require_known(value: int | None, setting: str) -> int:

@@ -1,21 +1,20 @@
 """Parquet files, with errors that say which one and what to do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from intbmoe.foreign import import_extra
 from intbmoe.tasks.errors import DataError
 
 
 def open_parquet(file: Path, columns: Sequence[str], extra: str, **options: Any) -> Any:
     """A ``ParquetFile`` that has these columns; ``extra`` of this package brings pyarrow, which takes ``options``."""
+    parquet = import_extra("pyarrow.parquet", "reading parquet files", extra)
+    from pyarrow import ArrowException
+
     try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"parquet files need pyarrow: pip install 'intbmoe[{extra}]'") from error
-    try:
-        opened = ParquetFile(file, **options)
+        opened = parquet.ParquetFile(file, **options)
     except (ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as parquet: {error}; get it again") from error
     there = opened.schema_arrow.names
@@ -24,6 +23,22 @@ def open_parquet(file: Path, columns: Sequence[str], extra: str, **options: Any)
             expected = " and ".join(map(repr, columns))
             raise DataError(f"{file} has no column {column!r}, only {', '.join(there)}: expected {expected}")
     return opened
+
+
+def read_batches(opened: Any, file: Path, columns: Sequence[str], rows: int) -> Iterator[Any]:
+    """So many rows at a time of an open file."""
+    from pyarrow import ArrowException
+
+    row, batches = 0, opened.iter_batches(batch_size=rows, columns=list(columns))
+    while True:
+        try:
+            batch = next(batches, None)
+        except (ArrowException, OSError) as error:
+            raise DataError(f"{file} is truncated or damaged after row {row}: {error}; get it again") from error
+        if batch is None:
+            return
+        yield batch
+        row += batch.num_rows
 
 
 def find_parquet(folder: Path, split: str) -> list[Path]:

@@ -8,20 +8,23 @@ processes or machines (``workers.py``).
 import fcntl
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from intbmoe.files import replace_file, to_json
+from intbmoe.files import private_folder, replace_file, to_json, write_bytes
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.workers import ALONE, Progress, Workers
 
 UNFINISHED = "unfinished"
 """The folder in a target where work is kept until all is there."""
-PLAN = "plan.json"
+META = "meta.json"
+"""Written last: a target that has it is whole."""
 log = logging.getLogger(__name__)
 
 
@@ -35,10 +38,8 @@ class Preparation:
         self, source: Path, target: Path, *, skip_bad: bool, progress: Progress, workers: Workers = ALONE
     ) -> Mapping[str, Any]:
         """Make ``target`` from ``source``. A malformed row raises ``DataError``, or is counted with ``skip_bad``."""
-        source, target = (
-            source.expanduser().absolute(),
-            target.expanduser().absolute(),
-        )  # for workers, wherever they run
+        # For workers, wherever they run.
+        source, target = source.expanduser().absolute(), target.expanduser().absolute()
         if source.resolve() == target.resolve():
             raise DataError(f"{target} is the source itself: give another target, for what is made of it")
         in_the_way = next((path for path in (target, *target.parents) if path.exists() and not path.is_dir()), None)
@@ -62,25 +63,59 @@ def locked(folder: Path, target: Path) -> Iterator[None]:
         yield
 
 
-def claim(folder: Path, plan: Mapping[str, Any], target: Path) -> None:
-    """Write down in ``folder`` what is being made, or check that it is what was begun there.
+def prepare_once(target: Path, plan: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The content of ``target``'s meta.json, ``plan`` and what ``make`` returns; a finished target is left as it is.
 
-    ``plan`` has ``version``, ``name``, and ``files``: the size of each source file by its name.
+    ``plan`` has ``version``, ``name``, and ``files``: the size of each source file by its name. ``make`` gets a folder
+    for unfinished work, where some may be left from before.
     """
-    if not (folder / PLAN).is_file():
-        replace_file(folder / PLAN, to_json(plan))
+    unfinished = target / UNFINISHED
+    if (target / META).is_file():
+        meta = json.loads((target / META).read_bytes())
+        _require_same_files(meta, plan, target)
+    else:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with locked(unfinished, target):
+            _claim(unfinished / "plan.json", plan, target)
+            meta = {**plan, **make(unfinished)}
+            replace_file(target / META, to_json(meta))
+    shutil.rmtree(unfinished, ignore_errors=True)
+    return meta
+
+
+def _claim(file: Path, plan: Mapping[str, Any], target: Path) -> None:
+    """Write down what is being made, or check that it is what was begun."""
+    if not file.is_file():
+        replace_file(file, to_json(plan))
         return
-    begun = json.loads((folder / PLAN).read_bytes())
+    begun = json.loads(file.read_bytes())
     if (begun["version"], begun["name"]) != (plan["version"], plan["name"]):
         other = f"{begun['name']}, version {begun['version']}"
         raise DataError(f"{target} holds the beginning of another preparation ({other}): remove it or choose another")
-    require_same_files(begun["files"], plan["files"], target)
+    _require_same_files(begun, plan, target)
 
 
-def require_same_files(before: Mapping[str, int], now: Mapping[str, int], target: Path) -> None:
-    if before != now:
-        differing = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+def _require_same_files(before: Mapping[str, Any], now: Mapping[str, Any], target: Path) -> None:
+    differing = {name for name, _ in before["files"].items() ^ now["files"].items()}
+    if differing:
         raise DataError(
-            f"{target} was made from other files than these ({', '.join(differing)} differ): remove it, or choose "
-            f"another folder"
+            f"{target} was made from other files than these ({', '.join(sorted(differing))} differ): remove it, or "
+            f"choose another folder"
         )
+
+
+def do_part(folder: Path, stem: str, skip_bad: bool, work: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """What ``work`` counted, kept in ``folder`` as a receipt: it is not done again, unless it skipped what may not be.
+
+    It gets a folder of its own: a machine that was given up may still be writing the same part.
+    """
+    receipt = folder / f"{stem}.json"
+    if receipt.is_file():
+        done = json.loads(receipt.read_bytes())
+        if skip_bad or not done["skipped"]:
+            return done
+    with private_folder(folder, f".{stem}.", ".part") as own:
+        done = work(own)
+        write_bytes(own / "done.json", to_json(done))
+        os.replace(own / "done.json", receipt)
+    return done

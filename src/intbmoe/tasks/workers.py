@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
+from intbmoe.foreign import import_extra
 from intbmoe.tasks.errors import DataError
 
 Progress = Callable[[str, int, int | None], None]  # (what is being done, how much of it is, of how much if known)
@@ -32,30 +34,17 @@ class Workers(Protocol):
 
 
 @dataclass(frozen=True)
-class Alone:
-    share: ClassVar[int] = 1
-
-    def run(self, stage: str, work: Work, parts: Sequence[Any], progress: Progress) -> list[Any]:
-        return [work(part, progress) for part in parts]  # which tells its own progress
-
-
-ALONE = Alone()
-
-
-@dataclass(frozen=True)
 class Processes:
-    number: int
+    """So many processes of this machine; one is this process itself."""
 
-    @property
-    def share(self) -> int:
-        return self.number
+    share: int
 
     def run(self, stage: str, work: Work, parts: Sequence[Any], progress: Progress) -> list[Any]:
-        if len(parts) < 2:
-            return ALONE.run(stage, work, parts, progress)
+        if self.share == 1 or len(parts) < 2:
+            return [work(part, progress) for part in parts]  # which tells its own progress
         others, server = set(multiprocessing.active_children()), multiprocessing.get_context("forkserver")
         _preload(work.__module__)  # a fork of this process instead would inherit the locks of its threads
-        executor = ProcessPoolExecutor(min(self.number, len(parts)), server, initializer=_begin)
+        executor = ProcessPoolExecutor(min(self.share, len(parts)), server, initializer=_begin)
         try:
             futures = [executor.submit(_do, work, part, self.share) for part in parts]
             for done, future in enumerate(as_completed(futures), 1):
@@ -66,10 +55,13 @@ class Processes:
             for child in set(multiprocessing.active_children()) - others:
                 child.kill()
             if isinstance(error, BrokenProcessPool):
-                raise DataError(f"{stage}: a process was killed, perhaps for want of memory; {AGAIN}") from error
+                raise DataError(f"{stage}: a process was killed, perhaps for lack of memory; {AGAIN}") from error
             raise
         finally:
             executor.shutdown(cancel_futures=True)
+
+
+ALONE = Processes(1)
 
 
 @dataclass(frozen=True)
@@ -81,14 +73,11 @@ class OnRay:
 
     @property
     def share(self) -> int:
-        self._connect()
-        import ray
-
-        return max(1, *(int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"]))
+        nodes = self._connect().nodes()
+        return max(1, *(int(node["Resources"].get("CPU", 1)) for node in nodes if node["Alive"]))
 
     def run(self, stage: str, work: Work, parts: Sequence[Any], progress: Progress) -> list[Any]:
-        share = self.share
-        import ray
+        ray, share = self._connect(), self.share
         from ray.exceptions import RayError, RayTaskError
 
         do, shared = ray.remote(num_cpus=1, max_retries=RETRIES)(_do), ray.put(work)
@@ -111,14 +100,12 @@ class OnRay:
                 ray.cancel(reference, force=True)
         return results
 
-    def _connect(self) -> None:
-        try:
-            import ray
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("--ray needs Ray: pip install 'intbmoe[ray]'") from error
+    def _connect(self) -> ModuleType:
+        ray = import_extra("ray", "--ray", "ray")
         if not ray.is_initialized():
             own = {"include_dashboard": False} if self.address == "local" else {}
             ray.init(self.address, log_to_driver=False, **own)
+        return ray
 
 
 def choose_workers(number: int, ray: str | None) -> Workers:
@@ -126,7 +113,7 @@ def choose_workers(number: int, ray: str | None) -> Workers:
         if number != 1:
             raise ValueError(f"--workers {number} and --ray {ray} exclude each other: Ray uses all cores it is given")
         return OnRay(ray)
-    return ALONE if number == 1 else Processes(number)
+    return Processes(number)
 
 
 def end_with_parent(signum: int) -> None:

@@ -9,8 +9,18 @@ from fake_items import sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from intbmoe.tasks.sequences.floors import counter_ranks, item_floors, popularity_places
-from intbmoe.tasks.sequences.ranking import rank_of, ranking_metrics, ranking_sums
+from intbmoe.tasks.sequences.ranking import (
+    counter_ranks,
+    item_floors,
+    popularity_places,
+    rank_of,
+    ranking_gains,
+    ranking_metrics,
+)
+
+
+def sums_of(ranks, new):
+    return {name: gain.sum() for name, gain in ranking_gains(ranks, new).items()}
 
 
 def test_ties_count_against_the_target():
@@ -27,7 +37,7 @@ def test_what_is_not_a_number_never_makes_a_hit():
 def test_hit_rates_and_gains_by_hand():
     ranks = torch.tensor([1, 2, 5, 10, 11])
     new = torch.tensor([False, True, False, True, True])
-    metrics = ranking_metrics(ranking_sums(ranks, new))
+    metrics = ranking_metrics(sums_of(ranks, new))
     gains = [1, 1 / math.log2(3), 1 / math.log2(6), 1 / math.log2(11), 0]
     expected = {"HR@1": 0.2, "HR@5": 0.6, "HR@10": 0.8, "NDCG@10": sum(gains) / 5, "share new": 0.6}
     expected |= {"HR@1 new": 0, "HR@5 new": 1 / 3, "HR@10 new": 2 / 3, "NDCG@10 new": (gains[1] + gains[3]) / 3}
@@ -36,14 +46,14 @@ def test_hit_rates_and_gains_by_hand():
 
 def test_sums_add_up_over_batches_and_without_any_new_target_its_metrics_are_0():
     ranks, new = torch.tensor([1, 4, 7, 20]), torch.tensor([False] * 4)
-    whole, parts = ranking_sums(ranks, new), [ranking_sums(ranks[i : i + 2], new[i : i + 2]) for i in (0, 2)]
+    whole, parts = sums_of(ranks, new), [sums_of(ranks[i : i + 2], new[i : i + 2]) for i in (0, 2)]
     assert {name: float(parts[0][name] + parts[1][name]) for name in whole} == pytest.approx(
         {name: float(value) for name, value in whole.items()}
     )
     metrics = ranking_metrics(whole)
     assert metrics["share new"] == metrics["HR@10 new"] == 0
     with pytest.raises(ValueError, match="no target was evaluated"):
-        ranking_metrics(ranking_sums(ranks[:0], new[:0]))
+        ranking_metrics(sums_of(ranks[:0], new[:0]))
 
 
 def test_floors_by_hand():

@@ -127,17 +127,15 @@ class Continuation:
         """What a step of the writer has chosen for one of the requests."""
         self.scores[request.index] += chosen.score
         if chosen.token == end_of_text:
-            request.left = 0
-            self._pieces.append(Piece(request.index, request.decoder.end(), "stop"))
-            return
-        self.ids[request.index].append(chosen.token)
-        request.text = request.text.after(chosen.token)
-        request.left -= 1
-        text = request.decoder.add(chosen.token)
-        if request.left == 0:
-            self._pieces.append(Piece(request.index, text + request.decoder.end(), "length"))
+            request.left, text, finished = 0, "", "stop"
         else:
-            self._pieces.append(Piece(request.index, text, None))
+            self.ids[request.index].append(chosen.token)
+            request.text = request.text.after(chosen.token)
+            request.left -= 1
+            text, finished = request.decoder.add(chosen.token), None if request.left else "length"
+        if finished:
+            text += request.decoder.end()
+        self._pieces.append(Piece(request.index, text, finished))
 
 
 class _OneByOne:

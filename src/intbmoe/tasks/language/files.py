@@ -6,14 +6,17 @@
 
 Files or folders named train, valid (val, validation, dev) and test are these splits; where only one of the last two is
 there it is the test. What is missing is held out of the training documents: whole documents where there are ``FEW`` or
-more, else the end of each.
+more, else the end of each. Texts that live in Python are written out as .jsonl files.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from intbmoe.tasks.base import SPLITS
+from intbmoe.tasks.datasets import by_split, entries, field
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language import minipile
 from intbmoe.tasks.language.packing import Malformed
@@ -22,7 +25,6 @@ from intbmoe.tasks.parquet import open_parquet
 
 WHAT = "a .txt, .jsonl or .parquet file, or a folder of them"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-SPLITS = ("train", "valid", "test")
 FEW = 20
 
 
@@ -58,11 +60,13 @@ class Texts:
                     yield split, part
 
 
-def find_texts(path: str | None, column: str, valid_fraction: float, test_fraction: float, seed: int) -> Texts:
-    root = require_path(path, "text", WHAT)
+def find_texts(data: Any) -> Texts:
+    """The documents of the recipe's ``data``."""
+    root = require_path(data.path, "text", WHAT)
     files = _find_files(root)
-    shares = {"valid": valid_fraction, "test": test_fraction}
-    return Texts(root, files, column, {split: share for split, share in shares.items() if split not in files}, seed)
+    shares = {"valid": data.valid_fraction, "test": data.test_fraction}
+    shares = {split: share for split, share in shares.items() if split not in files}
+    return Texts(root, files, data.column, shares, data.split_seed)
 
 
 def _find_files(root: Path) -> dict[str, list[Path]]:
@@ -70,7 +74,7 @@ def _find_files(root: Path) -> dict[str, list[Path]]:
         if root.suffix.lower() not in SUFFIXES:
             raise DataError(f"{root} ends in {root.suffix or 'nothing'!r}: data.path must be {WHAT}")
         return {"train": [root]}
-    inside = [path for path in sorted(root.rglob("*")) if path.is_file() and not _hidden(path.relative_to(root))]
+    inside = [path for path in sorted(root.rglob("*")) if path.is_file() and "/." not in f"/{path.relative_to(root)}"]
     files = [path for path in inside if path.suffix.lower() in SUFFIXES]
     if not files:
         there = f"only {some(path.name for path in inside)}" if inside else "nothing"
@@ -87,10 +91,6 @@ def _find_files(root: Path) -> dict[str, list[Path]]:
     if "valid" in named and "test" not in named:
         named["test"] = named.pop("valid")
     return named
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def read_documents(file: Path, column: str) -> Iterator[str]:
@@ -163,3 +163,16 @@ def _line_end(text: str, place: int) -> int:
     """The place after the line break nearest before ``place``, if it is near; else ``place`` itself."""
     found = text.rfind("\n", max(0, place - len(text) // 20), place) + 1
     return found or place
+
+
+def save_texts(data: Any, folder: Path, column: str) -> None:
+    """Strings, or dicts with the text under ``column``; one document each."""
+    for split, dataset in by_split(data).items():
+        with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
+            for index, entry in enumerate(entries(dataset, f"data[{split!r}]")):
+                where = f"data[{split!r}][{index}]"
+                option = '; name the one with the text: settings={"data.column": NAME}'
+                text = field(entry, (column,), option, where) if isinstance(entry, Mapping) else entry
+                if not isinstance(text, str):
+                    raise DataError(f"{where} is {type(text).__name__}: expected a string, or a dict with {column!r}")
+                file.write(json.dumps({column: text}) + "\n")

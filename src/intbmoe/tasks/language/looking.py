@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from intbmoe.tasks.base import Batch
-from intbmoe.tasks.language.packed import TOKENIZER, TokenExamples, TokenSource
+from intbmoe.tasks.language.packed import TOKENIZER, TokenExamples
 from intbmoe.tasks.language.tokenizer import import_tokenizers, vocabulary_size
 from intbmoe.tasks.looking import Content, Shown, Token, View, spread
 
@@ -29,16 +29,10 @@ def show_texts(split: TokenExamples, texts: list[str]) -> Shown:
     return Shown("text", spread(len(split)), describe)
 
 
-def token_texts(source: TokenSource) -> list[str]:
-    return byte_texts() if source.folder is None else tokenizer_texts(source.folder)
-
-
-def byte_texts() -> list[str]:
-    """The text of each id where ids are bytes; none for 128 on, parts of characters, and for the end of a file."""
-    return [chr(byte) for byte in range(128)] + [""] * 129
-
-
-def tokenizer_texts(folder: Path) -> list[str]:
+def token_texts(folder: Path | None) -> list[str]:
+    """The text of each id of the tokenizer in ``folder``; None: ids are bytes, and parts of characters have no text."""
+    if folder is None:
+        return [chr(byte) for byte in range(128)] + [""] * 129  # the last one ends a file
     tokenizer = import_tokenizers("telling tokens apart").Tokenizer.from_file(str(folder / TOKENIZER))
     return [tokenizer.decode([index]) for index in range(vocabulary_size(tokenizer))]
 

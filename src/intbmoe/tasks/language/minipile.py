@@ -12,7 +12,7 @@ from typing import Any
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language.packing import Corpus, Malformed, Part, Report, pack, usable
 from intbmoe.tasks.language.tokenizer import train_bpe
-from intbmoe.tasks.parquet import find_parquet, open_parquet
+from intbmoe.tasks.parquet import find_parquet, open_parquet, read_batches
 from intbmoe.tasks.workers import ALONE, Progress, Workers
 
 NAME = "minipile"
@@ -49,17 +49,8 @@ def _sample(files: list[Path], skip_bad: bool, progress: Progress) -> Iterator[s
 def read_documents(file: Path, report: Report, every: int = 1, column: str = COLUMN) -> Iterator[str | Malformed]:
     """The rows of a parquet file, one at a time; of ``every`` rows the first."""
     opened = _open(file, column)
-    from pyarrow import ArrowException
-
     row, total = 0, opened.metadata.num_rows
-    batches = opened.iter_batches(batch_size=READ_ROWS, columns=[column])
-    while True:
-        try:
-            batch = next(batches, None)
-        except (ArrowException, OSError) as error:
-            raise DataError(f"{file} is truncated or damaged after row {row}: {error}; get it again") from error
-        if batch is None:
-            break
+    for batch in read_batches(opened, file, [column], READ_ROWS):
         for value in batch.column(0):
             if row % every == 0:
                 yield _text(value, file, row, column)

@@ -1,14 +1,12 @@
-"""Tokens of one's own text files, made once and kept in a cache (``own_data.cache_folder``) as a packed folder.
+"""Tokens of one's own text files, made once and kept in a cache (``own_data.cached_folder``) as a packed folder.
 
 The tokenizer is trained on the training documents ("bpe"), read from a file of Hugging Face's ``tokenizers`` or of
 sentencepiece, or none ("bytes"). The folder's name follows from the files (names, sizes, times) and from the settings;
 what a run remembers of it, the fingerprint, from the tokens themselves.
 """
 
-import fcntl
 import hashlib
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from intbmoe.files import digest, replacing_folder, to_json
+from intbmoe.files import digest, to_json
+from intbmoe.foreign import import_extra
+from intbmoe.tasks.base import SPLITS
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language import packed, stdlib
 from intbmoe.tasks.language.files import Texts, find_texts
-from intbmoe.tasks.language.packed import META, SPLITS, TOKENIZER, TokenSource, token_type, tokens_name
+from intbmoe.tasks.language.packed import TOKENIZER, TokenSource, tokens_name
 from intbmoe.tasks.language.sentence_pieces import convert
-from intbmoe.tasks.language.tokenizer import BATCH_CHARACTERS, END_OF_TEXT, Encoder, import_tokenizers, train_bpe
-from intbmoe.tasks.own_data import cache_folder, fingerprint, require_same_data, require_size
+from intbmoe.tasks.language.tokenizer import BATCH_CHARACTERS, END_OF_TEXT, Encoder, batches, train_bpe
+from intbmoe.tasks.language.vocabulary import ByteVocabulary
+from intbmoe.tasks.own_data import cached_folder, fingerprint, require_same_data, require_size
+from intbmoe.tasks.preparation import META
 
 NAME = "files"
 LEAST = 257  # tokens of a byte-level BPE: all bytes and the end of text
@@ -31,33 +33,15 @@ TRAINED_ON = 2**29  # characters that a tokenizer is trained on at most
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]", "<|im_end|>")
 
 
-class Bytes:
-    """UTF-8 itself in place of a tokenizer; ``stdlib`` has the same ids."""
-
-    content: str | None = None
-    end_of_text, vocabulary = stdlib.END_OF_TEXT, stdlib.VOCABULARY
-    dtype = token_type(stdlib.VOCABULARY)
-
-    def encode_texts(self, texts: Iterable[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
-
-
-def read(data: Any, vocabulary: int | None) -> tuple[TokenSource, str]:
-    """The source of ``data``'s settings, and its fingerprint; tokens that are not there yet are made."""
-    texts = find_texts(data.path, data.column, data.valid_fraction, data.test_fraction, data.split_seed)
-    folder = cache_folder() / "text" / _key(data, texts)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix(".lock"), "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # runs side by side wait for the first
-        if not _is_whole(folder):
-            with replacing_folder(folder) as beside:
-                _make(texts, data, beside)
+def read(data: Any, vocabulary: int | None) -> TokenSource:
+    """The source of the recipe's ``data``; tokens that are not there yet are made."""
+    texts = find_texts(data)
+    folder = cached_folder("text", _key(data, texts), lambda beside: _make(texts, data, beside), _is_whole)
     source = packed.read(str(folder), NAME)
-    meta = json.loads((folder / META).read_bytes())
-    require_same_data(data.fingerprint, meta["fingerprint"], str(texts.root))
+    require_same_data(data.fingerprint, source.fingerprint, str(texts.root))
     require_size(vocabulary, source.vocabulary, "model.vocabulary", str(texts.root))
     tokenizer = folder if (folder / TOKENIZER).is_file() else None
-    return replace(source, where=str(texts.root), folder=tokenizer), meta["fingerprint"]
+    return replace(source, where=str(texts.root), folder=tokenizer)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -97,10 +81,10 @@ def _read_given(file: Path, texts: Texts) -> str:
         raise DataError(f"{file} is not a tokenizer of Hugging Face's tokenizers: it is not text") from error
 
 
-def _make_encoder(texts: Texts, data: Any) -> Bytes | Encoder:
+def _make_encoder(texts: Texts, data: Any) -> ByteVocabulary | Encoder:
     if data.tokenizer == "bytes":
-        return Bytes()
-    import_tokenizers("byte pairs (data.tokenizer: bytes does without)")
+        return ByteVocabulary(stdlib.END_OF_TEXT)
+    import_extra("tokenizers", f"data.tokenizer={data.tokenizer} (bytes does without)", "text")
     if data.tokenizer != "bpe":
         ends = ENDS if data.end_of_text is None else (data.end_of_text,)
         return Encoder(_read_given(_given(data.tokenizer), texts), data.tokenizer, ends)
@@ -138,7 +122,7 @@ def _make(texts: Texts, data: Any, folder: Path) -> None:
     end = np.array([encoder.end_of_text], encoder.dtype)
     with ExitStack() as stack:
         files = {split: stack.enter_context(open(folder / tokens_name(split), "wb")) for split in SPLITS}
-        for batch in _batches(texts):
+        for batch in batches(_assigned_pieces(texts), lambda entry: len(entry[1])):
             found = encoder.encode_texts([piece for _, piece, _ in batch])
             for (split, _, last), ids in zip(batch, found, strict=True):
                 content = (np.concatenate([ids, end]) if last else ids).tobytes()
@@ -158,17 +142,9 @@ def _make(texts: Texts, data: Any, folder: Path) -> None:
     (folder / META).write_bytes(to_json(meta))
 
 
-def _batches(texts: Texts) -> Iterator[list[tuple[str, str, bool]]]:
+def _assigned_pieces(texts: Texts) -> Iterator[tuple[str, str, bool]]:
     """(split, piece of a document, whether it is the document's last)."""
-    batch: list[tuple[str, str, bool]] = []
-    characters = 0
     for split, text in texts.assigned():
-        parts = list(pieces(text))
-        for number, piece in enumerate(parts, 1):
-            batch.append((split, piece, number == len(parts)))
-            characters += len(piece)
-            if characters >= BATCH_CHARACTERS:
-                yield batch
-                batch, characters = [], 0
-    if batch:
-        yield batch
+        *most, last = pieces(text)
+        yield from ((split, piece, False) for piece in most)
+        yield split, last, True

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from intbmoe.tasks.base import Batch
+from intbmoe.tasks.arrays import map_array
+from intbmoe.tasks.base import SPLITS, Batch
 from intbmoe.tasks.errors import DataError
+from intbmoe.tasks.own_data import require_path
+from intbmoe.tasks.preparation import META
 
 VERSION = 1
-SPLITS = ("train", "valid", "test")
-META = "meta.json"
 TOKENIZER = "tokenizer.json"
 
 
@@ -31,6 +32,7 @@ class TokenSource:
     splits: dict[str, np.ndarray]  # name → (tokens,) ids, in memory or mapped from a file
     folder: Path | None = None  # with the tokenizer; None where ids are bytes
     end_of_text: int = 256
+    fingerprint: str | None = None  # of one's own files
 
 
 class TokenExamples:
@@ -109,21 +111,8 @@ def read_meta(folder: Path, name: str) -> dict[str, Any]:
 
 def read(path: str | None, name: str) -> TokenSource:
     """The three splits of the prepared folder ``path``, mapped into memory; ``name`` is what it was prepared as."""
-    if path is None:
-        raise DataError(
-            f"{name} needs the folder that intbmoe prepare {name} SOURCE FOLDER makes: set data.path "
-            f"(--data.path FOLDER); docs/data.md says how to get the data"
-        )
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder: data.path must be what intbmoe prepare {name} made (docs/data.md)")
+    folder = require_path(path, name, f"the folder that intbmoe prepare {name} SOURCE FOLDER makes", "docs/data.md")
     meta = read_meta(folder, name)
     dtype = token_type(meta["vocabulary"])
-    splits = {split: _map(folder / tokens_name(split), dtype) for split in SPLITS}
-    return TokenSource(str(folder), meta["vocabulary"], splits, folder, meta["end_of_text"])
-
-
-def _map(path: Path, dtype: np.dtype) -> np.ndarray:
-    if path.stat().st_size == 0:  # an empty file cannot be mapped
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r")
+    splits = {split: map_array(folder / tokens_name(split), dtype) for split in SPLITS}
+    return TokenSource(str(folder), meta["vocabulary"], splits, folder, meta["end_of_text"], meta.get("fingerprint"))

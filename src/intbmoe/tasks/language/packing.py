@@ -7,19 +7,18 @@ and ends with the same bytes.
 """
 
 import hashlib
-import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from intbmoe.files import private_folder, replace_file, replacing_file, to_json, write_bytes
+from intbmoe.files import replace_file, replacing_file
+from intbmoe.tasks.base import SPLITS
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.language.packed import META, SPLITS, TOKENIZER, VERSION, read_meta, tokens_name
+from intbmoe.tasks.language.packed import TOKENIZER, VERSION, read_meta, tokens_name
 from intbmoe.tasks.language.tokenizer import Encoder, import_tokenizers
-from intbmoe.tasks.preparation import UNFINISHED, claim, locked, require_same_files
+from intbmoe.tasks.preparation import META, do_part, prepare_once
 from intbmoe.tasks.workers import Progress, Workers
 
 COPIED_BYTES = 2**22
@@ -62,33 +61,21 @@ def pack(corpus: Corpus, target: Path, *, skip_bad: bool, progress: Progress, wo
     """Make ``target``, or go on with it; returns what is in it. A finished one is left as it is."""
     import_tokenizers()
     if (target / META).is_file():
-        meta = read_meta(target, corpus.name)
-        require_same_files(meta["files"], corpus.files(), target)
-        shutil.rmtree(target / UNFINISHED, ignore_errors=True)
-        return _counts(meta)
-    folder = target / UNFINISHED
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, target):
-        claim(folder, {"version": VERSION, "name": corpus.name, "files": corpus.files()}, target)
+        read_meta(target, corpus.name)  # raises unless it is whole
+
+    def make(folder: Path) -> Mapping[str, Any]:
         if not (folder / TOKENIZER).is_file():
             replace_file(folder / TOKENIZER, corpus.make_tokenizer(skip_bad, progress).encode())
         tokenizer = (folder / TOKENIZER).read_bytes()
         encoder = Encoder(tokenizer.decode(), str(folder / TOKENIZER))
         packer = PartPacker(corpus.read, folder, skip_bad)
         records = workers.run("tokens (files)", packer, list(enumerate(corpus.parts)), progress)
-        meta = {
-            "version": VERSION,
-            "name": corpus.name,
-            "files": corpus.files(),
-            "vocabulary": encoder.vocabulary,
-            "end_of_text": encoder.end_of_text,
-            "dtype": encoder.dtype.name,
-            "splits": {split: _join(corpus, folder, target, split, records) for split in SPLITS},
-        }
+        splits = {split: _join(corpus, folder, target, split, records) for split in SPLITS}
         replace_file(target / TOKENIZER, tokenizer)
-        replace_file(target / META, to_json(meta))
-    shutil.rmtree(folder)
-    return _counts(meta)
+        about = {"vocabulary": encoder.vocabulary, "end_of_text": encoder.end_of_text, "dtype": encoder.dtype.name}
+        return {**about, "splits": splits}
+
+    return _counts(prepare_once(target, {"version": VERSION, "name": corpus.name, "files": corpus.files()}, make))
 
 
 def usable(documents: Iterable[str | Malformed], skip_bad: bool, skipped: list[str] | None = None) -> Iterator[str]:
@@ -114,20 +101,15 @@ class PartPacker:
         """The record of a part, which is encoded unless it was."""
         index, part = numbered
         stem = f"{part.split}-{index:05d}"
-        record_path = self.folder / f"{stem}.json"
-        if record_path.is_file():
-            record = json.loads(record_path.read_bytes())
-            if self.skip_bad or not record["skipped"]:
-                return record
         stage = f"tokens of {part.file.name}"
-        found = self.read(part.file, lambda done, total: progress(stage, done, total))
-        # In a folder of its own: a machine that was given up may still be writing the same part.
-        with private_folder(self.folder, f".{stem}.", ".part") as own:
+
+        def work(own: Path) -> dict[str, Any]:
+            found = self.read(part.file, lambda done, total: progress(stage, done, total))
             record = self._encode(found, own / "tokens.bin")
-            write_bytes(own / "record.json", to_json(record))
             os.replace(own / "tokens.bin", self.folder / f"{stem}.bin")
-            os.replace(own / "record.json", record_path)
-        return record
+            return record
+
+        return do_part(self.folder, stem, self.skip_bad, work)
 
     def _encode(self, found: Iterator[str | Malformed], path: Path) -> dict[str, Any]:
         tokenizer = self.folder / TOKENIZER

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from intbmoe.tasks.base import SPLITS
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.language.packed import SPLITS, TokenSource, token_type
+from intbmoe.tasks.language.packed import TokenSource, token_type
 
 END_OF_TEXT = 256
 VOCABULARY = 257

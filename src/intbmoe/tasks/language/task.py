@@ -8,7 +8,7 @@ document. Its graphs take ids (B, T) and mask (B, T) and give scores (B, T, voca
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -25,13 +25,13 @@ from intbmoe.settings import Checked, MustBe, NonNegativeInt, PositiveInt
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language import own_text, packed, stdlib
-from intbmoe.tasks.language.datasets import save_texts
+from intbmoe.tasks.language.files import save_texts
 from intbmoe.tasks.language.looking import kind_view, show_texts, token_texts
 from intbmoe.tasks.language.packed import TokenExamples, TokenSource
 from intbmoe.tasks.language.serving import GeneratePredictor, prompt_requests
 from intbmoe.tasks.looking import Shown, View, position_view
 from intbmoe.tasks.mixture import ffn_maker
-from intbmoe.tasks.own_data import require_known, require_unused
+from intbmoe.tasks.own_data import require_known, require_unused, resolved
 from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Graph, Request
@@ -74,7 +74,7 @@ class LanguageData(Checked):
     split_seed: NonNegativeInt = 0
     """files: another number holds out other documents."""
     fingerprint: str | None = None
-    """files: of the tokens, found by itself when a run begins. Others are then refused."""
+    """files: fingerprint of the tokens. Set when a run begins; other text is then refused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,11 +112,10 @@ class LanguageTask(Task):
 
     def resolve(self) -> Recipe:
         if self.recipe.data.source == "files":
-            self._source, fingerprint = own_text.read(self.recipe.data, self.recipe.model.vocabulary)
-            for name in self._source.splits:
+            source = self._source
+            for name in source.splits:
                 self.split(name)  # raises where there is too little text
-            model = replace(self.recipe.model, vocabulary=self._source.vocabulary)
-            self.recipe = replace(self.recipe, model=model, data=replace(self.recipe.data, fingerprint=fingerprint))
+            self.recipe = resolved(self.recipe, source.fingerprint, vocabulary=source.vocabulary)
         return self.recipe
 
     @classmethod
@@ -143,7 +142,7 @@ class LanguageTask(Task):
     def _source(self) -> TokenSource:
         data, vocabulary = self.recipe.data, self.recipe.model.vocabulary
         if data.source == "files":
-            return own_text.read(data, vocabulary)[0]
+            return own_text.read(data, vocabulary)
         from_python = data.source == "stdlib"
         source = stdlib.read(data.path, data.max_bytes) if from_python else packed.read(data.path, data.source)
         if source.vocabulary != vocabulary:
@@ -198,10 +197,10 @@ class LanguageTask(Task):
 
     def views(self) -> list[View]:
         everywhere = position_view(self.recipe.data.length, lambda b: torch.ones_like(b["ids"], dtype=torch.bool))
-        return [kind_view(token_texts(self._source)), everywhere]
+        return [kind_view(token_texts(self._source.folder)), everywhere]
 
     def shown(self, split: TokenExamples) -> Shown:
-        return show_texts(split, token_texts(self._source))
+        return show_texts(split, token_texts(self._source.folder))
 
 
 def _metrics(loss: float) -> dict[str, float]:

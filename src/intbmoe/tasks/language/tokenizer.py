@@ -1,11 +1,12 @@
 """Byte-level BPE by Hugging Face's ``tokenizers``: read from a file, trained, and applied to documents."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from intbmoe.foreign import import_extra
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language.packed import token_type
 
@@ -15,11 +16,7 @@ BATCH_CHARACTERS = 2**20  # encoded at a time: enough for all cores, little enou
 
 
 def import_tokenizers(purpose: str = "preparing text", extra: str = "text") -> ModuleType:
-    try:
-        import tokenizers
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{purpose} needs tokenizers: pip install 'intbmoe[{extra}]'") from error
-    return tokenizers
+    return import_extra("tokenizers", purpose, extra)
 
 
 def read_tokenizer(content: str, tokenizers: ModuleType) -> Any:
@@ -72,10 +69,9 @@ class Encoder:
 
     def encode(self, documents: Iterable[str]) -> Iterator[tuple[int, np.ndarray]]:
         """(number of documents, their ids with an end of text after each), batch by batch."""
-        for batch in _batches(documents):
-            encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-            ids = [np.array([*document.ids, self.end_of_text], dtype=self.dtype) for document in encoded]
-            yield len(batch), np.concatenate(ids)
+        end = np.array([self.end_of_text], self.dtype)
+        for batch in batches(documents, len):
+            yield len(batch), np.concatenate([part for ids in self.encode_texts(batch) for part in (ids, end)])
 
     def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each, without an end of text."""
@@ -83,11 +79,12 @@ class Encoder:
         return [np.array(text.ids, dtype=self.dtype) for text in encoded]
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+def batches(entries: Iterable[Any], length: Callable[[Any], int]) -> Iterator[list[Any]]:
+    """As many entries as are encoded together; ``length`` says how many characters one has."""
     batch, characters = [], 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document)
+    for entry in entries:
+        batch.append(entry)
+        characters += length(entry)
         if len(batch) == BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

@@ -1,8 +1,12 @@
 """Text to token ids and back, piece by piece: bytes, or the byte pairs of a ``tokenizer.json``."""
 
 import codecs
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from intbmoe.tasks.language.packed import token_type
 from intbmoe.tasks.language.tokenizer import import_tokenizers, read_tokenizer
 from intbmoe.tasks.serving.predictor import Exported
 
@@ -10,6 +14,8 @@ from intbmoe.tasks.serving.predictor import Exported
 class ByteVocabulary:
     """Ids 0…255 are the bytes of UTF-8."""
 
+    content: str | None = None  # of a tokenizer
+    vocabulary, dtype = 257, token_type(257)
     characters_per_token = 1  # at most so many characters can become one token
 
     def __init__(self, end_of_text: int) -> None:
@@ -18,12 +24,15 @@ class ByteVocabulary:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
+
     def new_decoder(self) -> "ByteDecoder":
         return ByteDecoder()
 
 
 class ByteDecoder:
-    """Ids of one text to characters, each of which may take several; bytes that are no UTF-8 become U+FFFD."""
+    """Ids of one text to characters, each of which may take several; bytes that are not UTF-8 become U+FFFD."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

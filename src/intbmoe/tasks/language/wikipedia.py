@@ -45,7 +45,7 @@ def prepare(
             content = tokenizer.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise DataError(f"{tokenizer} is not text: {error}") from error
-        Encoder(content, str(tokenizer))  # refuses what is no tokenizer, before it is copied
+        Encoder(content, str(tokenizer))  # refuses what is not a tokenizer, before it is copied
         return content
 
     corpus = Corpus(NAME, parts, read_documents, make_tokenizer, other_files=(tokenizer,))

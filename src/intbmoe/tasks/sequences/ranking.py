@@ -3,14 +3,24 @@
 rank     1 + the other items that score as high as the target or higher: ties count against
 HR@k     share of targets with rank ≤ k
 NDCG@k   mean of 1/log₂(1 + rank) over all targets, 0 where rank > k
+
+Rankings that need no learning, on the test split; what does not beat them has learned nothing:
+
+popularity                    events of all users with the item, the tests left out; equal ones by the lower id
+visit counter                 the user's own events with it before the test; equal ones by popularity. Of items
+                              never visited it knows nothing: they come last, all at once
+visit counter, popularity     the same, but items never visited follow by popularity too
 """
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from intbmoe.checks import require
+from intbmoe.tasks.sequences.examples import FEWEST, held_out_events
+from intbmoe.tasks.sequences.source import ItemSequences
 
 HITS = (1, 5, 10)
 NDCG = 10
@@ -32,11 +42,6 @@ def ranking_gains(ranks: Tensor, new: Tensor) -> dict[str, Tensor]:
     return {f"{name}{part}": gain * of for part, of in (("", 1), (NEW, new)) for name, gain in gains.items()}
 
 
-def ranking_sums(ranks: Tensor, new: Tensor) -> dict[str, Tensor]:
-    """Sums over the targets by metric, with ``count`` and ``count new``."""
-    return {name: gain.sum() for name, gain in ranking_gains(ranks, new).items()}
-
-
 def ranking_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """The metrics; 0 for new targets where there is none."""
     count, new = float(sums["count"]), float(sums["count" + NEW])
@@ -44,3 +49,44 @@ def ranking_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     metrics = {name: float(sums[name]) / count for name in NAMES}
     metrics |= {name + NEW: float(sums[name + NEW]) / max(new, 1) for name in NAMES}
     return {**metrics, "share new": new / count}
+
+
+def item_floors(sequences: ItemSequences) -> Mapping[str, Mapping[str, float]]:
+    events = held_out_events(sequences, "test")
+    targets = sequences.items[events]
+    place = popularity_places(sequences, events)
+    visited_ranks, ranks = [], []
+    starts = sequences.offsets[:-1][sequences.lengths >= FEWEST]
+    for start, event in zip(starts.tolist(), events.tolist(), strict=True):
+        visited, counted = counter_ranks(sequences.items[start:event], sequences.items[event], place)
+        visited_ranks.append(visited)
+        ranks.append(counted)
+    new = sequences.first_visits()[events]
+    found = {
+        "popularity": place[targets] + 1,
+        "visit counter": np.array(visited_ranks),
+        "visit counter, popularity": np.array(ranks),
+    }
+    gains = {name: ranking_gains(torch.from_numpy(ranks), torch.from_numpy(new)) for name, ranks in found.items()}
+    return {name: ranking_metrics({key: float(gain.sum()) for key, gain in one.items()}) for name, one in gains.items()}
+
+
+def popularity_places(sequences: ItemSequences, held_out: np.ndarray) -> np.ndarray:
+    """(items,) int64: each item's place, from 0, in the order of popularity without the events ``held_out``."""
+    known = np.delete(sequences.items, held_out)
+    counts = np.bincount(known, minlength=sequences.item_count)
+    place = np.empty(sequences.item_count, dtype=np.int64)
+    place[np.argsort(-counts, kind="stable")] = np.arange(sequences.item_count)
+    return place
+
+
+def counter_ranks(history: np.ndarray, target: int, place: np.ndarray) -> tuple[int, int]:
+    """The target's rank by the visit counter alone, and with popularity for the items never visited."""
+    items, counts = np.unique(history, return_counts=True)
+    places = place[items]
+    own = counts[items == target]
+    if len(own) == 0:
+        # Before it stand all visited items, and of the others those that are more popular.
+        return len(place), 1 + len(items) + int(place[target] - (places < place[target]).sum())
+    rank = 1 + int(((counts > own) | ((counts == own) & (places < place[target]))).sum())
+    return rank, rank

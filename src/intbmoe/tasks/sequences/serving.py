@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from intbmoe.models.sequence import PADDING, SequenceConfig
-from intbmoe.tasks.serving.fields import EXPLAIN, REQUIRED, Field, Integer, Many, Record, top_n_field
-from intbmoe.tasks.serving.history import HISTORY, HISTORY_FORM, MOST, TOP_N, VISITED, ranked_results
+from intbmoe.tasks.serving import fields
+from intbmoe.tasks.serving.fields import REQUIRED, Field, Integer, Many, Record, recommend_fields
 from intbmoe.tasks.serving.predictor import Exported, Predictor, blocks_of, recording
-from intbmoe.tasks.serving.ranking import leave_out, top_n
+from intbmoe.tasks.serving.ranking import leave_out, ranked_results, top_n
 from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request, RequestError
 
 
@@ -37,26 +37,22 @@ class ItemPredictor(Predictor):
 
     action = "recommend"
     summary = "What comes next after a history, the likeliest first."
-    form = HISTORY_FORM
+    form = fields.HISTORY_FORM
 
     def __init__(self, config: SequenceConfig, first_id: int = 0, names: Sequence[str] | None = None) -> None:
         """``first_id`` is what the data, and so a request, calls the model's item 0; ``names`` what it calls each."""
         self.config, self.first_id, self.names = config, first_id, names
-        most = min(MOST, config.items)
-        self.limits = Limits(body_bytes=64 * 1024, top_n=most, history=HISTORY)
+        most = min(fields.MOST, config.items)
+        self.limits = Limits(body_bytes=64 * 1024, top_n=most, history=fields.HISTORY)
         item: Field = Integer(first_id, first_id + config.items - 1, "The number of an item.")
         if names is not None:
             item = ItemName({name: number for number, name in enumerate(names)})
         about = f"Items from old to new; the model looks at the last {config.length}."
-        fields = {
-            "history": (Many(item, HISTORY, least=1, about=about), REQUIRED),
-            "top_n": top_n_field(most, TOP_N),
-            "visited": VISITED,
-            "explain": EXPLAIN,
-        }
+        history = Many(item, fields.HISTORY, least=1, about=about)
         some = [self.name_of(number % config.items) for number in (0, 1, 2)]
-        example = {"history": some, "top_n": min(TOP_N, most), "visited": "allow"}
-        self._record = Record(fields, "A history of items.", [example])
+        example = {"history": some, "top_n": min(fields.TOP_N, most), "visited": "allow"}
+        asked = {"history": (history, REQUIRED), **recommend_fields(most)}
+        self._record = Record(asked, "A history of items.", [example])
         self.request_schema = self._record.schema()
 
     @classmethod
@@ -88,13 +84,12 @@ class ItemPredictor(Predictor):
             scores = self.model(torch.from_numpy(items).to(self.device))
         leave_out(scores, [encoded.payload["excluded"] for encoded in batch])
         values, columns = top_n(scores, max(encoded.payload["top_n"] for encoded in batch))
-        ranked = zip(batch, values.tolist(), columns.tolist(), strict=True)
-        return [self._answer(number, *one, log) for number, one in enumerate(ranked)]
-
-    def _answer(self, number: int, encoded: Encoded, scores: list[float], items: list[int], log: Any) -> Answer:
-        payload = encoded.payload
-        answer: Answer = {"results": ranked_results(list(map(self.name_of, items)), scores, payload["top_n"])}
-        if payload["explain"]:
-            answer["tokens"] = [f"item {self.name_of(item)}" for item in payload["items"].tolist()]
-            answer["blocks"] = blocks_of(log, number, slice(len(payload["items"])))
-        return answer
+        answers: list[Answer] = []
+        for encoded, scores, items in zip(batch, values.tolist(), columns.tolist(), strict=True):
+            payload = encoded.payload
+            answer = {"results": ranked_results(list(map(self.name_of, items)), scores, payload["top_n"])}
+            if payload["explain"]:
+                answer["tokens"] = [f"item {self.name_of(item)}" for item in payload["items"].tolist()]
+                answer["blocks"] = blocks_of(log, len(answers), slice(len(payload["items"])))
+            answers.append(answer)
+        return answers

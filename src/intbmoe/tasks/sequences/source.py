@@ -25,6 +25,7 @@ class ItemSequences:
     offsets: np.ndarray  # (users + 1,) int64: user u has the events offsets[u] to offsets[u + 1] − 1
     item_count: int
     names: tuple[str, ...] | None = None  # of the items, by number; None where they have none but their numbers
+    fingerprint: str | None = None  # of a table
 
     @property
     def lengths(self) -> np.ndarray:

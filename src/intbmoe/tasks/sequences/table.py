@@ -2,19 +2,22 @@
 
 The columns are found by usual names (user_id, movieId, timestamp, …) or given. Users and items are whatever stands
 there, taken as text; times are numbers or dates. Rows may come in any order; those of one user at the same time stay in
-the order of the file.
+the order of the file. Events that live in Python are written out as such a table.
 """
 
 import csv
 import gzip
 import re
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from intbmoe.foreign import import_extra
+from intbmoe.tasks.datasets import column_names, entries
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.own_data import fingerprint, require_path, require_same_data, require_size, some, suggestion
 from intbmoe.tasks.sequences.source import ItemSequences
@@ -24,7 +27,6 @@ SUFFIXES = (".csv", ".tsv", ".txt", ".parquet")
 QUOTE = '"'
 SEPARATORS = (",", ";", "\t", "|")
 LONGEST_HEADER = 2**16
-NEEDS_DUCKDB = "tables need duckdb: pip install 'intbmoe[travel]'"
 USUAL = {
     "user": "user userid uid customer customerid visitor visitorid reviewer reviewerid session sessionid",
     "item": "item itemid iid product productid movie movieid asin parentasin poi poiid place placeid venue venueid "
@@ -34,23 +36,9 @@ USUAL = {
 """What columns are called, letters and digits alone; the first that a table has is taken."""
 
 
-@dataclass(frozen=True)
-class TableSettings:
-    """What of ``data`` this source reads."""
-
-    path: str | None
-    user: str | None
-    item: str | None
-    time: str | None
-    fingerprint: str | None
-
-
-def read_table(settings: TableSettings, item_count: int | None) -> tuple[ItemSequences, str]:
-    """The histories, users and items in the order of their names, and the fingerprint of all of it."""
-    try:
-        import duckdb
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(NEEDS_DUCKDB) from error
+def read_table(settings: Any, item_count: int | None) -> ItemSequences:
+    """The histories of the recipe's ``data``, users and items in the order of their names."""
+    duckdb = import_extra("duckdb", "reading tables", "travel")
     file = _find_file(require_path(settings.path, "sequences", WHAT))
     with duckdb.connect() as connection:
         connection.execute("SET enable_progress_bar = false; SET TimeZone = 'UTC'")
@@ -67,7 +55,7 @@ def read_table(settings: TableSettings, item_count: int | None) -> tuple[ItemSeq
     require_size(item_count, sequences.item_count, "model.items", str(file))
     same = fingerprint(sequences.items, sequences.offsets, "\0".join(sequences.names))
     require_same_data(settings.fingerprint, same, str(file))
-    return sequences, same
+    return replace(sequences, fingerprint=same)
 
 
 def _find_file(path: Path) -> Path:
@@ -178,3 +166,35 @@ def _sequences(connection: Any, columns: dict[str, str], file: Path) -> ItemSequ
 def _where(file: Path, row: int) -> str:
     """Rows count from 1; in text the columns' names are the line before."""
     return f"{file}, row {row}" if _suffix(file) == ".parquet" else f"{file}, line {row + 1}"
+
+
+def save_events(data: Any, folder: Path) -> None:
+    """(user, item, time) rows; or dicts, or a table of columns, whose names are then found as those of a file are."""
+    columns = column_names(data)
+    with open(folder / "events.csv", "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        if columns is not None:
+            writer.writerow(columns)
+            writer.writerows(zip(*(_values(data[name]) for name in columns), strict=True))
+            return
+        for index, entry in enumerate(entries(data, "data")):
+            if isinstance(entry, Mapping):
+                names = tuple(map(str, entry))
+                row = list(entry.values())
+            else:
+                names, row = tuple(USUAL), entry
+            if not isinstance(row, tuple | list) or len(row) != len(names):
+                raise DataError(f"data[{index}] is {entry!r}: expected (user, item, time), or a dict with these")
+            if index == 0:
+                header = names
+                writer.writerow(header)
+            elif names != header:
+                raise DataError(f"data[{index}] has {', '.join(names)}, but data[0] has {', '.join(header)}")
+            writer.writerow(row)
+
+
+def _values(column: Any) -> list[Any]:
+    for name in ("to_pylist", "tolist"):  # Arrow's, and numpy's, torch's and pandas'
+        if hasattr(column, name):
+            return getattr(column, name)()
+    return list(column)

@@ -10,7 +10,7 @@ numbers, items: the name of each. Its graphs take items (B, T),
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -24,15 +24,13 @@ from intbmoe.settings import Checked
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.looking import NO_LABEL, Content, Shown, Token, View, position_view, spread
 from intbmoe.tasks.mixture import ffn_maker
-from intbmoe.tasks.own_data import require_known, require_unused
+from intbmoe.tasks.own_data import require_known, require_unused, resolved
 from intbmoe.tasks.recipe import Recipe
-from intbmoe.tasks.sequences.datasets import save_events
 from intbmoe.tasks.sequences.examples import HeldOutEvents, TrainingWindows, require_splits
-from intbmoe.tasks.sequences.floors import item_floors
-from intbmoe.tasks.sequences.ranking import rank_of, ranking_gains, ranking_metrics
+from intbmoe.tasks.sequences.ranking import item_floors, rank_of, ranking_gains, ranking_metrics
 from intbmoe.tasks.sequences.serving import ItemPredictor
 from intbmoe.tasks.sequences.source import ItemSequences, read_check_ins, read_item_lists
-from intbmoe.tasks.sequences.table import TableSettings, read_table
+from intbmoe.tasks.sequences.table import read_table, save_events
 from intbmoe.tasks.serving import Catalogue, Graph, Request
 from intbmoe.tasks.serving.requests import spread_evenly
 
@@ -55,7 +53,7 @@ class SequenceData(Checked):
     time: str | None = None
     """table: the column that says when, in numbers or dates."""
     fingerprint: str | None = None
-    """table: of the histories, found by itself when a run begins. Others are then refused."""
+    """table: fingerprint of the histories. Set when a run begins; others are then refused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,9 +82,7 @@ class SequencesTask(Task):
 
     def resolve(self) -> Recipe:
         if self.recipe.data.source == "table":
-            self.sequences, fingerprint = self._read_table()
-            model = replace(self.recipe.model, items=self.sequences.item_count)
-            self.recipe = replace(self.recipe, model=model, data=replace(self.recipe.data, fingerprint=fingerprint))
+            self.recipe = resolved(self.recipe, self.sequences.fingerprint, items=self.sequences.item_count)
         return self.recipe
 
     @classmethod
@@ -107,19 +103,10 @@ class SequencesTask(Task):
 
     @cached_property
     def sequences(self) -> ItemSequences:
-        data = self.recipe.data
-        if data.source == "table":
-            return self._read_table()[0]
-        found = SOURCES[data.source](data.path, self.recipe.model.items)
+        data, items = self.recipe.data, self.recipe.model.items
+        found = read_table(data, items) if data.source == "table" else SOURCES[data.source](data.path, items)
         require_splits(found, str(data.path))
         return found
-
-    def _read_table(self) -> tuple[ItemSequences, str]:
-        data = self.recipe.data
-        chosen = {f.name: getattr(data, f.name) for f in fields(TableSettings)}
-        found, fingerprint = read_table(TableSettings(**chosen), self.recipe.model.items)
-        require_splits(found, str(data.path))
-        return found, fingerprint
 
     def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:
         """Cut off the columns that are padding in every row; histories are short, and no result depends on them."""

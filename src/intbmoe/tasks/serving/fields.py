@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from intbmoe.checks import did_you_mean
@@ -21,13 +22,12 @@ class Field(Protocol):
 
 @dataclass(frozen=True)
 class Integer:
-    """A whole number from ``low`` to ``high``; with ``nullable``, null too, which reads as ``absent``."""
+    """A whole number from ``low`` to ``high``; with ``nullable``, null too."""
 
     low: int
     high: int
     about: str = ""
     nullable: bool = False
-    absent: int | None = None
 
     def schema(self) -> dict[str, Any]:
         kind = ["integer", "null"] if self.nullable else "integer"
@@ -35,7 +35,7 @@ class Integer:
 
     def read(self, where: str, value: object) -> int | None:
         if value is None and self.nullable:
-            return self.absent
+            return None
         # JSON has one kind of number: 3.0 is the integer 3.
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         if not whole or isinstance(value, bool) or not self.low <= value <= self.high:
@@ -104,13 +104,13 @@ class Text:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise RequestError(where, value, "text: it has half of a surrogate pair, which is no character") from None
+            raise RequestError(where, value, "text: half of a surrogate pair is not a character") from None
         return value
 
 
 @dataclass(frozen=True)
 class Many:
-    item: Field
+    item: Field | None  # None: entries are taken as they are, and read later
     most: int
     least: int = 0
     about: str = ""
@@ -122,6 +122,8 @@ class Many:
     def read(self, where: str, value: object) -> list[Any]:
         if not isinstance(value, list | tuple) or not self.least <= len(value) <= self.most:
             raise RequestError(where, value, f"a list of {self.least} to {self.most} entries")
+        if self.item is None:
+            return list(value)
         return [self.item.read(f"{where}[{number}]", entry) for number, entry in enumerate(value)]
 
 
@@ -181,3 +183,15 @@ EXPLAIN = (Flag("Whether the answer says which blocks each token took in each la
 
 def top_n_field(most: int, default: int) -> tuple[Field, int]:
     return Integer(1, most, "How many to answer with, the best first."), min(default, most)
+
+
+# Requests with a history share these: items of a user or journeys, from old to new, and what comes next.
+HISTORY = 1000  # most entries of a history
+TOP_N, MOST = 10, 100  # results by default, and at most
+HISTORY_FORM = Path(__file__).with_name("history.js")
+
+
+def recommend_fields(most: int) -> dict[str, tuple[Field, Any]]:
+    """What is asked of a history, besides itself; there are ``most`` results."""
+    visited = Choice(("allow", "exclude"), "Whether what is in the history may be recommended again.")
+    return {"top_n": top_n_field(most, TOP_N), "visited": (visited, "allow"), "explain": EXPLAIN}

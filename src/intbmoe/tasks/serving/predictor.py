@@ -117,9 +117,7 @@ class Piece(NamedTuple):
 
     index: int  # which request of the batch
     text: str  # may be empty: a character can take several tokens
-    finished: (
-        Literal["stop", "length"] | None
-    )  # "stop" after the end of the text, "length" after ``max_tokens``; else None
+    finished: Literal["stop", "length"] | None  # after the end of the text, or after ``max_tokens``; else None
 
 
 @contextmanager

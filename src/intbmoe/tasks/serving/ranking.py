@@ -27,7 +27,7 @@ def top_n(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 def leave_out(scores: Tensor, excluded: Sequence[np.ndarray]) -> None:
     """Set the scores (B, P) of the columns that each row leaves out to −∞."""
-    _Excluded(excluded, scores.device).leave_out(scores, 0)
+    _leaving_out(excluded, scores.device)(scores, 0)
 
 
 class VectorIndex:
@@ -43,8 +43,7 @@ class VectorIndex:
     def search(self, queries: Tensor, n: int, excluded: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """(B, d) → (B, n) scores and rows, as ``top_n``; each query's ``excluded`` rows come last, with −∞."""
         n = min(n, len(self))
-        places = _Excluded(excluded, queries.device)
-        values, columns = self._best(queries, n, places.leave_out)
+        values, columns = self._best(queries, n, _leaving_out(excluded, queries.device))
 
         def all_scores(row: int) -> Tensor:
             scores = self.vectors @ queries[row]
@@ -93,21 +92,21 @@ def ends_in_a_tie(values: Any, n: int) -> Any:
     return (values[:, n - 1] == values[:, n]) & (values[:, n] != -np.inf)
 
 
-class _Excluded:
-    """Which scores are −∞, in the order of columns: finding those of a stretch needs no look at the device."""
+def _leaving_out(rows: Sequence[np.ndarray], device: torch.device) -> Callable[[Tensor, int], None]:
+    """Sets excluded scores of a stretch to −∞. By column, so that finding them needs no look at the device."""
+    query = np.repeat(np.arange(len(rows)), [len(one) for one in rows])
+    column = np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64)
+    order = np.argsort(column, kind="stable")
+    columns = column[order]
+    where = torch.from_numpy(np.stack([query[order], columns])).to(device)
 
-    def __init__(self, rows: Sequence[np.ndarray], device: torch.device) -> None:
-        query = np.repeat(np.arange(len(rows)), [len(one) for one in rows])
-        column = np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64)
-        order = np.argsort(column, kind="stable")
-        self.columns = column[order]
-        self.where = torch.from_numpy(np.stack([query[order], self.columns])).to(device)
-
-    def leave_out(self, scores: Tensor, start: int) -> None:
-        first, last = np.searchsorted(self.columns, [start, start + scores.shape[1]])
+    def leave_out(scores: Tensor, start: int) -> None:
+        first, last = np.searchsorted(columns, [start, start + scores.shape[1]])
         if last > first:
-            query, column = self.where[:, first:last]
+            query, column = where[:, first:last]
             scores[query, column - start] = -torch.inf
+
+    return leave_out
 
 
 def _largest(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -139,3 +138,9 @@ def _settle(values: Tensor, columns: Tensor, n: int, scores_of: Callable[[int], 
         ordered, places = scores_of(row).sort(descending=True, stable=True)
         values[row, :n], columns[row, :n] = ordered[:n], places[:n]
     return values[:, :n], columns[:, :n]
+
+
+def ranked_results(ids: Sequence[int | str], scores: list[float], count: int) -> list[dict[str, Any]]:
+    """The first ``count`` entries; those that were left out come last, with −∞, and are not results."""
+    best = list(zip(ids, scores, strict=True))[:count]
+    return [{"id": one, "score": score} for one, score in best if score != -np.inf]

@@ -6,9 +6,12 @@ that could hold code.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+
+from intbmoe.foreign import import_extra
 
 Request = Mapping[str, Any]
 Answer = dict[str, Any]
@@ -90,12 +93,8 @@ def _unpack_array(value: dict[str, Any]) -> Any:
     return np.frombuffer(content, dtype=dtype).reshape(shape)
 
 
-def _msgpack() -> Any:
-    try:
-        import msgpack
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("sending requests needs msgpack: pip install 'intbmoe[serve]'") from error
-    return msgpack
+def _msgpack() -> ModuleType:
+    return import_extra("msgpack", "sending requests", "serve")
 
 
 def spread_evenly(total: int, count: int) -> list[int]:

@@ -10,6 +10,7 @@ batches are answered in parts. One copy goes in, one comes out:
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,29 +63,23 @@ class CapturedSearch:
         end = time.monotonic() + RECORDING_S
         for requests in reversed(self.requests):
             for results in self.results:
-                self.searches[requests, results] = recorder.record(self._search(requests, results))
+                self.searches[requests, results] = recorder.record(partial(self._search_places, requests, results))
             for sessions in reversed(self.sessions):
-                self.models[requests, sessions] = recorder.record(self._model(requests, sessions))
+                self.models[requests, sessions] = recorder.record(partial(self._run_model, requests, sessions))
             if time.monotonic() > end:
                 break
 
-    def _model(self, requests: int, sessions: int) -> Recorded:
-        def compute() -> None:
-            rows = self._rows(self.input.device, requests, sessions)
-            lengths, profile, codes = rows.split([1, PROFILE_TOKENS, CODES * sessions], 1)
-            codes = codes.unflatten(1, (sessions, CODES))
-            self.queries[:requests] = self._predictor.queries(profile, codes, lengths.squeeze(1))
+    def _run_model(self, requests: int, sessions: int) -> None:
+        rows = self._rows(self.input.device, requests, sessions)
+        lengths, profile, codes = rows.split([1, PROFILE_TOKENS, CODES * sessions], 1)
+        codes = codes.unflatten(1, (sessions, CODES))
+        self.queries[:requests] = self._predictor.queries(profile, codes, lengths.squeeze(1))
 
-        return compute
-
-    def _search(self, requests: int, results: int) -> Recorded:
-        def compute() -> None:
-            excluded = self.input.device[: requests * self._excluded].view(requests, self._excluded)
-            values, rows = self._predictor.places.best(self.queries[:requests], results, excluded)
-            found = torch.stack([values.view(self._words), rows.to(self._words)])
-            self._output.device[: found.numel()] = found.flatten()
-
-        return compute
+    def _search_places(self, requests: int, results: int) -> None:
+        excluded = self.input.device[: requests * self._excluded].view(requests, self._excluded)
+        values, rows = self._predictor.places.best(self.queries[:requests], results, excluded)
+        found = torch.stack([values.view(self._words), rows.to(self._words)])
+        self._output.device[: found.numel()] = found.flatten()
 
     def search(self, batch: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray]:
         """(B, n) scores and rows, where n is at least what each request asks for and there is."""

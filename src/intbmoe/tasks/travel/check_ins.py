@@ -15,8 +15,7 @@ import numpy as np
 
 from intbmoe.tasks.arrays import VISITS, check_length, check_visits, read_arrays, refuse
 from intbmoe.tasks.own_data import require_path
-from intbmoe.tasks.travel.data import HOUR, PROFILE_FEATURES, JourneyData, Sessions, Sizes, bare_places
-from intbmoe.tasks.travel.splits import split_times
+from intbmoe.tasks.travel.data import HOUR, PROFILE_FEATURES, JourneyData, Sessions, Sizes, bare_places, split_times
 
 WHAT, PAGE = "an .npz file of check-ins with places", "docs/data.md"
 CELL, REGION = 0.02, 0.25  # degrees: about 2 and 25 km

@@ -5,7 +5,7 @@ scenario (where and when the user is: known before), ``place`` is the intention 
 and ``via`` are feedback (known after).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,8 @@ import numpy as np
 PROFILE_FEATURES = 6
 HOUR = 3_600_000  # milliseconds
 LATEST_DEPARTURE = 48  # hours: from here on "when" is not told apart
+BINS = 1 << 20
+TRAIN_TENTHS, KNOWN_TENTHS = 8, 9  # of all sessions, so many tenths are for training, and for training or validation
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,24 @@ class JourneyData:
     sizes: Sizes
     valid_from: int  # milliseconds: sessions before it are for training
     test_from: int  # milliseconds: sessions from here on are the test split, those in between validation
+
+
+def split_times(parts: Callable[[], Iterable[np.ndarray]]) -> tuple[int, int]:
+    """``valid_from`` and ``test_from``: 80, 10 and 10 % of the sessions whose times ``parts`` gives.
+
+    By time, so that nobody is trained on what comes after a test.
+    Each is the first edge of a histogram with at least that share of the sessions before it. The bins divide the whole
+    range by a million (7 seconds for three months): the parts are read one after another, twice, and never sorted.
+    """
+    ranges = [(int(part.min()), int(part.max())) for part in parts() if len(part)]
+    first = min(low for low, _ in ranges)
+    width = (max(high for _, high in ranges) - first) // BINS + 1
+    counts = np.zeros(BINS, np.int64)
+    for part in parts():
+        counts += np.bincount((part - first) // width, minlength=BINS)
+    before = np.concatenate([[0], np.cumsum(counts)])
+    edges = np.searchsorted(10 * before, before[-1] * np.array([TRAIN_TENTHS, KNOWN_TENTHS]))
+    return first + width * int(edges[0]), first + width * int(edges[1])
 
 
 def find_departures(rows: Mapping[str, np.ndarray], first: np.ndarray, sets_out: np.ndarray) -> np.ndarray:

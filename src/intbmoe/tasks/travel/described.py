@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from intbmoe.tasks.serving.history import ranked_results
+from intbmoe.tasks.serving.ranking import ranked_results
 from intbmoe.tasks.serving.requests import Answer
 
 

@@ -138,5 +138,5 @@ class JourneyExamples:
         for number in np.unique(shards).tolist():
             rows = np.flatnonzero(shards == number)
             inside = spread[rows] - (self._ends[number] - len(self.windows[number]))
-            self.reader.fill(arrays, rows, number, self.windows[number].take(inside), epoch, seed)
+            self.reader.fill(arrays, rows, number, self.windows[number][inside], epoch, seed)
         return {name: torch.from_numpy(array) for name, array in arrays.items()}

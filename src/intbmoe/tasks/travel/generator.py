@@ -37,8 +37,8 @@ from intbmoe.tasks.travel.data import (
     Sizes,
     find_departures,
     group_by_cell,
+    split_times,
 )
-from intbmoe.tasks.travel.splits import split_times
 
 MINUTE = 60_000
 DAY = 24 * 60 * MINUTE

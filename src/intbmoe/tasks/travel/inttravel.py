@@ -1,12 +1,12 @@
 """IntTravel's raw tables → arrays, out of core: ``intbmoe prepare inttravel SOURCE TARGET``.
 
     1  places    both tables of places become one
-    2  reading   user_action and user_profile, in stretches, a chunk at a time: parsed by DuckDB, checked, kept by shard
+    2  reading   user_action and user_profile, a chunk at a time: parsed by DuckDB, checked, kept by shard
     3  codes     all values that a field takes
     4  sorting   a shard at a time: its rows sorted by user and time, joined into sessions, with the users' profiles
     5  the rest  where the splits begin, and meta.json, which says that all is there
 
-A shard has the users whose number falls to it. Stretches and shards can be done by several workers. Steps are repeated
+A shard has the users whose number falls to it. Chunks and shards can be done by several workers. Steps are repeated
 only as far as their results are missing or the files they came from have changed. What is written does not depend on
 where it was interrupted, on who did it, nor on the budget but for the size of shards.
 """
@@ -24,15 +24,14 @@ import numpy as np
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.preparation import locked
 from intbmoe.tasks.travel import store, tables
-from intbmoe.tasks.travel.data import group_by_cell
+from intbmoe.tasks.travel.chunks import Chunk, Unpacker, divide
+from intbmoe.tasks.travel.data import group_by_cell, split_times
 from intbmoe.tasks.travel.places import load_places
-from intbmoe.tasks.travel.rows import MISSING, Budget, Reader, connect, where
+from intbmoe.tasks.travel.rows import MISSING, Budget
 from intbmoe.tasks.travel.shards import encode, make_shard
 from intbmoe.tasks.travel.spill import CODED, Spill
-from intbmoe.tasks.travel.splits import split_times
-from intbmoe.tasks.travel.stretches import divide
-from intbmoe.tasks.travel.tables import BadRows, TableFile
-from intbmoe.tasks.workers import ALONE, Progress, Workers
+from intbmoe.tasks.travel.tables import BadRows, TableFile, is_zipped
+from intbmoe.tasks.workers import ALONE, Progress, Work, Workers
 
 ROW_BYTES, GZIP_RATIO = 40, 5
 """A row of user_action is hardly shorter, and gzip hardly packs it closer: there are rather too many shards."""
@@ -96,16 +95,16 @@ class _Preparation:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         action_files = self.files[tables.USER_ACTION.name]
-        sizes = [file.path.stat().st_size * (GZIP_RATIO if file.zipped else 1) for file in action_files]
+        sizes = [file.path.stat().st_size * (GZIP_RATIO if is_zipped(file.path) else 1) for file in action_files]
         shards = math.ceil(sum(sizes) / ROW_BYTES / self.budget.shard_rows)
-        poi_files = [self.files[table.name] for table in (tables.POI_INFO, tables.POI_BY_CELL, tables.POI_LOCATION)]
-        with connect(temporary, self.budget) as connection:
-            reader = Reader(connection, temporary, self.budget.chunk_bytes)
-            places = load_places(reader, self.work / "places", *poi_files, self.bad, self.progress)
-        actions, rows = self._read(tables.USER_ACTION, shards, [[file.stamp() for file in one] for one in poi_files])
+        chunks = self._divide()
+        poi = [chunks[table.name] for table in (tables.POI_INFO, tables.POI_BY_CELL, tables.POI_LOCATION)]
+        places = load_places(self.work / "places", temporary, self.budget, poi, self.bad, self.progress)
+        known = [chunk.file.stamp() for table in poi for chunk in table]
+        actions, rows = self._read(tables.USER_ACTION.name, chunks[tables.USER_ACTION.name], shards, known)
         if not rows:
             raise DataError(f"{action_files[0].path} holds no action that can be used")
-        profiles, _ = self._read(tables.USER_PROFILE, shards, None)
+        profiles, _ = self._read(tables.USER_PROFILE.name, chunks[tables.USER_PROFILE.name], shards, None)
         codes = _collect_codes(places, actions, profiles)
         store.write_folder(self.target / "codes", codes)
         store.write_folder(self.target / "places", _encode_places(places, codes))
@@ -134,20 +133,33 @@ class _Preparation:
         store.write_json(self.target / store.META, meta)
         return meta
 
-    def _read(self, table: tables.Table, shards: int, depends_on: Any) -> tuple[list[Path], int]:
-        """The folders of a table's chunks, and how many rows they have."""
-        stretches = [
-            divide(file, self.budget.stretch_bytes, self._counted(file), self.workers, self.progress)
-            for file in self.files[table.name]
-        ]
-        folders = {tables.USER_ACTION: "actions", tables.USER_PROFILE: "profiles"}
-        own, ids = self.budget.shared_by(self.workers.share), self.work / "places" / "poi_id.npy"
-        folder, temporary = self.work / folders[table], self.work / "temporary"
-        spill = Spill(folder, temporary, own, shards, ids, depends_on, self.bad.skip)
-        return spill.run(stretches, self.bad, self.workers, self.progress)
+    def _divide(self) -> dict[str, list[Chunk]]:
+        """The chunks of each table; what is gzipped is unpacked first."""
+        for folder in (self.work / "unpacked", self.work / "counted"):
+            folder.mkdir(exist_ok=True)
+        zipped = [file for files in self.files.values() for file in files if is_zipped(file.path)]
+        unpacked = self.workers.run("unpacking (files)", Unpacker(self.work / "unpacked"), zipped, self.progress)
+        text_of = dict(zip(zipped, unpacked, strict=True))
+        chunks: dict[str, list[Chunk]] = {}
+        for table, files in self.files.items():
+            chunks[table] = []
+            for file in files:
+                counted, file = self.work / "counted" / f"{file.path.name}.json", text_of.get(file, file)
+                chunks[table] += divide(file, self.budget.chunk_bytes, counted, self.workers, self.progress)
+        return chunks
 
-    def _counted(self, file: TableFile) -> Path:
-        return self.work / "stretches" / f"{file.path.name}.json"
+    def _read(self, table: str, chunks: Sequence[Chunk], shards: int, depends_on: Any) -> tuple[list[Path], int]:
+        """The folders of a table's chunks, and how many rows they have."""
+        own, ids = self.budget.shared_by(self.workers.share), self.work / "places" / "poi_id.npy"
+        spill = Spill(self.work / table, self.work / "temporary", own, shards, ids, depends_on, self.bad.skip)
+        found = self._run(f"reading {table} (chunks)", spill, chunks)
+        return [one["folder"] for one in found], sum(one["rows"] for one in found)
+
+    def _run(self, stage: str, work: Work, parts: Sequence[Any]) -> list[dict[str, Any]]:
+        found = self.workers.run(stage, work, parts, self.progress)
+        for one in found:
+            self.bad.counts.update(one["bad"])
+        return found
 
     def _sort(self, shards: int, actions: Sequence[Path], profiles: Sequence[Path]) -> tuple[int, int]:
         """Make all shards; the numbers of users and sessions in them."""
@@ -158,9 +170,7 @@ class _Preparation:
         maker = ShardMaker(
             self.target, stamp, self.bad.skip, actions, profiles, self.files[tables.USER_PROFILE.name], shards
         )
-        made = self.workers.run("sorting (shards)", maker, range(shards), self.progress)
-        for one in made:
-            self.bad.counts.update(one["bad"])
+        made = self._run("sorting (shards)", maker, range(shards))
         return sum(one["users"] for one in made), sum(one["sessions"] for one in made)
 
 
@@ -208,7 +218,7 @@ class ShardMaker:
             bad = BadRows(self.skip_bad)
             if repeated:
                 user, first, again = repeated[0]
-                first, again = (where(self.profile_files, int(row), "user_id") for row in (first, again))
+                first, again = (tables.where(self.profile_files, row, "user_id") for row in (first, again))
                 message = f"{again}: user {user} already has a profile in {first}"
                 bad.report(f"{tables.USER_PROFILE.name}: repeated user", message, len(repeated))
             store.write_folder(store.shard_folder(self.target, number), arrays)

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.travel.rows import FILE_BITS, MISSING, Columns, Reader, find, where
+from intbmoe.tasks.travel.chunks import Chunk
+from intbmoe.tasks.travel.rows import MISSING, Budget, Columns, Reader, find
 from intbmoe.tasks.travel.spill import read_note
 from intbmoe.tasks.travel.store import NAMES, WORK_FORMAT, write_folder
-from intbmoe.tasks.travel.stretches import whole
-from intbmoe.tasks.travel.tables import POI_INFO, POI_LOCATION, BadRows, TableFile
+from intbmoe.tasks.travel.tables import POI_INFO, POI_LOCATION, BadRows, TableFile, row_in_file, where
 from intbmoe.tasks.workers import Progress
 
 ID, SCORE, CELL, CATEGORY, REGION = POI_INFO.columns
@@ -23,44 +23,34 @@ DETAILS = (CELL, SCORE, CATEGORY, REGION)
 
 
 def load_places(
-    reader: Reader,
-    folder: Path,
-    files: Sequence[TableFile],
-    by_cell: Sequence[TableFile],
-    locations: Sequence[TableFile],
-    bad: BadRows,
-    progress: Progress,
+    folder: Path, temporary: Path, budget: Budget, tables: Sequence[Sequence[Chunk]], bad: BadRows, progress: Progress
 ) -> Columns:
-    """The columns of ``poi_info`` and ``poi_location``, sorted by id. Kept in ``folder``, and read once."""
+    """The columns of ``poi_info`` and ``poi_location``, by id, from the three tables; read once, kept in ``folder``."""
+    files, by_cell, locations = ([chunk.file for chunk in chunks if chunk.number == 0] for chunks in tables)
     stamp = [WORK_FORMAT, *(file.stamp() for file in (*files, *by_cell, *locations))]
     note = read_note(folder, stamp, skip_bad=bad.skip)
     if note is None:
         own = BadRows(bad.skip)
-        known = _first_of_each(_read(reader, files, own, progress), files, own)
-        if not len(known[ID]):
-            raise DataError(f"{files[0].path} holds no place: expected rows of {', '.join(POI_INFO.columns)}")
-        for file in by_cell:
-            known = _add_cells(known, _read(reader, [file], own, progress), file, own)
-        del known["number"]
-        if locations:
-            known |= _find_locations(known[ID], _read(reader, locations, own, progress), locations, own)
-        note = {"stamp": stamp, "bad": dict(own.counts), "columns": list(known)}
+        with Reader.open(temporary, budget) as reader:
+
+            def read(files: Sequence[TableFile]) -> Columns:
+                """All their rows, in their order."""
+                chunks = (chunk for table in tables for chunk in table if chunk.file in files)
+                parts = [reader.read(chunk, own, progress) for chunk in chunks]
+                return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+            known = _first_of_each(read(files), files, own)
+            if not len(known[ID]):
+                raise DataError(f"{files[0].path} holds no place: expected rows of {', '.join(POI_INFO.columns)}")
+            for file in by_cell:
+                known = _add_cells(known, read([file]), file, own)
+            del known["row"]
+            if locations:
+                known |= _find_locations(known[ID], read(locations), locations, own)
+        note = {"stamp": stamp, "bad": own.counts, "columns": list(known)}
         write_folder(folder, known, note)
     bad.counts.update(note["bad"])
     return {name: np.load(folder / f"{name}.npy") for name in note["columns"]}
-
-
-def _read(reader: Reader, files: Sequence[TableFile], bad: BadRows, progress: Progress) -> Columns:
-    """All rows of ``files``, in their order, with ``number`` over all files."""
-    parts = []
-    for position, file in enumerate(files):
-        for chunk in reader.chunks(whole(file)):
-            columns = reader.read(chunk, bad)
-            columns["number"] = columns.pop("row") + (position << FILE_BITS)
-            parts.append(columns)
-            chunk.report_cut(bad)
-            progress(f"reading {file.table.name} (rows)", chunk.first_row + chunk.rows - file.first_row, None)
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _first_of_each(rows: Columns, files: Sequence[TableFile], bad: BadRows) -> Columns:
@@ -68,9 +58,8 @@ def _first_of_each(rows: Columns, files: Sequence[TableFile], bad: BadRows) -> C
     _, first, group = np.unique(rows[ID], return_index=True, return_inverse=True)
     again = np.delete(np.arange(len(group)), first)
     if len(again):
-        row = again[0]
-        number, before = (int(rows["number"][at]) for at in (row, first[group[row]]))
-        message = f"{where(files, number, ID)}: place {rows[ID][row]} is already in {where(files, before)}"
+        at, before = again[0], where(files, rows["row"][first[group[again[0]]]])
+        message = f"{where(files, rows['row'][at], ID)}: place {rows[ID][at]} is already in {before}"
         bad.report(f"{files[0].table.name}: repeated place", message, len(again))
     return {name: column[first] for name, column in rows.items()}
 
@@ -85,7 +74,7 @@ def _add_cells(known: Columns, items: Columns, file: TableFile, bad: BadRows) ->
         if differs.any():
             row = int(differs.argmax())
             other = f"but place {items[ID][row]} has {_show(known[field][at[row]])} in {POI_INFO.name}"
-            message = f"{file.where(items['number'][row], field)}: {_show(items[field][row])}, {other}"
+            message = f"{file.where(items['row'][row], field)}: {_show(items[field][row])}, {other}"
             bad.report(f"{file.table.name}: differs from {POI_INFO.name}", message, int(differs.sum()))
     added = {name: column[~listed] for name, column in items.items()}
     _, first, group = np.unique(added[ID], return_index=True, return_inverse=True)
@@ -93,9 +82,9 @@ def _add_cells(known: Columns, items: Columns, file: TableFile, bad: BadRows) ->
         differs = added[field] != added[field][first][group]
         if differs.any():
             row, before = int(differs.argmax()), first[group[differs.argmax()]]
-            other = f"but {_show(added[field][before])} in row {added['number'][before]}"
+            other = f"but {_show(added[field][before])} in row {row_in_file(added['row'][before])}"
             place = f"place {added[ID][row]} has {_show(added[field][row])}, {other}"
-            message = f"{file.where(added['number'][row], field)}: {place}"
+            message = f"{file.where(added['row'][row], field)}: {place}"
             bad.report(f"{file.table.name}: repeated place", message, int(differs.sum()))
     joined = {name: np.concatenate([column, added[name][first]]) for name, column in known.items()}
     order = np.argsort(joined[ID])
@@ -117,7 +106,7 @@ def _find_locations(ids: np.ndarray, rows: Columns, files: Sequence[TableFile], 
         good &= ~wrong
         if wrong.any():
             row = int(wrong.argmax())
-            message = f"{where(files, int(rows['number'][row]), field)}: place {rows[ID][row]} {what}"
+            message = f"{where(files, rows['row'][row], field)}: place {rows[ID][row]} {what}"
             bad.report(f"{POI_LOCATION.name}: {kind}", message, int(wrong.sum()))
     rows = _first_of_each({name: column[good] for name, column in rows.items()}, files, bad)
     at, _ = find(ids, rows[ID])

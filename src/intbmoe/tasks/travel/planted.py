@@ -17,15 +17,7 @@ from scipy.optimize import linear_sum_assignment
 
 from intbmoe.checks import require, require_positive_int
 from intbmoe.tasks.travel.candidates import TOP, Candidates, session_keys
-from intbmoe.tasks.travel.data import (
-    HOUR,
-    PROFILE_FEATURES,
-    JourneyData,
-    Sessions,
-    Sizes,
-    bare_places,
-)
-from intbmoe.tasks.travel.splits import split_times
+from intbmoe.tasks.travel.data import HOUR, PROFILE_FEATURES, JourneyData, Sessions, Sizes, bare_places, split_times
 from intbmoe.tasks.travel.windows import split_ranges
 
 START = 1_704_067_200_000  # Monday, 1 January 2024, 00:00 UTC

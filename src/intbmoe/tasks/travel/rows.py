@@ -8,7 +8,7 @@ rows are read as numbers. Any other chunk is read line by line: what is wrong is
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,22 +16,26 @@ from typing import Any
 
 import numpy as np
 
-from intbmoe.tasks.travel.stretches import Stretch
-from intbmoe.tasks.travel.tables import NEEDS_DUCKDB, POI_BY_CELL, POI_INFO, BadRows, Chunk, Table, TableFile, cut_chunk
+from intbmoe.files import private_folder
+from intbmoe.foreign import import_extra
+from intbmoe.tasks.travel.chunks import Chunk
+from intbmoe.tasks.travel.tables import POI_BY_CELL, POI_INFO, BadRows, Table, TableFile
+from intbmoe.tasks.workers import Progress
 
 MISSING = np.iinfo(np.int64).min
 """Stands for an empty field in a column of whole numbers."""
-FILE_BITS = 40
-"""A row's number over all files of a table is (the file's position << FILE_BITS) + its number in the file."""
 WHOLE = re.compile(rb"-?[0-9]+")
 DECIMAL = re.compile(rb"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 ITEM = ("poi_id", "normalized_score", "category_id", "administrative_region_id")
 """What poi_info_groupby_geographic says of each place of a cell, separated by commas."""
+LINE_FEED = b"\n"
+PLAIN_BYTES = b"0123456789-.\t\n"  # all that a chunk of plain numbers has
+TOO_LARGE = b"%d" % 2**63  # −2⁶³ stands for an empty field
 LARGEST_DECIMAL = float(np.finfo(np.float32).max)
 LONGEST_QUOTE = 40
 LONGEST_NAME = 200  # bytes
 TYPES = {"normalized_score": np.float32, "longitude": np.float64, "latitude": np.float64, "name": np.bytes_}
-"""Of columns that are no whole numbers."""
+"""Types of the columns that are not whole numbers."""
 CSV = (
     "auto_detect=false, header=false, delim='\t', quote='', escape='', comment='', nullstr='', "
     "max_line_size=1_000_000, buffer_size=4_000_000"  # DuckDB's own buffers take 32 MB each
@@ -51,8 +55,6 @@ class Budget:
     """Text that is read together, whose arrays take some five times as much. An interruption costs one chunk."""
     shard_rows: int = 8_000_000
     """Rows that are sorted together, at most about so many, of some 200 bytes each."""
-    stretch_bytes: int = 1 << 30
-    """Text of a file that one worker reads."""
 
     def shared_by(self, workers: int) -> "Budget":
         """What each has of it, if so many use one machine at a time."""
@@ -60,45 +62,40 @@ class Budget:
         return replace(self, memory_bytes=self.memory_bytes // workers, threads=max(1, threads // workers))
 
 
-@contextmanager
-def connect(temporary: Path, budget: Budget) -> Iterator[Any]:
-    """A connection to a database in memory that spills to ``temporary``."""
-    try:
-        import duckdb
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(NEEDS_DUCKDB) from error
-    config = {"memory_limit": f"{budget.memory_bytes >> 20}MiB", "temp_directory": str(temporary)}
-    if budget.threads is not None:
-        config["threads"] = budget.threads
-    with duckdb.connect(config=config) as connection:
-        yield connection
-
-
 @dataclass(frozen=True)
 class Reader:
-    """Cuts files into chunks, of which one at a time lies in ``temporary`` as text."""
+    """Reads chunks by a database in memory; what is too much for it, and the text of a chunk, go to ``temporary``."""
 
     connection: Any
     temporary: Path
-    chunk_bytes: int
 
-    def chunks(self, stretch: Stretch) -> Iterator[Chunk]:
-        """All of a stretch; at least one."""
-        file, start, first_row, last = stretch.file, stretch.start, stretch.first_row, False
-        with file.open() as stream:
-            stream.seek(start)
-            while not last:
-                size = self.chunk_bytes if stretch.end is None else min(self.chunk_bytes, stretch.end - start)
-                chunk = cut_chunk(file, stream, start, first_row, size, self.temporary / "chunk.tsv")
-                start, first_row, last = chunk.end, first_row + chunk.rows, chunk.last or chunk.end == stretch.end
-                yield replace(chunk, last=last)
+    @staticmethod
+    @contextmanager
+    def open(parent: Path, budget: Budget) -> "Iterator[Reader]":
+        duckdb = import_extra("duckdb", "reading IntTravel's tables", "travel")
+        with private_folder(parent, "reading-", "") as temporary:
+            config = {"memory_limit": f"{budget.memory_bytes >> 20}MiB", "temp_directory": str(temporary)}
+            if budget.threads is not None:
+                config["threads"] = budget.threads
+            with duckdb.connect(config=config) as connection:
+                yield Reader(connection, temporary)
 
-    def read(self, chunk: Chunk, bad: BadRows) -> Columns:
+    def read(self, chunk: Chunk, bad: BadRows, progress: Progress) -> Columns:
         """The good rows: their columns, with MISSING for an empty field, and ``row``; of cells, one for each place."""
-        columns = self._read_plain(chunk) if chunk.plain and not chunk.file.table.text else None
-        return _read_lines(chunk, bad) if columns is None else columns
+        (text, cut), file = chunk.read(), chunk.file
+        plain = not file.table.text and not text.translate(None, PLAIN_BYTES) and TOO_LARGE not in text
+        columns = self._read_plain(chunk, text) if plain else None
+        if columns is None:
+            columns = _read_lines(chunk, text, bad)
+        if cut:
+            where = f"{file.where(chunk.first_row + text.count(LINE_FEED))}: the file is cut off here ({cut})"
+            message = f"{where}: get it again, or end its last row with a line break"
+            bad.report(f"{file.table.name}: file cut off", message)
+        size = file.text.stat().st_size
+        progress(f"reading {file.path.name} (bytes)", chunk.end or size, size)
+        return columns
 
-    def _read_plain(self, chunk: Chunk) -> Columns | None:
+    def _read_plain(self, chunk: Chunk, text: bytes) -> Columns | None:
         """None if any row is malformed: then reading fails, or gives fewer, or leaves a required field empty."""
         import duckdb
 
@@ -108,22 +105,23 @@ class Reader:
         whole = (name for name in table.columns if name not in table.decimal)
         given = [f"coalesce({name}, ({MISSING})::BIGINT) AS {name}" for name in whole]
         given += [f"{name}::DOUBLE AS {name}, contains({name}, '.') AS {name}_point" for name in table.decimal]
-        path = "'" + str(chunk.path).replace("'", "''") + "'"
-        query = f"SELECT {', '.join(given)} FROM read_csv({path}, {CSV}, columns={{{types}}})"
+        path, rows = self.temporary / "chunk.tsv", text.count(LINE_FEED)
+        path.write_bytes(text)
+        query = f"SELECT {', '.join(given)} FROM read_csv(?, {CSV}, columns={{{types}}})"
         try:
-            columns = self.connection.execute(query).fetchnumpy()
+            columns = self.connection.execute(query, [str(path)]).fetchnumpy()
         except (duckdb.ConversionException, duckdb.InvalidInputException):
             return None
-        points = 0
+        points = text.count(b".")
         for name in table.decimal:
-            points += int(columns.pop(f"{name}_point").sum())
+            points -= int(columns.pop(f"{name}_point").sum())
             columns[name] = columns[name].astype(TYPES[name])
-        odd = any(np.ma.is_masked(column) for column in columns.values()) or points != chunk.points
+        odd = any(np.ma.is_masked(column) for column in columns.values()) or points != 0
         odd = odd or any((columns[name] == MISSING).any() for name in table.required)
         odd = odd or not all(np.isfinite(columns[name]).all() for name in table.decimal)
-        if odd or len(columns[table.columns[0]]) != chunk.rows:
+        if odd or len(columns[table.columns[0]]) != rows:
             return None
-        return columns | {"row": np.arange(chunk.first_row, chunk.first_row + chunk.rows)}
+        return columns | {"row": np.arange(chunk.first_row, chunk.first_row + rows)}
 
     def distinct(self, values: np.ndarray) -> np.ndarray:
         """All but MISSING, ascending; by hashing, which is quicker than sorting millions."""
@@ -136,21 +134,20 @@ class MalformedError(Exception):
     """(kind of mistake, field or None, what is wrong)."""
 
 
-def _read_lines(chunk: Chunk, bad: BadRows) -> Columns:
+def _read_lines(chunk: Chunk, text: bytes, bad: BadRows) -> Columns:
     file, table = chunk.file, chunk.file.table
     pick = [file.columns.index(name) for name in table.columns]
     good: list[tuple] = []
-    with chunk.path.open("rb") as lines:
-        for row, line in enumerate(lines, chunk.first_row):
-            try:
-                fields = line[:-1].split(b"\t")
-                _check_length(file, fields)
-                values = _read_fields(table, [fields[column] for column in pick])
-            except MalformedError as error:
-                _report(file, row, error, bad)
-                continue
-            places = _places_of_cell(file, row, *values, bad) if table == POI_BY_CELL else (values,)
-            good += ((row, *place) for place in places)
+    for row, line in enumerate(text.split(LINE_FEED)[:-1], chunk.first_row):
+        try:
+            fields = line.split(b"\t")
+            _check_length(file, fields)
+            values = _read_fields(table, [fields[column] for column in pick])
+        except MalformedError as error:
+            _report(file, row, error, bad)
+            continue
+        places = _places_of_cell(file, row, *values, bad) if table == POI_BY_CELL else (values,)
+        good += ((row, *place) for place in places)
     names = ("row", *(POI_INFO if table == POI_BY_CELL else table).columns)
     columns = zip(*good, strict=True) if good else ((),) * len(names)
     return {name: np.array(column, TYPES.get(name, np.int64)) for name, column in zip(names, columns, strict=True)}
@@ -207,7 +204,7 @@ def _places_of_cell(file: TableFile, row: int, cell: int, text: bytes, bad: BadR
 
 
 def _number(text: bytes, *, decimal: bool = False) -> int | float | None:
-    """MISSING or NaN for an empty field, None for what is no number."""
+    """MISSING or NaN for an empty field, None for what is not a number."""
     if not text:
         return math.nan if decimal else MISSING
     if decimal:
@@ -228,8 +225,3 @@ def find(ids: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where ``wanted`` stand among the ascending ``ids``, and whether they are there at all."""
     row = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
     return row, ids[row] == wanted
-
-
-def where(files: Sequence[TableFile], number: int, field: str | None = None) -> str:
-    """For messages: the row with a number over all files."""
-    return files[number >> FILE_BITS].where(number & ((1 << FILE_BITS) - 1), field)

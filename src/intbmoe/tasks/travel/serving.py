@@ -10,7 +10,7 @@ Of a model with other tasks, "how" and "when" are answered too. "via" is not: it
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,7 @@ from torch import Tensor
 from intbmoe.captured import CaptureError
 from intbmoe.models.travel import FEEDBACK, PROFILE_TOKENS, SCENARIO, SESSION_TOKENS, TravelModel
 from intbmoe.precision import wide
-from intbmoe.tasks.serving.fields import EXPLAIN, REQUIRED, Many, Record, top_n_field
-from intbmoe.tasks.serving.history import HISTORY, HISTORY_FORM, MOST, TOP_N, VISITED
+from intbmoe.tasks.serving.fields import HISTORY, HISTORY_FORM, MOST, REQUIRED, TOP_N, Many, Record, recommend_fields
 from intbmoe.tasks.serving.predictor import Exported, Predictor, blocks_of, recording
 from intbmoe.tasks.serving.ranking import VectorIndex
 from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request, spread_evenly
@@ -69,16 +68,14 @@ class PlacePredictor(Predictor):
                 "history": (Many(Record(session, "A journey."), HISTORY, about=about), []),
                 "now": (now, REQUIRED),
                 "profile": (Record({name: (fields.field(name), None) for name in fields.profile}), {}),
-                "top_n": top_n_field(most, TOP_N),
-                "visited": VISITED,
-                "explain": EXPLAIN,
+                **recommend_fields(most),
             },
             "Where a user has been, and where she is now.",
             [fields.example(min(TOP_N, most))],
         )
         self.request_schema = self._record.schema()
         # The history is read column by column, which is several times as fast as field by field.
-        self._outer = Record({**self._record.fields, "history": (Many(_Unread(), HISTORY), [])})
+        self._outer = Record({**self._record.fields, "history": (Many(None, HISTORY), [])})
         self._names = session.keys()
 
     @classmethod
@@ -149,29 +146,19 @@ class PlacePredictor(Predictor):
         """What is to be explained takes the ordinary way, with its whole batch."""
         if not batch:
             return []
+        routing, likely = {}, {}
         if self.captured is not None and not any(encoded.payload["explain"] for encoded in batch):
             values, rows = self.captured.search(batch)
-            return self._answers(batch, values, rows, {}, {})
-        with recording(self.model, batch) as routing:
-            predictions = self._predict(batch)
-        excluded = [encoded.payload["excluded"] for encoded in batch]
-        most = max(encoded.payload["top_n"] for encoded in batch)
-        values, rows = self.places.search(self._queries(predictions), most, excluded)
-        likely = {
-            task: head(predictions).double().softmax(1).cpu().numpy()
-            for task, head in self.model.heads.items()
-            if task != "via"
-        }
-        return self._answers(batch, values.cpu().numpy(), rows.cpu().numpy(), likely, routing)
-
-    def _answers(
-        self,
-        batch: Sequence[Encoded],
-        values: np.ndarray,
-        rows: np.ndarray,
-        likely: Mapping[str, np.ndarray],
-        routing: Any,
-    ) -> list[Answer]:
+        else:
+            with recording(self.model, batch) as routing:
+                predictions = self._predict(batch)
+            excluded = [encoded.payload["excluded"] for encoded in batch]
+            most = max(encoded.payload["top_n"] for encoded in batch)
+            found = self.places.search(self._queries(predictions), most, excluded)
+            values, rows = (part.cpu().numpy() for part in found)
+            for task, head in self.model.heads.items():
+                if task != "via":
+                    likely[task] = head(predictions).double().softmax(1).cpu().numpy()
         answers = []
         for number, encoded in enumerate(batch):
             payload = encoded.payload
@@ -185,13 +172,10 @@ class PlacePredictor(Predictor):
 
     def _classes(self, task: str, shares: np.ndarray) -> list[dict[str, Any]]:
         """The likeliest modes or hours, with their probabilities; "hours" 48 is two days and later, or never."""
-        modes = self.fields.coded["mode"].values
-        shares = (
-            shares[: len(modes)] if task == "how" else shares
-        )  # a model may have room for more modes than there are
-        best = np.argsort(-shares, kind="stable")[:CLASSES].tolist()
-        named = (("id", int(modes[at])) if task == "how" else ("hours", at) for at in best)
-        return [{name: value, "score": float(shares[at])} for at, (name, value) in zip(best, named, strict=True)]
+        name, values = ("id", self.fields.coded["mode"].values) if task == "how" else ("hours", np.arange(len(shares)))
+        known = shares[: len(values)]  # a model may have room for more modes than there are
+        best = np.argsort(-known, kind="stable")[:CLASSES].tolist()
+        return [{name: int(values[at]), "score": float(shares[at])} for at in best]
 
     def _predict(self, batch: Sequence[Encoded]) -> Tensor:
         """(B, d): the model's output at each request's last token."""
@@ -247,16 +231,6 @@ class PlacePredictor(Predictor):
                 where = self.described.name(place - 1) or f"place {self.fields.place.values[place - 1]}"
             names += [f"session {number}: when and where", f"session {number}: {where}", f"session {number}: how"]
         return [*names, "now"]
-
-
-class _Unread:
-    """An entry of the history, which is read later."""
-
-    def schema(self) -> dict[str, Any]:
-        return {}
-
-    def read(self, where: str, value: object) -> object:
-        return value
 
 
 def token_count(sessions: Any) -> Any:

@@ -4,23 +4,19 @@ A shard later reads one slice of each chunk. Fields that will be codes keep thei
 has: the codes are known only after the last row of the table.
 """
 
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from intbmoe.files import private_folder
-from intbmoe.tasks.travel.rows import FILE_BITS, MISSING, Budget, Reader, connect, find
-from intbmoe.tasks.travel.store import NOTE, read_json, write_folder
-from intbmoe.tasks.travel.stretches import Stretch
-from intbmoe.tasks.travel.tables import POI_INFO, PROFILE_COLUMNS, USER_ACTION, USER_PROFILE, BadRows, Chunk, TableFile
-from intbmoe.tasks.workers import Progress, Workers
+from intbmoe.tasks.travel.chunks import Chunk
+from intbmoe.tasks.travel.rows import MISSING, Budget, Reader, find
+from intbmoe.tasks.travel.store import NOTE, WORK_FORMAT, read_json, write_folder
+from intbmoe.tasks.travel.tables import POI_INFO, PROFILE_COLUMNS, USER_ACTION, USER_PROFILE, BadRows, TableFile
+from intbmoe.tasks.workers import Progress
 
-PLAIN = {USER_ACTION.name: ("user_id", "timestamp", "poi_id", "via_poi_id"), USER_PROFILE.name: ("user_id", "number")}
+PLAIN = {USER_ACTION.name: ("user_id", "timestamp", "poi_id", "via_poi_id"), USER_PROFILE.name: ("user_id", "row")}
 """Columns kept as they are. Rows are sorted by the first two."""
 CODED = {
     USER_ACTION.name: {
@@ -36,23 +32,8 @@ CODED = {
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stretch of a table."""
-
-    stretch: Stretch
-    position: int
-    """Of its file, among those of the table."""
-    number: int
-    """Of the stretch, in its file."""
-    before: int
-    """Bytes of the files before its own."""
-    total: int
-    """Bytes of all."""
-
-
-@dataclass(frozen=True)
 class Spill:
-    """Reads pieces of a table into chunks on disk, in whatever process."""
+    """Reads chunks of a table and keeps them as arrays on disk, in whatever process."""
 
     folder: Path
     temporary: Path
@@ -64,64 +45,21 @@ class Spill:
     """What else makes finished chunks worthless when it changes."""
     skip_bad: bool
 
-    def run(
-        self, table: Sequence[Sequence[Stretch]], bad: BadRows, workers: Workers, progress: Progress
-    ) -> tuple[list[Path], int]:
-        """The folders of all chunks of a table and how many rows they have; ``table`` has each file's stretches."""
-        sizes = [file[0].file.path.stat().st_size for file in table]
-        pieces = [
-            Piece(stretch, position, number, sum(sizes[:position]), sum(sizes))
-            for position, file in enumerate(table)
-            for number, stretch in enumerate(file)
-        ]
-        found = workers.run(f"reading {table[0][0].file.table.name} (stretches)", self, pieces, progress)
-        for one in found:
-            bad.counts.update(one["bad"])
-        return [folder for one in found for folder in one["folders"]], sum(one["rows"] for one in found)
-
-    def __call__(self, piece: Piece, progress: Progress) -> dict[str, Any]:
-        """The chunks of a piece; those that are there already are not made again."""
-        left, file = piece.stretch, piece.stretch.file
-        stamp = [file.stamp(), piece.position, left.start, left.end, self.shards, self.depends_on]
-        size, number, last, chunks = file.path.stat().st_size, 0, False, None
-        found = {"folders": [], "rows": 0, "bad": Counter()}
-        with ExitStack() as stack:
-            reader = None
-            while not last:
-                folder = self.folder / file.path.name / f"{piece.number:05d}" / f"{number:06d}"
-                note = read_note(folder, stamp, skip_bad=self.skip_bad)
-                if note is not None and note["start"] == left.start:
-                    chunks = None
-                else:
-                    reader = reader or self._open_reader(stack)
-                    chunks = chunks or reader.chunks(left)
-                    note = self._make(reader, next(chunks), piece.position, folder, stamp)
-                left = replace(left, start=note["end"], first_row=note["next_row"])
-                number, last = number + 1, note["last"]
-                found["folders"].append(folder)
-                found["rows"] += note["rows"]
-                found["bad"].update(note["bad"])
-                done = size if last and left.end is None else min(left.start, size)
-                progress(f"reading {file.table.name} (bytes)", piece.before + done, piece.total)
-        return found
-
-    def _open_reader(self, stack: ExitStack) -> Reader:
-        temporary = stack.enter_context(private_folder(self.temporary, "reading-", ""))
-        return Reader(stack.enter_context(connect(temporary, self.budget)), temporary, self.budget.chunk_bytes)
-
-    def _make(self, reader: Reader, chunk: Chunk, position: int, folder: Path, stamp: Any) -> dict[str, Any]:
-        """Write the rows of ``chunk`` and say what they are."""
-        bad, table = BadRows(self.skip_bad), chunk.file.table
-        columns = reader.read(chunk, bad)
-        if table == USER_ACTION:
-            columns = _with_places(columns, np.load(self.place_ids, mmap_mode="r"), chunk.file, bad)
-        else:
-            columns["number"] = columns["row"] + (position << FILE_BITS)
-        chunk.report_cut(bad)
-        span = {"start": chunk.start, "end": chunk.end, "next_row": chunk.first_row + chunk.rows, "last": chunk.last}
-        note = {"stamp": stamp, **span, "rows": len(columns["row"]), "bad": dict(bad.counts)}
-        write_folder(folder, self._arrange(reader, table.name, columns), note)
-        return note
+    def __call__(self, chunk: Chunk, progress: Progress) -> dict[str, Any]:
+        """What a chunk has; it is made unless it is finished."""
+        file, folder = chunk.file, self.folder / chunk.file.path.name / f"{chunk.number:06d}"
+        stamp = [WORK_FORMAT, file.stamp(), chunk.start, chunk.first_row, chunk.end, self.shards, self.depends_on]
+        note = read_note(folder, stamp, skip_bad=self.skip_bad)
+        if note is None:
+            bad = BadRows(self.skip_bad)
+            with Reader.open(self.temporary, self.budget) as reader:
+                columns = reader.read(chunk, bad, progress)
+                if file.table == USER_ACTION:
+                    columns = _with_places(columns, np.load(self.place_ids, mmap_mode="r"), file, bad)
+                arrays = self._arrange(reader, file.table.name, columns)
+            note = {"stamp": stamp, "rows": len(columns["row"]), "bad": bad.counts}
+            write_folder(folder, arrays, note)
+        return {**note, "folder": folder}
 
     def _arrange(self, reader: Reader, table: str, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The arrays of a chunk: ``rows`` (columns × rows), where those of each shard start, and values of fields."""

@@ -4,12 +4,12 @@ meta.json                    written last: without it the folder is not finished
 places/NAME.npy              the arrays of Places; longitude, latitude and names only where they were given
 codes/NAME.npy               the original value of each code of a field, that of code 1 first
 shards/00000/time.npy …      sessions of the first shard: offsets, profile, time, depart, and in ``fields`` (7, S) the
-                             others;
-                             user.npy has the original user ids, which nothing else needs
+                             others; user.npy has the original user ids, which nothing else needs
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.travel.data import JourneyData, Places, Sessions, Sizes
 
 FORMAT = 1
-WORK_FORMAT = 3  # of what is finished when a preparation is interrupted
+WORK_FORMAT = 5  # of what is finished when a preparation is interrupted
 META, NOTE, WORK = "meta.json", "note.json", "work"
 PLACE_ARRAYS = ("ids", "score", "cell", "category", "region", "cell_offsets", "cell_places")
 NAMES = "names"
@@ -69,7 +69,7 @@ class StoredShards(Sequence[Sessions]):
 
     def __init__(self, path: Path, number: int) -> None:
         self.path, self.number = path, number
-        self._open: dict[int, Sessions] = {}
+        self._opened = lru_cache(OPEN_SHARDS)(self._open)
 
     def __len__(self) -> int:
         return self.number
@@ -77,18 +77,15 @@ class StoredShards(Sequence[Sessions]):
     def __getitem__(self, number: int) -> Sessions:
         if not 0 <= number < self.number:
             raise IndexError(f"shard {number} of {self.number}")
-        shard = self._open.pop(number, None)
-        if shard is None:
-            folder = shard_folder(self.path, number)
-            arrays = _map_arrays(folder, SHARD_ARRAYS + (("depart",) if (folder / "depart.npy").exists() else ()))
-            shard = Sessions(**dict(zip(FIELDS, arrays.pop("fields"), strict=True)), **arrays)
-        self._open[number] = shard  # the one used last is the last of the dict
-        if len(self._open) > OPEN_SHARDS:
-            del self._open[next(iter(self._open))]
-        return shard
+        return self._opened(number)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": {}}  # a pickled memory map would be a copy of the data
+    def _open(self, number: int) -> Sessions:
+        folder = shard_folder(self.path, number)
+        arrays = _map_arrays(folder, SHARD_ARRAYS + (("depart",) if (folder / "depart.npy").exists() else ()))
+        return Sessions(**dict(zip(FIELDS, arrays.pop("fields"), strict=True)), **arrays)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StoredShards, (self.path, self.number)  # a pickled memory map would be a copy of the data
 
 
 def open_journeys(path: str | Path) -> JourneyData:

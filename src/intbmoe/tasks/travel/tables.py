@@ -1,4 +1,4 @@
-"""IntTravel's raw tables: their columns, the files that hold them, and whole rows cut out of those in chunks.
+"""IntTravel's raw tables: their columns, the files that hold them, and what is done about malformed rows.
 
 A file may be gzipped (told by its content) and may begin with a header, recognised by its column names: columns
 are then found by name, and others are not read. Without a header the columns are those of ``Table``, in order.
@@ -7,18 +7,17 @@ are then found by name, and others are not read. Without a header the columns ar
 import gzip
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from intbmoe.tasks.errors import DataError
 
-NEEDS_DUCKDB = "IntTravel's tables need duckdb: pip install 'intbmoe[travel]'"
 GZIP = b"\x1f\x8b"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SUFFIXES = ("", ".tsv", ".txt", ".csv")
-PLAIN_BYTES = b"0123456789-.\t\n"
-TOO_LARGE = b"%d" % 2**63
+FILE_BITS = 40
+"""A row's number over all files of a table is (the file's position << FILE_BITS) + its number in the file."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +84,11 @@ class TableFile:
     start: int
     """Where the first row begins, in bytes of text."""
     first_row: int
-    """Its number in the file: 2 after a header, else 1."""
-
-    @property
-    def zipped(self) -> bool:
-        with self.path.open("rb") as handle:
-            return handle.read(len(GZIP)) == GZIP
-
-    def open(self) -> BinaryIO:
-        return gzip.open(self.path) if self.zipped else self.path.open("rb")
+    """Its number over all files; in the file that is 2 after a header, else 1."""
+    text: Path
+    """The file itself, or what it was unpacked to."""
+    cut: str = ""
+    """Why not all of it could be unpacked; empty if it could."""
 
     def stamp(self) -> list[str | int]:
         """What changes when the file is exchanged or edited."""
@@ -102,53 +97,41 @@ class TableFile:
 
     def where(self, row: int, field: str | None = None) -> str:
         """For messages."""
-        return f"{self.path}, row {row}" + (f", field {field}" if field else "")
+        return f"{self.path}, row {row_in_file(row)}" + (f", field {field}" if field else "")
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Whole rows of a file, copied as text to ``path``, each ended by a line feed alone."""
+def is_zipped(path: Path) -> bool:
+    with path.open("rb") as handle:
+        return handle.read(len(GZIP)) == GZIP
 
-    file: TableFile
-    path: Path
-    start: int
-    end: int
-    """Where the chunk lies, in bytes of the file's text."""
-    first_row: int
-    rows: int
-    plain: bool
-    """Whether it has no byte that a plain number cannot have, nor −2⁶³, which stands for an empty field."""
-    points: int
-    """Decimal points in it."""
-    last: bool
-    cut: str = ""
-    """Why the file is thought to end in the middle of a row, after this chunk; empty if it does not."""
 
-    def report_cut(self, bad: BadRows) -> None:
-        """After the rows were read."""
-        if self.cut:
-            where = f"{self.file.where(self.first_row + self.rows)}: the file is cut off here ({self.cut})"
-            message = f"{where}: get it again, or end its last row with a line break"
-            bad.report(f"{self.file.table.name}: file cut off", message)
+def row_in_file(row: int) -> int:
+    return int(row) & ((1 << FILE_BITS) - 1)
+
+
+def where(files: Sequence[TableFile], row: int, field: str | None = None) -> str:
+    """For messages: a row of any of a table's files."""
+    return files[int(row) >> FILE_BITS].where(row, field)
 
 
 def find_files(source: Path, table: Table) -> list[TableFile]:
     """The files of a table in ``source``, by name; empty if there is none."""
     longer = [other.name for other in TABLES if other.name != table.name and other.name.startswith(table.name)]
     names = (table.name, *table.other_names)
-    return [
-        _look_at(path, table)
+    found = [
+        path
         for path in sorted(source.iterdir())
         if path.is_file()
         and path.name.startswith(names)
-        and not path.name.startswith(tuple(longer) or ("\0",))
+        and not path.name.startswith(tuple(longer))
         and Path(path.name.removesuffix(".gz")).suffix in SUFFIXES
     ]
+    return [_look_at(path, table, position << FILE_BITS) for position, path in enumerate(found)]
 
 
-def _look_at(path: Path, table: Table) -> TableFile:
+def _look_at(path: Path, table: Table, before: int) -> TableFile:
     """Is the first row a header?"""
-    with TableFile(path, table, (), 0, 1).open() as stream:
+    with (gzip.open if is_zipped(path) else open)(path, "rb") as stream:
         try:
             line = stream.readline()
         except (EOFError, OSError, zlib.error):
@@ -158,40 +141,11 @@ def _look_at(path: Path, table: Table) -> TableFile:
     mark = len(BYTE_ORDER_MARK) if line.startswith(BYTE_ORDER_MARK) else 0
     fields = [field.decode(errors="replace") for field in line[mark:].rstrip(b"\r\n").split(b"\t")]
     if not set(fields) & set(table.columns):
-        return TableFile(path, table, table.columns, mark, 1)
+        return TableFile(path, table, table.columns, mark, before + 1, path)
     missing = [column for column in table.columns if column not in fields]
     if missing:
         raise DataError(
             f"{path}, row 1, field {missing[0]}: the header has no such column; "
             f"expected {', '.join(table.columns)}, separated by tabs"
         )
-    return TableFile(path, table, tuple(fields), len(line), 2)
-
-
-def cut_chunk(file: TableFile, stream: BinaryIO, start: int, first_row: int, size: int, to: Path) -> Chunk:
-    """The next rows of ``stream``, which stands at byte ``start``: at least ``size`` bytes, or all that are left."""
-    text, cut = _read(stream, size)
-    last = bool(cut) or len(text) < size
-    if not last and not text.endswith(b"\n"):
-        rest, cut = _read(stream, None)
-        text, last = text + rest, bool(cut) or not rest.endswith(b"\n")
-    whole = text.rfind(b"\n") + 1
-    if last and not cut and whole < len(text):
-        cut = "it does not end with a line break"
-    text = text[:whole].replace(b"\r\n", b"\n")
-    to.write_bytes(text)
-    plain = not text.translate(None, PLAIN_BYTES) and TOO_LARGE not in text
-    return Chunk(file, to, start, start + whole, first_row, text.count(b"\n"), plain, text.count(b"."), last, cut)
-
-
-def _read(stream: BinaryIO, size: int | None) -> tuple[bytes, str]:
-    """``size`` bytes, or the rest of the line if None; less where the file ends or the gzip stream breaks, and why."""
-    parts = []
-    while size != 0:
-        try:
-            part = stream.readline() if size is None else stream.read1(size)
-        except (EOFError, OSError, zlib.error) as error:
-            return b"".join(parts), str(error)
-        parts.append(part)
-        size = size - len(part) if size and part else 0
-    return b"".join(parts), ""
+    return TableFile(path, table, tuple(fields), len(line), before + 2, path)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.looking import Shown, View
 from intbmoe.tasks.mixture import ffn_maker
+from intbmoe.tasks.own_data import require_path
 from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Graph, Request
@@ -146,9 +147,19 @@ class TravelTask(Task):
 
     def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for answer in self._answers(model, batch):
-            prefix = "" if answer.task == "where" else f"{answer.task} "
-            found |= {prefix + name: answer.sums(gains) for name, gains in answer.gains().items()}
+        for task, scores, labels in self._labelled(model, batch):
+            start = 1 if task == "via" else 0  # "via" starts from the session before
+            asked = batch["targets"][:, start:]
+            gains = {"loss": _cross_entropy(scores, labels, "none")}
+            if task in ("where", "via"):
+                candidates = batch["candidates"][:, start:][asked]
+                gains |= ranking_gains(scores, candidates[..., PLACE.index("category")])
+            else:
+                gains |= class_gains(scores, labels, hours=task == "when")
+            for name, gain in gains.items():
+                sums = torch.zeros(asked.shape, dtype=torch.float64, device=gain.device)
+                sums = sums.masked_scatter(asked, gain.double()).sum(1)
+                found[name if task == "where" else f"{task} {name}"] = sums
         losses = [values for name, values in found.items() if name.split()[-1] == "loss"]
         if len(losses) > 1:
             found |= {"where loss": found["loss"], "loss": torch.stack(losses).sum(0)}
@@ -164,13 +175,6 @@ class TravelTask(Task):
                 codes = batch["depart"] if task == "when" else batch["feedback"][..., FEEDBACK.index("mode")]
                 labels = codes[batch["targets"]].long() - 1
             yield task, found, labels
-
-    def _answers(self, model: nn.Module, batch: Batch) -> Iterator["Answer"]:
-        targets, category = batch["targets"], PLACE.index("category")
-        for task, scores, labels in self._labelled(model, batch):
-            candidates = {"where": lambda: batch["candidates"][targets], "via": lambda: _following(batch)}.get(task)
-            where = targets[:, 1:] if task == "via" else targets
-            yield Answer(task, scores, labels, None if candidates is None else candidates()[..., category], where)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Each sum divided by the number of what it was summed over: ``count`` of its task, or of known categories."""
@@ -222,21 +226,19 @@ class TravelTask(Task):
     def catalogue(self) -> Catalogue:
         settings = self.recipe.data
         data = open_data(settings)
-        tensors = {
-            "ids": torch.from_numpy(np.array(data.places.ids, np.int64)),
-            "codes": torch.from_numpy(place_codes(data.places)),
-        }
         places = data.places
+        arrays = {"ids": np.array(places.ids, np.int64), "codes": place_codes(places)}
         if places.longitude is not None:
-            tensors["locations"] = torch.from_numpy(np.stack([places.longitude, places.latitude], 1))
+            arrays["locations"] = np.stack([places.longitude, places.latitude], 1)
         if places.names is not None:
             names = places.names.tolist()
-            tensors["names"] = torch.from_numpy(np.frombuffer(b"".join(names) or b"\0", np.uint8).copy())
-            tensors["name_ends"] = torch.from_numpy(np.cumsum([len(name) for name in names]))
+            arrays["names"] = np.frombuffer(b"".join(names) or b"\0", np.uint8).copy()
+            arrays["name_ends"] = np.cumsum([len(name) for name in names])
         if settings.path is not None:
             for file in sorted((Path(settings.path).expanduser() / "codes").glob("*.npy")):
-                tensors[f"values.{file.stem}"] = torch.from_numpy(np.load(file, allow_pickle=False))
+                arrays[f"values.{file.stem}"] = np.load(file, allow_pickle=False)
         sizes = {name: list(size) if isinstance(size, tuple) else size for name, size in asdict(data.sizes).items()}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return Catalogue({"sizes": sizes, "utc_offset": settings.utc_offset}, tensors)
 
     def golden_requests(self, predictor: PlacePredictor, count: int) -> list[Request]:
@@ -297,31 +299,8 @@ def open_data(data: TravelData) -> JourneyData:
         )
     if data.source == "check-ins":
         return read_check_ins(data.path)
-    if data.path is None:
-        raise DataError("data.path is not set: give --data.path FOLDER made by intbmoe prepare inttravel, docs/data.md")
-    return open_journeys(data.path)
-
-
-class Answer(NamedTuple):
-    """A model's answers to one of the tasks, for the sessions of a batch, example by example."""
-
-    task: str
-    scores: Tensor  # (N, C)
-    labels: Tensor  # (N,) which of the C is right; −1 for what is not known
-    category: Tensor | None  # (N, C) of the candidates; None where there are none
-    where: Tensor  # (B, S) bool, N of them true: the sessions of each example that are answered
-
-    def gains(self) -> dict[str, Tensor]:
-        """(N,) of each metric: what each session adds to its sum."""
-        found = {"loss": _cross_entropy(self.scores, self.labels, "none")}
-        if self.category is None:
-            return found | class_gains(self.scores, self.labels, hours=self.task == "when")
-        return found | ranking_gains(self.scores, self.category)
-
-    def sums(self, gains: Tensor) -> Tensor:
-        """(N,) → (B,): over the sessions of each example."""
-        places = torch.zeros(self.where.shape, dtype=torch.float64, device=gains.device)
-        return places.masked_scatter(self.where, gains.double()).sum(1)
+    what = "the folder that intbmoe prepare inttravel SOURCE FOLDER makes"
+    return open_journeys(require_path(data.path, "inttravel", what, "docs/data.md"))
 
 
 def _cross_entropy(scores: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
@@ -329,15 +308,10 @@ def _cross_entropy(scores: Tensor, labels: Tensor, reduction: str = "sum") -> Te
     return F.cross_entropy(scores, labels, ignore_index=-1, reduction=reduction)
 
 
-def _following(batch: Batch) -> Tensor:
-    """(N, C, 5): the candidates of "via", those of each target that has a session before it."""
-    return batch["candidates"][:, 1:][batch["targets"][:, 1:]]
-
-
 def ranking_gains(scores: Tensor, category: Tensor) -> dict[str, Tensor]:
     """(N, C) scores and codes of categories, the true place's first → (N,) what each row adds to each metric.
 
-    Ties, and what is no number, count against.
+    Ties, and what is not a number, count against the true place.
     """
     rank = 1 + (~(scores[:, 1:] < scores[:, :1])).sum(1)
     gain = 1 / torch.log2(1 + rank.double())

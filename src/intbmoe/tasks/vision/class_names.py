@@ -7,6 +7,7 @@ are optional; without them a class goes by its folder or its number.
 import importlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.vision.timm_data import timm_data
@@ -23,6 +24,11 @@ def read_class_names(content: bytes, classes: int, where: str) -> tuple[str, ...
         raise DataError(f"{where} is not a list of objects with label, name ({error!r}; see docs/data.md)") from error
     names = [found.get(label, str(label)) for label in range(classes)]
     return tuple(f"{name} ({label})" if names.count(name) > 1 else name for label, name in enumerate(names))
+
+
+def find_class_names(folder: Path, classes: int) -> tuple[str, ...] | None:
+    file = folder / FILE
+    return read_class_names(file.read_bytes(), classes, str(file)) if file.is_file() else None
 
 
 def imagenet_class_names(wnids: Sequence[str] | None, classes: int) -> tuple[str, ...] | None:

@@ -3,6 +3,7 @@
 import base64
 import io
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,6 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from intbmoe.tasks.errors import DataError
 
 CROP_SHARE = 0.875  # evaluation takes the middle 224 of 256 pixels, as DeiT and most others do
-
-
 UNREADABLE = (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError)
 
 
@@ -36,9 +35,7 @@ def middle_square(image: Image.Image, size: int, share: float = CROP_SHARE) -> n
     return np.asarray(resized.crop((left, top, left + size, top + size)))
 
 
-def whole_square(image: Image.Image, size: int) -> np.ndarray:
-    """The middle square, nothing else cut off."""
-    return middle_square(image, size, share=1)
+whole_square = partial(middle_square, share=1)  # nothing else is cut off
 
 
 def stretched(image: Image.Image, size: int) -> np.ndarray:

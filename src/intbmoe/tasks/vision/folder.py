@@ -11,8 +11,9 @@ Labels follow the alphabetical order of the class folders. ``FOLDER/classes.json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -28,7 +29,7 @@ from intbmoe.tasks.own_data import (
     some,
     split_of,
 )
-from intbmoe.tasks.vision.class_names import FILE, read_class_names
+from intbmoe.tasks.vision.class_names import find_class_names
 from intbmoe.tasks.vision.decode import SQUARES, check_header, decode, middle_square
 from intbmoe.tasks.vision.source import IMAGENET_NORMALISATION, Normalisation, Source, hold_out
 
@@ -40,20 +41,13 @@ LOOKED_INTO, END_BYTES = 1000, 4096  # for the fingerprint: how many files of a 
 ENOUGH = 3  # images of a class, of which one is held out for validation and one for the test
 
 
+@dataclass(frozen=True, eq=False)
 class FolderImages:
-    def __init__(
-        self,
-        folder: Path,
-        files: np.ndarray,
-        labels: np.ndarray,
-        mode: str = "RGB",
-        square: Callable[[Image.Image, int], np.ndarray] = middle_square,
-    ) -> None:
-        self.folder = folder
-        self.files = files  # (N,) paths inside ``folder``, bytes in one array: workers would copy a million strings
-        self.labels = labels
-        self.mode = mode
-        self.square = square
+    folder: Path
+    files: np.ndarray  # (N,) paths inside ``folder``, bytes in one array: workers would copy a million strings
+    labels: np.ndarray
+    mode: str = "RGB"
+    square: Callable[[Image.Image, int], np.ndarray] = middle_square
 
     def path(self, index: int) -> Path:
         return self.folder / os.fsdecode(self.files[index])
@@ -66,23 +60,11 @@ class FolderImages:
         return np.stack([self.square(self.image(index), size).reshape(size, size, -1) for index in indices])
 
     def subset(self, indices: np.ndarray) -> "FolderImages":
-        return FolderImages(self.folder, self.files[indices], self.labels[indices], self.mode, self.square)
+        return replace(self, files=self.files[indices], labels=self.labels[indices])
 
 
-@dataclass(frozen=True)
-class FolderSettings:
-    """What of ``data`` this source reads."""
-
-    path: str | None
-    valid_fraction: float
-    test_fraction: float
-    split_seed: int
-    resize: str
-    fingerprint: str | None
-
-
-def read(settings: FolderSettings, model: ViTConfig) -> tuple[Source, str]:
-    """The source, and its fingerprint: names and sizes of all files, content of some."""
+def read(settings: Any, model: ViTConfig) -> Source:
+    """The images of the recipe's ``data``."""
     if model.channels not in MODES:
         raise DataError(f"model.channels={model.channels}: images are grey (1) or in colour (3)")
     root = require_path(settings.path, "images", WHAT)
@@ -111,16 +93,13 @@ def read(settings: FolderSettings, model: ViTConfig) -> tuple[Source, str]:
                 _require_enough(found["train"].labels, classes, folders["train"])
             kept, held = hold_out(found["train"].labels, share, str(folders["train"]), settings.split_seed)
             found |= {"train": found["train"].subset(kept), split: found["train"].subset(held)}
-    file = root / FILE
-    names = read_class_names(file.read_bytes(), len(classes), str(file)) if file.is_file() else None
-    source = Source(
-        **found, normalisation=normalisation, class_names=names or tuple(classes), class_folders=tuple(classes)
-    )
-    return source, same
+    names = find_class_names(root, len(classes)) or tuple(classes)
+    known = {"class_names": names, "class_folders": tuple(classes), "fingerprint": same}
+    return Source(**found, normalisation=normalisation, **known)
 
 
 def check_images(source: Source) -> None:
-    """Raise for a file that is no image, before a long training meets it; of several ranks each checks its share."""
+    """Raise for a file that is not an image, before a long training meets it; each of several ranks checks a share."""
     rank, world = launched_as()
     with ThreadPoolExecutor() as threads:
         for images in (source.train, source.valid, source.test):

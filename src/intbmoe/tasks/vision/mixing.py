@@ -7,7 +7,6 @@ Zhang et al., "mixup: Beyond Empirical Risk Minimization", ICLR 2018; Yun et al.
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,14 +15,7 @@ from torch import Tensor
 
 from intbmoe.tasks.vision.settings import Augmentation
 
-
-class Box(NamedTuple):
-    """Rows top…bottom−1 and columns left…right−1."""
-
-    top: int
-    bottom: int
-    left: int
-    right: int
+Box = tuple[slice, slice]  # rows and columns
 
 
 def smooth(labels: Tensor, classes: int, smoothing: float) -> Tensor:
@@ -51,8 +43,8 @@ def mixup(images: Tensor, targets: Tensor, share: float) -> tuple[Tensor, Tensor
 
 def cutmix(images: Tensor, targets: Tensor, box: Box) -> tuple[Tensor, Tensor]:
     """Each image with ``box`` from its mirror in the batch; targets by the box's area."""
-    rows, columns = slice(box.top, box.bottom), slice(box.left, box.right)
-    area = (box.bottom - box.top) * (box.right - box.left)
+    rows, columns = box
+    area = (rows.stop - rows.start) * (columns.stop - columns.start)
     mixed = images.clone()
     mixed[..., rows, columns] = images.flip(0)[..., rows, columns]
     return mixed, _blend(targets, 1 - area / (images.shape[-2] * images.shape[-1]))
@@ -61,13 +53,12 @@ def cutmix(images: Tensor, targets: Tensor, box: Box) -> tuple[Tensor, Tensor]:
 def cut_box(height: int, width: int, share: float, row: int, column: int) -> Box:
     """The box of 1 − ``share`` of the area around (row, column), clipped at the border."""
     side = math.sqrt(1 - share)
-    rows, columns = int(height * side), int(width * side)
-    return Box(
-        max(int(row) - rows // 2, 0),
-        min(int(row) + (rows + 1) // 2, height),
-        max(int(column) - columns // 2, 0),
-        min(int(column) + (columns + 1) // 2, width),
-    )
+
+    def along(size: int, middle: int) -> slice:
+        length = int(size * side)
+        return slice(max(int(middle) - length // 2, 0), min(int(middle) + (length + 1) // 2, size))
+
+    return along(height, row), along(width, column)
 
 
 def _blend(x: Tensor, share: float) -> Tensor:

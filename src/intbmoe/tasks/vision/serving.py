@@ -3,7 +3,6 @@
 import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,11 @@ from intbmoe.tasks.serving.ranking import top_n
 from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request, RequestError, spread_evenly
 from intbmoe.tasks.vision.decode import SQUARES, middle_square, png_base64, whole_square
 from intbmoe.tasks.vision.examples import ImageExamples
+from intbmoe.tasks.vision.source import Normalisation
 from intbmoe.tasks.vision.untrusted import IMAGE_BYTES, IMAGE_PIXELS, decoding_seconds, read_untrusted
 
 TOP_N = 5
 THUMBNAIL = 320
-
-
-@dataclass(frozen=True)
-class ImageFormat:
-    config: ViTConfig
-    mean: tuple[float, ...]
-    std: tuple[float, ...]  # pixels in [0, 1] become (pixel − mean) / std, channel by channel
-    classes: tuple[str, ...]
-    square: Callable[[Image.Image, int], np.ndarray] = whole_square  # how images become square in evaluation
 
 
 class ClassifyPredictor(Predictor):
@@ -42,9 +33,16 @@ class ClassifyPredictor(Predictor):
     form = Path(__file__).with_name("image.js")
     untrusted = True
 
-    def __init__(self, images: ImageFormat) -> None:
-        self.images = images
-        most = len(images.classes)
+    def __init__(
+        self,
+        config: ViTConfig,
+        normalisation: Normalisation,
+        classes: Sequence[str],
+        square: Callable[[Image.Image, int], np.ndarray] = whole_square,
+    ) -> None:
+        """``square`` is how images become square in evaluation."""
+        self.config, self.normalisation, self.classes, self.square = config, normalisation, classes, square
+        most = len(classes)
         letters = -(-IMAGE_BYTES // 3) * 4
         self.limits = Limits(body_bytes=letters + 4096, top_n=most, image_bytes=IMAGE_BYTES, image_pixels=IMAGE_PIXELS)
         fields = {
@@ -59,23 +57,23 @@ class ClassifyPredictor(Predictor):
     @classmethod
     def encoder(cls, artifact: Exported) -> "ClassifyPredictor":
         about, recipe = artifact.catalogue, artifact.recipe
-        mean, std, classes = (tuple(about[name]) for name in ("mean", "std", "classes"))
+        normalisation = Normalisation(tuple(about["mean"]), tuple(about["std"]))
         square = middle_square if recipe.data.source == "imagenet" else SQUARES[recipe.data.resize]
-        return cls(ImageFormat(recipe.model, mean, std, classes, square))
+        return cls(recipe.model, normalisation, about["classes"], square)
 
     def encode(self, request: Request) -> Encoded:
         """The payload has ``pixels`` (size, size, channels) of bytes."""
         found = self._record.read("", request)
-        mode, size = "L" if self.images.config.channels == 1 else "RGB", self.images.config.image_size
-        pixels = self.images.square(read_untrusted(_file(found), mode), size).reshape(size, size, -1)
+        mode, size = "L" if self.config.channels == 1 else "RGB", self.config.image_size
+        pixels = self.square(read_untrusted(_file(found), mode), size).reshape(size, size, -1)
         payload = {"pixels": np.ascontiguousarray(pixels), "top_n": found["top_n"], "explain": found["explain"]}
-        return Encoded(1 + self.images.config.patches, payload)
+        return Encoded(1 + self.config.patches, payload)
 
     def encoding_seconds(self, request: Request) -> float:
         return decoding_seconds(_file(self._record.read("", request)))
 
     def _disc(self) -> Image.Image:
-        size = self.images.config.image_size
+        size = self.config.image_size
         row, column = np.mgrid[:size, :size] - (size - 1) / 2
         return Image.fromarray(np.where(np.hypot(row, column) < size / 3, 255, 0).astype(np.uint8))
 
@@ -84,23 +82,21 @@ class ClassifyPredictor(Predictor):
         if not batch:
             return []
         pixels = torch.from_numpy(np.stack([encoded.payload["pixels"] for encoded in batch])).to(self.device)
-        normalisation = (self.images.mean, self.images.std)
-        mean, std = (torch.tensor(part, device=self.device).view(-1, 1, 1) for part in normalisation)
+        mean, std = (torch.tensor(part, device=self.device).view(-1, 1, 1) for part in self.normalisation)
         images = (pixels.permute(0, 3, 1, 2).float() / 255 - mean) / std
         with recording(self.model, batch) as log:
             likely = wide(self.model(images.to(self.dtype))).softmax(1)
         values, columns = top_n(likely, max(encoded.payload["top_n"] for encoded in batch))
-        ranked = zip(batch, values.tolist(), columns.tolist(), strict=True)
-        return [self._answer(number, *one, log) for number, one in enumerate(ranked)]
-
-    def _answer(self, number: int, encoded: Encoded, scores: list[float], classes: list[int], log: Any) -> Answer:
-        best = list(zip(classes, scores, strict=True))[: encoded.payload["top_n"]]
-        answer = {"results": [{"id": one, "name": self.images.classes[one], "score": score} for one, score in best]}
-        if encoded.payload["explain"]:
-            side = self.images.config.image_size // self.images.config.patch_size
-            answer["tokens"] = [f"row {row + 1}, column {column + 1}" for row in range(side) for column in range(side)]
-            answer["blocks"] = blocks_of(log, number, slice(None))
-        return answer
+        numbers = range(1, self.config.image_size // self.config.patch_size + 1)
+        answers: list[Answer] = []
+        for encoded, scores, classes in zip(batch, values.tolist(), columns.tolist(), strict=True):
+            best = list(zip(classes, scores, strict=True))[: encoded.payload["top_n"]]
+            answer = {"results": [{"id": one, "name": self.classes[one], "score": score} for one, score in best]}
+            if encoded.payload["explain"]:
+                answer["tokens"] = [f"row {row}, column {column}" for row in numbers for column in numbers]
+                answer["blocks"] = blocks_of(log, len(answers), slice(None))
+            answers.append(answer)
+        return answers
 
 
 def image_requests(split: ImageExamples, count: int) -> list[Request]:

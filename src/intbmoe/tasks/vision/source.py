@@ -43,12 +43,13 @@ class Source:
     normalisation: Normalisation
     class_names: tuple[str, ...] | None = None  # by label; None where the source does not say
     class_folders: tuple[str, ...] | None = None  # by label: WordNet ids, where the images lie in folders
+    fingerprint: str | None = None  # of a folder: names and sizes of all files, content of some
 
 
+@dataclass(frozen=True, eq=False)
 class ArrayImages:
-    def __init__(self, array: np.ndarray, labels: np.ndarray) -> None:
-        self.array = array
-        self.labels = labels
+    array: np.ndarray  # (N, H, W, channels) uint8
+    labels: np.ndarray
 
     def image(self, index: int) -> Image.Image:
         return Image.fromarray(self.array[index].squeeze(-1) if self.array.shape[-1] == 1 else self.array[index])
@@ -65,8 +66,8 @@ class ArrayImages:
 def hold_out(labels: np.ndarray, fraction: float, where: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Indices kept and held out, each in rising order; the share is taken class by class, at least one each if not 0.
 
-    The choice depends on a class's number and size alone (and on ``seed``, which is no training's), so every method,
-    training seed and machine holds out the same images.
+    The choice depends only on a class's number and size (and on ``seed``, which is not the training's), so that every
+    method, training seed and machine holds out the same images.
     """
     held = [np.zeros(0, dtype=np.int64)]
     for label in np.unique(labels) if fraction else ():

@@ -8,7 +8,7 @@ channel by channel. Its graphs take images (B, channels, H, W) and give scores (
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -24,7 +24,7 @@ from intbmoe.settings import Checked, MustBe, NonNegativeInt, Share
 from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.looking import Shown, View
 from intbmoe.tasks.mixture import ffn_maker
-from intbmoe.tasks.own_data import require_known, require_unused
+from intbmoe.tasks.own_data import require_known, require_unused, resolved
 from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Request
@@ -60,7 +60,7 @@ class VisionData(Checked):
     resize: Literal["crop", "stretch", "pad"] = "crop"
     """folder: how images become square: their middle; the whole, out of proportion; or the whole with black added."""
     fingerprint: str | None = None
-    """folder: of the files, found by itself when a run begins. Others are then refused."""
+    """folder: fingerprint of the files. Set when a run begins; other files are then refused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,21 +123,16 @@ class VisionTask(Task):
 
     @cached_property
     def _source(self) -> Source:
-        data = self.recipe.data
+        data, model = self.recipe.data, self.recipe.model
         if data.source == "folder":
-            return self._read_folder()[0]
-        return SOURCES[data.source](data.path, self.recipe.model, data.valid_fraction)
-
-    def _read_folder(self) -> tuple[Source, str]:
-        chosen = {f.name: getattr(self.recipe.data, f.name) for f in fields(folder.FolderSettings)}
-        return folder.read(folder.FolderSettings(**chosen), self.recipe.model)
+            return folder.read(data, model)
+        return SOURCES[data.source](data.path, model, data.valid_fraction)
 
     def resolve(self) -> Recipe:
         if self.recipe.data.source == "folder":
-            self._source, fingerprint = self._read_folder()
-            folder.check_images(self._source)
-            model = replace(self.recipe.model, classes=len(self._source.class_names))
-            self.recipe = replace(self.recipe, model=model, data=replace(self.recipe.data, fingerprint=fingerprint))
+            source = self._source
+            folder.check_images(source)
+            self.recipe = resolved(self.recipe, source.fingerprint, classes=len(source.class_names))
         return self.recipe
 
     @classmethod
@@ -155,13 +150,14 @@ class VisionTask(Task):
         return {**batch, "images": images, "targets": targets}
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        scores = model(batch["images"]).float()
-        target = batch.get("targets", batch["labels"])
-        return F.cross_entropy(scores, target, reduction="sum"), _count(batch)
+        scores, labels = model(batch["images"]).float(), batch["labels"]
+        count = labels.new_full((), len(labels))  # filled on the device: a copy could not be part of a CUDA graph
+        return F.cross_entropy(scores, batch.get("targets", labels), reduction="sum"), count
 
     def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         scores, labels = model(batch["images"]).float(), batch["labels"]
-        hits = _hits(scores, labels)
+        best = scores.topk(min(TOP, scores.shape[1]), dim=1).indices
+        hits = best == labels.unsqueeze(1)
         return {
             "count": torch.ones_like(labels),
             "loss": F.cross_entropy(scores, labels, reduction="none"),
@@ -187,13 +183,3 @@ class VisionTask(Task):
 
     def shown(self, split: ImageExamples) -> Shown:
         return show_images(split, self.class_names(), self.recipe.model)
-
-
-def _hits(scores: Tensor, labels: Tensor) -> Tensor:
-    """(B, 5 or fewer): whether the best, the second best … score is the label's."""
-    return scores.topk(min(TOP, scores.shape[1]), dim=1).indices == labels.unsqueeze(1)
-
-
-def _count(batch: Batch) -> Tensor:
-    labels = batch["labels"]
-    return labels.new_full((), len(labels))  # filled on the device: a copy could not be part of a CUDA graph

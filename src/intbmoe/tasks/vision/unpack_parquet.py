@@ -7,22 +7,20 @@ Files keep their bytes. Class folders are called by the label, 0000 to 0999, so 
 number is its row, counted over all files of its split. Each parquet file is a part, which any worker may do.
 """
 
-import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from intbmoe.files import private_folder, replace_file, to_json
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.parquet import find_parquet, open_parquet
-from intbmoe.tasks.preparation import UNFINISHED, claim, locked, require_same_files
-from intbmoe.tasks.vision.imagenet_parquet import COLUMNS
+from intbmoe.tasks.parquet import find_parquet, open_parquet, read_batches
+from intbmoe.tasks.preparation import UNFINISHED, do_part, prepare_once
+from intbmoe.tasks.vision.imagenet import COLUMNS
 from intbmoe.tasks.workers import ALONE, Progress, Workers
 
-NAME, VERSION, META = "imagenet", 1, "meta.json"
+NAME, VERSION = "imagenet", 1
 SPLITS = {"train": "train", "validation": "val"}
 READ_ROWS = 64  # images in memory at a time
 
@@ -39,23 +37,16 @@ def prepare(
 ) -> Mapping[str, Any]:
     parts = [part for split, folder in SPLITS.items() for part in _parts(source, split, folder)]
     plan = {"version": VERSION, "name": NAME, "files": {part.file.name: part.file.stat().st_size for part in parts}}
-    unfinished = target / UNFINISHED
-    if (target / META).is_file():
-        meta = json.loads((target / META).read_bytes())
-        require_same_files(meta["files"], plan["files"], target)
-    else:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        with locked(unfinished, target):
-            claim(unfinished, plan, target)
-            counted = workers.run("unpacking (files)", Unpacker(target, skip_bad), parts, progress)
-            counts = {f"{folder} images": 0 for folder in SPLITS.values()} | {"skipped": 0}
-            for part, one in zip(parts, counted, strict=True):
-                counts[f"{part.folder} images"] += one["images"]
-                counts["skipped"] += one["skipped"]
-            meta = {**plan, "counts": counts}
-            replace_file(target / META, to_json(meta))
-    shutil.rmtree(unfinished, ignore_errors=True)
-    return meta["counts"]
+
+    def make(unfinished: Path) -> Mapping[str, Any]:
+        counted = workers.run("unpacking (files)", Unpacker(target, skip_bad), parts, progress)
+        counts = {f"{folder} images": 0 for folder in SPLITS.values()} | {"skipped": 0}
+        for part, one in zip(parts, counted, strict=True):
+            counts[f"{part.folder} images"] += one["images"]
+            counts["skipped"] += one["skipped"]
+        return {"counts": counts}
+
+    return prepare_once(target, plan, make)["counts"]
 
 
 def _parts(source: Path, split: str, folder: str) -> list[Part]:
@@ -75,34 +66,13 @@ class Unpacker:
 
     def __call__(self, part: Part, progress: Progress) -> dict[str, int]:
         """How many images were written and how many rows left out; nothing is done where that is known."""
-        unfinished = self.target / UNFINISHED
-        receipt = unfinished / f"{part.file.stem}.json"
-        if receipt.is_file():
-            done = json.loads(receipt.read_bytes())
-            if self.skip_bad or not done["skipped"]:
-                return done
-        # A folder of its own: a machine that was given up may still be writing the same part.
-        with private_folder(unfinished, f".{part.file.stem}.", ".part") as own:
-            done = self._unpack(part, own, progress)
-            (own / "done.json").write_bytes(to_json(done))
-            os.replace(own / "done.json", receipt)
-        return done
+        work = partial(self._unpack, part, progress)
+        return do_part(self.target / UNFINISHED, part.file.stem, self.skip_bad, work)
 
-    def _unpack(self, part: Part, own: Path, progress: Progress) -> dict[str, int]:
-        from pyarrow import ArrowException
-
+    def _unpack(self, part: Part, progress: Progress, own: Path) -> dict[str, int]:
         opened = open_parquet(part.file, COLUMNS, "images", pre_buffer=False)
         row, skipped, total = 0, 0, opened.metadata.num_rows
-        batches = opened.iter_batches(batch_size=READ_ROWS, columns=list(COLUMNS))
-        while True:
-            try:
-                batch = next(batches, None)
-            except (ArrowException, OSError) as error:
-                raise DataError(
-                    f"{part.file} is truncated or damaged after row {row}: {error}; get it again"
-                ) from error
-            if batch is None:
-                return {"images": total - skipped, "skipped": skipped}
+        for batch in read_batches(opened, part.file, COLUMNS, READ_ROWS):
             for image, label in zip(*(batch.column(name).to_pylist() for name in COLUMNS), strict=True):
                 problem = _problem(image, label)
                 if problem is None:
@@ -116,6 +86,7 @@ class Unpacker:
                     raise DataError(f"{part.file}, row {row}: {problem} (--skip-bad leaves such rows out)")
                 row += 1
             progress(f"unpacking {part.file.name}", row, total)
+        return {"images": total - skipped, "skipped": skipped}
 
 
 def _problem(image: Any, label: Any) -> str | None:

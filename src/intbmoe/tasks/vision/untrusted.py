@@ -1,4 +1,4 @@
-"""Image files of strangers: refused if they cost more than their pixels, before a decoder sees them.
+"""Image files from strangers: refused if they cost more than their pixels, before a decoder sees them.
 
 A file of kilobytes can keep a decoder busy for minutes: hundreds of empty scans in a JPEG, text or colour profiles in a
 PNG that unpack to megabytes. So a file is taken apart first, and a decoder gets only the parts that make pixels.
