@@ -152,9 +152,11 @@ class Supervisor:
             child = await self._start_front(SPARE, "when-chosen")
             if child is not None:
                 ends = [asyncio.create_task(end) for end in (self._watch_front(child), self._spare_taken.wait())]
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                for end in ends:
-                    end.cancel()
+                try:
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                finally:  # also when the server stops: a spare that ends then is no news
+                    for end in ends:
+                        end.cancel()
                 self._spare_taken.clear()
 
     @property
