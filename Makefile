@@ -17,9 +17,10 @@ demo: $(READY) ## train every method on handwritten digits, and compare them in 
 	@echo "==> Open runs/digits/compare/all/report.html"
 
 # Two processes, a file of tests whole in one of them. pytest's last -n counts: ARGS="-n 0" is one process.
+# Of other packages' plugins for pytest only these two are of use here; all of them take each process seconds to load.
 test: $(READY) ## run the tests; ARGS="-m slow", ARGS="-n 0 tests/test_cli.py" and the like go to pytest
 	@echo "==> Running the tests"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist -p _hypothesis_pytestplugin -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 gpu-test: $(READY) ## run the tests that need a CUDA device, several processes on the one device
 	@echo "==> Running the tests on the GPU"

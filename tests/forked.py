@@ -1,10 +1,12 @@
 """Processes without their four seconds of imports: forked from this one, which has torch and the package already.
 
-``ForkedPopen`` in place of ``subprocess.Popen`` (the fixture ``forked``) forks for ``python -m intbmoe.cli …`` and for
-``python script …``, and starts all else as ever. Output, signals, exit status and folder are those of a process of its
-own. Not for tests of what a fresh process imports.
+``ForkedPopen`` in place of ``subprocess.Popen`` (the fixture ``forked``) forks for ``python -m intbmoe.MODULE …`` and
+for ``python script …``, and starts all else as ever. Output, signals, exit status, folder and files handed on are those
+of a process of its own, and its name is the module's. Not for tests of what a fresh process imports.
 """
 
+import asyncio
+import gc
 import logging
 import os
 import runpy
@@ -12,31 +14,38 @@ import signal
 import subprocess
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 
-CLI = [sys.executable, "-m", "intbmoe.cli"]
 AT_START = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGUSR1: signal.SIG_DFL,
     signal.SIGPIPE: signal.SIG_IGN,
 }
 """What Python does with these signals when it starts."""
+BY_ENVIRONMENT = ("prometheus_client", "intbmoe.serve", "fake_model")
+"""Packages that read the environment when they are imported, and what holds on to them: imported again in a child."""
 
 
 class ForkedPopen(subprocess.Popen):
-    def __init__(self, args, *, env=None, **settings):
-        words = [str(word) for word in args]
-        if words[:3] == CLI:
-            settings["preexec_fn"] = _child(words[2:], env)
+    def __init__(self, args, *, env=None, pass_fds=(), **settings):
+        words = [str(word) for word in args if word != "-P"]
+        if words[:2] == [sys.executable, "-m"] and words[2].startswith("intbmoe."):
+            settings["preexec_fn"] = _child(words[2:], env, pass_fds)
         elif words[0] == sys.executable and words[1].endswith(".py"):
-            settings["preexec_fn"] = _child(words[1:], env)
-        super().__init__(args, env=env, **settings)
+            settings["preexec_fn"] = _child(words[1:], env, pass_fds)
+        super().__init__(args, env=env, pass_fds=pass_fds, **settings)
 
 
-def _child(words, env):
+def _child(words, env, kept):
     def run():  # in the child, with its folder, session and first three files as asked for
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # Popen waits until the child begins, and takes this for it
+        gc.freeze()  # files of the parent that were collected here would close the child's of the same number
+        _close_all_but(kept)  # Popen waits until the child begins, and takes this for it
+        asyncio._set_running_loop(None)
+        signal.set_wakeup_fd(-1)
         for signum, handler in AT_START.items():
             signal.signal(signum, handler)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
@@ -50,6 +59,14 @@ def _child(words, env):
     return run
 
 
+def _close_all_but(kept):
+    first = 3
+    for number in sorted(kept):
+        os.closerange(first, number)
+        first = number + 1
+    os.closerange(first, os.sysconf("SC_OPEN_MAX"))
+
+
 def _code(words):
     """The exit status, after the work and with all said."""
     code = 0
@@ -58,8 +75,13 @@ def _code(words):
             from intbmoe.cli import main
 
             main(words[1:])
-        else:
+        elif words[0].endswith(".py"):
             runpy.run_path(words[0], run_name="__main__")
+        else:
+            Path("/proc/self/comm").write_text(words[0].rpartition(".")[2])
+            for module in [module for module in sys.modules if module.startswith(BY_ENVIRONMENT)]:
+                del sys.modules[module]
+            runpy.run_module(words[0], run_name="__main__")
     except SystemExit as end:
         code = end.code or 0
         if isinstance(code, str):

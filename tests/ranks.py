@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "intbmoe.train", "pytest"])
+NEEDED = ["torch._inductor", "torch.distributed.checkpoint", "intbmoe.train", "pytest", "duckdb", "pyarrow.parquet"]
+NEEDED += [f"intbmoe.tasks.{task}" for task in ("language", "sequences", "travel", "vision")]
+multiprocessing.get_context("forkserver").set_forkserver_preload(NEEDED)  # what cannot be imported is left out
 
 
 def _worker(rank, world, function, arguments, folder):

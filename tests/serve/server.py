@@ -29,18 +29,21 @@ class Answer:
 
 
 class Server:
-    """``with Server(artifact=…, workers=2) as server: server.post("/v1/recommend", {…})``."""
+    """``with Server(artifact=…, workers=2) as server: server.post("/v1/recommend", {…})``.
 
-    def __init__(self, wait=180, **settings):
+    Its engines and fronts are forked, like the supervisor itself; ``fresh``: a Python of their own, as users have it.
+    """
+
+    def __init__(self, wait=180, fresh=False, **settings):
         self.settings = {"port": 0, "loader": "fake_model", "spare": False, **settings}
         self.settings["artifact"] = str(self.settings["artifact"])
-        self.wait = wait
+        self.wait, self.fresh = wait, fresh
         self.log = []
 
     def __enter__(self):
         paths = [str(HERE), str(SOURCE), os.environ.get("PYTHONPATH", "")]
-        self.process = ForkedPopen(  # the supervisor; the engines and fronts that it starts are not forked
-            [sys.executable, HERE / "start_server.py", json.dumps(self.settings)],
+        self.process = ForkedPopen(
+            [sys.executable, HERE / "start_server.py", json.dumps(self.settings), *([] if self.fresh else ["forked"])],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -114,11 +117,13 @@ class Server:
         return [pid for pid, command in self._children() if "front_process" in command]
 
     def _children(self):
+        """Process ids, and what each runs: a fork has that as its name, and the command of the tests."""
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                if parent == self.process.pid:
-                    yield int(folder.name), (folder / "cmdline").read_text()
+                state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
+                if int(parent) == self.process.pid and state != "Z":  # one that has ended is no more
+                    name = (folder / "comm").read_text().strip()
+                    yield int(folder.name), name if name.endswith("_process") else (folder / "cmdline").read_text()
             except (OSError, ValueError, IndexError):
                 continue
 

@@ -14,6 +14,7 @@ from intbmoe.serve import engine_process
 from intbmoe.serve.engine import Engine
 from intbmoe.serve.engine_process import EngineProcess
 from intbmoe.serve.links import Call, Link
+from intbmoe.serve.messages import to_line
 from intbmoe.serve.settings import Settings
 from intbmoe.tasks.serving.requests import Encoded, to_wire
 
@@ -62,6 +63,33 @@ def test_requests_that_do_not_fit_a_socket_together_are_computed_together(tmp_pa
         assert len(classifier.sizes) <= count // 4
         ours.close()  # without its supervisor it ends
         process.join(5)
+        assert not process.is_alive()
+
+
+def test_told_to_drain_it_answers_until_its_last_front_has_gone(tmp_path):
+    path = str(tmp_path / "engine")
+    engine = Engine(Classifier(), Settings(artifact="", budget_ms=2000))
+    ours, theirs = socket.socketpair()
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        transport, link = await loop.create_unix_connection(lambda: Link(path, lambda *_: None), path)
+        for number in range(4):
+            call = Call(b"", time.monotonic() + 30)
+            call.content, call.tokens = to_wire(Encoded(1, {"pixels": np.full(3, number)})), 1
+            link.send(call)
+            assert (await call.done).content[0] == {"pixels": 3 * number}
+            if number == 1:
+                ours.sendall(to_line({"do": "drain"}))
+        transport.close()
+
+    with socket.socket(socket.AF_UNIX) as listener, ours:
+        listener.bind(path)
+        listener.listen()
+        process = threading.Thread(target=EngineProcess(engine, listener, theirs).run, daemon=True)
+        process.start()
+        asyncio.run(run())
+        process.join(20)
         assert not process.is_alive()
 
 

@@ -5,7 +5,6 @@ import os
 import queue
 import select
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ import pytest
 from fake_model import write_artifact
 from server import HERE, SOURCE
 
+from forked import ForkedPopen
 from intbmoe.serve import front_process
 from intbmoe.serve.messages import to_line
 from intbmoe.serve.settings import Settings
@@ -31,7 +31,7 @@ class FrontAlone:
         self.control, theirs = socket.socketpair()
         settings = Settings(artifact=self.artifact, loader="fake_model").to_json()
         arguments = [settings, str(self.listener.fileno()), "when-ready", str(theirs.fileno())]
-        self.process = subprocess.Popen(
+        self.process = ForkedPopen(
             [sys.executable, "-m", "intbmoe.serve.front_process", *arguments],
             pass_fds=[self.listener.fileno(), theirs.fileno()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(SOURCE)])},

@@ -125,10 +125,10 @@ def test_an_engine_that_hangs_while_it_is_left_does_not_survive_the_server(tmp_p
 
 
 def test_nothing_survives_a_killed_supervisor(tmp_path):
-    with Server(artifact=write_artifact(tmp_path)) as server:
+    with Server(artifact=write_artifact(tmp_path), fresh=True) as server:  # whose folder is in an engine's command
         children = dict(server._children())
         [engine] = server.engine_pids()
-        folder = Path(children[engine].split("\0")[-3]).parents[1]
+        folder = Path(children[engine].split("\0")[-3]).parent
         server.process.kill()
         server.process.wait()
         server.until(lambda: not any(_is_alive(pid) for pid in children), 10)

@@ -21,7 +21,7 @@ def writer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("writer")
     (folder / "keys").write_text(f"another\n{KEY}\n")
     artifact = write_artifact(folder / "artifact", action="generate", delay_ms=5)
-    with Server(artifact=artifact, api_key_file=str(folder / "keys"), drain_s=10) as server:
+    with Server(artifact=artifact, api_key_file=str(folder / "keys"), drain_s=10, fresh=True) as server:
         yield server
 
 

@@ -86,7 +86,7 @@ def ask(url, body=None):
     raise AssertionError(f"no answer from {url}")
 
 
-def test_a_task_in_one_file_is_trained_compared_analysed_exported_and_served(folder, capsys):
+def test_a_task_in_one_file_is_trained_compared_analysed_exported_and_served(folder, capsys, sketched):
     steps = commands()
     assert list(steps) == ["train", "compare", "analyse", "export", "serve"]
     run(steps["train"])

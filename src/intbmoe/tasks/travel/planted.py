@@ -13,7 +13,6 @@ it stays at chance; one with room for the whole table reaches ``ceiling``.
 """
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from intbmoe.checks import require, require_positive_int
 from intbmoe.tasks.travel.candidates import TOP, Candidates, session_keys
@@ -32,6 +31,8 @@ SESSIONS = 60  # of a user: one each Monday, so that the weekday and the time si
 
 def make_rule(seed: int = 0, cells: int = CELLS) -> np.ndarray:
     """(scenarios, cells): where the rule sends people, as cells from 0. Random Latin squares, one below the other."""
+    from scipy.optimize import linear_sum_assignment  # slow to import, and every command imports all tasks
+
     require(SCENARIOS % cells == 0, "cells", cells, f"a divisor of {SCENARIOS}")
     random = np.random.default_rng([seed, 0])
     rule = np.empty((SCENARIOS, cells), np.int64)
