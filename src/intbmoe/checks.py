@@ -28,11 +28,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
-def require_state(
-    source: str, state: Mapping[str, Any], expected: Mapping[str, Any], also: Iterable[str] = (), dtypes: bool = False
-) -> None:
-    """Raise unless ``state`` has the keys of ``expected``, no others but ``also``, and tensors of the same shapes."""
-    missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected) - set(also))
+def require_state(source: str, state: Mapping[str, Any], expected: Mapping[str, Any], dtypes: bool = False) -> None:
+    """Raise unless ``state`` has the keys of ``expected``, no others, and tensors of the same shapes."""
+    missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
     if missing or unknown:
         raise KeyError(f"{source} state does not fit: missing keys {missing}, unknown keys {unknown}")
     for name, wanted in expected.items():
