@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require, require_positive_int
 from intbmoe.models.causal import apply_ffn, check_mask, new_ffn_state, require_causal, visible_tokens
-from intbmoe.models.decoding import stream
+from intbmoe.models.decoding import Wanted, stream
 from intbmoe.models.sampling import Sampling
 from intbmoe.models.slots import Slots
 from intbmoe.precision import autocast_dtype, cast, wide
@@ -313,7 +313,7 @@ class Llama(nn.Module):
         graphs and their cache stay with the model for the next call; ``capture=False`` makes none, ``capture=True``
         insists, and on a CPU runs the same steps without graphs.
         """
-        return stream(self, ids, mask, max_new_tokens, stop, Sampling(**sampling), generator, capture)
+        return stream(self, ids, mask, Wanted(max_new_tokens, stop, Sampling(**sampling), generator), capture)
 
     def generate(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         """What ``stream`` yields with the same arguments, as one (B, n): the new ids, without the prompts."""
