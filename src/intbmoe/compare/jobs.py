@@ -26,7 +26,7 @@ from intbmoe.compare.plan import Job, Plan
 from intbmoe.recipes import recipe_to_dict
 from intbmoe.train.errors import RunConflictError
 from intbmoe.train.files import full_disk_is_explained
-from intbmoe.train.run import RunLock
+from intbmoe.train.run import run_lock
 from intbmoe.train.signals import STARTED_BY
 
 POLL_SECONDS = 0.3
@@ -263,7 +263,7 @@ class _Comparison(Scheduler):
         """If another process has the run, the one about to be started waits for it."""
         if job.run.path.is_dir():
             try:
-                with RunLock(job.run.path):
+                with run_lock(job.run.path):
                     pass
             except RunConflictError as conflict:
                 self._say(f"waiting  {job.title}: {conflict}")

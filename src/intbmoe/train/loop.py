@@ -41,7 +41,7 @@ from intbmoe.train.resume import (
     model_tensors,
     restore,
 )
-from intbmoe.train.run import RunDirectory, RunLock, describe_environment
+from intbmoe.train.run import RunDirectory, describe_environment, run_lock
 from intbmoe.train.shards import is_sharded
 from intbmoe.train.signals import StopRequest
 from intbmoe.train.step import StepResult
@@ -76,14 +76,16 @@ def train(
     with ExitStack() as stack:
         if ranks.main:
             run.path.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(RunLock(run.path, wait))
+            stack.enter_context(run_lock(run.path, wait))
             run.claim(recipe)
         if ranks.from_main(int(run.finished)):
             return run
         stack.enter_context(ranks.losses_are_explained())
-        stack.enter_context(_determinism(recipe.train.deterministic))
-        said = stack.enter_context(_threads(recipe.train.threads, run, ranks))
-        training = Training(task, run, ranks, quiet, said)
+        if recipe.train.deterministic:
+            stack.enter_context(_determinism())
+        on_cpu = ranks.device.type == "cpu"
+        notes = stack.enter_context(_threads(recipe.train.threads, run, ranks)) if on_cpu else []
+        training = Training(task, run, ranks, quiet, notes)
         stack.callback(training.close)
         stack.enter_context(training.divergence_is_explained())
         stop = stack.enter_context(StopRequest(training.progress.say, ranks.world))
@@ -298,11 +300,8 @@ class Training:
 
 
 @contextmanager
-def _determinism(wanted: bool) -> Iterator[None]:
+def _determinism() -> Iterator[None]:
     """Ask torch for algorithms that repeat bit for bit, and leave it as it was found."""
-    if not wanted:
-        yield
-        return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with this
     before = torch.are_deterministic_algorithms_enabled()
     filling = torch.utils.deterministic.fill_uninitialized_memory
@@ -319,9 +318,6 @@ def _determinism(wanted: bool) -> Iterator[None]:
 def _threads(wanted: int | None, run: RunDirectory, ranks: Ranks) -> Iterator[list[str]]:
     """Compute with as many CPU threads as the run began with, or as are wanted; yields what is to be said about it."""
     before = torch.get_num_threads()
-    if ranks.device.type != "cpu":
-        yield []
-        return
     begun = ranks.from_main((run.threads() or 0) if ranks.main else 0)
     count = wanted or begun or before
     said = []

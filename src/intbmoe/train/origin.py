@@ -19,7 +19,7 @@ from intbmoe.tasks.base import SPLITS, Examples, Task
 from intbmoe.tasks.own_data import fingerprint
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.errors import RunConflictError
-from intbmoe.train.run import FREE_TO_CHANGE, differing_keys, differing_settings
+from intbmoe.train.run import FREE_TO_CHANGE, differing_keys, differing_settings, list_differences
 
 EXAMPLES = 32  # of each split
 FILES = 1000  # of those under a path
@@ -47,23 +47,18 @@ def require_same_origin(
     if there is None:
         tell(f"{where} does not say which settings and data it is of, as checkpoints of old: taken as it is")
         return
-    free = (*FREE_TO_CHANGE, "data.path")
-    settings = differing_settings(recipe_to_dict(recipe_from_dict(there["recipe"])), recipe)
-    settings = {key: values for key, values in settings.items() if key not in free}
+    settings = differing_settings(recipe_from_dict(there["recipe"]), recipe, free=(*FREE_TO_CHANGE, "data.path"))
     if settings:
         raise RunConflictError(
-            f"{where} is a checkpoint of another run:\n{_listed(settings)}\nRemove it, and put this run's own back if "
-            f"there is a copy; the run then goes on from the newest that is left."
+            f"{where} is a checkpoint of another run:\n{list_differences(settings)}\n"
+            f"Remove it, and put this run's own back if there is a copy; the run then goes on from the newest left."
         )
     data = {key: values for key, values in differing_keys(there["data"], now["data"]).items() if not _close(*values)}
     if data:
         raise RunConflictError(
-            f"the data is not what the checkpoint in {where} was trained on:\n{_listed(data)}\nTo go on, {REMEDY}."
+            f"the data is not what the checkpoint in {where} was trained on:\n{list_differences(data)}\n"
+            f"To go on, {REMEDY}."
         )
-
-
-def _listed(differing: Mapping[str, tuple[Any, Any]]) -> str:
-    return "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, (old, new) in differing.items())
 
 
 def _close(old: Any, new: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Self
 
 from rich.console import Console
@@ -59,7 +60,7 @@ class TrainingProgress:
             figures += f"  {self.examples_per_second:.0f} examples/s"
         if self._bar is None or split != "train":
             seconds = (self.steps - step) * batch / max(self.examples_per_second, 1e-9)
-            left = f"  {_duration(seconds)} left" if split == "train" else ""
+            left = f"  {timedelta(seconds=round(seconds))} left" if split == "train" else ""
             self.say(f"{self.title}  step {step}/{self.steps}  {split}  {figures}{left}")
         if self._bar is not None and split == "train":
             self._bar.update(self._task, figures=figures)
@@ -111,9 +112,3 @@ class PreparationProgress:
     def _line(self, text: str) -> None:
         if not self.console.is_terminal:
             self.console.print(text, markup=False)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
