@@ -63,16 +63,13 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """For tables and folders."""
         return self.kind if self.experts is None else f"{self.kind}-E{self.experts}"
 
     @property
     def precompose(self) -> bool:
-        """Whether blocks are composed at export."""
         return self.kind != "composing"
 
     def recipe(self, base: Recipe) -> Recipe:
-        """The recipe of this variant's model."""
         if self.kind == "dense":
             return replace(base, moe=replace(base.moe, name="dense", options={}))
         moe = base.moe if self.experts is None else replace(base.moe, experts=self.experts)
@@ -87,8 +84,6 @@ def make_variants(kinds: Sequence[str], experts: Sequence[int]) -> list[Variant]
 
 class Journeys:
     """The embedded travel task."""
-
-    trained = True
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self._folder, self._dtype = folder, dtype
@@ -120,8 +115,6 @@ class Journeys:
 
 class IntTravelLike:
     """The paper's travel model and as many places as asked for."""
-
-    trained = False
 
     def __init__(self, folder: Path, dtype: str, places: int, device: str) -> None:
         self._folder, self._dtype, self._places, self._device = folder, dtype, places, device
