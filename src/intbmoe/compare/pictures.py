@@ -9,6 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from intbmoe.compare.summary import trained_rows
 from intbmoe.registry import method_family
 from intbmoe.report.canvas import LOAD_TITLES, Data, Picture, add_legend, tidy
 from intbmoe.report.numbers import axis_scale, flops_unit
@@ -31,10 +32,6 @@ def draw_comparison(data: Data, curves: Sequence[Data]) -> list[Picture]:
     return [*_draw_cost(data), *_draw_curves(data, curves), *_draw_load(data, curves), *_draw_sensitivity(data)]
 
 
-def _trained(rows: Sequence[Data]) -> list[Data]:
-    return [row for row in rows if row["mean"] is not None]
-
-
 def _add_legend(figure: Figure, rows: Sequence[Data]) -> None:
     add_legend(figure, {method_family(row["method"]) for row in rows})
 
@@ -44,7 +41,7 @@ def _add_legend(figure: Figure, rows: Sequence[Data]) -> None:
 
 def draw_table(rows: Sequence[Data], title: str, higher_is_better: bool, path: Path) -> Path:
     """Save the picture: the metric with its interval on the left, FLOPs and parameters on the right."""
-    trained = sorted(_trained(rows), key=lambda row: row["mean"] if higher_is_better else -row["mean"])
+    trained = sorted(trained_rows(rows), key=lambda row: row["mean"] if higher_is_better else -row["mean"])
     figure = Figure(figsize=(11, 1.4 + 0.34 * len(trained)), layout="constrained")
     metric, flops, params = figure.subplots(1, 3, sharey=True, width_ratios=(2.2, 1, 1))
     factor, percent = axis_scale(trained[0]["metric"])
@@ -121,7 +118,7 @@ def _tidy_rows(axes: Axes) -> None:
 
 
 def _draw_cost(data: Data) -> list[Picture]:
-    rows = _trained(data["rows"])
+    rows = trained_rows(data["rows"])
     if len(rows) < 2:
         return []
     factor, unit = axis_scale(data["metric"])
@@ -285,7 +282,7 @@ def _draw_over_training(
 
 def _styles(data: Data, labels: Sequence[str]) -> dict[str, dict[str, Any]]:
     """How the lines of a method look; where there are too many to follow, only of some, which stand out."""
-    means = {row["label"]: row["mean"] for row in _trained(data["rows"])}
+    means = {row["label"]: row["mean"] for row in trained_rows(data["rows"])}
     sign = -1 if data["higher_is_better"] else 1
     first = [label for label in ("intbmoe", "dense") if label in labels]
     others = sorted((one for one in labels if one in means and one not in first), key=lambda one: sign * means[one])
@@ -300,7 +297,7 @@ def _styles(data: Data, labels: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _draw_sensitivity(data: Data) -> list[Picture]:
-    rows = {row["label"]: row for row in data["rows"] if row["mean"] is not None}
+    rows = {row["label"]: row for row in trained_rows(data["rows"])}
     grids = {
         name: [(float(one["value"]), rows[one["label"]]) for one in variants if one["label"] in rows]
         for name, variants in data["sets"].items()

@@ -22,6 +22,7 @@ from intbmoe.train import load
 
 FEW_SEEDS = 3
 """With as many or fewer, a method's own spread is not used by itself."""
+Row = Mapping[str, Any]  # one of ``Summary.record``, or of a page's data
 ROUTED_EXAMPLES = 64
 """Test examples on which the experts of a token are counted, where a trained router decides on their number."""
 
@@ -121,6 +122,11 @@ def make_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
         for row, interval in zip(having, confidence_intervals(values), strict=True):
             row["metrics"][name]["interval_95"] = interval
     return rows
+
+
+def trained_rows(rows: Sequence[Row]) -> list[Row]:
+    """All but the precomposed forms, which have the metrics of what they were composed from."""
+    return [row for row in rows if row["mean"] is not None]
 
 
 def summarise(jobs: Iterable[Job]) -> list[Summary]:

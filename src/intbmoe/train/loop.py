@@ -19,10 +19,9 @@ from intbmoe.files import digest, file_digest, to_json
 from intbmoe.layer import moe_layers, unwrap
 from intbmoe.recipes import load_recipe, override
 from intbmoe.tasks import make_task
-from intbmoe.tasks.base import Batch, Task
+from intbmoe.tasks.base import Task
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.build import build, doubts, learning_rate
-from intbmoe.train.data import derive_seed, make_generator, micro_batches, read_ahead
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import NonFiniteLossError, TrainingInterrupted
 from intbmoe.train.evaluation import Evaluation, evaluate_split
@@ -44,7 +43,7 @@ from intbmoe.train.resume import (
 from intbmoe.train.run import RunDirectory, describe_environment, run_lock
 from intbmoe.train.shards import is_sharded
 from intbmoe.train.signals import StopRequest
-from intbmoe.train.step import StepResult
+from intbmoe.train.step import StepResult, prepared_steps
 
 
 def train(
@@ -156,7 +155,7 @@ class Training:
         self.started = time.perf_counter() - at.seconds
         self.progress.start(at.step)
         evaluate_every = plan.epochs_to_steps(settings.eval_every)
-        for batches in self._steps():
+        for batches in prepared_steps(self.task, self.examples, plan, self.ranks, settings, at.step):
             rate = learning_rate(at.step, settings, plan)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
@@ -173,20 +172,6 @@ class Training:
                 self.save()
             if not last:
                 self._stop_if_asked(result)
-
-    def _steps(self) -> Iterator[list[Batch]]:
-        """This rank's prepared micro-batches of each step. Random numbers start anew at each, see ``data.py``."""
-        seed, rank = self.settings.seed, self.ranks.rank
-        reads = micro_batches(self.plan, seed, rank, self.at.step)
-        pin = self.ranks.device.type == "cuda"
-        batches = []
-        for read, batch in read_ahead(self.examples, reads, seed, self.settings.workers, pin):
-            generator = make_generator(seed, "prepare", read.step, read.offset)
-            batches.append(self.task.prepare(self.ranks.to_device(batch), generator))
-            if len(batches) == self.plan.accumulation:
-                torch.manual_seed(derive_seed(seed, "step", read.step, rank))
-                yield batches
-                batches = []
 
     def _log_training(self, rate: float) -> None:
         loads = take_loads(self.model, self.progress.say)
