@@ -35,8 +35,9 @@ from intbmoe.export.golden import ask, make_golden
 from intbmoe.files import file_digest, to_json
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.models.travel import PLACE
-from intbmoe.recipes import Recipe, load_recipe, recipe_to_dict
+from intbmoe.recipes import load_recipe, recipe_to_dict
 from intbmoe.tasks import make_task
+from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Predictor
 from intbmoe.tasks.travel.examples import HOUR, SCORE_CODES
 from intbmoe.train.files import pack_tensors

@@ -66,7 +66,8 @@ def analyse(
 def recipes() -> None:
     """List the recipes for train and compare, and the sets for compare --methods."""
     with explained(ModuleNotFoundError):
-        from intbmoe.recipes import SETS, describe_recipe, list_recipes, load_recipe
+        from intbmoe.recipes import describe_recipe, list_recipes, load_recipe
+        from intbmoe.recipes.sets import SETS
     table = Table("recipe", "task", "length", "batch", "about")
     for name in list_recipes():
         recipe = load_recipe(name)

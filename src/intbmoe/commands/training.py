@@ -199,7 +199,8 @@ def prepare(
     if name not in preparations:
         sys.exit(f"intbmoe: no data to prepare is called {name!r}: {did_you_mean(name, preparations)}")
     try:
-        with explained(DataError, OSError, ModuleNotFoundError), PreparationProgress() as progress:
+        progress = PreparationProgress()
+        with explained(DataError, OSError, ModuleNotFoundError), progress.bars:
             options = {"skip_bad": skip_bad, "progress": progress.show, "workers": chosen}
             counted = preparations[name].run(source, target, **options)
     except KeyboardInterrupt:

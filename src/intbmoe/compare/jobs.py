@@ -202,7 +202,8 @@ def choose_jobs(plan: Plan, runs: int, wanted: int | None) -> int:
 
 
 def run_jobs(plan: Plan, waiting: Sequence[Job], jobs: int, console: Console) -> list[Failure]:
-    with _Comparison(plan, len(waiting), jobs, console) as comparison:
+    comparison = _Comparison(plan, len(waiting), jobs, console)
+    with comparison.bars:
         comparison.run(list(waiting))
     return comparison.failures
 
@@ -221,15 +222,8 @@ class _Comparison(Scheduler):
         columns = (BarColumn(bar_width=24), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
         title = TextColumn("{task.description}")
         self.bars = Progress(title, *columns, console=console, disable=not console.is_terminal)
-        self.bar_of: dict[str, TaskID] = {}
-
-    def __enter__(self) -> "_Comparison":
-        self.bars.start()
         self.all = self.bars.add_task("[bold]all runs", total=self.total, completed=self.done, state=self._share())
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bars.stop()
+        self.bar_of: dict[str, TaskID] = {}
 
     def _share(self) -> str:
         return f"{self.done}/{self.total}"

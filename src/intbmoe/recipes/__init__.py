@@ -14,26 +14,9 @@ from typing import Any, get_args
 import yaml
 
 from intbmoe.checks import did_you_mean
-from intbmoe.recipes.sets import SETS
 from intbmoe.registry import find_method, find_task, list_tasks, unknown_task
 from intbmoe.settings import field_types, from_plain, to_plain
-from intbmoe.tasks.recipe import DecayGroup, MoESettings, Recipe, TrainSettings
-
-__all__ = [
-    "SETS",
-    "MoESettings",
-    "Recipe",
-    "TrainSettings",
-    "check_options",
-    "describe_recipe",
-    "list_recipes",
-    "load_recipe",
-    "option_types",
-    "override",
-    "recipe_from_dict",
-    "recipe_to_dict",
-    "require_options",
-]
+from intbmoe.tasks.recipe import DecayGroup, Recipe
 
 FOLDER = Path(__file__).parent
 SUFFIXES = (".yaml", ".yml")
