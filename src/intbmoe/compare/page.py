@@ -48,7 +48,7 @@ Data = Mapping[str, Any]
 class Comparison:
     plan: Plan
     sound: Sequence[Job]
-    rows: Sequence[Mapping[str, Any]]  # of ``Summary.record``
+    rows: Sequence[Mapping[str, Any]]  # of ``make_rows``
     floors: Mapping[str, Mapping[str, float]]
     left_out: Sequence[Mapping[str, str]]
     methods: str  # as ``--methods`` named them

@@ -212,50 +212,48 @@ def _label(axes: Axes, places: Sequence[tuple[float, float]], texts: Sequence[st
 # Over training.
 
 
+OVER_TRAINING = {
+    "curves": (
+        "Loss of all runs over training",
+        "One line for each run; seeds of a method have its colour, so that their distance shows what chance does. "
+        "Where validation turns up while training falls, a model learns by heart.",
+        "From each run's metrics.jsonl, at most 400 points of a curve. Training values are means since the line "
+        "before, without auxiliary losses; validation is of the whole split.",
+    ),
+    "load": (
+        "Load over training",
+        "How evenly each method spread its tokens while it was trained. Lines at 1 are even; a low utilisation means "
+        "experts without tokens, and a high largest load means that one of them does the work of many.",
+        "From each run's metrics.jsonl: loads since the line before, means over the layers that choose. Methods whose "
+        "tokens do not choose have no load and no line.",
+    ),
+}
+"""Title, what is to be seen, and how it was made."""
+
+
 def _draw_curves(data: Data, curves: Sequence[Data]) -> list[Picture]:
     metric = data["metric"]
     wanted = [("train", "loss", "training loss"), ("valid", "loss", "validation loss")]
     if metric != "loss":
         wanted.append(("valid", metric, f"validation {metric}"))
-    see = (
-        "One line for each run; seeds of a method have its colour, so that their distance shows what chance does. "
-        "Where validation turns up while training falls, a model learns by heart."
-    )
-    how = (
-        "From each run's metrics.jsonl, at most 400 points of a curve. Training values are means since the line "
-        "before, without auxiliary losses; validation is of the whole split."
-    )
-    return _draw_over_training(data, curves, wanted, "curves", "Loss of all runs over training", see, how)
+    return _draw_over_training(data, curves, "curves", wanted)
 
 
 def _draw_load(data: Data, curves: Sequence[Data]) -> list[Picture]:
     dropping = any(c["name"] == "dropped" and any(c["values"]) for c in curves)
     wanted = [("train", name, title) for name, title in LOAD_TITLES.items() if name != "dropped" or dropping]
-    see = (
-        "How evenly each method spread its tokens while it was trained. Lines at 1 are even; a low utilisation means "
-        "experts without tokens, and a high largest load means that one of them does the work of many."
-    )
-    how = (
-        "From each run's metrics.jsonl: loads since the line before, means over the layers that choose. Methods whose "
-        "tokens do not choose have no load and no line."
-    )
-    return _draw_over_training(data, curves, wanted, "load", "Load over training", see, how)
+    return _draw_over_training(data, curves, "load", wanted)
 
 
 def _draw_over_training(
-    data: Data,
-    curves: Sequence[Data],
-    wanted: Sequence[tuple[str, str, str]],
-    name: str,
-    title: str,
-    see: str,
-    how: str,
+    data: Data, curves: Sequence[Data], name: str, wanted: Sequence[tuple[str, str, str]]
 ) -> list[Picture]:
     """A panel for each of the curves (split, name, title) that there are; nothing where there is none."""
     kinds = {(curve["split"], curve["name"]) for curve in curves}
     wanted = [(split, kind, words) for split, kind, words in wanted if (split, kind) in kinds]
     if not wanted:
         return []
+    title, see, how = OVER_TRAINING[name]
     shown = {(split, kind) for split, kind, _ in wanted}
     titles = {curve["label"]: curve["title"] for curve in curves if (curve["split"], curve["name"]) in shown}
     styles = _styles(data, list(dict.fromkeys(curve["label"] for curve in curves)))  # the same in all pictures

@@ -90,13 +90,7 @@ def choose_baseline(jobs: Sequence[Job], wanted: str | None) -> str | None:
 
 def choose_seeds(named: Sequence[int], number: int) -> list[int]:
     """The first of the recipe's seeds; beyond them the smallest integers that are not among them."""
-    seeds = list(dict.fromkeys(named))
-    candidate = 0
-    while len(seeds) < number:
-        if candidate not in seeds:
-            seeds.append(candidate)
-        candidate += 1
-    return seeds[:number]
+    return list(dict.fromkeys([*named, *range(len(named) + number)]))[:number]
 
 
 def _require_same(run: RunDirectory, recipe: Recipe) -> None:

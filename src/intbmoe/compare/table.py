@@ -179,12 +179,12 @@ def anchor(label: str) -> str:
 
 def floors_table(floors: Floors, title: str, kind: str = "Floor") -> Table:
     metrics = list(dict.fromkeys(metric for values in floors.values() for metric in values))
-    rows = [[Cell(name, name), *(_floor_cell(values, metric) for metric in metrics)] for name, values in floors.items()]
+    rows = []
+    for name, values in floors.items():
+        texts = {metric: format_metric(metric, value) for metric, value in values.items()}
+        found = (Cell(texts.get(metric, NOTHING), values.get(metric)) for metric in metrics)
+        rows.append([Cell(name, name), *found])
     return Table(title, [Column(kind, numeric=False), *map(Column, metrics)], rows)
-
-
-def _floor_cell(values: Mapping[str, float], metric: str) -> Cell:
-    return Cell(format_metric(metric, values[metric]), values[metric]) if metric in values else Cell(NOTHING)
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -232,19 +232,16 @@ def file_stem(methods: str) -> str:
     return "+".join(dict.fromkeys(names))[:LONGEST_STEM]
 
 
-def _metric_columns(rows: Sequence[Row]) -> list[str]:
-    names = dict.fromkeys(name for row in rows for name in row["metrics"])
-    return [column for name in names for column in (name, f"{name}_interval_95")]
-
-
 def write_files(
     folder: Path, stem: str, rows: Sequence[Row], title: str, higher_is_better: bool, floors: Floors | None = None
 ) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     table = brief_table(rows, title, higher_is_better)
     below = [floors_table(floors, "")] if floors else []
+    metrics = dict.fromkeys(name for row in rows for name in row["metrics"])
+    columns = (*IN_CSV, *(column for name in metrics for column in (name, f"{name}_interval_95")))
     contents = {
-        "csv": table.csv((*IN_CSV, *_metric_columns(rows)), line_end="\r\n"),
+        "csv": table.csv(columns, line_end="\r\n"),
         "json": table.json(),
         "md": table.markdown_document(*below),
     }

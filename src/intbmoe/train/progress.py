@@ -70,8 +70,8 @@ class TrainingProgress:
 class PreparationProgress:
     """Shows the stages of ``intbmoe prepare``: a bar each on a terminal, else a line when a stage begins and ends."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True, soft_wrap=True, highlight=False)
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, soft_wrap=True, highlight=False)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
         self.bars = Progress(*columns, TimeElapsedColumn(), console=self.console, disable=not self.console.is_terminal)
         self._stages: dict[str, int] = {}

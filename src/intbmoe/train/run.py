@@ -197,10 +197,6 @@ class RunDirectory:
             replace_file(self.path / name, content)
 
 
-def find_runs(root: str | Path = "runs") -> list[RunDirectory]:
-    return [RunDirectory(path.parent) for path in sorted(Path(root).rglob("config.yaml"))]
-
-
 @contextmanager
 def moved_data_is_explained(path: str | Path) -> Iterator[None]:
     """Say where a run's data was expected, if it is not there any more."""
