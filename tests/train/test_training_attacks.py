@@ -298,7 +298,7 @@ def test_a_checkpoint_of_old_goes_on_with_a_word(tmp_path, monkeypatch, capsys, 
     run = stop_at(monkeypatch, tiny_recipe(), tmp_path, 5)
     edit_state(run, lambda state: state.pop("origin"))
     assert_same(train(tiny_recipe(), tmp_path, quiet=True), straight)
-    assert "does not say which settings and data it is of" in capsys.readouterr().err
+    assert "was written before checkpoints named their settings and data" in capsys.readouterr().err
 
 
 def test_data_that_is_moved_is_the_same(tmp_path):

@@ -82,7 +82,7 @@ def _won(verdict: Verdict, metric: str, best: Data, overlapping: Sequence[Data])
 
 
 def _below_floor(data: Data, best: Data) -> str:
-    """Said only where it hurts: what does not beat a floor has learned nothing."""
+    """Said only of a best method that does not beat a floor: it has learned nothing."""
     sign, metric = 1 if data["higher_is_better"] else -1, data["metric"]
     reached = {name: values[metric] for name, values in data["floors"].items() if metric in values}
     unbeaten = {name: value for name, value in reached.items() if sign * value >= sign * best["mean"]}

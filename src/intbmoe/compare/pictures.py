@@ -128,7 +128,7 @@ def _draw_cost(data: Data) -> list[Picture]:
         ("flops", flops, f"FLOPs of one example ({letter})"),
         ("seconds", 1, "training, seconds a run"),
     )
-    equal = [axis for axis in axes_of if _alike(rows, axis[0])]  # points of one place in a heap say nothing
+    equal = [axis for axis in axes_of if _alike(rows, axis[0])]  # points on top of each other say nothing
     axes_of = tuple(axis for axis in axes_of if axis not in equal) or axes_of[1:2]
     figure = Figure(figsize=(max(5.5, 3.7 * len(axes_of)), 4.6), layout="constrained")
     panels = figure.subplots(1, len(axes_of), sharey=True, squeeze=False)[0]
@@ -215,17 +215,17 @@ def _label(axes: Axes, places: Sequence[tuple[float, float]], texts: Sequence[st
 OVER_TRAINING = {
     "curves": (
         "Loss of all runs over training",
-        "One line for each run; seeds of a method have its colour, so that their distance shows what chance does. "
-        "Where validation turns up while training falls, a model learns by heart.",
-        "From each run's metrics.jsonl, at most 400 points of a curve. Training values are means since the line "
-        "before, without auxiliary losses; validation is of the whole split.",
+        "One line for each run; the seeds of a method share its colour, so their spread shows the effect of chance. "
+        "Where the validation loss rises while the training loss falls, a model overfits.",
+        "From each run's metrics.jsonl, at most 400 points of a curve. Training values are means since the previous "
+        "line, without auxiliary losses; validation covers the whole split.",
     ),
     "load": (
         "Load over training",
         "How evenly each method spread its tokens while it was trained. Lines at 1 are even; a low utilisation means "
         "experts without tokens, and a high largest load means that one of them does the work of many.",
-        "From each run's metrics.jsonl: loads since the line before, means over the layers that choose. Methods whose "
-        "tokens do not choose have no load and no line.",
+        "From each run's metrics.jsonl: loads since the previous line, means over the layers with a router. Methods "
+        "without a choice of experts have no load and no line.",
     ),
 }
 """Title, what is to be seen, and how it was made."""

@@ -91,7 +91,7 @@ def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
     task = data.get("task")
     if task not in list_tasks():
         raise ValueError(f"task={task!r} is not allowed: {unknown_task(str(task))}")
-    recipe = from_plain(find_task(task).recipe_type, _in_todays_words(data), "")
+    recipe = from_plain(find_task(task).recipe_type, _upgraded(data), "")
     try:
         options = check_options(recipe.moe.name, recipe.moe.options)
     except KeyError as error:
@@ -117,8 +117,8 @@ def override(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     return recipe_from_dict(plain) if settings else recipe
 
 
-def _in_todays_words(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Runs of earlier versions say ``decay_all``, whose False spared all that can be spared."""
+def _upgraded(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings under today's names: runs of earlier versions have ``decay_all``, whose False spared every group."""
     train = data.get("train")
     if not isinstance(train, Mapping) or "decay_all" not in train:
         return data

@@ -74,7 +74,7 @@ class Found(NamedTuple):
 
 
 def find_ffns(model: nn.Module) -> Found:
-    """All FFNs of ``model``, in its order."""
+    """All FFNs of ``model``, in the order of its modules."""
     ffns, refused, inside = [], {}, ()
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))

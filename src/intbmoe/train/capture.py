@@ -1,4 +1,4 @@
-"""Forward and backward of a micro-batch as a CUDA graph: recorded once, replayed at every step.
+"""A micro-batch's forward and backward pass as a CUDA graph: recorded once, replayed at every step.
 
 A step of a small model is hundreds of short kernels, and Python launches them more slowly than a large GPU runs them. A
 replayed graph is one launch. The kernels and their random numbers are those of the ordinary step, so a captured

@@ -166,7 +166,7 @@ class Training:
             if last or at.step % settings.log_every == 0:
                 self._log_training(rate)
             if last or at.step % evaluate_every == 0:
-                self._look()
+                self._evaluate_all()
             self.progress.advance(at.step)
             if last or at.step % settings.checkpoint_every == 0:
                 self.save()
@@ -181,7 +181,7 @@ class Training:
         if self.log is not None:
             self.log.write_loads(self.at.step, loads)
 
-    def _look(self) -> None:
+    def _evaluate_all(self) -> None:
         """Evaluate on the validation split, if there is one; and on the test split where the best is reported."""
         if self.validates:
             self.at.valid = self._evaluate("valid").metrics
@@ -218,8 +218,8 @@ class Training:
             raise NonFiniteLossError(
                 f"{error}. Training has diverged, and the same command {saved}would come to the same end: lower "
                 f"train.lr (it is {train.lr:g}) or train.clip ({train.clip}), or lengthen train.warmup "
-                f"({train.warmup:g} epochs), if the data has no such number itself; in a run of its own (--moe.label "
-                f"NAME), or remove {self.run.path} first"
+                f"({train.warmup:g} epochs), unless the data itself holds such a number; do so in a new run "
+                f"(--moe.label NAME), or remove {self.run.path} first"
             ) from error
 
     def _write(self, split: str, values: dict[str, float], speed: float | None = None) -> None:
@@ -240,7 +240,7 @@ class Training:
         raise TrainingInterrupted(signum, message)
 
     def finish(self) -> None:
-        """Evaluate on the test split, unless ``_look`` did so all along, and write the results."""
+        """Evaluate on the test split, unless ``_evaluate_all`` did so all along, and write the results."""
         best = self.settings.report == "best"
         test = self.at.best
         if not best:

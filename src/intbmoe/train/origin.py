@@ -1,7 +1,7 @@
-"""What a run's checkpoints are of: its recipe, and a fingerprint of its data. Only a run of both goes on from them.
+"""Which recipe and data a checkpoint was trained with. Only a run with the same recipe and data may resume from it.
 
-The fingerprint is cheap for data of any size: how many examples each split has, a few of them as the model gets them,
-and of the files their names, how many there are, and of some of them size and content. Small data is looked at whole.
+The fingerprint of the data is cheap at any size: the number of examples in each split, a few of them as the model gets
+them, and the files' names and number, with size and content of some. Small data is read whole.
 """
 
 import math
@@ -45,7 +45,7 @@ def require_same_origin(
 ) -> None:
     """Raise unless the checkpoint in the folder ``where`` is of this recipe and of this data."""
     if there is None:
-        tell(f"{where} does not say which settings and data it is of, as checkpoints of old: taken as it is")
+        tell(f"{where} was written before checkpoints named their settings and data: it is used without that check")
         return
     settings = differing_settings(recipe_from_dict(there["recipe"]), recipe, free=(*FREE_TO_CHANGE, "data.path"))
     if settings:

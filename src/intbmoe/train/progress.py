@@ -1,4 +1,4 @@
-"""What a person sees: a bar on a terminal, plain lines in a log, nothing when quiet."""
+"""Progress on the screen: a bar on a terminal, plain lines in a log, nothing when quiet."""
 
 import time
 from collections.abc import Mapping

@@ -7,7 +7,7 @@ loads.jsonl          of methods whose tokens choose, each expert's assignments b
 events.…             the same for TensorBoard, and throughput
 checkpoints/         see resume.py
 model.safetensors    the trained model
-outcomes.npz         what became of each test example, see outcomes.py
+outcomes.npz         the result on each test example, see outcomes.py
 done.json            the results, once finished
 lock                 held by the process that trains
 """
@@ -129,7 +129,7 @@ class RunDirectory:
         raise DamagedFileError(f"{self.result_path} cannot be read back: {lacking}")
 
     def outcomes(self) -> dict[str, np.ndarray] | None:
-        """What became of each test example, by name, (N,) in the order of the split; None where a run kept none."""
+        """The result on each test example, by name, (N,) in the order of the split; None where a run kept none."""
         checksum = self.result["sha256"].get(self.outcomes_path.name)
         return None if checksum is None else read_outcomes(self.outcomes_path, checksum)
 
