@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from intbmoe.compare.summary import trained_rows
 from intbmoe.registry import method_family
 from intbmoe.report.canvas import LOAD_TITLES, Data, Picture, add_legend, tidy
-from intbmoe.report.numbers import axis_scale, flops_unit
+from intbmoe.report.numbers import axis_scale, flops_unit, format_difference
 from intbmoe.report.style import BLUE, FAMILIES, GREY, GRID, METHODS, PALE
 from intbmoe.report.style import ORANGE as OWN
 
@@ -334,7 +334,6 @@ def _draw_sensitivity(data: Data) -> list[Picture]:
 
 def _told_grid(data: Data, name: str, points: Sequence[tuple[float, Data]]) -> str:
     best = (max if data["higher_is_better"] else min)(points, key=lambda point: point[1]["mean"])
-    factor, _ = axis_scale(data["metric"])
-    means = [row["mean"] * factor for _, row in points]
-    digits, unit = (2, " points") if factor == 100 else (4, "")
-    return f"{name}: best at {best[0]:g}, all within {max(means) - min(means):.{digits}f}{unit}."
+    means = [row["mean"] for _, row in points]
+    span = format_difference(data["metric"], max(means) - min(means), "points")
+    return f"{name}: best at {best[0]:g}, all within {span}."

@@ -9,7 +9,7 @@ from typing import Any
 
 from intbmoe.compare.summary import FEW_SEEDS, Row, trained_rows
 from intbmoe.layer import OnePer
-from intbmoe.report.numbers import NOTHING, flops_unit, format_metric
+from intbmoe.report.numbers import NOTHING, flops_unit, format_difference, format_metric
 from intbmoe.report.tables import Cell, Column, Span, Table
 
 Floors = Mapping[str, Mapping[str, float]]
@@ -131,10 +131,9 @@ def _baseline(rows: Sequence[Row]) -> str | None:
 def _difference_cell(row: Row) -> Cell:
     if not (found := row.get("difference")):
         return Cell(NOTHING)
-    factor, digits = (100, 2) if row["metric"].startswith("accuracy") else (1, 4)
-    value = f"{factor * found['value']:+.{digits}f}".replace("-", "−")
-    text = f"{value} ± {factor * found['interval_95']:.{digits}f}{'*' * (found['p_holm'] < SURE)}"
-    return Cell(text, found["value"])
+    value = format_difference(row["metric"], found["value"], "", sign="+").rstrip()
+    reach = format_difference(row["metric"], found["interval_95"], "").rstrip()
+    return Cell(f"{value} ± {reach}{'*' * (found['p_holm'] < SURE)}", found["value"])
 
 
 def difference_notes(rows: Sequence[Row]) -> list[str]:
