@@ -77,7 +77,7 @@ class Stages:
             for name, milliseconds in zip(ON_DEVICE, self._device_stages(batch, shape), strict=True):
                 found[name].append(milliseconds)
             values, rows = (part[: len(batch), :RESULTS] for part in self._graphs.read(shape[0], RESULTS))
-            found["answers"].append(_timed(self._predictor._answers, batch, values, rows, {}))
+            found["answers"].append(_timed(self._predictor._answers, batch, values, rows, {}, {}))
             found["pack"].append(_timed(_pack, self._predictor._answers(batch, values, rows, {}, {})))
             found["step"].append(_timed(self._step, messages))
         found["ordinary"] = [self._ordinary(batch) for _ in range(3)]
