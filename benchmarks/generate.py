@@ -70,7 +70,6 @@ def served(model: Llama) -> Llama:
 
 
 def seconds_of(call: Callable[[int], Tensor], tokens: int, device: torch.device) -> float:
-    """Of so many tokens."""
     synchronize(device)
     started = time.perf_counter()
     assert call(tokens).shape[-1] >= tokens
@@ -138,7 +137,6 @@ def time_model(exact: Llama, half: Llama, ids: Tensor, few: int, many: int) -> d
 
 
 def time_writer(model: Llama, device: torch.device, length: int, many: int) -> dict[str, Any]:
-    """Tokens per second."""
     found, rows = {}, []
     try:
         theirs = huggingface(model)

@@ -15,31 +15,36 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces e
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # and warns that tensors existed before it: they should
 
 import json
-import random
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 import tyro
-from measure import machine, write
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from measure import (
+    MIB,
+    Candidate,
+    console,
+    figures_table,
+    inference,
+    machine,
+    say_facts,
+    summary,
+    time_round_robin,
+    weight_bytes,
+    write,
+)
 from torch import Tensor, nn
 
-from intbmoe import ComposedMoE, IntBMoE, IntBMoEConfig
+from intbmoe import IntBMoE, IntBMoEConfig
 from intbmoe.ops import native
 
-console = Console()
 NAIVE = "naive"
 BACKENDS = (NAIVE, "grouped", "tiled")
 INFERENCE_BACKENDS = BACKENDS if native.LIBRARY is None else (*BACKENDS, "native")
-MIB = 2**20
 TARGET = 3.0
 """How many times faster than naive compose-and-loop the precomposed layer must be at the IntTravel shape."""
 
@@ -62,21 +67,6 @@ SWEEP = SHAPES[-1]
 SWEEP_EXPERTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """Something to time: one way to run one layer."""
-
-    layer: IntBMoE | ComposedMoE
-    backend: str | None
-    run: Callable[[], object]
-    """One call, with everything around it that is not to be timed left out."""
-
-    def prepare(self) -> None:
-        """Set the backend and drop gradients: not timed."""
-        self.layer.backend = self.backend
-        self.layer.zero_grad(set_to_none=True)
-
-
 def build(config: IntBMoEConfig) -> IntBMoE:
     """A layer with random biases: they start at zero, and zeros would hide a bias that is left out."""
     torch.manual_seed(0)
@@ -87,20 +77,22 @@ def build(config: IntBMoEConfig) -> IntBMoE:
     return layer
 
 
+def candidate(layer: nn.Module, backend: str | None, run: Callable[[], object]) -> Candidate:
+    def prepare() -> None:
+        layer.backend = backend
+        layer.zero_grad(set_to_none=True)
+
+    return Candidate(layer, prepare, run)
+
+
 def forward(layer: nn.Module, x: Tensor, backend: str | None) -> Candidate:
-    """The layer in inference."""
-
-    def run() -> Tensor:
-        with torch.inference_mode():
-            return layer(x)
-
-    return Candidate(layer, backend, run)
+    return candidate(layer, backend, inference(layer, x))
 
 
 def forward_backward(layer: nn.Module, x: Tensor, backend: str | None) -> Candidate:
-    """The layer in training: output, and the gradients of all parameters."""
+    """Output, and the gradients of all parameters."""
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
-    return Candidate(layer, backend, lambda: layer(x).backward(grad))
+    return candidate(layer, backend, lambda: layer(x).backward(grad))
 
 
 def make_candidates(shape: Shape) -> dict[str, dict[str, Candidate]]:
@@ -126,10 +118,10 @@ def check(shape: Shape) -> float:
     worst = 0.0
     for candidates in make_candidates(replace(shape, config=replace(shape.config, residual_scale=0.5))).values():
         expected = None
-        for name, candidate in candidates.items():
-            candidate.prepare()
-            output = candidate.run()
-            found = [output] if output is not None else [p.grad.clone() for p in candidate.layer.parameters()]
+        for name, one in candidates.items():
+            one.prepare()
+            output = one.run()
+            found = [output] if output is not None else [p.grad.clone() for p in one.layer.parameters()]
             expected = found if expected is None else expected
             for mine, naive in zip(found, expected, strict=True):
                 difference = ((mine - naive).abs().max() / naive.abs().max().clamp(min=1e-12)).item()
@@ -139,35 +131,13 @@ def check(shape: Shape) -> float:
     return worst
 
 
-def time_round_robin(candidates: dict[str, Candidate], seconds: float, rounds: int, label: str) -> dict[str, list]:
-    """Milliseconds of each candidate in each round: at least ``rounds`` rounds, and more while ``seconds`` last."""
-    for _ in range(2):  # warm up, and learn how long a round takes
-        start = time.perf_counter()
-        for candidate in candidates.values():
-            candidate.prepare()
-            candidate.run()
-        one_round = time.perf_counter() - start
-    total = min(max(rounds, int(seconds / one_round)), 2000)
-    order = list(candidates.items())
-    shuffle = random.Random(0).shuffle
-    times: dict[str, list] = {name: [] for name in candidates}
-    for _ in track(range(total), description=label, console=console, transient=True):
-        shuffle(order)
-        for name, candidate in order:
-            candidate.prepare()
-            start = time.perf_counter()
-            candidate.run()
-            times[name].append((time.perf_counter() - start) * 1e3)
-    return times
-
-
-def peak_working_bytes(candidate: Candidate) -> int:
+def peak_working_bytes(one: Candidate) -> int:
     """The most bytes of tensors alive at once during one call, beyond those that were alive before it."""
-    candidate.prepare()
-    candidate.run()
-    candidate.prepare()
+    one.prepare()
+    one.run()
+    one.prepare()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = candidate.run()
+        result = one.run()
     del result
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
@@ -181,40 +151,24 @@ def peak_working_bytes(candidate: Candidate) -> int:
     return peak
 
 
-def weight_bytes(layer: nn.Module) -> int:
-    """Bytes of parameters and buffers."""
-    return sum(t.numel() * t.element_size() for t in (*layer.parameters(), *layer.buffers()))
-
-
-def summary(times: Iterable[float]) -> dict[str, float | int]:
-    """Median and quartiles."""
-    times = list(times)
-    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
-    return {"median_ms": middle, "lower_quartile_ms": low, "upper_quartile_ms": high, "rounds": len(times)}
-
-
 def bench_shape(shape: Shape, seconds: float, rounds: int) -> dict:
     """Check, time and measure all candidates at one shape; print the table."""
     error = check(shape)
     c = shape.config
-    table = Table(
-        title=f"{shape.name}: dim {c.dim}, hidden {c.hidden[0]}, E {c.experts}, K {c.blocks}, k {c.top_k}, "
-        f"{shape.tokens} tokens",
-        caption=f"agrees with naive to {error:.0e} of the largest entry, λ = 0.5",
-    )
-    table.add_column("candidate", no_wrap=True)
-    for column in ("ms", "naive / this", "working MiB", "weights MiB"):
-        table.add_column(column, justify="right")
+    sizes = f"dim {c.dim}, hidden {c.hidden[0]}, E {c.experts}, K {c.blocks}, k {c.top_k}, {shape.tokens} tokens"
+    caption = f"agrees with naive to {error:.0e} of the largest entry, λ = 0.5"
+    columns = ("candidate", "ms", "naive / this", "working MiB", "weights MiB")
+    table = figures_table(f"{shape.name}: {sizes}", *columns, caption=caption)
     results = {}
     for kind, candidates in make_candidates(shape).items():
         times = time_round_robin(candidates, seconds, rounds, f"{shape.name}, {kind}")
         table.add_row(f"[bold]{kind}[/bold]")
         baseline = statistics.median(next(iter(times.values())))
-        for name, candidate in candidates.items():
+        for name, one in candidates.items():
             entry = summary(times[name])
             entry["ratio_to_naive"] = baseline / entry["median_ms"]
-            entry["working_peak_bytes"] = peak_working_bytes(candidate)
-            entry["weight_bytes"] = weight_bytes(candidate.layer)
+            entry["working_peak_bytes"] = peak_working_bytes(one)
+            entry["weight_bytes"] = weight_bytes(one.layer)
             results.setdefault(kind, {})[name] = entry
             table.add_row(
                 name,
@@ -239,9 +193,8 @@ def bench_experts(seconds: float, rounds: int) -> list[dict]:
         candidates[f"composing {e}"] = forward(layer, x, None)
         candidates[f"precomposed {e}"] = forward(layer.precompose().eval(), x, None)
     times = time_round_robin(candidates, seconds, rounds, "time against E")
-    table = Table(title=f"Time against E: {SWEEP.name}, {SWEEP.tokens} tokens, forward, default backend")
-    for column in ("E", "composing ms", "to E = 1", "precomposed ms", "to E = 1", "ratio"):
-        table.add_column(column, justify="right")
+    title = f"Time against E: {SWEEP.name}, {SWEEP.tokens} tokens, forward, default backend"
+    table = figures_table(title, "E", "composing ms", "to E = 1", "precomposed ms", "to E = 1", "ratio")
     results = []
     for e in SWEEP_EXPERTS:
         entry = {"experts": e}
@@ -275,7 +228,7 @@ def main(quick: bool = False, json: Path | None = None, seconds: float = 30.0, t
     if threads is not None:
         torch.set_num_threads(threads)
     facts = {**machine(), "native_library": native.STATUS}
-    console.print(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items()))
+    say_facts(facts)
     seconds, rounds = (0.0, 3) if quick else (seconds, 10)
     chosen = [shape for shape in SHAPES if not (quick and shape.config.dim > 256)]
     shapes = [bench_shape(shape, seconds, rounds) for shape in chosen]

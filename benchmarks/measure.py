@@ -19,27 +19,38 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
 
 MIB = 2**20
 console = Console()
 
 
-class Candidate(Protocol):
-    """Something to time."""
+@dataclass(frozen=True)
+class Candidate:
+    """Something to time: one way to run one layer."""
 
-    def prepare(self) -> None:
-        """What must happen before each run and is not timed."""
+    layer: nn.Module
+    prepare: Callable[[], object]
+    """What must happen before each run and is not timed."""
+    run: Callable[[], object]
 
-    def run(self) -> object:
-        """One call."""
+
+def inference(layer: nn.Module, x: Tensor) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        with torch.inference_mode():
+            return layer(x)
+
+    return run
 
 
 def time_round_robin(
@@ -67,11 +78,23 @@ def time_round_robin(
     return times
 
 
-def summary(times: Iterable[float]) -> dict[str, float | int]:
+def summary(times: Sequence[float]) -> dict[str, float | int]:
     """Median and quartiles."""
-    times = list(times)
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
     return {"median_ms": middle, "lower_quartile_ms": low, "upper_quartile_ms": high, "rounds": len(times)}
+
+
+def weight_bytes(layer: nn.Module) -> int:
+    return sum(t.numel() * t.element_size() for t in (*layer.parameters(), *layer.buffers()))
+
+
+def figures_table(title: str, first: str, *others: str, **look: Any) -> Table:
+    """A table of names and numbers, the names in the first column."""
+    table = Table(title=title, **look)
+    table.add_column(first, no_wrap=True)
+    for column in others:
+        table.add_column(column, justify="right")
+    return table
 
 
 def peak_growth(*calls: Callable[[], object]) -> list[int]:
@@ -119,6 +142,10 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "load_average_at_start": round(os.getloadavg()[0], 2),
     }
+
+
+def say_facts(facts: Mapping[str, object]) -> None:
+    console.print(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items()))
 
 
 def write(path: Path, figures: dict) -> None:

@@ -30,7 +30,6 @@ LARGEST_ERROR = 0.02
 
 
 def main() -> None:
-    """The command line."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     print(", ".join(f"{name} {value}" for name, value in (facts | machine()).items()))
@@ -46,7 +45,6 @@ def main() -> None:
 
 
 def ratio(device: torch.device, dtype: torch.dtype, size: int, matrices: int) -> str:
-    """At one size."""
     torch.manual_seed(0)
     groups = TOKENS[device.type] // size
     z = torch.randn(groups, size, INPUTS, device=device, dtype=dtype, requires_grad=True)

@@ -20,7 +20,21 @@ from typing import Literal
 
 import torch
 import tyro
-from measure import MIB, console, in_fresh_process, machine, peak_growth, summary, time_round_robin, write
+from measure import (
+    MIB,
+    Candidate,
+    console,
+    figures_table,
+    in_fresh_process,
+    inference,
+    machine,
+    peak_growth,
+    say_facts,
+    summary,
+    time_round_robin,
+    weight_bytes,
+    write,
+)
 from rich import box
 from rich.progress import track
 from rich.table import Table
@@ -85,42 +99,23 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class Forward:
-    """A layer in evaluation."""
-
-    layer: intbmoe.MoELayer
-    x: Tensor
-
-    def prepare(self) -> None:
-        """No gradients of an earlier training run take up memory."""
-        self.layer.eval().zero_grad(set_to_none=True)
-
-    def run(self) -> Tensor:
-        """The output."""
-        with torch.inference_mode():
-            return self.layer(self.x)
+def forward(layer: intbmoe.MoELayer, x: Tensor) -> Candidate:
+    """In evaluation; no gradients of an earlier training run take up memory."""
+    return Candidate(layer, lambda: layer.eval().zero_grad(set_to_none=True), inference(layer, x))
 
 
-@dataclass(frozen=True)
-class ForwardBackward:
-    """A layer in training."""
+def forward_backward(layer: intbmoe.MoELayer, x: Tensor) -> Candidate:
+    """In training: the gradient of the input; the parameters hold theirs."""
 
-    layer: intbmoe.MoELayer
-    x: Tensor
+    def run() -> Tensor:
+        own = x.detach().requires_grad_()
+        (layer(own).square().mean() + intbmoe.aux_loss(layer)).backward()
+        return own.grad
 
-    def prepare(self) -> None:
-        """Drop the gradients of the run before."""
-        self.layer.train().zero_grad(set_to_none=True)
-
-    def run(self) -> Tensor:
-        """The gradient of the input; the parameters hold theirs."""
-        x = self.x.detach().requires_grad_()
-        (self.layer(x).square().mean() + intbmoe.aux_loss(self.layer)).backward()
-        return x.grad
+    return Candidate(layer, lambda: layer.train().zero_grad(set_to_none=True), run)
 
 
-PASSES = {"forward": Forward, "forward+backward": ForwardBackward}
+PASSES = {"forward": forward, "forward+backward": forward_backward}
 
 
 def passes_of(name: str) -> list[str]:
@@ -148,7 +143,7 @@ def measure_memory(shape: Shape, name: str, threads: int) -> dict[str, int]:
     for size, layer in layers:
         candidates = [PASSES[kind](layer, size.input()) for kind in passes_of(name)]
 
-        def call(candidate: Forward | ForwardBackward) -> object:
+        def call(candidate: Candidate) -> object:
             candidate.prepare()
             return candidate.run()
 
@@ -164,7 +159,7 @@ def bench_shape(shape: Shape, names: list[str], seconds: float, rounds: int, mem
     figures = {
         name: {
             "parameters": sum(p.numel() for p in layer.parameters()),
-            "weight_bytes": sum(t.numel() * t.element_size() for t in (*layer.parameters(), *layer.buffers())),
+            "weight_bytes": weight_bytes(layer),
         }
         for name, layer in layers.items()
     }
@@ -186,18 +181,12 @@ def bench_shape(shape: Shape, names: list[str], seconds: float, rounds: int, mem
 
 def make_table(shape: Shape, figures: dict[str, dict]) -> Table:
     """One row a method, the dense FFN first, then by the time of forward+backward."""
-    table = Table(
-        title=f"{shape.name}: dim {shape.dim}, {shape.expert} {shape.hidden}, E = {shape.experts}, "
-        f"{shape.batch} × {shape.tokens} tokens",
-        caption=f"×: ratio to {shape.baseline!r}; peak: MiB beyond the weights, in a fresh process each",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("method", no_wrap=True)
-    for label in ("fwd", "fwd+bwd"):
-        for column in (f"{label} ms", "×", "peak"):
-            table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("weights", justify="right", no_wrap=True)
+    tokens = f"{shape.batch} × {shape.tokens} tokens"
+    sizes = f"dim {shape.dim}, {shape.expert} {shape.hidden}, E = {shape.experts}, {tokens}"
+    caption = f"×: ratio to {shape.baseline!r}; peak: MiB beyond the weights, in a fresh process each"
+    columns = ("method", "fwd ms", "×", "peak", "fwd+bwd ms", "×", "peak", "weights")
+    look = {"caption": caption, "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
+    table = figures_table(f"{shape.name}: {sizes}", *columns, **look)
 
     def rank(name: str) -> tuple[bool, float]:
         return name != shape.baseline, figures[name].get("forward+backward", figures[name]["forward"])["median_ms"]
@@ -241,7 +230,7 @@ def main(
         if name != PRECOMPOSED:
             find_method(name)
     facts = machine()
-    console.print(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items()))
+    say_facts(facts)
     results = []
     for shape in (SHAPES[key] for key in shapes):
         chosen = list(methods) or [*intbmoe.list_methods(), PRECOMPOSED]

@@ -18,8 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import tyro
-from measure import MIB, console, in_fresh_process, machine, peak_growth, write
-from rich.table import Table
+from measure import MIB, console, figures_table, in_fresh_process, machine, peak_growth, say_facts, write
 
 from intbmoe.tasks.travel.generator import make_journeys
 from intbmoe.tasks.travel.inttravel import prepare
@@ -58,11 +57,10 @@ def main(rows: tuple[int, ...] = (200_000, 500_000, 1_000_000, 2_000_000, 4_000_
         json: Write the raw figures there.
     """
     facts = machine()
-    console.print(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items()))
+    say_facts(facts)
     sizes = f"memory {BUDGET.memory_bytes // MIB} MiB, chunks {BUDGET.chunk_bytes // MIB} MiB of text"
-    table = Table(title=f"{sizes}, shards of {BUDGET.shard_rows:,} rows")
-    for column in ("rows", "raw MiB", "shards", "seconds", "of processor", "rows/s", "peak memory, MiB"):
-        table.add_column(column, justify="right")
+    columns = ("rows", "raw MiB", "shards", "seconds", "of processor", "rows/s", "peak memory, MiB")
+    table = figures_table(f"{sizes}, shards of {BUDGET.shard_rows:,} rows", *columns)
     figures = []
     for number in rows:
         with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,6 @@ ROUNDS = 15
 
 
 def main() -> None:
-    """The command line."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     print(", ".join(f"{name} {value}" for name, value in (facts | machine()).items()))
@@ -42,7 +41,6 @@ def main() -> None:
 
 
 def sizes(name: str) -> list[str]:
-    """Of one recipe's model."""
     reports = []
     for dtype in (torch.float32, torch.bfloat16):
         with torch.device("meta"):
@@ -55,7 +53,6 @@ def sizes(name: str) -> list[str]:
 
 @torch.no_grad()
 def times(shape: dict[str, int], count: int, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Of a layer as it is and with 8-bit weights."""
     torch.manual_seed(0)
     plain = intbmoe.IntBMoE(experts=2, **shape).eval().to(device).precompose(dtype)
     layers = [plain, *(copy.deepcopy(plain) for _ in range(2))]

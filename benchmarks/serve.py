@@ -107,17 +107,14 @@ class Options:
 
     @property
     def usual(self) -> Usual:
-        """The recipe's defaults."""
         return USUAL[self.recipe]
 
     @property
     def budget(self) -> Budget:
-        """What every step is held against."""
         return Budget(self.p99_ms or self.usual.p99_ms, self.mean_ms or self.usual.mean_ms)
 
     @property
     def ladder(self) -> tuple[float, ...]:
-        """Rates to begin with."""
         return tuple(sorted(self.rates or self.usual.rates))
 
     @property
@@ -132,7 +129,6 @@ class Options:
 
     @property
     def server_options(self) -> list[str]:
-        """For ``intbmoe serve``."""
         options = {
             "--budget-ms": self.budget.p99_ms,
             "--workers": self.workers,
@@ -142,7 +138,6 @@ class Options:
         return [*(str(part) for pair in options.items() for part in pair), *shlex.split(self.serve)]
 
     def models(self, folder: Path) -> Journeys | IntTravelLike:
-        """What makes the artifacts."""
         if self.recipe == "journeys":
             return Journeys(folder, self.dtype)
         return IntTravelLike(folder, self.dtype, self.places, self.device)
@@ -235,7 +230,6 @@ class Bench:
 
 
 def facts(options: Options) -> dict[str, Any]:
-    """What the figures depend on."""
     found = machine() | {"cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None}
     if options.device.startswith("cuda"):
         found["gpu"] = torch.cuda.get_device_name(options.device)
@@ -243,7 +237,6 @@ def facts(options: Options) -> dict[str, Any]:
 
 
 def main(options: Options) -> None:
-    """Measure, print, write."""
     end = time.monotonic() + options.seconds - RESERVE_S
     # Leaving this way ends the server and the clients too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))

@@ -9,7 +9,6 @@ to the same blocks as nearly as can be.
 """
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,11 +31,12 @@ from intbmoe.export.artifact import (
 )
 from intbmoe.export.export import DTYPES, cast_model, export_run
 from intbmoe.export.golden import ask, make_golden
-from intbmoe.files import file_digest, to_json
+from intbmoe.files import file_digest, replacing_folder, to_json
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.models.travel import PLACE
-from intbmoe.recipes import Recipe, load_recipe, recipe_to_dict
+from intbmoe.recipes import load_recipe, recipe_to_dict
 from intbmoe.tasks import make_task
+from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Predictor
 from intbmoe.tasks.travel.examples import HOUR, SCORE_CODES
 from intbmoe.train.files import pack_tensors
@@ -63,16 +63,13 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """For tables and folders."""
         return self.kind if self.experts is None else f"{self.kind}-E{self.experts}"
 
     @property
     def precompose(self) -> bool:
-        """Whether blocks are composed at export."""
         return self.kind != "composing"
 
     def recipe(self, base: Recipe) -> Recipe:
-        """The recipe of this variant's model."""
         if self.kind == "dense":
             return replace(base, moe=replace(base.moe, name="dense", options={}))
         moe = base.moe if self.experts is None else replace(base.moe, experts=self.experts)
@@ -87,8 +84,6 @@ def make_variants(kinds: Sequence[str], experts: Sequence[int]) -> list[Variant]
 
 class Journeys:
     """The embedded travel task."""
-
-    trained = True
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self._folder, self._dtype = folder, dtype
@@ -120,8 +115,6 @@ class Journeys:
 
 class IntTravelLike:
     """The paper's travel model and as many places as asked for."""
-
-    trained = False
 
     def __init__(self, folder: Path, dtype: str, places: int, device: str) -> None:
         self._folder, self._dtype, self._places, self._device = folder, dtype, places, device
@@ -199,13 +192,7 @@ def write_random(
     device: str = "cpu",
 ) -> Artifact:
     """An artifact of a model with random weights: nothing was trained, so nothing is compared with it."""
-    final, to = to, to.with_name(f".{to.name}.part")  # what is interrupted is not found again
-    shutil.rmtree(to, ignore_errors=True)
-    to.mkdir(parents=True)
     model = cast_model(random_model(recipe).requires_grad_(False), DTYPES[dtype], precompose=variant.precompose)
-    (to / MODEL).write_bytes(pack_tensors(model.state_dict()))
-    (to / CATALOGUE).write_bytes(to_json(catalogue.about))
-    (to / CATALOGUE_TENSORS).write_bytes(pack_tensors(catalogue.tensors))
     about = {
         "format_version": FORMAT_VERSION,
         "written_by": "benchmarks/serve.py: random weights, for measuring time",
@@ -217,12 +204,14 @@ def write_random(
         "metrics": {},
         "formats": [],
     }
-    _write_about(to, about)
-    content = to_json(golden(load_artifact(to).predictor(device)))
-    (to / GOLDEN).write_bytes(content)
-    _write_about(to, about)
-    to.rename(final)
-    return load_artifact(final)
+    with replacing_folder(to) as folder:
+        (folder / MODEL).write_bytes(pack_tensors(model.state_dict()))
+        (folder / CATALOGUE).write_bytes(to_json(catalogue.about))
+        (folder / CATALOGUE_TENSORS).write_bytes(pack_tensors(catalogue.tensors))
+        _write_about(folder, about)
+        (folder / GOLDEN).write_bytes(to_json(golden(load_artifact(folder).predictor(device))))
+        _write_about(folder, about)
+    return load_artifact(to)
 
 
 def _write_about(folder: Path, about: dict[str, Any]) -> None:

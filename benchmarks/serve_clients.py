@@ -62,7 +62,6 @@ class Step:
 
 
 def merge(parts: Sequence[dict[str, Any]], rate: float, seconds: float) -> Step:
-    """The figures of all clients together."""
     latencies = sorted(itertools.chain.from_iterable(part["latencies_ms"] for part in parts))
     lateness = sorted(itertools.chain.from_iterable(part["lateness_ms"] for part in parts))
     return Step(
@@ -110,7 +109,6 @@ class Clients:
 
     @property
     def pids(self) -> list[int]:
-        """Of those that have been started."""
         return [process.pid for process in self._processes]
 
     def start_for(self, rate: float) -> int:

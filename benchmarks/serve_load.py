@@ -72,7 +72,6 @@ def due_times(load: Load) -> list[float]:
 
 
 def post(path: str, body: bytes) -> bytes:
-    """A whole HTTP request."""
     head = (
         f"POST {path} HTTP/1.1",
         "Host: 127.0.0.1",
@@ -96,7 +95,6 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     def ask(self, number: int, request: bytes) -> None:
-        """Send it."""
         self.asked = number
         self._transport.write(request)
 
@@ -185,7 +183,6 @@ class Client:
             self._done.set()
 
     def take_back(self, connection: Connection) -> None:
-        """A connection is free."""
         self._idle.append(connection)
         self._send()
 
@@ -239,7 +236,6 @@ class Client:
 
 
 def send(load: Load, requests: Sequence[bytes]) -> dict[str, Any]:
-    """Do what one client has to, in this process."""
     try:
         import uvloop as loop
     except ModuleNotFoundError:

@@ -21,9 +21,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
-from measure import machine, write
+from measure import figures_table, machine, write
 from rich.console import Console
-from rich.table import Table
 from serve_artifacts import IntTravelLike, Variant
 
 from intbmoe.serve import messages
@@ -78,7 +77,7 @@ class Stages:
             for name, milliseconds in zip(ON_DEVICE, self._device_stages(batch, shape), strict=True):
                 found[name].append(milliseconds)
             values, rows = (part[: len(batch), :RESULTS] for part in self._graphs.read(shape[0], RESULTS))
-            found["answers"].append(_timed(self._predictor._answers, batch, values, rows, {}))
+            found["answers"].append(_timed(self._predictor._answers, batch, values, rows, {}, {}))
             found["pack"].append(_timed(_pack, self._predictor._answers(batch, values, rows, {}, {})))
             found["step"].append(_timed(self._step, messages))
         found["ordinary"] = [self._ordinary(batch) for _ in range(3)]
@@ -134,7 +133,6 @@ def _timed(function: Callable[..., Any], *args: Any) -> float:
 
 
 def profile(options: Options, models: IntTravelLike, variant: Variant) -> dict[str, Any]:
-    """One variant, all sizes."""
     artifact = models.artifact(variant)
     started = time.perf_counter()
     predictor = artifact.predictor(options.device)
@@ -163,11 +161,8 @@ def profile(options: Options, models: IntTravelLike, variant: Variant) -> dict[s
 
 
 def show(found: dict[str, Any]) -> None:
-    """As a table."""
     title = f"{found['name']}: loaded in {found['load_s']:.1f} s, warm after {found['warm_up_s']:.1f} s more, "
-    table = Table(title=f"{title}{found['graphs']} graphs; ms a batch")
-    for column in ("requests", *STAGES, "step, µs a request"):
-        table.add_column(column, justify="right")
+    table = figures_table(f"{title}{found['graphs']} graphs; ms a batch", "requests", *STAGES, "step, µs a request")
     for size, stages in found["stages_ms"].items():
         cells = (f"{stages[name]:.3f}" for name in STAGES)
         table.add_row(str(size), *cells, f"{1e3 * stages['step'] / size:.1f}")
@@ -175,7 +170,6 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main(options: Options) -> None:
-    """Make, profile, print, write."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     torch.set_grad_enabled(False)
     with tempfile.TemporaryDirectory(prefix="serve-profile-") as folder:

@@ -74,15 +74,12 @@ class Server:
 
     @property
     def log(self) -> str:
-        """The last lines it wrote."""
         return "".join(self._log)
 
     def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body."""
         return self._ask("GET", path)
 
     def post(self, path: str, body: str) -> tuple[int, Any]:
-        """Status and parsed body."""
         status, content = self._ask("POST", path, body.encode(), {"content-type": "application/json"})
         return status, json.loads(content)
 

@@ -5,15 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from measure import MIB, figures_table
 from rich.console import Console
-from rich.table import Table
 from serve_artifacts import Variant
 from serve_clients import Step
 from serve_search import Budget
 
 from intbmoe.export.artifact import MODEL, Artifact
 
-MIB = 2**20
 CORES = ("fronts", "engines", "clients", "others")
 
 
@@ -58,7 +57,6 @@ class Measured:
         return bool(above) and not any(step["generator_kept_up"] for step in above)
 
     def to_json(self) -> dict[str, Any]:
-        """Every figure."""
         about = self.artifact.about
         return {
             "name": self.variant.name,
@@ -79,7 +77,6 @@ class Measured:
 
     @property
     def model_bytes(self) -> int:
-        """Of the weights."""
         return self.artifact.file(MODEL).stat().st_size
 
 
@@ -90,7 +87,6 @@ def plain(step: Step) -> dict[str, Any]:
 
 
 def print_about(console: Console, about: Mapping[str, Any], recipe: str) -> None:
-    """What was measured, where and how."""
     console.print(about["command"], markup=False, highlight=False)
     console.print(", ".join(f"{key} {value}" for key, value in about["machine"].items()), highlight=False)
     console.print(f"intbmoe serve … {' '.join(about['server_options'])}", markup=False, highlight=False)
@@ -103,10 +99,9 @@ def print_steps(console: Console, measured: Measured, budget: Budget) -> None:
     """All steps of a variant in the order they were made."""
     weights = "" if measured.artifact.about["metrics"] else ", random weights"
     mean = "" if budget.mean_ms is None else f", mean ≤ {budget.mean_ms:g} ms"
-    table = Table(title=f"{measured.variant.name}{weights}: budget P99 ≤ {budget.p99_ms:g} ms{mean}, no errors")
+    title = f"{measured.variant.name}{weights}: budget P99 ≤ {budget.p99_ms:g} ms{mean}, no errors"
     columns = ("rate", "answered/s", "mean ms", "P50", "P95", "P99", "max", "batch", "queue ms", "model ms")
-    for column in (*columns, "cores: fronts", "engines", "clients", "others", "sent late P99"):
-        table.add_column(column, justify="right")
+    table = figures_table(title, *columns, "cores: fronts", "engines", "clients", "others", "sent late P99")
     table.add_column("budget")
     for step in measured.steps:
         latencies = (step[f"{name}_ms"] for name in ("mean", "p50", "p95", "p99", "max"))
@@ -144,19 +139,9 @@ def _highest(measured: Measured) -> str:
 
 def print_summary(console: Console, done: Sequence[Measured], common: float) -> None:
     """One line a variant: what it holds, and how it does at a rate that is common to all."""
-    table = Table(title=f"All variants; latencies at {common:g} requests a second")
-    table.add_column("variant", no_wrap=True)
-    for column in (
-        "weights MiB",
-        "mean ms",
-        "P50",
-        "P99",
-        "model ms a batch",
-        "highest rate held",
-        "its mean",
-        "its P99",
-    ):
-        table.add_column(column, justify="right")
+    latencies = ("mean ms", "P50", "P99", "model ms a batch")
+    columns = ("variant", "weights MiB", *latencies, "highest rate held", "its mean", "its P99")
+    table = figures_table(f"All variants; latencies at {common:g} requests a second", *columns)
     for measured in done:
         first, best = measured.at(common), measured.at(measured.highest)
         cells = [f"{first[f'{name}_ms'] or math.nan:.1f}" for name in ("mean", "p50", "p99")] if first else ["–"] * 3

@@ -23,10 +23,10 @@ import intbmoe
 from intbmoe.tasks import make_task
 from intbmoe.train import RunDirectory
 from intbmoe.train.build import learning_rate, make_optimizer
-from intbmoe.train.data import derive_seed, make_generator, micro_batches, plan_batches, read_ahead
+from intbmoe.train.data import derive_seed, plan_batches
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.evaluation import evaluate_split
-from intbmoe.train.step import Stepper
+from intbmoe.train.step import Stepper, prepared_steps
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "dense continued": None,
@@ -72,7 +72,8 @@ def continued(path: str, variant: str, steps: int, lr: float, options: dict[str,
     plan = plan_batches(len(task.split("train")), replace(run.recipe.train, steps=steps), 1)
     warmup = WARMUP * steps / plan.steps_per_epoch
     # Another seed than the run's: its batches have been seen in that order.
-    settings = replace(run.recipe.train, steps=steps, lr=lr, warmup=warmup, seed=run.recipe.train.seed + 1000)
+    seed = run.recipe.train.seed + 1000
+    settings = replace(run.recipe.train, steps=steps, lr=lr, warmup=warmup, seed=seed, workers=0)
     torch.manual_seed(derive_seed(settings.seed, "model"))
     changes = VARIANTS[variant]
     about = f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters"
@@ -85,16 +86,10 @@ def continued(path: str, variant: str, steps: int, lr: float, options: dict[str,
     model = ranks.place(model, settings)
     optimizer = make_optimizer(model, settings)
     stepper = Stepper(task, model, optimizer, ranks, settings)
-    batches: list[Any] = []
-    for read, batch in read_ahead(task.split("train"), micro_batches(plan, settings.seed, 0, 0), settings.seed, 0):
-        generator = make_generator(settings.seed, "prepare", read.step, read.offset)
-        batches.append(task.prepare(ranks.to_device(batch), generator))
-        if len(batches) == plan.accumulation:
-            torch.manual_seed(derive_seed(settings.seed, "step", read.step, 0))
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(read.step, settings, plan)
-            stepper.take(read.step + 1, batches, 0)
-            batches = []
+    for step, batches in enumerate(prepared_steps(task, task.split("train"), plan, ranks, settings)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, settings, plan)
+        stepper.take(step + 1, batches, 0)
     loss = evaluate_split(task, model, "valid", ranks, plan.micro, settings.seed, 0).metrics["loss"]
     print(f"{path}: {variant}: validation loss {loss:.4f} ({about})", flush=True)
     return loss

@@ -7,7 +7,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from intbmoe.train.run import RunLock
+from intbmoe.train.run import run_lock
 
 FORK = multiprocessing.get_context("fork")
 
@@ -19,7 +19,7 @@ def locked_by_another(path: Path, at_last: Callable[[], object] = bool) -> Itera
     held, let_go = FORK.Event(), FORK.Event()
 
     def hold() -> None:
-        with RunLock(path):
+        with run_lock(path):
             held.set()
             let_go.wait(10)
             at_last()

@@ -9,7 +9,8 @@ import pytest
 import intbmoe
 from forked import ForkedPopen
 from intbmoe.cli import COMMANDS, main
-from intbmoe.recipes import SETS, list_recipes
+from intbmoe.recipes import list_recipes
+from intbmoe.recipes.sets import SETS
 from intbmoe.registry import find_method
 
 

@@ -39,6 +39,11 @@ def halves(most: int, least: int = 1) -> tuple[int, ...]:
     return tuple(sorted({max(least, -(-most // part)) for part in (4, 2, 1)}))
 
 
+def addresses(model: nn.Module) -> list[int]:
+    """Where its weights and buffers are: a graph goes on reading there, whatever the module says."""
+    return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+
+
 class Mirror:
     """The same flat buffer on the host, where Python fills or reads it, and on the device, where graphs do."""
 

@@ -66,7 +66,7 @@ def _nobody_reads(pipe: int) -> bool:
 
 def _run(args: Sequence[str]) -> None:
     args, plugins = _take_plugins(args)
-    with explained(ValueError, OSError):
+    with explained(ValueError):
         for file in plugins:
             add_plugin(file)
     if not args:

@@ -182,7 +182,7 @@ def test_a_failed_run_is_named_with_the_end_of_its_log_and_the_others_stand(reci
     assert [failure.title for failure in failures] == ["Switch Transformer, seed 0"]
     assert "exit status 1" in failures[0].tail
     assert "Switch Transformer, seed 0: FAILED" in output.getvalue()
-    assert [summary.label for summary in summarise(plan.jobs)] == ["dense"]
+    assert [summary.row["label"] for summary in summarise(plan.jobs)] == ["dense"]
 
 
 def test_an_interrupted_comparison_saves_and_goes_on(tmp_path):
@@ -264,7 +264,7 @@ def test_the_table_fits_into_80_columns(compared):
     folder, _ = compared
     recipe = load_run_recipe(folder, "intbmoe")
     plan = make_plan(recipe, CompareOptions(methods="intbmoe", seeds=2, root=folder / "runs"))
-    summaries = [summary.record() for summary in summarise(plan.jobs)]
+    summaries = [summary.row for summary in summarise(plan.jobs)]
     values = [0.9, 0.99]
     longest = {**summaries[0], "title": "Switch Transformer", "values": values, "mean": sum(values) / 2}
     longest["interval_95"] = confidence_intervals([values])[0]
@@ -296,7 +296,7 @@ def test_the_table_fits_into_80_columns(compared):
 def test_a_table_says_what_it_is(compared, recipe, tmp_path):
     folder, _ = compared
     plan = make_plan(load_run_recipe(folder, "intbmoe"), CompareOptions(methods="intbmoe", root=folder / "runs"))
-    table = brief_table([summary.record() for summary in summarise(plan.jobs)], "a title", True)
+    table = brief_table([summary.row for summary in summarise(plan.jobs)], "a title", True)
     assert [column.title for column in table.columns[:2]] == ["Method", "accuracy"]
     assert [row[0].text for row in table.rows] == ["IntBMoE", "IntBMoE, precomposed"]
     assert "±" not in table.rows[0][1].text
@@ -367,7 +367,7 @@ def test_variants_of_a_set_are_compared_like_methods(recipe, tmp_path):
 def test_floors_stand_under_the_table_and_in_the_files(compared, recipe, tmp_path):
     floors = {"popularity": {"HR@5": 0.25, "loss": 2.0}, "chance": {"HR@5": 0.05}}
     options = CompareOptions(methods="intbmoe", root=compared[0] / "runs")
-    rows = [summary.record() for summary in summarise(make_plan(recipe, options).jobs)]
+    rows = [summary.row for summary in summarise(make_plan(recipe, options).jobs)]
     table = floors_table(floors, "a title")
     assert [column.title for column in table.columns] == ["Floor", "HR@5", "loss"]
     texts = [[cell.text for cell in row] for row in table.rows]

@@ -7,8 +7,9 @@ import torch
 
 from intbmoe.files import digest, to_json
 from intbmoe.methods.intbmoe import IntBMoE
-from intbmoe.recipes import MoESettings, load_recipe
+from intbmoe.recipes import load_recipe
 from intbmoe.tasks import make_task
+from intbmoe.tasks.recipe import MoESettings
 from intbmoe.train.files import pack_tensors
 from intbmoe.train.run import RunDirectory
 

@@ -68,7 +68,7 @@ def models():
         for parameter in theirs.parameters():  # larger than they start, so that every part of the model matters
             parameter.copy_(torch.randn_like(parameter) * (1 if parameter.dim() == 1 else 0.3))
     ours = Llama(CONFIG).double().eval()
-    ours.load_huggingface_state_dict(theirs.state_dict())
+    ours.load_state_dict(theirs.model.state_dict())
     return ours, theirs
 
 

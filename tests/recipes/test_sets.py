@@ -6,8 +6,8 @@ import torch
 from intbmoe import list_methods
 from intbmoe.budget import NAMED
 from intbmoe.layer import moe_layers
-from intbmoe.recipes import SETS, check_options, load_recipe
-from intbmoe.recipes.sets import TABLE_1, find_variants
+from intbmoe.recipes import check_options, load_recipe
+from intbmoe.recipes.sets import SETS, TABLE_1, find_variants
 from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import MoESettings
 

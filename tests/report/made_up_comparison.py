@@ -81,6 +81,7 @@ def made_up(*rows, **more):
         "rows": list(rows),
         "sets": {},
         "floors": {},
+        "ceilings": {},
         "runs": runs,
         "left_out": [],
         **more,

@@ -1,5 +1,6 @@
 """What is done to a training from outside: signals to its group, kills, changed data and files, other threads."""
 
+import io
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from tiny_task import TinyExamples, TinyTask, tiny_recipe
 
 from intbmoe.compare.jobs import _Comparison
@@ -190,8 +192,7 @@ def test_a_comparison_goes_on_with_the_threads_it_began_with(tmp_path, monkeypat
     plan = Plan(recipe, tmp_path, [Job(variant, recipe, run) for run in runs], {}, 0)
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.setattr("intbmoe.compare.jobs.cores", lambda: 2)
-    console = type("Console", (), {"is_terminal": False})
-    monkeypatch.setattr("intbmoe.compare.jobs.Progress", lambda *_, **__: None)
+    console = Console(file=io.StringIO())
     assert _Comparison(plan, 1, 1, console).threads == 2
     runs[0].path.mkdir()
     runs[0].add_environment({"threads": 1})
@@ -297,7 +298,7 @@ def test_a_checkpoint_of_old_goes_on_with_a_word(tmp_path, monkeypatch, capsys, 
     run = stop_at(monkeypatch, tiny_recipe(), tmp_path, 5)
     edit_state(run, lambda state: state.pop("origin"))
     assert_same(train(tiny_recipe(), tmp_path, quiet=True), straight)
-    assert "does not say which settings and data it is of" in capsys.readouterr().err
+    assert "was written before checkpoints named their settings and data" in capsys.readouterr().err
 
 
 def test_data_that_is_moved_is_the_same(tmp_path):

@@ -142,19 +142,14 @@ def _distance(case: _Case) -> float:
     exact.backend = "naive"
     layer = layer.to(case.device)
     layer.backend = case.backend
-    if not case.gradients:
-        with torch.no_grad():
-            found, expected = layer(x.to(case.device)).double().cpu(), exact(x.double())
-        return float((found - expected).norm() / expected.norm())
-    expected = _run(exact, x.double(), probe.double())
-    found = _run(layer, x.to(case.device), probe.to(case.device))
-    pairs = [(found[0], expected[0]), (torch.cat(found[1:]), torch.cat(expected[1:]))]
-    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    expected = _run(exact, x.double(), probe.double(), case.gradients)
+    found = _run(layer, x.to(case.device), probe.to(case.device), case.gradients)
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
 
 
-def _run(layer: IntBMoE, x: torch.Tensor, probe: torch.Tensor) -> list[torch.Tensor]:
-    """Output and gradients, flat, on the CPU in float64."""
-    x = x.requires_grad_()
-    y = layer(x)
-    gradients = torch.autograd.grad(y, [x, *layer.parameters()], probe)
-    return [tensor.detach().double().cpu().reshape(-1) for tensor in (y, *gradients)]
+def _run(layer: IntBMoE, x: torch.Tensor, probe: torch.Tensor, gradients: bool) -> list[torch.Tensor]:
+    """The output and, if asked for, all gradients, each flat, on the CPU in float64."""
+    with torch.set_grad_enabled(gradients):
+        y = layer(x.requires_grad_(gradients))
+    parts = [[y], torch.autograd.grad(y, [x, *layer.parameters()], probe)] if gradients else [[y]]
+    return [torch.cat([tensor.detach().double().cpu().reshape(-1) for tensor in part]) for part in parts]

@@ -42,11 +42,8 @@ def analyse(
     with explained(ModuleNotFoundError, ValueError):
         use_device(device)
         from intbmoe.analysis import analyse as analysis
-        from intbmoe.tasks import DataError
-        from intbmoe.train import TrainingError
         from intbmoe.train.run import moved_data_is_explained
-    kinds = (TrainingError, DataError, ValueError, OSError, ModuleNotFoundError)
-    with cleaned_up_on_sigterm(), explained(*kinds), moved_data_is_explained(run):
+    with cleaned_up_on_sigterm(), explained(ValueError, ModuleNotFoundError), moved_data_is_explained(run):
         if numbers_only and redraw:
             raise ValueError("--numbers-only draws nothing and --redraw computes nothing: give one of them")
         if redraw and (classes or layers):
@@ -66,7 +63,8 @@ def analyse(
 def recipes() -> None:
     """List the recipes for train and compare, and the sets for compare --methods."""
     with explained(ModuleNotFoundError):
-        from intbmoe.recipes import SETS, describe_recipe, list_recipes, load_recipe
+        from intbmoe.recipes import describe_recipe, list_recipes, load_recipe
+        from intbmoe.recipes.sets import SETS
     table = Table("recipe", "task", "length", "batch", "about")
     for name in list_recipes():
         recipe = load_recipe(name)
@@ -115,7 +113,7 @@ def methods(
             table.add_row(row["name"], row["title"], *numbers, str(three["materialization"]), causal, *sources)
         show(table)
     if picture is not None:
-        with explained(ModuleNotFoundError, ValueError, OSError):
+        with explained(ModuleNotFoundError, ValueError):
             from intbmoe.report import require_matplotlib
 
             require_matplotlib()

@@ -54,8 +54,11 @@ def parse_recipe(command: str, options: Options, args: Sequence[str], descriptio
     elif not name or name.startswith("-"):
         raise KeyError(f"intbmoe {command} starts with a recipe: {', '.join(list_recipes())}, or a .yaml file of yours")
     recipe = load_recipe(name)
-    method = _chosen_method(recipe, rest)
-    require_options(method, _given_options(rest))  # the parser knows nothing of other methods' options
+    given = _given_options(rest)
+    # Found before parsing, because the other options depend on the method; the parser knows nothing of other methods'.
+    method = find_method(given["--moe.name"]).name if "--moe.name" in given else recipe.moe.name
+    prefix = "--moe.options."
+    require_options(method, [o.removeprefix(prefix).replace("-", "_") for o in given if o.startswith(prefix)])
     shown = _default_options(recipe, method) if set(HELP) & set(rest) else {}
     defaults = _arguments(recipe, options, method, shown)
     parsed = tyro.cli(
@@ -69,7 +72,7 @@ def parse_recipe(command: str, options: Options, args: Sequence[str], descriptio
     )
     changed = {part: getattr(parsed, part) for part in ("name", "data", "model", "train")}
     moe = MoESettings(method, parsed.moe.experts, check_options(method, parsed.moe.options), parsed.moe.label)
-    if _given(rest, "--train.epochs") and not _given(rest, "--train.steps"):
+    if "--train.epochs" in given and "--train.steps" not in given:
         changed["train"] = replace(changed["train"], steps=None)  # asked for in epochs, where the recipe counts steps
     return replace(recipe, moe=moe, **changed), parsed.command
 
@@ -99,26 +102,14 @@ def _method_options(method: str, words: Sequence[str]) -> dict[str, Any]:
     return check_options(method, found, where)
 
 
-def _given(args: Sequence[str], option: str) -> bool:
-    return any(argument.partition("=")[0] == option for argument in args)
-
-
-def _chosen_method(recipe: Recipe, args: Sequence[str]) -> str:
-    """The method that ``--moe.name`` chooses, found before parsing because the other options depend on it."""
-    name = recipe.moe.name
-    for index, argument in enumerate(args):
-        option, _, value = argument.partition("=")
-        if option == "--moe.name":
-            value = value or (args[index + 1] if index + 1 < len(args) else "")
-            name = find_method(value).name
-    return name
-
-
-def _given_options(args: Sequence[str]) -> list[str]:
-    """The names that follow ``--moe.options.``, as the Configs spell them."""
-    prefix = "--moe.options."
-    options = [argument.partition("=")[0] for argument in args if argument.startswith(prefix)]
-    return [option.removeprefix(prefix).replace("-", "_") for option in options]
+def _given_options(args: Sequence[str]) -> dict[str, str]:
+    """Option → value of ``--option value`` and ``--option=value``, where the last one counts."""
+    found = {}
+    for argument, following in pairwise([*args, ""]):
+        if argument.startswith("--"):
+            option, _, value = argument.partition("=")
+            found[option] = value or following
+    return found
 
 
 def _options_type(method: str, defaults: Mapping[str, Any]) -> Any:

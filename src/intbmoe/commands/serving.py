@@ -38,15 +38,11 @@ def export(
         data: Where the data lie. Default: where they lay in training.
     """
     with explained(ModuleNotFoundError):
-        from intbmoe.export import ExportError
         from intbmoe.export.export import describe, export_run
-        from intbmoe.tasks import DataError
-        from intbmoe.train import TrainingError
         from intbmoe.train.run import moved_data_is_explained
-    refusals = (ExportError, TrainingError, DataError, ValueError, ModuleNotFoundError, OSError)
     with (
         cleaned_up_on_sigterm(),
-        explained(*refusals),
+        explained(ValueError, ModuleNotFoundError),
         moved_data_is_explained(run),
         Console(stderr=True).status("") as status,
     ):
@@ -104,9 +100,8 @@ def serve(settings: Annotated[Settings, tyro.conf.OmitArgPrefixes]) -> None:
         from intbmoe.serve import require_packages
 
         require_packages()
-        from intbmoe.serve.processes import StartError
         from intbmoe.serve.supervisor import serve as run_server
-    with explained(StartError, OSError, ValueError):
+    with explained(ValueError):
         run_server(replace(settings, artifact=str(_exported(settings.artifact))), say)
 
 
@@ -116,9 +111,9 @@ def _exported(artifact: str | Path) -> Path:
         return Path(artifact)
     from intbmoe.export import load_artifact
     from intbmoe.export.export import export_run
-    from intbmoe.train import RunDirectory, TrainingError
+    from intbmoe.train import RunDirectory
 
-    with explained(TrainingError):
+    with explained():
         weights = RunDirectory.existing(artifact).result["sha256"]["model.safetensors"]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "intbmoe" / program_version()
     folder = cache / f"{find_in_zoo(artifact).name}-{weights[:12]}"

@@ -23,12 +23,18 @@ def say(text: str) -> None:
 
 @contextmanager
 def explained(*kinds: type[Exception]) -> Iterator[None]:
-    """Errors whose messages are for the person at the keyboard end the program with the message alone."""
+    """Errors whose messages are for the person at the keyboard end the program with the message alone.
+
+    Those are this package's own, the operating system's, and ``kinds``.
+    """
     try:
         yield
     except BrokenPipeError:
         raise  # an OSError, but of whoever reads the output: see ``cli.main``
-    except kinds as error:
+    except Exception as error:
+        own = any(kind.__module__.startswith("intbmoe.") for kind in type(error).__mro__)
+        if not own and not isinstance(error, (OSError, *kinds)):
+            raise
         # A KeyError shows its message in quotes; a missing module's says what to install where it is one of ours.
         message = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
         if isinstance(error, ModuleNotFoundError) and "pip install" not in message:

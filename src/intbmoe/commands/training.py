@@ -37,18 +37,17 @@ def train(args: Unparsed) -> None:
 
     Every setting of the recipe is an option. The same command goes on with a run that was interrupted.
     """
-    with explained(KeyError, ValueError, OSError, ModuleNotFoundError):
+    with explained(KeyError, ValueError, ModuleNotFoundError):
         from intbmoe.commands.overrides import parse_recipe
 
         recipe, options = parse_recipe("train", TrainOptions(), args, _first_line(train))
         use_device(options.device)
-        from intbmoe.tasks import DataError
-        from intbmoe.train import RunDirectory, TrainingError
+        from intbmoe.train import RunDirectory
         from intbmoe.train import train as run_training
         from intbmoe.train.signals import belongs_to_another
 
         already = "already " if RunDirectory.of(recipe, options.root).finished else ""
-    with explained(TrainingError, DataError, OSError, ModuleNotFoundError):  # some data needs a package of its own
+    with explained(ModuleNotFoundError):  # some data needs a package of its own
         wait = say if belongs_to_another() else None  # a comparison's run may still be held by an earlier attempt's
         run = run_training(recipe, root=options.root, quiet=options.quiet, wait=wait)
         if int(os.environ.get("RANK", "0")) == 0:
@@ -75,11 +74,9 @@ def evaluate(
     """
     with explained(ModuleNotFoundError, ValueError):
         use_device(device)
-        from intbmoe.tasks import DataError
-        from intbmoe.train import TrainingError
         from intbmoe.train import evaluate as evaluate_run
         from intbmoe.train.run import moved_data_is_explained
-    with explained(TrainingError, DataError, OSError), moved_data_is_explained(run):
+    with explained(), moved_data_is_explained(run):
         metrics = evaluate_run(run, split, data)
     if as_json:
         say(json.dumps(metrics, indent=2))
@@ -94,12 +91,10 @@ def compare(args: Unparsed) -> None:
     methods and sets (all, everything, ablations, compute, place, K, k, E, L) with commas between them. Every setting of
     the recipe is an option; --options.METHOD.OPTION VALUE is one of another method than the recipe's.
     """
-    with explained(KeyError, ValueError, OSError, ModuleNotFoundError):
+    with explained(KeyError, ValueError, ModuleNotFoundError):
         from intbmoe.commands.overrides import parse_recipe, take_method_options
         from intbmoe.compare.compare import compare as run_comparison
         from intbmoe.compare.plan import CompareOptions
-        from intbmoe.tasks import DataError
-        from intbmoe.train import TrainingError
 
         own, args = take_method_options(args)
         recipe, options = parse_recipe("compare", CompareOptions(), args, _first_line(compare))
@@ -111,7 +106,6 @@ def compare(args: Unparsed) -> None:
                 "--train.seed is the comparison's own choice: --seeds N takes the first N of the recipe's seeds "
                 f"({', '.join(map(str, recipe.seeds))}), which a .yaml file of yours can set (seeds:)"
             )
-    with explained(TrainingError, DataError, ValueError, KeyError, OSError, ModuleNotFoundError):
         settings = _without(args, "--methods", "--seeds", "--jobs", "--root")
         status = run_comparison(recipe, options, settings, own)
     sys.exit(status)
@@ -159,7 +153,7 @@ def plan(args: Unparsed) -> None:
 
     Counts memory and bytes of a step for ddp, fsdp, pools and experts, and says which to take.
     """
-    with explained(KeyError, ValueError, OSError, ModuleNotFoundError):
+    with explained(KeyError, ValueError, ModuleNotFoundError):
         from intbmoe.analysis.scaling_report import print_plan
         from intbmoe.commands.overrides import parse_recipe
 
@@ -190,7 +184,7 @@ def prepare(
         ray: Share it over the Ray cluster that this machine belongs to: auto, or its HOST:PORT; local to try it.
     """
     with explained(ModuleNotFoundError, ValueError):
-        from intbmoe.tasks import DataError, list_preparations
+        from intbmoe.tasks import list_preparations
         from intbmoe.tasks.workers import choose_workers
         from intbmoe.train.progress import PreparationProgress
 
@@ -199,7 +193,8 @@ def prepare(
     if name not in preparations:
         sys.exit(f"intbmoe: no data to prepare is called {name!r}: {did_you_mean(name, preparations)}")
     try:
-        with explained(DataError, OSError, ModuleNotFoundError), PreparationProgress() as progress:
+        progress = PreparationProgress()
+        with explained(ModuleNotFoundError), progress.bars:
             options = {"skip_bad": skip_bad, "progress": progress.show, "workers": chosen}
             counted = preparations[name].run(source, target, **options)
     except KeyboardInterrupt:

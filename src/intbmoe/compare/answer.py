@@ -8,6 +8,7 @@ Where runs kept no outcomes, those are tied whose 95 % intervals overlap. With o
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from intbmoe.compare.summary import trained_rows
 from intbmoe.report.numbers import NOTHING, counted, format_difference, format_metric
 from intbmoe.report.page import Answer, Verdict
 from intbmoe.report.trace import trained_for
@@ -20,8 +21,7 @@ Data = Mapping[str, Any]  # what ``page.collect`` calls a comparison, or a row o
 
 
 def answer_comparison(data: Data) -> Answer:
-    trained = [row for row in data["rows"] if row["mean"] is not None]
-    order = sorted(trained, key=lambda row: -row["mean"] if data["higher_is_better"] else row["mean"])
+    order = sorted(trained_rows(data["rows"]), key=lambda row: row["mean"], reverse=data["higher_is_better"])
     best, others = order[0], order[1:]
     overlapping = [row for row in others if _overlap(best, row)]
     verdict: Verdict = "win"
@@ -82,7 +82,7 @@ def _won(verdict: Verdict, metric: str, best: Data, overlapping: Sequence[Data])
 
 
 def _below_floor(data: Data, best: Data) -> str:
-    """Said only where it hurts: what does not beat a floor has learned nothing."""
+    """Said only of a best method that does not beat a floor: it has learned nothing."""
     sign, metric = 1 if data["higher_is_better"] else -1, data["metric"]
     reached = {name: values[metric] for name, values in data["floors"].items() if metric in values}
     unbeaten = {name: value for name, value in reached.items() if sign * value >= sign * best["mean"]}

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 
 from rich.console import Console
 
@@ -50,7 +51,7 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
     _tell_failures(console, plan, failures)
     if not plan.jobs:
         console.print(f"Nothing is left of --methods {options.methods} to compare: choose others.", markup=False)
-    console.print(f"Done in {_duration(time.monotonic() - started)}.")
+    console.print(f"Done in {timedelta(seconds=round(time.monotonic() - started))}.")
     if rows and not failures:
         console.print(f"\nNext:\n{what_next(plan, options, settings, own)}", markup=False, soft_wrap=True)
     return 1 if failures or damaged or not rows else 0
@@ -151,8 +152,3 @@ def _own_program() -> str:
 def _with_root(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> list[str]:
     root = [] if options.root == CompareOptions.root else ["--root", str(options.root)]
     return [*(settings or [plan.recipe.name]), *root]
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

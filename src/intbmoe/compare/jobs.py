@@ -26,7 +26,7 @@ from intbmoe.compare.plan import Job, Plan
 from intbmoe.recipes import recipe_to_dict
 from intbmoe.train.errors import RunConflictError
 from intbmoe.train.files import full_disk_is_explained
-from intbmoe.train.run import RunLock
+from intbmoe.train.run import run_lock
 from intbmoe.train.signals import STARTED_BY
 
 POLL_SECONDS = 0.3
@@ -202,7 +202,8 @@ def choose_jobs(plan: Plan, runs: int, wanted: int | None) -> int:
 
 
 def run_jobs(plan: Plan, waiting: Sequence[Job], jobs: int, console: Console) -> list[Failure]:
-    with _Comparison(plan, len(waiting), jobs, console) as comparison:
+    comparison = _Comparison(plan, len(waiting), jobs, console)
+    with comparison.bars:
         comparison.run(list(waiting))
     return comparison.failures
 
@@ -221,15 +222,8 @@ class _Comparison(Scheduler):
         columns = (BarColumn(bar_width=24), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
         title = TextColumn("{task.description}")
         self.bars = Progress(title, *columns, console=console, disable=not console.is_terminal)
-        self.bar_of: dict[str, TaskID] = {}
-
-    def __enter__(self) -> "_Comparison":
-        self.bars.start()
         self.all = self.bars.add_task("[bold]all runs", total=self.total, completed=self.done, state=self._share())
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bars.stop()
+        self.bar_of: dict[str, TaskID] = {}
 
     def _share(self) -> str:
         return f"{self.done}/{self.total}"
@@ -263,7 +257,7 @@ class _Comparison(Scheduler):
         """If another process has the run, the one about to be started waits for it."""
         if job.run.path.is_dir():
             try:
-                with RunLock(job.run.path):
+                with run_lock(job.run.path):
                     pass
             except RunConflictError as conflict:
                 self._say(f"waiting  {job.title}: {conflict}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from intbmoe.compare.answer import answer_comparison
 from intbmoe.compare.plan import Job, Plan
+from intbmoe.compare.summary import trained_rows
 from intbmoe.compare.table import (
     SHARES,
     WITH_ATTENTION,
@@ -47,7 +48,7 @@ Data = Mapping[str, Any]
 class Comparison:
     plan: Plan
     sound: Sequence[Job]
-    rows: Sequence[Mapping[str, Any]]  # of ``Summary.record``
+    rows: Sequence[Mapping[str, Any]]  # of ``make_rows``
     floors: Mapping[str, Mapping[str, float]]
     left_out: Sequence[Mapping[str, str]]
     methods: str  # as ``--methods`` named them
@@ -148,14 +149,10 @@ def comparison_page(data: Data, pictures: Path) -> Page:
     """The page; parts without runs or pictures are not on it."""
     figures = {path.stem: read_figure(path, "data/") for path in sorted(pictures.glob("*.json"))}
     answer = answer_comparison(data)
-    sections = [_results(data, answer.leaders), *(_part(name, figures) for name in LEADS)]
-    sections += [_ablations(data), _floors(data), _ceilings(data), _left_out(data, figures), _runs(data)]
+    sections = [_results(data, answer.leaders), *(_part(name, figures) for name in LEADS), _ablations(data)]
+    sections += [*(_bounds(data, name) for name in BOUNDS), _left_out(data, figures), _runs(data)]
     overline = f"intbmoe compare · {data['recipe']} · --methods {data['methods']}"
     return Page(overline, answer, [section for section in sections if section is not None])
-
-
-def _trained(data: Data) -> list[Data]:
-    return [row for row in data["rows"] if row["mean"] is not None]
 
 
 # The parts.
@@ -215,7 +212,7 @@ def _result_notes(data: Data, leaders: Sequence[str]) -> list[str]:
 
 def _ablations(data: Data) -> Section | None:
     """The paper's tables: every metric of the full model and of each ablation, and the distance of the two."""
-    rows = {row["label"]: row for row in _trained(data)}
+    rows = {row["label"]: row for row in trained_rows(data["rows"])}
     variants = [one for one in data["sets"].get(ABLATIONS, []) if one["label"] in rows]
     if len(variants) < 2:
         return None
@@ -246,19 +243,19 @@ def _difference(row: Data, full: Data, metric: str) -> Cell:
     return Cell(format_difference(metric, gap, "points", sign="+"), gap)
 
 
-def _floors(data: Data) -> Section | None:
-    if not data["floors"]:
-        return None
-    lead = "What needs no learning. A method that does not beat these has learned nothing."
-    return Section("floors", "Floors", lead, [floors_table(data["floors"], "Floors, on the test split")])
+BOUNDS = {
+    "floors": ("Floor", "What needs no learning. A method that does not beat these has learned nothing."),
+    "ceilings": (
+        "Ceiling",
+        "The data was made by a known rule: no model can be expected to do better than one that knows it.",
+    ),
+}
 
 
-def _ceilings(data: Data) -> Section | None:
-    if not data.get("ceilings"):  # pages of earlier versions have none
-        return None
-    lead = "The data was made by a known rule: no model can be expected to do better than who knows it."
-    found = floors_table(data["ceilings"], "Ceilings, on the test split", "Ceiling")
-    return Section("ceilings", "Ceilings", lead, [found])
+def _bounds(data: Data, name: str) -> Section | None:
+    kind, lead = BOUNDS[name]
+    table = floors_table(data[name], f"{kind}s, on the test split", kind)
+    return Section(name, f"{kind}s", lead, [table]) if data[name] else None
 
 
 def _left_out(data: Data, figures: Mapping[str, Figure]) -> Section | None:

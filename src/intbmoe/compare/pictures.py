@@ -9,9 +9,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from intbmoe.compare.summary import trained_rows
 from intbmoe.registry import method_family
 from intbmoe.report.canvas import LOAD_TITLES, Data, Picture, add_legend, tidy
-from intbmoe.report.numbers import axis_scale, flops_unit
+from intbmoe.report.numbers import axis_scale, flops_unit, format_difference
 from intbmoe.report.style import BLUE, FAMILIES, GREY, GRID, METHODS, PALE
 from intbmoe.report.style import ORANGE as OWN
 
@@ -31,10 +32,6 @@ def draw_comparison(data: Data, curves: Sequence[Data]) -> list[Picture]:
     return [*_draw_cost(data), *_draw_curves(data, curves), *_draw_load(data, curves), *_draw_sensitivity(data)]
 
 
-def _trained(rows: Sequence[Data]) -> list[Data]:
-    return [row for row in rows if row["mean"] is not None]
-
-
 def _add_legend(figure: Figure, rows: Sequence[Data]) -> None:
     add_legend(figure, {method_family(row["method"]) for row in rows})
 
@@ -44,7 +41,7 @@ def _add_legend(figure: Figure, rows: Sequence[Data]) -> None:
 
 def draw_table(rows: Sequence[Data], title: str, higher_is_better: bool, path: Path) -> Path:
     """Save the picture: the metric with its interval on the left, FLOPs and parameters on the right."""
-    trained = sorted(_trained(rows), key=lambda row: row["mean"] if higher_is_better else -row["mean"])
+    trained = sorted(trained_rows(rows), key=lambda row: row["mean"] if higher_is_better else -row["mean"])
     figure = Figure(figsize=(11, 1.4 + 0.34 * len(trained)), layout="constrained")
     metric, flops, params = figure.subplots(1, 3, sharey=True, width_ratios=(2.2, 1, 1))
     factor, percent = axis_scale(trained[0]["metric"])
@@ -121,7 +118,7 @@ def _tidy_rows(axes: Axes) -> None:
 
 
 def _draw_cost(data: Data) -> list[Picture]:
-    rows = _trained(data["rows"])
+    rows = trained_rows(data["rows"])
     if len(rows) < 2:
         return []
     factor, unit = axis_scale(data["metric"])
@@ -131,7 +128,7 @@ def _draw_cost(data: Data) -> list[Picture]:
         ("flops", flops, f"FLOPs of one example ({letter})"),
         ("seconds", 1, "training, seconds a run"),
     )
-    equal = [axis for axis in axes_of if _alike(rows, axis[0])]  # points of one place in a heap say nothing
+    equal = [axis for axis in axes_of if _alike(rows, axis[0])]  # points on top of each other say nothing
     axes_of = tuple(axis for axis in axes_of if axis not in equal) or axes_of[1:2]
     figure = Figure(figsize=(max(5.5, 3.7 * len(axes_of)), 4.6), layout="constrained")
     panels = figure.subplots(1, len(axes_of), sharey=True, squeeze=False)[0]
@@ -215,50 +212,48 @@ def _label(axes: Axes, places: Sequence[tuple[float, float]], texts: Sequence[st
 # Over training.
 
 
+OVER_TRAINING = {
+    "curves": (
+        "Loss of all runs over training",
+        "One line for each run; the seeds of a method share its colour, so their spread shows the effect of chance. "
+        "Where the validation loss rises while the training loss falls, a model overfits.",
+        "From each run's metrics.jsonl, at most 400 points of a curve. Training values are means since the previous "
+        "line, without auxiliary losses; validation covers the whole split.",
+    ),
+    "load": (
+        "Load over training",
+        "How evenly each method spread its tokens while it was trained. Lines at 1 are even; a low utilisation means "
+        "experts without tokens, and a high largest load means that one of them does the work of many.",
+        "From each run's metrics.jsonl: loads since the previous line, means over the layers with a router. Methods "
+        "without a choice of experts have no load and no line.",
+    ),
+}
+"""Title, what is to be seen, and how it was made."""
+
+
 def _draw_curves(data: Data, curves: Sequence[Data]) -> list[Picture]:
     metric = data["metric"]
     wanted = [("train", "loss", "training loss"), ("valid", "loss", "validation loss")]
     if metric != "loss":
         wanted.append(("valid", metric, f"validation {metric}"))
-    see = (
-        "One line for each run; seeds of a method have its colour, so that their distance shows what chance does. "
-        "Where validation turns up while training falls, a model learns by heart."
-    )
-    how = (
-        "From each run's metrics.jsonl, at most 400 points of a curve. Training values are means since the line "
-        "before, without auxiliary losses; validation is of the whole split."
-    )
-    return _draw_over_training(data, curves, wanted, "curves", "Loss of all runs over training", see, how)
+    return _draw_over_training(data, curves, "curves", wanted)
 
 
 def _draw_load(data: Data, curves: Sequence[Data]) -> list[Picture]:
     dropping = any(c["name"] == "dropped" and any(c["values"]) for c in curves)
     wanted = [("train", name, title) for name, title in LOAD_TITLES.items() if name != "dropped" or dropping]
-    see = (
-        "How evenly each method spread its tokens while it was trained. Lines at 1 are even; a low utilisation means "
-        "experts without tokens, and a high largest load means that one of them does the work of many."
-    )
-    how = (
-        "From each run's metrics.jsonl: loads since the line before, means over the layers that choose. Methods whose "
-        "tokens do not choose have no load and no line."
-    )
-    return _draw_over_training(data, curves, wanted, "load", "Load over training", see, how)
+    return _draw_over_training(data, curves, "load", wanted)
 
 
 def _draw_over_training(
-    data: Data,
-    curves: Sequence[Data],
-    wanted: Sequence[tuple[str, str, str]],
-    name: str,
-    title: str,
-    see: str,
-    how: str,
+    data: Data, curves: Sequence[Data], name: str, wanted: Sequence[tuple[str, str, str]]
 ) -> list[Picture]:
     """A panel for each of the curves (split, name, title) that there are; nothing where there is none."""
     kinds = {(curve["split"], curve["name"]) for curve in curves}
     wanted = [(split, kind, words) for split, kind, words in wanted if (split, kind) in kinds]
     if not wanted:
         return []
+    title, see, how = OVER_TRAINING[name]
     shown = {(split, kind) for split, kind, _ in wanted}
     titles = {curve["label"]: curve["title"] for curve in curves if (curve["split"], curve["name"]) in shown}
     styles = _styles(data, list(dict.fromkeys(curve["label"] for curve in curves)))  # the same in all pictures
@@ -285,7 +280,7 @@ def _draw_over_training(
 
 def _styles(data: Data, labels: Sequence[str]) -> dict[str, dict[str, Any]]:
     """How the lines of a method look; where there are too many to follow, only of some, which stand out."""
-    means = {row["label"]: row["mean"] for row in _trained(data["rows"])}
+    means = {row["label"]: row["mean"] for row in trained_rows(data["rows"])}
     sign = -1 if data["higher_is_better"] else 1
     first = [label for label in ("intbmoe", "dense") if label in labels]
     others = sorted((one for one in labels if one in means and one not in first), key=lambda one: sign * means[one])
@@ -300,7 +295,7 @@ def _styles(data: Data, labels: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _draw_sensitivity(data: Data) -> list[Picture]:
-    rows = {row["label"]: row for row in data["rows"] if row["mean"] is not None}
+    rows = {row["label"]: row for row in trained_rows(data["rows"])}
     grids = {
         name: [(float(one["value"]), rows[one["label"]]) for one in variants if one["label"] in rows]
         for name, variants in data["sets"].items()
@@ -339,7 +334,6 @@ def _draw_sensitivity(data: Data) -> list[Picture]:
 
 def _told_grid(data: Data, name: str, points: Sequence[tuple[float, Data]]) -> str:
     best = (max if data["higher_is_better"] else min)(points, key=lambda point: point[1]["mean"])
-    factor, _ = axis_scale(data["metric"])
-    means = [row["mean"] * factor for _, row in points]
-    digits, unit = (2, " points") if factor == 100 else (4, "")
-    return f"{name}: best at {best[0]:g}, all within {max(means) - min(means):.{digits}f}{unit}."
+    means = [row["mean"] for _, row in points]
+    span = format_difference(data["metric"], max(means) - min(means), "points")
+    return f"{name}: best at {best[0]:g}, all within {span}."

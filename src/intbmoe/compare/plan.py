@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from intbmoe.checks import did_you_mean, require
-from intbmoe.recipes import recipe_to_dict
 from intbmoe.recipes.sets import Options, Variant, find_variants
 from intbmoe.report.trace import find_flaw
 from intbmoe.settings import Checked, PositiveInt
@@ -91,13 +90,7 @@ def choose_baseline(jobs: Sequence[Job], wanted: str | None) -> str | None:
 
 def choose_seeds(named: Sequence[int], number: int) -> list[int]:
     """The first of the recipe's seeds; beyond them the smallest integers that are not among them."""
-    seeds = list(dict.fromkeys(named))
-    candidate = 0
-    while len(seeds) < number:
-        if candidate not in seeds:
-            seeds.append(candidate)
-        candidate += 1
-    return seeds[:number]
+    return list(dict.fromkeys([*named, *range(len(named) + number)]))[:number]
 
 
 def _require_same(run: RunDirectory, recipe: Recipe) -> None:
@@ -105,11 +98,9 @@ def _require_same(run: RunDirectory, recipe: Recipe) -> None:
     if not run.begun or not run.config_path.is_file():
         return
     try:
-        there = recipe_to_dict(run.recipe)
+        differing = differing_settings(run.recipe, recipe, free=FREE_TO_CHANGE)
     except TrainingError:
         return  # a damaged run: if it counts as finished it is left out of the result, else its training says why
-    differing = differing_settings(there, recipe)
-    differing = {key: values for key, values in differing.items() if key not in FREE_TO_CHANGE}
     if differing:
         listed = ", ".join(f"{key} {old!r} there, {new!r} now" for key, (old, new) in differing.items())
         raise ValueError(

@@ -3,8 +3,8 @@
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 from scipy.special import stdtrit
@@ -12,7 +12,7 @@ from torch import nn
 
 from intbmoe.compare.pairs import Outcomes, compare_in_pairs, pooled_spread, resampled
 from intbmoe.compare.plan import Job
-from intbmoe.counting import Counts, Shares, count, shares_of
+from intbmoe.counting import Counts, count, shares_of
 from intbmoe.models.vit import ViT, class_token_ffns
 from intbmoe.precomposition import has_one_precomposed_form, precompose
 from intbmoe.registry import find_method
@@ -22,51 +22,18 @@ from intbmoe.train import load
 
 FEW_SEEDS = 3
 """With as many or fewer, a method's own spread is not used by itself."""
+Row = Mapping[str, Any]  # of a ``Summary``, or of a page's data
 ROUTED_EXAMPLES = 64
 """Test examples on which the experts of a token are counted, where a trained router decides on their number."""
 
 
-@dataclass(frozen=True)
-class Summary:
-    title: str
-    label: str
-    method: str
-    seeds: tuple[int, ...]
-    metric: str
-    values: tuple[float, ...]
-    """The deciding metric on the test split, one value per seed; empty for a precomposed form, which is not trained."""
-    results: tuple[dict[str, Any], ...]
+class Summary(NamedTuple):
+    """One variant, or the precomposed form of one, which is not trained and has no metrics."""
+
+    row: dict[str, Any]
+    """Plain data with all digits: what tables, pictures and the page are made from, but for the intervals."""
     counts: Counts
     active: float | None  # experts a token had on average, where the trained router decides
-    shares: Shares
-    reported: Mapping[str, str]
-    """Further metrics of the tables, with their headings (``Task.reported``)."""
-
-    def record(self) -> dict[str, Any]:
-        """As plain data with all digits: what tables, pictures and the page are made from, but for the intervals."""
-        tests = [result["test"] for result in self.results]
-        names = [name for name in (tests[0] if tests else {}) if all(name in test for test in tests)]
-        return {
-            "title": self.title,
-            "label": self.label,
-            "method": self.method,
-            "seeds": list(self.seeds),
-            "metric": self.metric,
-            "values": list(self.values),
-            "mean": statistics.fmean(self.values) if self.values else None,
-            "interval_95": None,
-            **self.counts._asdict(),
-            **self.shares._asdict(),
-            "active_experts": self.active,
-            "seconds": statistics.fmean(result["seconds"] for result in self.results) if self.results else None,
-            "results": list(self.results),
-            "metrics": {
-                name: {"mean": statistics.fmean(test[name] for test in tests), "interval_95": None} for name in names
-            },
-            "reported": dict(self.reported),
-            "validated": all(result.get("valid") for result in self.results),
-            "report": "best" if any(result.get("report") == "best" for result in self.results) else "last",
-        }
 
 
 def confidence_intervals(groups: Sequence[Sequence[float]]) -> list[float | None]:
@@ -111,8 +78,8 @@ def add_differences(rows: Sequence[dict[str, Any]], jobs: Iterable[Job], baselin
 
 
 def make_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
-    """The record of each, with the intervals of its means, for which the rows are taken together."""
-    rows = [summary.record() for summary in summaries]
+    """The row of each, with the intervals of its means, for which the rows are taken together."""
+    rows = [summary.row for summary in summaries]
     for row, interval in zip(rows, confidence_intervals([row["values"] for row in rows]), strict=True):
         row["interval_95"] = interval
     for name in dict.fromkeys(name for row in rows for name in row["metrics"]):
@@ -121,6 +88,11 @@ def make_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
         for row, interval in zip(having, confidence_intervals(values), strict=True):
             row["metrics"][name]["interval_95"] = interval
     return rows
+
+
+def trained_rows(rows: Sequence[Row]) -> list[Row]:
+    """All but the precomposed forms, which have the metrics of what they were composed from."""
+    return [row for row in rows if row["mean"] is not None]
 
 
 def summarise(jobs: Iterable[Job]) -> list[Summary]:
@@ -133,29 +105,43 @@ def summarise(jobs: Iterable[Job]) -> list[Summary]:
     for label, members in by_label.items():
         first = members[0]
         task, method = make_task(first.recipe), find_method(first.variant.moe.name)
-        results = tuple(job.run.result for job in members)
         model = load(first.run).cpu()
         active = active_experts(task, model) if method.dynamic else None
-        summary = Summary(
-            title=first.variant.title,
-            label=label,
-            method=method.name,
-            seeds=tuple(job.seed for job in members),
-            metric=task.metric,
-            values=tuple(result["test"][task.metric] for result in results),
-            results=results,
-            counts=_count(task, _untrained(task) if active else model, active),
-            active=active,
-            shares=shares_of(model, task.example_inputs(), active),
-            reported=task.reported,
-        )
-        summaries.append(summary)
+        counts = _count(task, _untrained(task) if active else model, active)
+        about = {"title": first.variant.title, "label": label, "method": method.name}
+        about["seeds"] = [job.seed for job in members]
+        shares = {**shares_of(model, task.example_inputs(), active)._asdict(), "active_experts": active}
+        row = _row(task, about, {**counts._asdict(), **shares}, [job.run.result for job in members])
+        summaries.append(Summary(row, counts, active))
         if method.composes and first.variant.moe.label is None and has_one_precomposed_form(model):
             counts = _count(task, precompose(model), None)
-            summaries.append(
-                replace(summary, title=f"{summary.title}, precomposed", values=(), results=(), counts=counts)
-            )
+            about = {**about, "title": f"{first.variant.title}, precomposed"}
+            summaries.append(Summary(_row(task, about, {**counts._asdict(), **shares}, []), counts, active))
     return summaries
+
+
+def _row(
+    task: Task, about: Mapping[str, Any], costs: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    tests = [result["test"] for result in results]
+    values = [test[task.metric] for test in tests]
+    names = [name for name in (tests[0] if tests else {}) if all(name in test for test in tests)]
+    return {
+        **about,
+        "metric": task.metric,
+        "values": values,
+        "mean": statistics.fmean(values) if values else None,
+        "interval_95": None,
+        **costs,
+        "seconds": statistics.fmean(result["seconds"] for result in results) if results else None,
+        "results": list(results),
+        "metrics": {
+            name: {"mean": statistics.fmean(test[name] for test in tests), "interval_95": None} for name in names
+        },
+        "reported": dict(task.reported),
+        "validated": all(result.get("valid") for result in results),
+        "report": "best" if any(result.get("report") == "best" for result in results) else "last",
+    }
 
 
 def _untrained(task: Task) -> nn.Module:

@@ -7,12 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from intbmoe.compare.summary import FEW_SEEDS
+from intbmoe.compare.summary import FEW_SEEDS, Row, trained_rows
 from intbmoe.layer import OnePer
-from intbmoe.report.numbers import NOTHING, flops_unit, format_metric
+from intbmoe.report.numbers import NOTHING, flops_unit, format_difference, format_metric
 from intbmoe.report.tables import Cell, Column, Span, Table
 
-Row = Mapping[str, Any]  # one of ``Summary.record``, or of a page's data
 Floors = Mapping[str, Mapping[str, float]]
 SHARES = {
     "participation": "how many experts contribute to a token's output",
@@ -35,12 +34,11 @@ WIDE, LEFT_OUT_IF_NARROW = 100, ("activated", "seconds")
 
 def results_table(rows: Sequence[Row], title: str, order: str | None = None, **more: Any) -> Table:
     """All columns; ``order`` says how the rows come sorted by the deciding metric, if they do."""
-    trained = [row for row in rows if row["mean"] is not None]
-    metric = trained[0]["metric"]
+    first = trained_rows(rows)[0]
+    metric, headings = first["metric"], first["reported"]
     unit, letter = flops_unit(row["flops"] for row in rows)
-    others = [name for name in trained[0]["metrics"] if name != metric]
+    others = [name for name in first["metrics"] if name != metric]
     against = _baseline(rows)
-    headings = trained[0].get("reported", {})  # not in the data of early comparisons
     columns = [
         Column("Method", numeric=False, name="title"),
         Column(metric, sorted=order, name="mean"),
@@ -52,7 +50,7 @@ def results_table(rows: Sequence[Row], title: str, order: str | None = None, **m
         Column("Seconds", hint="measured time of one training run", name="seconds"),
         *(Column(headings.get(name, name), name=name) for name in others),
     ]
-    scale = _scale(trained)
+    scale = _scale(trained_rows(rows))
     cells = [
         [
             Cell(row["title"], row["title"], href=f"#run-{anchor(row['label'])}"),
@@ -73,10 +71,9 @@ def results_table(rows: Sequence[Row], title: str, order: str | None = None, **m
 def brief_table(rows: Sequence[Row], title: str, higher_is_better: bool) -> Table:
     """What the screen and Markdown have room for, the best mean in bold; its records are the whole results."""
     records = [_record(row) for row in rows]
-    trained = [place for place, row in enumerate(rows) if row["mean"] is not None]
-    best = (max if higher_is_better else min)(trained, key=lambda place: rows[place]["mean"])
-    marked = frozenset([best])
-    first = rows[trained[0]]
+    trained = trained_rows(rows)
+    first, best = trained[0], (max if higher_is_better else min)(trained, key=lambda row: row["mean"])
+    marked = frozenset([rows.index(best)])
     beside = [name for name in first["reported"] if name in first["metrics"]]
     paired = ["difference"] if _baseline(rows) else []
     shown = ("title", "mean", *paired, *beside, "params", "activated", "flops", "seconds")
@@ -126,7 +123,7 @@ def _metric_cell(row: Row, scale: tuple[float, float]) -> Cell:
 
 
 def _baseline(rows: Sequence[Row]) -> str | None:
-    """The title of what the rows are compared with in pairs, if they are; the data of early comparisons do not say."""
+    """The title of what the rows are compared with in pairs, if they are."""
     labels = {row["difference"]["baseline"] for row in rows if row.get("difference")}
     return next((row["title"] for row in rows if row["label"] in labels), None)
 
@@ -134,10 +131,9 @@ def _baseline(rows: Sequence[Row]) -> str | None:
 def _difference_cell(row: Row) -> Cell:
     if not (found := row.get("difference")):
         return Cell(NOTHING)
-    factor, digits = (100, 2) if row["metric"].startswith("accuracy") else (1, 4)
-    value = f"{factor * found['value']:+.{digits}f}".replace("-", "−")
-    text = f"{value} ± {factor * found['interval_95']:.{digits}f}{'*' * (found['p_holm'] < SURE)}"
-    return Cell(text, found["value"])
+    value = format_difference(row["metric"], found["value"], "", sign="+").rstrip()
+    reach = format_difference(row["metric"], found["interval_95"], "").rstrip()
+    return Cell(f"{value} ± {reach}{'*' * (found['p_holm'] < SURE)}", found["value"])
 
 
 def difference_notes(rows: Sequence[Row]) -> list[str]:
@@ -156,7 +152,7 @@ def difference_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _share_cell(row: Row, name: str) -> Cell:
-    value, unit = row[name], row.get("materialization_per")  # which the data of older comparisons lack
+    value, unit = row[name], row["materialization_per"]
     if name == "materialization":
         small = f"{value:g} for one example"
         return Cell(f"{value:g}", value) if unit is None else Cell(str(OnePer(unit)), value, small=small)
@@ -182,12 +178,12 @@ def anchor(label: str) -> str:
 
 def floors_table(floors: Floors, title: str, kind: str = "Floor") -> Table:
     metrics = list(dict.fromkeys(metric for values in floors.values() for metric in values))
-    rows = [[Cell(name, name), *(_floor_cell(values, metric) for metric in metrics)] for name, values in floors.items()]
+    rows = []
+    for name, values in floors.items():
+        texts = {metric: format_metric(metric, value) for metric, value in values.items()}
+        found = (Cell(texts.get(metric, NOTHING), values.get(metric)) for metric in metrics)
+        rows.append([Cell(name, name), *found])
     return Table(title, [Column(kind, numeric=False), *map(Column, metrics)], rows)
-
-
-def _floor_cell(values: Mapping[str, float], metric: str) -> Cell:
-    return Cell(format_metric(metric, values[metric]), values[metric]) if metric in values else Cell(NOTHING)
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -219,11 +215,11 @@ def by_students_t(rows: Sequence[Row]) -> str:
 
 
 def protocol_notes(rows: Sequence[Row]) -> list[str]:
-    """How the reported numbers were chosen, where that is not as usual; rows of early comparisons do not say."""
-    trained, told = [row for row in rows if row["mean"] is not None], []
-    if not all(row.get("validated", True) for row in trained):
+    """How the reported numbers were chosen, where that is not as usual."""
+    trained, told = trained_rows(rows), []
+    if not all(row["validated"] for row in trained):
         told.append("Nothing was validated: no example was held out of training.")
-    if any(row.get("report") == "best" for row in trained):
+    if any(row["report"] == "best" for row in trained):
         told.append("The best of all evaluations on the test split is reported, chosen on that split: an upper bound.")
     elif told:
         told.append("The last step is reported.")
@@ -235,19 +231,16 @@ def file_stem(methods: str) -> str:
     return "+".join(dict.fromkeys(names))[:LONGEST_STEM]
 
 
-def _metric_columns(rows: Sequence[Row]) -> list[str]:
-    names = dict.fromkeys(name for row in rows for name in row["metrics"])
-    return [column for name in names for column in (name, f"{name}_interval_95")]
-
-
 def write_files(
     folder: Path, stem: str, rows: Sequence[Row], title: str, higher_is_better: bool, floors: Floors | None = None
 ) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     table = brief_table(rows, title, higher_is_better)
     below = [floors_table(floors, "")] if floors else []
+    metrics = dict.fromkeys(name for row in rows for name in row["metrics"])
+    columns = (*IN_CSV, *(column for name in metrics for column in (name, f"{name}_interval_95")))
     contents = {
-        "csv": table.csv((*IN_CSV, *_metric_columns(rows)), line_end="\r\n"),
+        "csv": table.csv(columns, line_end="\r\n"),
         "json": table.json(),
         "md": table.markdown_document(*below),
     }

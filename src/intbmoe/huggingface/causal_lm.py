@@ -27,9 +27,8 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from intbmoe.checks import require
 from intbmoe.huggingface.configuration import IntBMoETextConfig
 from intbmoe.huggingface.mixture import IGNORED, MixtureModel
-from intbmoe.layer import moe_layers
 from intbmoe.models import llama
-from intbmoe.models.causal import apply_ffn, require_causal
+from intbmoe.models.causal import apply_ffn, remembers, require_causal
 from intbmoe.parts.linear import Linear
 from intbmoe.parts.router import MLPRouter
 from intbmoe.precision import wide
@@ -260,8 +259,3 @@ class IntBMoEForCausalLM(IntBMoETextPreTrainedModel, GenerationMixin):
             read = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
             inputs["padding_mask"] = attention_mask[:, -read.shape[1] :].bool()
         return inputs
-
-
-def remembers(model: nn.Module) -> bool:
-    """Whether a mixture needs more of earlier tokens than attention does."""
-    return any(layer.new_state(1) is not None for _, layer in moe_layers(model))

@@ -30,18 +30,18 @@ def from_backbone(model: nn.Module, **options: Any) -> MixtureModel:
     """
     if isinstance(model, Llama):
         rope = {"rope_type": "default", "rope_theta": model.config.rope_theta}
-        config = _config(IntBMoETextConfig, model, rope_parameters=rope, **options)
-        made = _without_memory(IntBMoEForCausalLM, config)
-        made.model.load_state_dict(_copied(model), assign=True)
-        made.tie_weights()
+        kind, config = IntBMoEForCausalLM, _config(IntBMoETextConfig, model, rope_parameters=rope, **options)
     elif isinstance(model, ViT):
         labels = {} if "id2label" in options else {"num_labels": model.config.classes}
         layers = list(model.config.moe_layers)
         config = _config(IntBMoEImageConfig, model, mixture_layers=layers, **labels, **options)
-        made = _without_memory(IntBMoEForImageClassification, config)
-        made.vit.load_state_dict(_copied(model), assign=True)
+        kind = IntBMoEForImageClassification
     else:
         raise TypeError(f"model is a {type(model).__name__}: transformers has a form of intbmoe's Llama and ViT only")
+    with torch.device("meta"):
+        made = kind(config)
+    made.base_model.load_state_dict(_copied(model), assign=True)
+    made.tie_weights()
     made.config.dtype = made.dtype
     return made.train(model.training)
 
@@ -49,25 +49,20 @@ def from_backbone(model: nn.Module, **options: Any) -> MixtureModel:
 def to_backbone(model: MixtureModel) -> Llama | ViT:
     """The ``Llama`` or ``ViT`` with a copy of the weights of ``model``, types kept."""
     config = model.config
-    make_ffn = None if config.method is None else config.make_ffn
+    if isinstance(model, IntBMoEForImageClassification):
+        kind = ViT
+    elif isinstance(model, IntBMoEForCausalLM):
+        kind = Llama
+        rope = config.rope_parameters["rope_type"]
+        require(rope == "default", "rope_type", rope, "'default': intbmoe's Llama does not scale positions")
+        tied = torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+        require(tied, "tie_word_embeddings", config.tie_word_embeddings, "True: intbmoe's Llama ties the two")
+    else:
+        raise TypeError(f"model is a {type(model).__name__}: expected one of intbmoe.huggingface with a head")
     with torch.device("meta"):
-        if isinstance(model, IntBMoEForImageClassification):
-            made, state = ViT(config.backbone(), make_ffn), _copied(model.vit)
-        elif isinstance(model, IntBMoEForCausalLM):
-            made, state = Llama(config.backbone(), make_ffn), _copied(model.model)
-            rope = config.rope_parameters["rope_type"]
-            require(rope == "default", "rope_type", rope, "'default': intbmoe's Llama does not scale positions")
-            tied = torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
-            require(tied, "tie_word_embeddings", config.tie_word_embeddings, "True: intbmoe's Llama ties the two")
-        else:
-            raise TypeError(f"model is a {type(model).__name__}: expected one of intbmoe.huggingface with a head")
-    made.load_state_dict(state, assign=True)
+        made = kind(config.backbone(), None if config.method is None else config.make_ffn)
+    made.load_state_dict(_copied(model.base_model), assign=True)
     return made.train(model.training)
-
-
-def _without_memory(kind: type[MixtureModel], config: Any) -> MixtureModel:
-    with torch.device("meta"):
-        return kind(config)
 
 
 def _copied(model: nn.Module) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from transformers.utils.generic import can_return_tuple
 
 from intbmoe.huggingface.configuration import IntBMoEImageConfig
 from intbmoe.huggingface.mixture import IGNORED, MixtureModel
+from intbmoe.layer import MoELayer
 from intbmoe.models.vit import Block, ViT
 
 
@@ -33,6 +34,7 @@ class IntBMoEForImageClassification(MixtureModel):
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     _no_split_modules: ClassVar = ["IntBMoEBlock"]
+    starts_itself: ClassVar = (MoELayer, ViT)  # as in the paper, not by transformers' law for each nn.Linear
 
     def __init__(self, config: IntBMoEImageConfig) -> None:
         super().__init__(config)
@@ -48,12 +50,6 @@ class IntBMoEForImageClassification(MixtureModel):
 
     def _make_vit(self) -> ViT:
         return IntBMoEViT(self.config.backbone(), None if self.config.method is None else self.config.make_ffn)
-
-    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        if isinstance(module, ViT):  # the paper's start, which transformers' law for each nn.Linear is not
-            self._start(module)
-        else:
-            super()._initialize_weights(module, is_custom_code)
 
     def _reset(self, module: nn.Module) -> None:
         if not isinstance(module, ViT):

@@ -22,6 +22,8 @@ class MixtureModel(PreTrainedModel):
 
     collects_aux_loss: ClassVar[bool] = True
     """``forward`` adds the auxiliary losses to the loss: ``intbmoe.connect`` need not."""
+    starts_itself: ClassVar[tuple[type[nn.Module], ...]] = (MoELayer,)
+    """Modules whose start is their own, not transformers'."""
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _version = 0  # of a parameter, when the counts of the unfinished step began
@@ -42,7 +44,7 @@ class MixtureModel(PreTrainedModel):
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # Children come first, and transformers has written its own start into those it knows. Its rule for code that is
         # not its own would pass over a layer without parameters of its own, such as most mixtures.
-        if isinstance(module, MoELayer):
+        if isinstance(module, self.starts_itself):
             self._start(module)
         else:
             super()._initialize_weights(module, is_custom_code)

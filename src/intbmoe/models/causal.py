@@ -44,6 +44,11 @@ def new_ffn_state(ffn: nn.Module, batch: int) -> Any:
     return None
 
 
+def remembers(model: nn.Module) -> bool:
+    """Whether a mixture in it needs more of earlier tokens than attention does."""
+    return any(layer.new_state(1) is not None for _, layer in moe_layers(model))
+
+
 def visible_tokens(mask: Tensor, queries: int | None = None) -> Tensor:
     """(B, S) validity → (B, 1, S, S) bool: a token sees the valid ones up to itself, and always itself.
 

@@ -9,14 +9,22 @@ from torch import Tensor, nn
 
 from intbmoe.captured import CaptureError, ladder
 from intbmoe.checks import require, require_positive_int
-from intbmoe.layer import moe_layers
-from intbmoe.models.causal import check_mask
+from intbmoe.models.causal import check_mask, remembers
 from intbmoe.models.sampling import Sampling
 from intbmoe.models.slots import Slots, Text, why_not_captured
 
 KEPT_LENGTH = 256
 """Slots of ``generate`` have room for a multiple of this: prompts of other lengths then find their graphs."""
 log = logging.getLogger(__name__)
+
+
+class Wanted(NamedTuple):
+    """What is asked for beside the prompts; ``Llama.stream`` says what each is."""
+
+    max_new_tokens: int
+    stop: int | None
+    sampling: Sampling
+    generator: torch.Generator | None
 
 
 class Prompts(NamedTuple):
@@ -28,39 +36,29 @@ class Prompts(NamedTuple):
 
 
 def stream(
-    model: nn.Module,
-    ids: Tensor,
-    mask: Tensor | None,
-    max_new_tokens: int,
-    stop: int | None,
-    sampling: Sampling,
-    generator: torch.Generator | None,
-    capture: bool | None,
+    model: nn.Module, ids: Tensor, mask: Tensor | None, wanted: Wanted, capture: bool | None
 ) -> Iterator[Tensor]:
     """``Llama.stream``. Arguments are checked here, at the call; the model runs when the first id is asked for."""
-    require_positive_int("max_new_tokens", max_new_tokens)
-    if stop is not None:
-        known = isinstance(stop, int) and 0 <= stop < model.config.vocabulary
-        require(known, "stop", stop, f"an id of the vocabulary, 0 to {model.config.vocabulary - 1}")
+    require_positive_int("max_new_tokens", wanted.max_new_tokens)
+    if wanted.stop is not None:
+        known = isinstance(wanted.stop, int) and 0 <= wanted.stop < model.config.vocabulary
+        require(known, "stop", wanted.stop, f"an id of the vocabulary, 0 to {model.config.vocabulary - 1}")
     _check_prompts(ids, mask)
     model.require_decoding()
-    slots = _find_slots(model, ids, max_new_tokens, sampling, capture)
+    slots = _find_slots(model, ids, wanted, capture)
     if slots is not None:
-        return _steps_in_slots(model, slots, ids, mask, max_new_tokens, stop, sampling, generator)
+        return _steps_in_slots(model, slots, ids, mask, wanted)
     # A mixture with a memory may count positions from the first it is given, so that padding before a prompt would
     # change what it does: there, only prompts of one length are read together, and none is padded.
-    remembers = any(layer.new_state(1) is not None for _, layer in moe_layers(model))
-    if remembers and mask is not None:
+    if remembers(model) and mask is not None:
         together = _by_length(ids, mask)
     else:  # attention needs no mask where nothing is padded
         padding = None if mask is None or mask.all() else mask
         together = [Prompts(torch.arange(len(ids), device=ids.device), ids, padding)]
-    return _steps(model, together, max_new_tokens, stop, sampling, generator)
+    return _steps(model, together, wanted)
 
 
-def _find_slots(
-    model: nn.Module, ids: Tensor, max_new_tokens: int, sampling: Sampling, capture: bool | None
-) -> Slots | None:
+def _find_slots(model: nn.Module, ids: Tensor, wanted: Wanted, capture: bool | None) -> Slots | None:
     """The slots that the model kept, or new ones; None where its texts are decoded without."""
     if capture is False or (capture is None and ids.device.type != "cuda"):
         return None
@@ -69,14 +67,14 @@ def _find_slots(
         if capture:
             raise ValueError(f"capture=True is not possible with this model: {reason}")
         return None
-    count, length = len(ids), ids.shape[1] + max_new_tokens - 1  # the last id is never read
+    count, length = len(ids), ids.shape[1] + wanted.max_new_tokens - 1  # the last id is never read
     slots, model.kept_slots = model.kept_slots, None  # nobody else may use them meanwhile
     if slots is None or not slots.fits(count, length):
         del slots  # first, so that there is memory for the new ones
         room = length if ids.device.type == "cpu" else -(-length // KEPT_LENGTH) * KEPT_LENGTH
         slots = Slots(model, next(size for size in ladder(2 * count) if size >= count), room)
     try:
-        slots.prepare(count, sampling.narrowed)
+        slots.prepare(count, wanted.sampling.narrowed)
     except CaptureError as error:
         if capture:
             raise
@@ -86,15 +84,9 @@ def _find_slots(
 
 
 def _steps_in_slots(
-    model: nn.Module,
-    slots: Slots,
-    ids: Tensor,
-    mask: Tensor | None,
-    max_new_tokens: int,
-    stop: int | None,
-    sampling: Sampling,
-    generator: torch.Generator | None,
+    model: nn.Module, slots: Slots, ids: Tensor, mask: Tensor | None, wanted: Wanted
 ) -> Iterator[Tensor]:
+    max_new_tokens, stop, sampling, generator = wanted
     lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()
     prompts = [row[len(row) - length :] for row, length in zip(ids.tolist(), lengths, strict=True)]
     going = [Text(slot, prompt, 0, sampling) for slot, prompt in enumerate(prompts)]
@@ -137,14 +129,8 @@ def _by_length(ids: Tensor, mask: Tensor) -> list[Prompts]:
     return [Prompts(rows[length], ids[rows[length], ids.shape[1] - length :], None) for length in rows]
 
 
-def _steps(
-    model: nn.Module,
-    together: list[Prompts],
-    max_new_tokens: int,
-    stop: int | None,
-    sampling: Sampling,
-    generator: torch.Generator | None,
-) -> Iterator[Tensor]:
+def _steps(model: nn.Module, together: list[Prompts], wanted: Wanted) -> Iterator[Tensor]:
+    max_new_tokens, stop, sampling, generator = wanted
     # The last id is never read.
     caches = [model.new_cache(len(prompts.ids), prompts.ids.shape[1] + max_new_tokens - 1) for prompts in together]
     order = torch.cat([prompts.rows for prompts in together]).argsort()

@@ -27,7 +27,7 @@ state of mixtures that have one. The model itself holds nothing between calls, b
     ids = model.generate(prompts, mask, max_new_tokens=50, temperature=0.8, top_p=0.95)
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_positive_int, require_state
+from intbmoe.checks import require, require_positive_int
 from intbmoe.models.causal import apply_ffn, check_mask, new_ffn_state, require_causal, visible_tokens
-from intbmoe.models.decoding import stream
+from intbmoe.models.decoding import Wanted, stream
 from intbmoe.models.sampling import Sampling
 from intbmoe.models.slots import Slots
 from intbmoe.precision import autocast_dtype, cast, wide
@@ -313,25 +313,8 @@ class Llama(nn.Module):
         graphs and their cache stay with the model for the next call; ``capture=False`` makes none, ``capture=True``
         insists, and on a CPU runs the same steps without graphs.
         """
-        return stream(self, ids, mask, max_new_tokens, stop, Sampling(**sampling), generator, capture)
+        return stream(self, ids, mask, Wanted(max_new_tokens, stop, Sampling(**sampling), generator), capture)
 
     def generate(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         """What ``stream`` yields with the same arguments, as one (B, n): the new ids, without the prompts."""
         return torch.stack(list(self.stream(ids, mask, **options)), 1)
-
-    def load_huggingface_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the weights of a ``LlamaForCausalLM`` with tied embeddings into the dense form.
-
-        Strict: an unknown key, a missing key, a wrong shape or an output map of its own raises before anything is
-        changed, and so does a model that holds mixtures.
-        """
-        if not all(isinstance(layer.mlp, Mlp) for layer in self.layers):
-            raise ValueError("these weights fit the dense form only: build Llama(config) without make_ffn")
-        own = self.state_dict()
-        names = {f"model.{name}": name for name in own}
-        expected = {theirs: own[name] for theirs, name in names.items()}
-        require_state("Hugging Face", state, expected, also=["lm_head.weight"])
-        embedding = state["model.embed_tokens.weight"]
-        if not torch.equal(state.get("lm_head.weight", embedding), embedding):
-            raise ValueError("lm_head.weight differs from model.embed_tokens.weight: this model ties the two")
-        self.load_state_dict({name: state[theirs] for theirs, name in names.items()})

@@ -30,8 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from intbmoe.checks import require
-from intbmoe.layer import moe_layers
-from intbmoe.models.causal import apply_ffn, check_mask, require_causal, visible_tokens
+from intbmoe.models.causal import apply_ffn, check_mask, remembers, require_causal, visible_tokens
 from intbmoe.registry import create
 from intbmoe.settings import Checked, Positive, PositiveInt
 
@@ -39,8 +38,8 @@ BIAS_STD = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecommenderConfig(Checked):
-    """Sizes of the backbone; the defaults are the paper's on IntTravel."""
+class RecommenderSizes(Checked):
+    """What a model around the backbone has in its own configuration too; the defaults are the paper's on IntTravel."""
 
     dim: PositiveInt = 96
     """d, the width of a token."""
@@ -50,14 +49,20 @@ class RecommenderConfig(Checked):
     """Attention heads of a block."""
     hidden: PositiveInt = 384
     """Inner width of the dense FFNs, the head's included."""
-    max_length: PositiveInt = 126
-    """L: 40 sessions of three tokens and six profile tokens."""
     ffn_std: Positive | None = None
     """Of the normal law that the dense model's FFNs start from; None for nn.Linear's, by which mixtures start."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.dim % self.heads == 0, "heads", self.heads, f"a divisor of dim ({self.dim})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecommenderConfig(RecommenderSizes):
+    """Sizes of the backbone."""
+
+    max_length: PositiveInt = 126
+    """L: 40 sessions of three tokens and six profile tokens."""
 
 
 class Attention(nn.Module):
@@ -163,8 +168,7 @@ class Recommender(nn.Module):
 
     def ends_token_by_token(self) -> bool:
         """Whether the last FFN and the head look at single tokens; a mixture with a memory sees earlier ones too."""
-        last = (self.blocks[-1].ffn, self.head)
-        return all(layer.new_state(1) is None for ffn in last for _, layer in moe_layers(ffn))
+        return not (remembers(self.blocks[-1].ffn) or remembers(self.head))
 
     def output_at(
         self, x: Tensor, mask: Tensor, places: Tensor, filled: Tensor | None = None, **inputs: Tensor

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from intbmoe.captured import Mirror, Recorded, Recorder, halves, ladder
+from intbmoe.captured import Mirror, Recorded, Recorder, addresses, halves, ladder
 from intbmoe.layer import moe_layers
 from intbmoe.models.sampling import Sampling, choose
 from intbmoe.precision import autocast_dtype, wide
@@ -93,7 +93,7 @@ class Slots:
         self.extents = (*sorted(part for part in aligned if part < self.room), self.room)
         self.graphs: dict[Shape, Recorded] = {}
         self._recorder = Recorder(weight.device, model) if self.rounds else None
-        self._addresses = self._now_at()
+        self._addresses = addresses(self.model)
 
     @property
     def model(self) -> nn.Module:
@@ -101,10 +101,7 @@ class Slots:
 
     def fits(self, count: int, length: int) -> bool:
         """Whether there is room, and the model's weights are still where the graphs read them."""
-        return count <= self.count and length <= self.length and self._addresses == self._now_at()
-
-    def _now_at(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers())]
+        return count <= self.count and length <= self.length and self._addresses == addresses(self.model)
 
     def record(self, narrowed: bool = False) -> None:
         """All graphs that may be needed; else each is recorded when it is first needed. Raises ``CaptureError``."""

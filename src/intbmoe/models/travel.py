@@ -28,7 +28,7 @@ data. All fields but ids and cells share one table, in which each code of each f
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from intbmoe.checks import require
 from intbmoe.layer import MoELayer
 from intbmoe.models.hashing import ConcatenatedHashEmbedding, MultiHashEmbedding
-from intbmoe.models.recommender import Recommender, RecommenderConfig
+from intbmoe.models.recommender import Recommender, RecommenderConfig, RecommenderSizes
 from intbmoe.precision import autocast_off, wide
-from intbmoe.settings import Checked, Positive, PositiveInt
+from intbmoe.settings import Positive, PositiveInt
 
 PROFILE_TOKENS = 6
 SESSION_TOKENS = 3
@@ -55,19 +55,9 @@ EMBEDDING_STD = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class TravelConfig(Checked):
+class TravelConfig(RecommenderSizes):
     """Sizes of the travel model; those of the backbone are the paper's by default, those of the tables are ours."""
 
-    dim: PositiveInt = 96
-    """d, the width of a token."""
-    depth: PositiveInt = 8
-    """Transformer blocks."""
-    heads: PositiveInt = 1
-    """Attention heads of a block."""
-    hidden: PositiveInt = 384
-    """Inner width of the dense FFNs, the head's included."""
-    ffn_std: Positive | None = None
-    """Of the normal law that the dense model's FFNs start from; None for nn.Linear's, by which mixtures start."""
     sessions: PositiveInt = 40
     """Most sessions of a sequence, three tokens each; six profile tokens come before them."""
     place_rows: PositiveInt = 262_144
@@ -98,10 +88,9 @@ class TravelConfig(Checked):
         super().__post_init__()
         fits = not self.primes or self.dim % len(self.primes) == 0
         require(fits, "primes", self.primes, f"none, or as many as divide dim ({self.dim})")
-        self.backbone()  # checks that the sizes go together
 
     def backbone(self) -> RecommenderConfig:
-        sizes = {name: getattr(self, name) for name in ("dim", "depth", "heads", "hidden", "ffn_std")}
+        sizes = {f.name: getattr(self, f.name) for f in fields(RecommenderSizes)}
         return RecommenderConfig(**sizes, max_length=PROFILE_TOKENS + SESSION_TOKENS * self.sessions)
 
 

@@ -16,8 +16,7 @@ Parameters carry timm's names, so that weights of its DeiT models load without r
 ``blocks.i.moe`` and its class-token FFN ``blocks.i.mlp``.
 """
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_state
+from intbmoe.checks import require
 from intbmoe.settings import Checked, Positive, PositiveInt, Share
 
 NORM_EPS = 1e-6
@@ -215,21 +214,6 @@ class ViT(nn.Module):
     def classify(self, x: Tensor) -> Tensor:
         """(B, 1 + T, d) of the last block → (B, classes)."""
         return self.head(self.norm(x)[:, 0])
-
-    def load_timm_state_dict(self, state: Mapping[str, Tensor]) -> list[str]:
-        """Take the weights of a timm DeiT or ViT into the dense form; returns the keys of the blocks cut off.
-
-        timm's model may be deeper. All else is strict: an unknown key, a missing key or a wrong shape raises before
-        anything is changed, and so does a model that holds mixtures.
-        """
-        if any(block.moe is not None for block in self.blocks):
-            raise ValueError("timm's weights fit the dense form only: build ViT(config) without make_ffn")
-        own = self.state_dict()
-        blocks = {key: re.match(r"blocks\.(\d+)(\.|$)", key) for key in state}
-        cut = [key for key, block in blocks.items() if block and int(block[1]) >= self.config.depth]
-        require_state("timm", state, own, also=cut)
-        self.load_state_dict({name: state[name] for name in own})
-        return cut
 
 
 def class_token_ffns(model: ViT) -> int:

@@ -14,26 +14,9 @@ from typing import Any, get_args
 import yaml
 
 from intbmoe.checks import did_you_mean
-from intbmoe.recipes.sets import SETS
 from intbmoe.registry import find_method, find_task, list_tasks, unknown_task
 from intbmoe.settings import field_types, from_plain, to_plain
-from intbmoe.tasks.recipe import DecayGroup, MoESettings, Recipe, TrainSettings
-
-__all__ = [
-    "SETS",
-    "MoESettings",
-    "Recipe",
-    "TrainSettings",
-    "check_options",
-    "describe_recipe",
-    "list_recipes",
-    "load_recipe",
-    "option_types",
-    "override",
-    "recipe_from_dict",
-    "recipe_to_dict",
-    "require_options",
-]
+from intbmoe.tasks.recipe import DecayGroup, Recipe
 
 FOLDER = Path(__file__).parent
 SUFFIXES = (".yaml", ".yml")
@@ -108,7 +91,7 @@ def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
     task = data.get("task")
     if task not in list_tasks():
         raise ValueError(f"task={task!r} is not allowed: {unknown_task(str(task))}")
-    recipe = from_plain(find_task(task).recipe_type, _in_todays_words(data), "")
+    recipe = from_plain(find_task(task).recipe_type, _upgraded(data), "")
     try:
         options = check_options(recipe.moe.name, recipe.moe.options)
     except KeyError as error:
@@ -134,8 +117,8 @@ def override(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     return recipe_from_dict(plain) if settings else recipe
 
 
-def _in_todays_words(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Runs of earlier versions say ``decay_all``, whose False spared all that can be spared."""
+def _upgraded(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings under today's names: runs of earlier versions have ``decay_all``, whose False spared every group."""
     train = data.get("train")
     if not isinstance(train, Mapping) or "decay_all" not in train:
         return data

@@ -48,7 +48,7 @@ def equal_compute(recipe: Recipe, intbmoe: MoESettings) -> list[tuple[str, MoESe
 
 
 def dense_of_compute(recipe: Recipe, intbmoe: MoESettings) -> list[tuple[str, MoESettings]]:
-    """Those of them that are dense."""
+    """The dense variants of ``equal_compute``."""
     return _dense(recipe, _flops(recipe, intbmoe))
 
 
@@ -86,7 +86,7 @@ def _flops(recipe: Recipe, moe: MoESettings) -> float:
 
 
 def _solve(recipe: Recipe, moe: MoESettings, option: str, first: tuple[int, int], target: float) -> float:
-    """The value of ``option`` whose FLOPs are ``target``; they grow in a line with it."""
+    """The value of ``option`` at which the FLOPs, which grow linearly with it, are ``target``."""
     low, high = (_flops(recipe, replace(moe, options={option: value})) for value in first)
     require(high > low, option, first, "of some effect on the model's FLOPs")
     return first[0] + (target - low) * (first[1] - first[0]) / (high - low)

@@ -7,7 +7,7 @@ inline    two maps and an activation among the other parts of a block (BART, OPT
 """
 
 import inspect
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -74,7 +74,7 @@ class Found(NamedTuple):
 
 
 def find_ffns(model: nn.Module) -> Found:
-    """All FFNs of ``model``, in its order."""
+    """All FFNs of ``model``, in the order of its modules."""
     ffns, refused, inside = [], {}, ()
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
@@ -172,12 +172,9 @@ def _inline(name: str, block: nn.Module, first: str, activation: str, second: st
     if _form([sizes(part) for part in maps]) != "plain":
         return f"{first} and {second} have sizes {sizes(maps[0])} and {sizes(maps[1])}, which is no FFN"
     dropout = nn.Dropout(getattr(block, "activation_dropout", 0.0))
-    steps = {first: maps[0], activation: function, "dropout": dropout, second: maps[1]}
+    whole = nn.Sequential(OrderedDict({first: maps[0], activation: function, "dropout": dropout, second: maps[1]}))
     hidden, dim = sizes(maps[1])
     entry, last = _join(name, first), _join(name, second)
-    whole = nn.Sequential()
-    for step, part in steps.items():
-        whole.add_module(step, part)
     return FFN(last, whole, "plain", maps, dim, hidden, entry, f"{last}.weight", (entry, _join(name, activation)))
 
 
@@ -186,9 +183,7 @@ def _split(name: str, block: nn.Module) -> FFN | str:
     maps = first.dense, last.dense
     if _form([sizes(part) for part in maps]) != "plain":
         return f"its two maps have sizes {sizes(maps[0])} and {sizes(maps[1])}, which is no FFN"
-    whole = nn.Sequential()
-    whole.add_module(SPLIT[0], first)
-    whole.add_module("dense", last.dense)
+    whole = nn.Sequential(OrderedDict({SPLIT[0]: first, "dense": last.dense}))
     hidden, dim = sizes(last.dense)
     entry, place = _join(name, SPLIT[0]), _join(name, SPLIT[1], "dense")
     return FFN(place, whole, "plain", maps, dim, hidden, entry, f"{place}.weight", (entry,))

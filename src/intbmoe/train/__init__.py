@@ -18,11 +18,11 @@ from intbmoe.train.errors import (
 )
 from intbmoe.train.evaluation import evaluate, load
 from intbmoe.train.loop import train
-from intbmoe.train.run import RunDirectory, find_runs
+from intbmoe.train.run import RunDirectory
 
 __all__ = [
     "DamagedFileError", "DiskFullError", "NonFiniteLossError", "RunConflictError", "RunDirectory", "TrainingError",
-    "TrainingInterrupted", "evaluate", "find_runs", "load", "train",
+    "TrainingInterrupted", "evaluate", "load", "train",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Forward and backward of a micro-batch as a CUDA graph: recorded once, replayed at every step.
+"""A micro-batch's forward and backward pass as a CUDA graph: recorded once, replayed at every step.
 
 A step of a small model is hundreds of short kernels, and Python launches them more slowly than a large GPU runs them. A
 replayed graph is one launch. The kernels and their random numbers are those of the ordinary step, so a captured
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from intbmoe.captured import addresses
 from intbmoe.layer import moe_layers
 from intbmoe.tasks.base import Batch
 from intbmoe.train.errors import CaptureError
@@ -28,7 +29,7 @@ class _Recording:
     totals: Tensor
     gradients: list[Tensor | None]
     sums: list[dict[str, Tensor]]  # what each MoE layer counted
-    addresses: list[int]  # where parameters and buffers were: a graph goes on reading there, whatever the module says
+    addresses: list[int]  # of the model when it was recorded
 
 
 class CapturedBackward:
@@ -45,7 +46,7 @@ class CapturedBackward:
         """Gradients are added to those there are; the tensor is valid until the next call."""
         signature = tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(batch.items()))
         recording = self.recordings.get(signature)
-        if recording is None or recording.addresses != self._addresses():
+        if recording is None or recording.addresses != addresses(self.model):
             self.recordings.pop(signature, None)
             recording = self.recordings[signature] = self._record(batch)
         for name, value in batch.items():
@@ -85,7 +86,7 @@ class CapturedBackward:
         for parameter, gradient in zip(self.parameters, kept, strict=True):
             parameter.grad = gradient
         torch.cuda.set_rng_state(random_state)
-        return _Recording(graph, fixed, totals, gradients, sums, self._addresses())
+        return _Recording(graph, fixed, totals, gradients, sums, addresses(self.model))
 
     def _forget(self) -> None:
         """The recording starts without gradients and counts, so that each replay's are those of its batch alone."""
@@ -115,6 +116,3 @@ class CapturedBackward:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
-
-    def _addresses(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers())]

@@ -41,7 +41,6 @@ class BatchPlan:
     batch: int  # examples of a step, over all ranks
     micro: int  # examples a rank takes at a time
     accumulation: int  # micro-batches of a rank in a step
-    world: int
     steps_per_epoch: int
     steps: int  # optimizer steps of the whole training
 
@@ -67,7 +66,7 @@ def plan_batches(examples: int, settings: TrainSettings, world: int) -> BatchPla
         )
     per_epoch = examples // batch
     steps = settings.steps or max(1, round(settings.epochs * per_epoch))
-    return BatchPlan(examples, batch, share // accumulation, accumulation, world, per_epoch, steps)
+    return BatchPlan(examples, batch, share // accumulation, accumulation, per_epoch, steps)
 
 
 def epoch_order(examples: int, seed: int, epoch: int) -> torch.Tensor:

@@ -19,10 +19,9 @@ from intbmoe.files import digest, file_digest, to_json
 from intbmoe.layer import moe_layers, unwrap
 from intbmoe.recipes import load_recipe, override
 from intbmoe.tasks import make_task
-from intbmoe.tasks.base import Batch, Task
+from intbmoe.tasks.base import Task
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.build import build, doubts, learning_rate
-from intbmoe.train.data import derive_seed, make_generator, micro_batches, read_ahead
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import NonFiniteLossError, TrainingInterrupted
 from intbmoe.train.evaluation import Evaluation, evaluate_split
@@ -41,10 +40,10 @@ from intbmoe.train.resume import (
     model_tensors,
     restore,
 )
-from intbmoe.train.run import RunDirectory, RunLock, describe_environment
+from intbmoe.train.run import RunDirectory, describe_environment, run_lock
 from intbmoe.train.shards import is_sharded
 from intbmoe.train.signals import StopRequest
-from intbmoe.train.step import StepResult
+from intbmoe.train.step import StepResult, prepared_steps
 
 
 def train(
@@ -76,14 +75,16 @@ def train(
     with ExitStack() as stack:
         if ranks.main:
             run.path.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(RunLock(run.path, wait))
+            stack.enter_context(run_lock(run.path, wait))
             run.claim(recipe)
         if ranks.from_main(int(run.finished)):
             return run
         stack.enter_context(ranks.losses_are_explained())
-        stack.enter_context(_determinism(recipe.train.deterministic))
-        said = stack.enter_context(_threads(recipe.train.threads, run, ranks))
-        training = Training(task, run, ranks, quiet, said)
+        if recipe.train.deterministic:
+            stack.enter_context(_determinism())
+        on_cpu = ranks.device.type == "cpu"
+        notes = stack.enter_context(_threads(recipe.train.threads, run, ranks)) if on_cpu else []
+        training = Training(task, run, ranks, quiet, notes)
         stack.callback(training.close)
         stack.enter_context(training.divergence_is_explained())
         stop = stack.enter_context(StopRequest(training.progress.say, ranks.world))
@@ -154,7 +155,7 @@ class Training:
         self.started = time.perf_counter() - at.seconds
         self.progress.start(at.step)
         evaluate_every = plan.epochs_to_steps(settings.eval_every)
-        for batches in self._steps():
+        for batches in prepared_steps(self.task, self.examples, plan, self.ranks, settings, at.step):
             rate = learning_rate(at.step, settings, plan)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
@@ -165,26 +166,12 @@ class Training:
             if last or at.step % settings.log_every == 0:
                 self._log_training(rate)
             if last or at.step % evaluate_every == 0:
-                self._look()
+                self._evaluate_all()
             self.progress.advance(at.step)
             if last or at.step % settings.checkpoint_every == 0:
                 self.save()
             if not last:
                 self._stop_if_asked(result)
-
-    def _steps(self) -> Iterator[list[Batch]]:
-        """This rank's prepared micro-batches of each step. Random numbers start anew at each, see ``data.py``."""
-        seed, rank = self.settings.seed, self.ranks.rank
-        reads = micro_batches(self.plan, seed, rank, self.at.step)
-        pin = self.ranks.device.type == "cuda"
-        batches = []
-        for read, batch in read_ahead(self.examples, reads, seed, self.settings.workers, pin):
-            generator = make_generator(seed, "prepare", read.step, read.offset)
-            batches.append(self.task.prepare(self.ranks.to_device(batch), generator))
-            if len(batches) == self.plan.accumulation:
-                torch.manual_seed(derive_seed(seed, "step", read.step, rank))
-                yield batches
-                batches = []
 
     def _log_training(self, rate: float) -> None:
         loads = take_loads(self.model, self.progress.say)
@@ -194,7 +181,7 @@ class Training:
         if self.log is not None:
             self.log.write_loads(self.at.step, loads)
 
-    def _look(self) -> None:
+    def _evaluate_all(self) -> None:
         """Evaluate on the validation split, if there is one; and on the test split where the best is reported."""
         if self.validates:
             self.at.valid = self._evaluate("valid").metrics
@@ -231,8 +218,8 @@ class Training:
             raise NonFiniteLossError(
                 f"{error}. Training has diverged, and the same command {saved}would come to the same end: lower "
                 f"train.lr (it is {train.lr:g}) or train.clip ({train.clip}), or lengthen train.warmup "
-                f"({train.warmup:g} epochs), if the data has no such number itself; in a run of its own (--moe.label "
-                f"NAME), or remove {self.run.path} first"
+                f"({train.warmup:g} epochs), unless the data itself holds such a number; do so in a new run "
+                f"(--moe.label NAME), or remove {self.run.path} first"
             ) from error
 
     def _write(self, split: str, values: dict[str, float], speed: float | None = None) -> None:
@@ -253,7 +240,7 @@ class Training:
         raise TrainingInterrupted(signum, message)
 
     def finish(self) -> None:
-        """Evaluate on the test split, unless ``_look`` did so all along, and write the results."""
+        """Evaluate on the test split, unless ``_evaluate_all`` did so all along, and write the results."""
         best = self.settings.report == "best"
         test = self.at.best
         if not best:
@@ -298,11 +285,8 @@ class Training:
 
 
 @contextmanager
-def _determinism(wanted: bool) -> Iterator[None]:
+def _determinism() -> Iterator[None]:
     """Ask torch for algorithms that repeat bit for bit, and leave it as it was found."""
-    if not wanted:
-        yield
-        return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with this
     before = torch.are_deterministic_algorithms_enabled()
     filling = torch.utils.deterministic.fill_uninitialized_memory
@@ -319,9 +303,6 @@ def _determinism(wanted: bool) -> Iterator[None]:
 def _threads(wanted: int | None, run: RunDirectory, ranks: Ranks) -> Iterator[list[str]]:
     """Compute with as many CPU threads as the run began with, or as are wanted; yields what is to be said about it."""
     before = torch.get_num_threads()
-    if ranks.device.type != "cpu":
-        yield []
-        return
     begun = ranks.from_main((run.threads() or 0) if ranks.main else 0)
     count = wanted or begun or before
     said = []

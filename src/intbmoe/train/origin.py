@@ -1,7 +1,7 @@
-"""What a run's checkpoints are of: its recipe, and a fingerprint of its data. Only a run of both goes on from them.
+"""Which recipe and data a checkpoint was trained with. Only a run with the same recipe and data may resume from it.
 
-The fingerprint is cheap for data of any size: how many examples each split has, a few of them as the model gets them,
-and of the files their names, how many there are, and of some of them size and content. Small data is looked at whole.
+The fingerprint of the data is cheap at any size: the number of examples in each split, a few of them as the model gets
+them, and the files' names and number, with size and content of some. Small data is read whole.
 """
 
 import math
@@ -19,7 +19,7 @@ from intbmoe.tasks.base import SPLITS, Examples, Task
 from intbmoe.tasks.own_data import fingerprint
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.errors import RunConflictError
-from intbmoe.train.run import FREE_TO_CHANGE, differing_keys, differing_settings
+from intbmoe.train.run import FREE_TO_CHANGE, differing_keys, differing_settings, list_differences
 
 EXAMPLES = 32  # of each split
 FILES = 1000  # of those under a path
@@ -45,25 +45,20 @@ def require_same_origin(
 ) -> None:
     """Raise unless the checkpoint in the folder ``where`` is of this recipe and of this data."""
     if there is None:
-        tell(f"{where} does not say which settings and data it is of, as checkpoints of old: taken as it is")
+        tell(f"{where} was written before checkpoints named their settings and data: it is used without that check")
         return
-    free = (*FREE_TO_CHANGE, "data.path")
-    settings = differing_settings(recipe_to_dict(recipe_from_dict(there["recipe"])), recipe)
-    settings = {key: values for key, values in settings.items() if key not in free}
+    settings = differing_settings(recipe_from_dict(there["recipe"]), recipe, free=(*FREE_TO_CHANGE, "data.path"))
     if settings:
         raise RunConflictError(
-            f"{where} is a checkpoint of another run:\n{_listed(settings)}\nRemove it, and put this run's own back if "
-            f"there is a copy; the run then goes on from the newest that is left."
+            f"{where} is a checkpoint of another run:\n{list_differences(settings)}\n"
+            f"Remove it, and put this run's own back if there is a copy; the run then goes on from the newest left."
         )
     data = {key: values for key, values in differing_keys(there["data"], now["data"]).items() if not _close(*values)}
     if data:
         raise RunConflictError(
-            f"the data is not what the checkpoint in {where} was trained on:\n{_listed(data)}\nTo go on, {REMEDY}."
+            f"the data is not what the checkpoint in {where} was trained on:\n{list_differences(data)}\n"
+            f"To go on, {REMEDY}."
         )
-
-
-def _listed(differing: Mapping[str, tuple[Any, Any]]) -> str:
-    return "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, (old, new) in differing.items())
 
 
 def _close(old: Any, new: Any) -> bool:

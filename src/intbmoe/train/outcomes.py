@@ -1,4 +1,4 @@
-"""What became of each test example, kept beside a run's metrics (``outcomes.npz``).
+"""The result on each test example, kept beside a run's metrics (``outcomes.npz``).
 
 One array for each sum of the task's metrics, with one number per example in the order of the test split, so that two
 methods are compared on the same examples (``compare/pairs.py``) and not by intervals that overlap. Counts and hits are
@@ -17,7 +17,7 @@ from intbmoe.train.errors import DamagedFileError
 from intbmoe.train.files import read_bytes
 
 MOST_EXAMPLES = 1_000_000
-"""Larger test splits keep none: the files would be large, and chance among examples is no question there."""
+"""Larger test splits keep none: the files would be large, and sampling noise among examples is negligible there."""
 
 
 def pack_outcomes(outcomes: Mapping[str, Tensor]) -> bytes:

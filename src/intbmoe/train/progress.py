@@ -1,8 +1,8 @@
-"""What a person sees: a bar on a terminal, plain lines in a log, nothing when quiet."""
+"""Progress on the screen: a bar on a terminal, plain lines in a log, nothing when quiet."""
 
 import time
 from collections.abc import Mapping
-from typing import Self
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,32 +17,23 @@ class TrainingProgress:
         self.title, self.steps, self.quiet = title, steps, quiet
         self.console = console or Console(stderr=True, soft_wrap=True, highlight=False)
         self.examples_per_second = 0.0  # over the last window of steps
-        self._bar: Progress | None = None
         self._window = (0, 0.0)
+        figures = TextColumn("{task.fields[figures]}")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), figures, TimeRemainingColumn())
+        shown = self.console.is_terminal and not quiet
+        self._bar = Progress(*columns, console=self.console, transient=True, disable=not shown)
+        self._task = self._bar.add_task(title, total=steps, figures="")
 
     def start(self, step: int) -> None:
         """Begin at ``step``, which is not 0 for a run that goes on."""
         self._window = (step, time.perf_counter())
-        if self.quiet:
-            return
-        if not self.console.is_terminal:
-            self.say(f"{self.title}: {self.steps} steps" + (f", going on after step {step}" if step else ""))
-            return
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-        )
-        self._task = self._bar.add_task(self.title, total=self.steps, completed=step, figures="")
+        self._bar.reset(self._task, completed=step)
         self._bar.start()
+        if self._bar.disable:
+            self.say(f"{self.title}: {self.steps} steps" + (f", going on after step {step}" if step else ""))
 
     def advance(self, step: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step)
+        self._bar.update(self._task, completed=step)
 
     def measure(self, step: int, batch: int) -> float:
         before, since = self._window
@@ -57,11 +48,11 @@ class TrainingProgress:
         figures = "  ".join(f"{name} {values[name]:.4g}" for name in SHOWN if name in values)
         if split == "train":
             figures += f"  {self.examples_per_second:.0f} examples/s"
-        if self._bar is None or split != "train":
+        if self._bar.disable or split != "train":
             seconds = (self.steps - step) * batch / max(self.examples_per_second, 1e-9)
-            left = f"  {_duration(seconds)} left" if split == "train" else ""
+            left = f"  {timedelta(seconds=round(seconds))} left" if split == "train" else ""
             self.say(f"{self.title}  step {step}/{self.steps}  {split}  {figures}{left}")
-        if self._bar is not None and split == "train":
+        if split == "train":
             self._bar.update(self._task, figures=figures)
 
     def say(self, message: str) -> None:
@@ -73,37 +64,26 @@ class TrainingProgress:
         self.console.print(message, markup=False)
 
     def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._bar.stop()
 
 
 class PreparationProgress:
     """Shows the stages of ``intbmoe prepare``: a bar each on a terminal, else a line when a stage begins and ends."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True, soft_wrap=True, highlight=False)
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, soft_wrap=True, highlight=False)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
-        self._bar = Progress(*columns, TimeElapsedColumn(), console=self.console)
+        self.bars = Progress(*columns, TimeElapsedColumn(), console=self.console, disable=not self.console.is_terminal)
         self._stages: dict[str, int] = {}
         self._ended: set[str] = set()
-
-    def __enter__(self) -> Self:
-        if self.console.is_terminal:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.console.is_terminal:  # a bar that was never started would leave an empty line
-            self._bar.stop()
 
     def show(self, stage: str, done: int, total: int | None) -> None:
         """So much of ``stage`` is done, of ``total`` (None: unknown)."""
         figures = f"{done:,}" if total is None else f"{done:,} of {total:,}"
         if stage not in self._stages:
-            self._stages[stage] = self._bar.add_task(stage, total=total, figures=figures)
+            self._stages[stage] = self.bars.add_task(stage, total=total, figures=figures)
             self._line(f"{stage} …")
-        self._bar.update(self._stages[stage], completed=done, total=total, figures=figures)
+        self.bars.update(self._stages[stage], completed=done, total=total, figures=figures)
         if total is not None and done >= total and stage not in self._ended:
             self._ended.add(stage)
             self._line(f"{stage}: {figures}")
@@ -111,9 +91,3 @@ class PreparationProgress:
     def _line(self, text: str) -> None:
         if not self.console.is_terminal:
             self.console.print(text, markup=False)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"

@@ -7,7 +7,7 @@ loads.jsonl          of methods whose tokens choose, each expert's assignments b
 events.…             the same for TensorBoard, and throughput
 checkpoints/         see resume.py
 model.safetensors    the trained model
-outcomes.npz         what became of each test example, see outcomes.py
+outcomes.npz         the result on each test example, see outcomes.py
 done.json            the results, once finished
 lock                 held by the process that trains
 """
@@ -18,8 +18,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -129,7 +129,7 @@ class RunDirectory:
         raise DamagedFileError(f"{self.result_path} cannot be read back: {lacking}")
 
     def outcomes(self) -> dict[str, np.ndarray] | None:
-        """What became of each test example, by name, (N,) in the order of the split; None where a run kept none."""
+        """The result on each test example, by name, (N,) in the order of the split; None where a run kept none."""
         checksum = self.result["sha256"].get(self.outcomes_path.name)
         return None if checksum is None else read_outcomes(self.outcomes_path, checksum)
 
@@ -159,18 +159,18 @@ class RunDirectory:
                 raise RunConflictError(
                     f"{self.path} has been trained but has no config.yaml: restore it, or remove the folder"
                 )
-            there = recipe_to_dict(self.recipe)  # in today's words, with today's defaults
-            differing = differing_settings(there, recipe)
+            differing = differing_settings(self.recipe, recipe)
             if set(differing) - set(FREE_TO_CHANGE):
-                listed = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, (old, new) in differing.items())
-                changed = "\nThe data itself is not what it was when that run began (data.fingerprint)."
-                moved = f"\nIf the same data has moved, set data.path in {self.config_path}."
-                raise RunConflictError(
-                    f"{self.path} holds a run of another configuration:\n{listed}\nRepeat its settings to go on with "
-                    f"it, give the new one its own name (moe.label) or another root, or remove the folder."
-                    f"{moved if 'data.path' in differing else ''}"
-                    f"{changed if 'data.fingerprint' in differing else ''}"
-                )
+                lines = [
+                    f"{self.path} holds a run of another configuration:\n{list_differences(differing)}",
+                    "Repeat its settings to go on with it, give the new one its own name (moe.label) or another root, "
+                    "or remove the folder.",
+                ]
+                if "data.path" in differing:
+                    lines.append(f"If the same data has moved, set data.path in {self.config_path}.")
+                if "data.fingerprint" in differing:
+                    lines.append("The data itself is not what it was when that run began (data.fingerprint).")
+                raise RunConflictError("\n".join(lines))
             if not differing:
                 return
         text = yaml.safe_dump(_from_anywhere(recipe_to_dict(recipe)), sort_keys=False, allow_unicode=True)
@@ -197,10 +197,6 @@ class RunDirectory:
             replace_file(self.path / name, content)
 
 
-def find_runs(root: str | Path = "runs") -> list[RunDirectory]:
-    return [RunDirectory(path.parent) for path in sorted(Path(root).rglob("config.yaml"))]
-
-
 @contextmanager
 def moved_data_is_explained(path: str | Path) -> Iterator[None]:
     """Say where a run's data was expected, if it is not there any more."""
@@ -216,9 +212,14 @@ def moved_data_is_explained(path: str | Path) -> Iterator[None]:
         raise DataError(f"{error}\n({where})") from error
 
 
-def differing_settings(config: dict[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Dotted key → (there, now) of the settings in which ``recipe`` differs from a run's, free ones included."""
-    return differing_keys(_from_anywhere(config), _from_anywhere(recipe_to_dict(recipe)))
+def differing_settings(there: Recipe, now: Recipe, free: Collection[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Dotted key → (there, now) of the settings in which the recipe of a run differs from another, but for ``free``."""
+    found = differing_keys(*(_from_anywhere(recipe_to_dict(recipe)) for recipe in (there, now)))
+    return {key: values for key, values in found.items() if key not in free}
+
+
+def list_differences(differing: Mapping[str, tuple[Any, Any]]) -> str:
+    return "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, (old, new) in differing.items())
 
 
 def differing_keys(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
@@ -263,47 +264,34 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 _held: set[Path] = set()  # record locks do not exclude a second attempt of the same process
 
 
-class RunLock:
-    """``with RunLock(folder): …``; raises ``RunConflictError``, naming the holder's process, when it is taken.
+@contextmanager
+def run_lock(folder: Path, wait: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Raises ``RunConflictError``, naming the holder's process, when the lock of the run is taken.
 
     With ``wait``, which gets a message, the lock is taken when its holder ends. It is a record lock: the operating
     system drops it however its holder dies, and children, such as data workers, do not inherit it.
     """
-
-    def __init__(self, folder: Path, wait: Callable[[str], None] | None = None) -> None:
-        self.path = folder.resolve() / "lock"
-        self._wait = wait
-        self._descriptor = -1
-
-    def __enter__(self) -> "RunLock":
-        if self.path in _held:
-            raise RunConflictError(f"this process already trains into {self.path.parent}")
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+    path = folder.resolve() / "lock"
+    if path in _held:
+        raise RunConflictError(f"this process already trains into {path.parent}")
+    # The file stays: removing it would let two later processes hold locks on two files of one name.
+    with open(path, "a+b", buffering=0) as file:
         try:
-            self._take()
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
-        _held.add(self.path)
-        return self
-
-    def _take(self) -> None:
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:  # either may stand for a lock that is taken
-            holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-            taken = f"process {holder} trains into {self.path.parent}"
-            if self._wait is None:
+            holder = os.pread(file.fileno(), 32, 0).decode(errors="replace").strip() or "unknown"
+            taken = f"process {holder} trains into {path.parent}"
+            if wait is None:
                 raise RunConflictError(f"{taken}: wait for it, or stop it (kill {holder})") from error
-            self._wait(f"{taken}: waiting for its end")
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        # The file stays: removing it would let two later processes hold locks on two files of one name.
-        _held.discard(self.path)
-        os.close(self._descriptor)
+            wait(f"{taken}: waiting for its end")
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n".encode())
+        _held.add(path)
+        try:
+            yield
+        finally:
+            _held.discard(path)
 
 
 # What a result depends on besides its recipe.
@@ -311,6 +299,10 @@ class RunLock:
 
 def describe_environment(device: torch.device, world: int, seed: int, step: int) -> dict[str, Any]:
     """One entry of ``environment.json``, without anything that names the machine."""
+    packages = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "from_step": step,
@@ -318,7 +310,7 @@ def describe_environment(device: torch.device, world: int, seed: int, step: int)
         "seed": seed,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "packages": packages,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processes": world,
         "threads": torch.get_num_threads(),
@@ -343,10 +335,3 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

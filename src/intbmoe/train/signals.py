@@ -1,4 +1,4 @@
-"""How a training is asked to end: by Ctrl-C or SIGTERM, or because the process that started it has ended."""
+"""How training is asked to stop: by Ctrl-C or SIGTERM, or because the process that started it has ended."""
 
 import os
 import signal

@@ -8,6 +8,7 @@ plain average, and how a batch is split changes nothing but rounding and losses 
 
 import math
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +17,28 @@ from torch import Tensor, nn
 from intbmoe.layer import moe_layers, unwrap
 from intbmoe.parallel.gradients import global_norm, local, scale_to
 from intbmoe.steps import after_step, aux_loss, before_step
-from intbmoe.tasks.base import Batch, Task
+from intbmoe.tasks.base import Batch, Examples, Task
 from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.capture import CapturedBackward
+from intbmoe.train.data import BatchPlan, derive_seed, make_generator, micro_batches, read_ahead
 from intbmoe.train.distribution import Ranks
 from intbmoe.train.errors import NonFiniteLossError, TrainingError
+
+
+def prepared_steps(
+    task: Task, examples: Examples, plan: BatchPlan, ranks: Ranks, settings: TrainSettings, first_step: int = 0
+) -> Iterator[list[Batch]]:
+    """This rank's prepared micro-batches of each step. Random numbers start anew at each, see ``data.py``."""
+    seed, rank = settings.seed, ranks.rank
+    reads = micro_batches(plan, seed, rank, first_step)
+    batches = []
+    for read, batch in read_ahead(examples, reads, seed, settings.workers, pin=ranks.device.type == "cuda"):
+        generator = make_generator(seed, "prepare", read.step, read.offset)
+        batches.append(task.prepare(ranks.to_device(batch), generator))
+        if len(batches) == plan.accumulation:
+            torch.manual_seed(derive_seed(seed, "step", read.step, rank))
+            yield batches
+            batches = []
 
 
 @dataclass(frozen=True)
