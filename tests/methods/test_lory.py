@@ -211,6 +211,7 @@ def test_the_budget_gives_short_inputs_segments_that_route():
     for count in (196, 17, None):
         options = match_budget("lory", DIM, HIDDEN, experts=E, tokens=count)
         assert intbmoe.create("lory", DIM, **options).segment == 16
+    assert layer.quantities().materialization.tokens == layer.segment == 2
 
 
 def test_a_trained_layer_keeps_the_segment_it_was_trained_with():

@@ -176,7 +176,7 @@ class Lory(MoELayer):
         return LoryState(0, total, count, total.new_full((batch, c.experts), 1 / c.experts))
 
     def quantities(self) -> Quantities:
-        segments = OnePer("segment", tokens=self.config.segment)
+        segments = OnePer("segment", tokens=self.segment)
         return Quantities(participation=self.config.experts, execution=1, materialization=segments)
 
 
