@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import intbmoe
-from intbmoe.parts.slots import PoolConfig, require_whole, reset_moments, unit
+from intbmoe.parts.slots import PoolConfig, reset_moments, unit
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
@@ -34,15 +34,15 @@ def test_an_optimizer_that_has_not_stepped_or_is_not_given_is_no_error():
 
 def test_sharded_parameters_are_refused_by_name():
     layer = intbmoe.create("dynmoe", 2, 2)
-    require_whole(layer)
+    layer._require_whole_slots()
     layer.experts.up.weight.full_tensor = None  # what marks a DTensor
     with pytest.raises(RuntimeError, match=r"DynMoE.*'experts.up.weight'.*DistributedDataParallel"):
-        require_whole(layer)
+        layer._require_whole_slots()
     layer.experts.exchange = object()  # ranks hold whole experts
-    require_whole(layer)
+    layer._require_whole_slots()
     layer.embeddings.full_tensor = None
     with pytest.raises(RuntimeError, match="'embeddings'"):
-        require_whole(layer)
+        layer._require_whole_slots()
 
 
 def test_unit_vectors_and_the_zero_vector():
