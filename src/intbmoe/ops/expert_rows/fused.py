@@ -4,6 +4,8 @@ So it reads the group's bias once, and leaves one partial sum of the bias's grad
 at once (``tiles.py``): rows after the last group cost nothing.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -38,23 +40,6 @@ def _gather(
         source = tl.load(token + row, mask=row < end, other=0)
         place = source[:, None] * X_STRIDE + column[None, :]
         _store(out, row, column, OUT_STRIDE, tl.load(x + place, mask=mask, other=0.0), mask)
-
-
-@triton.jit
-def _add(
-    first_rows, second_rows, ends, out,
-    FIRST_STRIDE: tl.constexpr, SECOND_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    _, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    for start in range(first, end, TILE):
-        row = start + tl.arange(0, TILE)
-        mask = (row < end)[:, None] & (column < WIDTH)[None, :]
-        total = load_rows(first_rows, row, column, FIRST_STRIDE, mask)
-        total += load_rows(second_rows, row, column, SECOND_STRIDE, mask)
-        _store(out, row, column, OUT_STRIDE, total, mask)
 
 
 @triton.jit
@@ -103,19 +88,25 @@ def _activate_backward(
 
 
 @triton.jit
-def _gate(
-    gates, values, ends, out, GATE_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
+def _join(
+    first_rows, second_rows, ends, out,
+    FIRST_STRIDE: tl.constexpr, SECOND_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, GATE: tl.constexpr,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """SiLU(first) ⊙ second with ``GATE``, else first + second."""
     _, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     for start in range(first, end, TILE):
         row = start + tl.arange(0, TILE)
         mask = (row < end)[:, None] & (column < WIDTH)[None, :]
-        gate = load_rows(gates, row, column, GATE_STRIDE, mask)
-        value = load_rows(values, row, column, VALUE_STRIDE, mask)
-        _store(out, row, column, OUT_STRIDE, gate * tl.sigmoid(gate) * value, mask)
+        one = load_rows(first_rows, row, column, FIRST_STRIDE, mask)
+        other = load_rows(second_rows, row, column, SECOND_STRIDE, mask)
+        if GATE:
+            one = one * tl.sigmoid(one) * other
+        else:
+            one += other
+        _store(out, row, column, OUT_STRIDE, one, mask)
 
 
 @triton.jit
@@ -232,16 +223,16 @@ _activate_gradient = define(
 # SwiGLU's gate.
 
 
-def _run_gate(gates, values, ends):
-    gates, values = in_rows(gates), in_rows(values)
-    out = _allocate_gate(gates, values, ends)
-    strides = {"GATE_STRIDE": gates.stride(0), "VALUE_STRIDE": values.stride(0), "OUT_STRIDE": out.stride(0)}
-    _launch(_gate, *gates.shape, ends, gates, values, ends, out, **strides)
+def _run_join(first, second, ends, gate):
+    first, second = in_rows(first), in_rows(second)
+    out = _allocate_join(first, second, ends)
+    strides = {"FIRST_STRIDE": first.stride(0), "SECOND_STRIDE": second.stride(0), "OUT_STRIDE": out.stride(0)}
+    _launch(_join, *first.shape, ends, first, second, ends, out, GATE=gate, **strides)
     return out
 
 
-def _allocate_gate(gates, values, ends):
-    return empty_rows(gates, *gates.shape)
+def _allocate_join(first, second, ends):
+    return empty_rows(first, *first.shape)
 
 
 def _run_gate_backward(grad, gates, values, ends):
@@ -263,7 +254,10 @@ def _differentiate_gate(ctx, grad):
     return *_gate_gradient(grad, *ctx.saved_tensors), None
 
 
-gate = define("gate_rows", schema_of(_allocate_gate), _run_gate, _allocate_gate, differentiate=_differentiate_gate)
+gate = define(
+    "gate_rows", schema_of(_allocate_join), partial(_run_join, gate=True), _allocate_join,
+    differentiate=_differentiate_gate,
+)  # fmt: skip
 _gate_gradient = define(
     "gate_rows_backward", schema_of(_allocate_gate_backward, 2), _run_gate_backward, _allocate_gate_backward
 )
@@ -272,19 +266,7 @@ _gate_gradient = define(
 # Rows that two products read.
 
 
-def _run_add(first, second, ends):
-    first, second = in_rows(first), in_rows(second)
-    out = _allocate_add(first, second, ends)
-    strides = {"FIRST_STRIDE": first.stride(0), "SECOND_STRIDE": second.stride(0), "OUT_STRIDE": out.stride(0)}
-    _launch(_add, *first.shape, ends, first, second, ends, out, **strides)
-    return out
-
-
-def _allocate_add(first, second, ends):
-    return empty_rows(first, *first.shape)
-
-
-_add_rows = define("add_rows", schema_of(_allocate_add), _run_add, _allocate_add)
+_add_rows = define("add_rows", schema_of(_allocate_join), partial(_run_join, gate=False), _allocate_join)
 
 
 class _Twice(torch.autograd.Function):
