@@ -78,7 +78,7 @@ def test_a_model_that_came_without_its_data_asks_for_them(tmp_path):
     shutil.copytree(find_in_zoo("zoo:digits"), tmp_path / "run")
     (tmp_path / "run" / STAND_IN).touch()
     with (
-        pytest.raises(DataError, match=r"no images\n\(.*run came without its data: give --data\)"),
+        pytest.raises(DataError, match=r"run comes without its data: say where it is with --data\n\(no images\)"),
         moved_data_is_explained(tmp_path / "run"),
     ):
         raise DataError("no images")

@@ -28,14 +28,14 @@ def export(
     """Make an artifact of a finished run, for serving: checked against the trained model, or not written at all.
 
     Args:
-        run: A run directory: runs/<recipe>/<method>/<seed>.
+        run: A run directory, runs/<recipe>/<method>/<seed>, or a model of the zoo, such as zoo:digits.
         to: The folder to write; an older artifact there is replaced.
         format: Besides, the model for ONNX Runtime (onnx) or compiled ahead of time (aoti); may be repeated.
             Instead of an artifact, a folder for transformers' from_pretrained (huggingface).
         dtype: The type of the weights; int8 and fp8 store the large ones in 8 bits, routers in float32.
         compute: What 8-bit weights are multiplied out to, and the type of the rest. Default: float32.
         no_precompose: Keep IntBMoE's pools and compose at every request, for comparison.
-        data: Where the data lie. Default: where they lay in training.
+        data: Where the data is. Default: where it was in training.
     """
     with explained(ModuleNotFoundError):
         from intbmoe.export.export import describe, export_run

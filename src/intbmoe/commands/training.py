@@ -66,9 +66,9 @@ def evaluate(
     """Evaluate a finished run's model.
 
     Args:
-        run: A run directory: runs/<recipe>/<method>/<seed>.
+        run: A run directory, runs/<recipe>/<method>/<seed>, or a model of the zoo, such as zoo:digits.
         split: Which examples.
-        data: Where the data lie. Default: where they lay in training.
+        data: Where the data is. Default: where it was in training.
         as_json: Print JSON with all digits.
         device: cpu, cuda or cuda:1. Default: a GPU where there is one.
     """

@@ -50,7 +50,7 @@ def export_run(
     ``dtype`` "int8" or "fp8" stores the large weights in 8 bits; the rest, and all arithmetic, is then of the type
     ``compute`` (default: float32).
     ``precompose`` says whether IntBMoE's blocks are composed once and for all; other methods are exported as they are.
-    ``data`` says where the data lie, if not where the run found them; a model of the zoo may bring a stand-in.
+    ``data`` says where the data is, if not where the run found it; a model of the zoo may bring a stand-in.
     Raises ``ExportError``, and leaves ``to`` as it was, unless everything written does what the trained model does.
     """
     require(dtype in (*DTYPES, *STORAGES), "dtype", dtype, f"one of {', '.join((*DTYPES, *STORAGES))}")

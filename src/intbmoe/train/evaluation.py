@@ -31,7 +31,7 @@ def evaluate(
 ) -> dict[str, float]:
     """The metrics of a finished run's model on ``valid`` or ``test``, in the recipe's precision.
 
-    ``data`` says where the data lie, if not where the run found them.
+    ``data`` says where the data is, if not where the run found it.
     """
     if split not in ("valid", "test"):
         raise ValueError(f"split={split!r} is not allowed: split must be 'valid' or 'test'")

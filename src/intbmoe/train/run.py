@@ -92,7 +92,7 @@ class RunDirectory:
             raise DamagedFileError(f"{self.config_path} cannot be read back: {error}") from error
 
     def recipe_on(self, data: str | PathLike[str] | None) -> Recipe:
-        """The recipe with its data at ``data``; None for where the run found them."""
+        """The recipe with its data at ``data``; None for where the run found it."""
         recipe = self.recipe
         if data is None:
             return recipe
@@ -102,7 +102,7 @@ class RunDirectory:
 
     @property
     def stand_in(self) -> Path | None:
-        """What a model of the zoo brings where its data may not be passed on: see ``intbmoe.zoo``."""
+        """Made-up data, which a model of the zoo has where the real data may not be passed on: see ``intbmoe.zoo``."""
         path = self.path / STAND_IN
         return path if path.is_file() else None
 
@@ -205,11 +205,11 @@ def moved_data_is_explained(path: str | Path) -> Iterator[None]:
     except DataError as error:
         run = RunDirectory.existing(path)
         if run.stand_in is not None:
-            raise DataError(f"{error}\n({path} came without its data: give --data)") from error
+            raise DataError(f"{path} comes without its data: say where it is with --data\n({error})") from error
         if getattr(run.recipe.data, "path", None) is None:
             raise
-        where = f"data.path is the one in {run.config_path}: set it there, or give --data, if the data has moved"
-        raise DataError(f"{error}\n({where})") from error
+        told = f"data.path is the one in {run.config_path}: if the data has moved, set it there or give eval --data"
+        raise DataError(f"{error}\n({told})") from error
 
 
 def differing_settings(there: Recipe, now: Recipe, free: Collection[str] = ()) -> dict[str, tuple[Any, Any]]:
