@@ -75,17 +75,15 @@ class Recorder:
         self._device, self._statistics = device, [layer.statistics for _, layer in moe_layers(model)]
         self._constants = _Constants()
         if device.type == "cuda":
-            # The allocator hands memory on within a stream only, so whoever shares the one shares the other.
-            self._stream = torch.cuda.Stream(device) if beside is None else beside._stream
-            self._pool = torch.cuda.graph_pool_handle() if beside is None else beside._pool
+            self._memory = _Memory(device) if beside is None else beside._memory
 
     def record(self, function: Recorded) -> Recorded:
         """What does the same as ``function``, which on a GPU runs three times meanwhile; raises ``CaptureError``."""
         if self._device.type != "cuda":
             return function
         with torch.cuda.device(self._device):
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream), self._constants:
+            self._memory.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._memory.stream), self._constants:
                 try:
                     function()  # compiles kernels, chooses algorithms, makes the constants
                     replay = self._capture(function)
@@ -95,7 +93,7 @@ class Recorder:
                     generator.graphsafe_set_state(generator.clone_state())
                     # Ending a broken recording raises an error of its own.
                     raise CaptureError(str(error.__context__ or error)) from error
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream().wait_stream(self._memory.stream)
             replay()  # the first time takes longer: the device gets the graph
         return replay
 
@@ -105,7 +103,7 @@ class Recorder:
         with ExitStack() as stack:
             routed = [(statistics, stack.enter_context(statistics.recording())) for statistics in self._statistics]
             # Not torch.cuda.graph, which empties the allocator's cache each time. Other threads may use the GPU.
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(self._memory.pool, capture_error_mode="thread_local")
             try:
                 function()
             finally:
@@ -117,6 +115,21 @@ class Recorder:
                 statistics.repeat(calls)
 
         return replay
+
+
+class _Memory:
+    """A pool that graphs share, and its stream: the allocator hands memory on within a stream only.
+
+    It refuses a pool whose last graph has been deleted, so the pool has a graph of its own, which never runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._keeper = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.stream(self.stream):
+            self._keeper.capture_begin(self.pool, capture_error_mode="thread_local")
+            torch.zeros(1, device=device)
+            self._keeper.capture_end()
 
 
 class _Constants(TorchFunctionMode):
