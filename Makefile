@@ -24,7 +24,7 @@ test: $(READY) ## run the tests; ARGS="-m slow", ARGS="-n 0 tests/test_cli.py" a
 
 gpu-test: $(READY) ## run the tests that need a CUDA device, several processes on the one device
 	@echo "==> Running the tests on the GPU"
-	@$(BIN)/python -m pytest -m gpu -n 8 $(ARGS)
+	@$(BIN)/python -m pytest -m gpu -n auto --dist worksteal $(ARGS)
 
 lint: $(READY) ## check style and formatting with ruff, and the layers with import-linter
 	@echo "==> Checking style, formatting and layers"
