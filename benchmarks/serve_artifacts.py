@@ -19,19 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from intbmoe.export.artifact import (
-    ABOUT,
-    CATALOGUE,
-    CATALOGUE_TENSORS,
-    FORMAT_VERSION,
-    GOLDEN,
-    MODEL,
-    Artifact,
-    load_artifact,
-)
-from intbmoe.export.export import DTYPES, cast_model, export_run
+from intbmoe.export.artifact import ABOUT, FORMAT_VERSION, GOLDEN, Artifact, load_artifact
+from intbmoe.export.export import DTYPES, cast_model, export_run, write_about, write_content
 from intbmoe.export.golden import ask, make_golden
-from intbmoe.files import file_digest, replacing_folder, to_json
+from intbmoe.files import replacing_folder, to_json
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.models.travel import PLACE
 from intbmoe.recipes import load_recipe, recipe_to_dict
@@ -39,7 +30,6 @@ from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Predictor
 from intbmoe.tasks.travel.examples import HOUR, SCORE_CODES
-from intbmoe.train.files import pack_tensors
 
 REQUESTS = 256
 """Different requests of a load."""
@@ -205,18 +195,11 @@ def write_random(
         "formats": [],
     }
     with replacing_folder(to) as folder:
-        (folder / MODEL).write_bytes(pack_tensors(model.state_dict()))
-        (folder / CATALOGUE).write_bytes(to_json(catalogue.about))
-        (folder / CATALOGUE_TENSORS).write_bytes(pack_tensors(catalogue.tensors))
-        _write_about(folder, about)
+        write_content(folder, model, catalogue)
+        write_about(folder, about)
         (folder / GOLDEN).write_bytes(to_json(golden(load_artifact(folder).predictor(device))))
-        _write_about(folder, about)
+        write_about(folder, about)
     return load_artifact(to)
-
-
-def _write_about(folder: Path, about: dict[str, Any]) -> None:
-    files = sorted(path for path in folder.iterdir() if path.name != ABOUT)
-    (folder / ABOUT).write_bytes(to_json({**about, "files": {path.name: file_digest(path) for path in files}}))
 
 
 def write_requests(file: Path, requests: Sequence[dict[str, Any]]) -> None:
