@@ -182,7 +182,7 @@ def main(options: Options) -> None:
             done.append(profile(options, models, Variant(kind)))
             show(done[-1])
             if options.json_file is not None:
-                write(options.json_file, {"machine": machine(), "variants": done})
+                write(options.json_file, {"machine": machine(options.device), "variants": done})
 
 
 if __name__ == "__main__":
