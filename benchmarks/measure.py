@@ -31,6 +31,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from intbmoe.machine import usable_cores
+
 MIB = 2**20
 console = Console()
 
@@ -129,18 +131,20 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def machine() -> dict[str, object]:
-    """What the figures depend on."""
+def machine(device: str = "cpu") -> dict[str, object]:
+    """What the figures depend on; ``device`` is where the models run."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
+        "cores_usable": usable_cores(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "load_average_at_start": round(os.getloadavg()[0], 2),
+        **({"gpu": torch.cuda.get_device_name(device)} if device.startswith("cuda") else {}),
     }
 
 

@@ -3,6 +3,7 @@
     python benchmarks/serve.py                                      # two CPU cores, embedded journeys: half an hour
     python benchmarks/serve.py --variants precomposed --experts --seconds 300 --json figures.json
     python benchmarks/serve.py --recipe inttravel-like --device cuda --dtype bfloat16 --fronts 6 --seconds 560
+    python benchmarks/serve.py --variants precomposed --experts --fronts 1 2 --seconds 300     # one front, then two
 
 Each variant is exported and served by ``intbmoe serve`` on loopback, and asked at rising rates until the budget breaks
 (P99, mean or any error), then between the last rate that held and the first that did not. A rate that breaks is tried
@@ -10,7 +11,6 @@ once more before it counts. ``benchmarks/README.md`` says how latency is counted
 """
 
 import json
-import os
 import shlex
 import signal
 import sys
@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import serve_tables as tables
-import torch
 import tyro
 from measure import machine, write
 from rich.console import Console
@@ -74,7 +74,8 @@ class Options:
     seconds: float = 1800.0
     """All ends within this time; what there is no time for is left out."""
     rates: tuple[float, ...] | None = None
-    """Requests a second to begin with, rising. All variants are compared at the first."""
+    """Requests a second to begin with, rising. All variants are compared at the first. Of several --fronts these are
+    for the fewest; with twice as many it begins with twice as much."""
     most_rate: float = 20_000.0
     p99_ms: float | None = None
     """The budget, which the server is told too. Default: 60, for inttravel-like 38."""
@@ -91,7 +92,8 @@ class Options:
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
     workers: int = 1
-    fronts: int | None = None
+    fronts: tuple[int, ...] | None = None
+    """HTTP processes; of several numbers each is tried, one after another."""
     connections: int = 64
     """Kept open by all clients together; more are opened where these do not suffice."""
     client_rate: float = CLIENT_RATE
@@ -114,25 +116,22 @@ class Options:
         return Budget(self.p99_ms or self.usual.p99_ms, self.mean_ms or self.usual.mean_ms)
 
     @property
-    def ladder(self) -> tuple[float, ...]:
-        return tuple(sorted(self.rates or self.usual.rates))
+    def front_counts(self) -> tuple[int, ...]:
+        return self.fronts or (self.usual.fronts,)
 
-    @property
-    def front_count(self) -> int:
-        """HTTP processes."""
-        return self.fronts or self.usual.fronts
+    def ladder(self, fronts: int) -> tuple[float, ...]:
+        return tuple(rate * fronts / min(self.front_counts) for rate in sorted(self.rates or self.usual.rates))
 
     @property
     def patience_s(self) -> float:
         """A server gives a request up after ten budgets: what is not answered then never will be."""
         return 10 * self.budget.p99_ms / 1000 + 1
 
-    @property
-    def server_options(self) -> list[str]:
+    def server_options(self, fronts: int | str) -> list[str]:
         options = {
             "--budget-ms": self.budget.p99_ms,
             "--workers": self.workers,
-            "--fronts": self.front_count,
+            "--fronts": fronts,
             "--device": self.device,
         }
         return [*(str(part) for pair in options.items() for part in pair), *shlex.split(self.serve)]
@@ -154,16 +153,17 @@ class Bench:
     def run(self, variants: Sequence[Variant], tell: Callable[[list[Measured]], None]) -> list[Measured]:
         """Measure what there is time for; ``tell`` gets all results so far after each variant."""
         done: list[Measured] = []
+        pairs = list(product(variants, self._options.front_counts))
         with Clients(self._requests, self._options.client_rate) as clients:
-            for number, variant in enumerate(variants):
+            for number, (variant, fronts) in enumerate(pairs):
                 # The recipe's own models get twice the time of one of the sweep.
-                weights = [1 if one.experts else 2 for one in variants[number:]]
+                weights = [1 if one.experts else 2 for one, _ in pairs[number:]]
                 now = time.monotonic()
                 until = now + (self._end - now) * weights[0] / sum(weights)
-                if until - now < self._step_seconds(self._options.ladder[0]):
-                    console.print(f"no time for {variant.name} and what comes after it")
+                if until - now < self._step_seconds(self._options.ladder(fronts)[0]):
+                    console.print(f"no time for {variant.name} with {fronts} fronts and what comes after it")
                     break
-                measured = Measured(variant, self._models.artifact(variant))
+                measured = Measured(variant, self._models.artifact(variant), fronts)
                 if not self._requests.exists():
                     write_requests(self._requests, self._models.requests(measured.artifact))
                 try:
@@ -176,8 +176,8 @@ class Bench:
 
     def _measure(self, measured: Measured, clients: Clients, until: float) -> None:
         options = self._options
-        served = Server(measured.artifact.path, options.server_options, options.front_count, options.server_log)
-        with served as server:
+        fronts, path = measured.fronts, measured.artifact.path
+        with Server(path, options.server_options(fronts), fronts, options.server_log) as server:
             measured.start_s = server.start_s
             self._probe(server)
 
@@ -192,8 +192,8 @@ class Bench:
                         return True
                 return False
 
-            most = options.most_rate
-            measured.highest = find_highest(holds, options.ladder, most=most, resolution=options.resolution)
+            most, rates = options.most_rate, options.ladder(fronts)
+            measured.highest = find_highest(holds, rates, most=most, resolution=options.resolution)
             measured.reached_most = measured.highest == most
 
     def _counted_seconds(self, rate: float) -> float:
@@ -229,13 +229,6 @@ class Bench:
                 raise RuntimeError(f"the server answers {status}: {answer}\n{server.log}")
 
 
-def facts(options: Options) -> dict[str, Any]:
-    found = machine() | {"cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None}
-    if options.device.startswith("cuda"):
-        found["gpu"] = torch.cuda.get_device_name(options.device)
-    return found
-
-
 def main(options: Options) -> None:
     end = time.monotonic() + options.seconds - RESERVE_S
     # Leaving this way ends the server and the clients too.
@@ -245,9 +238,9 @@ def main(options: Options) -> None:
     about = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "benchmarks/serve.py", *sys.argv[1:]]),
-        "machine": facts(options),
+        "machine": machine(options.device),
         "options": {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()},
-        "server_options": options.server_options,
+        "server_options": options.server_options("/".join(map(str, options.front_counts))),
         "budget": asdict(options.budget),
     }
     tables.print_about(console, about, options.recipe)
@@ -260,7 +253,7 @@ def main(options: Options) -> None:
     experts = options.usual.experts if options.experts is None else options.experts
     with tempfile.TemporaryDirectory(prefix="serve-benchmark-") as folder:
         done = Bench(options, Path(folder), end).run(make_variants(options.variants, experts), tell)
-        tables.print_summary(console, done, options.ladder[0])
+        tables.print_summary(console, done, options.ladder(min(options.front_counts))[0])
     if options.recipe == "inttravel-like":
         tables.print_target(console, done, TARGET)
     if any(measured.failure for measured in done):

@@ -1,8 +1,9 @@
-"""What ``serve.py`` serves: artifacts of trained runs, and such with random weights where only time is measured.
+"""What is served: artifacts of trained runs, and such with random weights where only time is measured.
 
 journeys         the embedded travel task. "dense", "precomposed" and "composing" (``export --no-precompose``) come from
                  runs trained as the recipe says; those of the sweep over E have random weights.
 inttravel-like   the paper's travel model with a catalogue and histories that are made up, and random weights.
+texts            the paper's decoder with random weights and a made-up vocabulary, for ``serve_texts.py``.
 
 Models with random weights share everything whose shape does not depend on E, routers included, so that they send tokens
 to the same blocks as nearly as can be.
@@ -19,27 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from intbmoe.export.artifact import (
-    ABOUT,
-    CATALOGUE,
-    CATALOGUE_TENSORS,
-    FORMAT_VERSION,
-    GOLDEN,
-    MODEL,
-    Artifact,
-    load_artifact,
-)
-from intbmoe.export.export import DTYPES, cast_model, export_run
+from intbmoe.export.artifact import ABOUT, FORMAT_VERSION, GOLDEN, Artifact, load_artifact
+from intbmoe.export.export import DTYPES, cast_model, export_run, write_about, write_content
 from intbmoe.export.golden import ask, make_golden
-from intbmoe.files import file_digest, replacing_folder, to_json
+from intbmoe.files import replacing_folder, to_json
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.models.travel import PLACE
 from intbmoe.recipes import load_recipe, recipe_to_dict
 from intbmoe.tasks import make_task
+from intbmoe.tasks.language.packed import TOKENIZER
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.tasks.serving import Catalogue, Predictor
 from intbmoe.tasks.travel.examples import HOUR, SCORE_CODES
-from intbmoe.train.files import pack_tensors
 
 REQUESTS = 256
 """Different requests of a load."""
@@ -168,6 +160,57 @@ class IntTravelLike:
         return [{"request": r, "answer": a, "tolerance": GOLDEN_SHARE * largest} for r, a in pairs]
 
 
+class Texts:
+    """The MiniPile recipe's decoder. Each token is a word of its own, so that each is sent as a piece of its own."""
+
+    def __init__(self, folder: Path, dtype: str, length: int, device: str, tiny: bool = False) -> None:
+        """``length`` is the most tokens of a prompt, and of new ones."""
+        self._folder, self._dtype, self._device, self._tiny = folder, dtype, device, tiny
+        recipe = load_recipe("minipile")
+        if tiny:
+            moe = replace(recipe.moe, options={**recipe.moe.options, "hidden": [40]})
+            model = replace(recipe.model, vocabulary=300, dim=24, depth=2, heads=2, hidden=48)
+            recipe = replace(recipe, moe=moe, model=model)
+        self.recipe = replace(recipe, data=replace(recipe.data, length=length))
+
+    def artifact(self, variant: Variant) -> Artifact:
+        """Made once, then found again in the folder."""
+        to = self._folder / f"texts-{self.recipe.data.length}-{self._dtype}-{variant.name}{'-tiny' * self._tiny}"
+        if (to / ABOUT).is_file():
+            return load_artifact(to)
+        recipe = variant.recipe(self.recipe)
+        return write_random(to, recipe, variant, self._dtype, self._catalogue, self._golden, self._device)
+
+    def prompts(self, sizes: Sequence[int]) -> list[str]:
+        """Random words, as many as each size says."""
+        generator = np.random.default_rng(0)
+        return [" ".join(f"w{number}" for number in generator.integers(self._words, size=size)) for size in sizes]
+
+    @property
+    def _words(self) -> int:
+        return self.recipe.model.vocabulary
+
+    @property
+    def _catalogue(self) -> Catalogue:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(self._words)}, "w0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        # No id ends a text: each gets as many tokens as it asks for.
+        return Catalogue({"tokenizer": TOKENIZER, "end_of_text": -1}, files={TOKENIZER: tokenizer.to_str().encode()})
+
+    @torch.inference_mode()
+    def _golden(self, predictor: Any) -> list[dict[str, Any]]:
+        """One token after the prompt whose likeliest token is furthest ahead: rounding must not change a text."""
+        prompts = self.prompts([16] * 32)
+        ids = torch.tensor([predictor.encode({"prompt": prompt}).payload["ids"].tolist() for prompt in prompts])
+        best = predictor.model(ids.to(predictor.device))[:, -1].float().topk(2).values
+        surest = int((best[:, 0] - best[:, 1]).argmax())
+        request = {"prompt": prompts[surest], "max_tokens": 1, "temperature": 0.0}
+        answer = ask(predictor, request)
+        return [{"request": request, "answer": answer, "tolerance": GOLDEN_SHARE * abs(answer["score"])}]
+
+
 def random_model(recipe: Recipe) -> nn.Module:
     """A model that is not trained; what does not depend on E is that of one expert."""
     torch.manual_seed(0)
@@ -192,10 +235,12 @@ def write_random(
     device: str = "cpu",
 ) -> Artifact:
     """An artifact of a model with random weights: nothing was trained, so nothing is compared with it."""
-    model = cast_model(random_model(recipe).requires_grad_(False), DTYPES[dtype], precompose=variant.precompose)
+    with torch.device(device):  # where a large model is made sooner
+        random = random_model(recipe).requires_grad_(False)
+    model = cast_model(random, DTYPES[dtype], precompose=variant.precompose)
     about = {
         "format_version": FORMAT_VERSION,
-        "written_by": "benchmarks/serve.py: random weights, for measuring time",
+        "written_by": "benchmarks/serve_artifacts.py: random weights, for measuring time",
         "task": recipe.task,
         "method": recipe.moe.name,
         "recipe": recipe_to_dict(recipe),
@@ -205,18 +250,11 @@ def write_random(
         "formats": [],
     }
     with replacing_folder(to) as folder:
-        (folder / MODEL).write_bytes(pack_tensors(model.state_dict()))
-        (folder / CATALOGUE).write_bytes(to_json(catalogue.about))
-        (folder / CATALOGUE_TENSORS).write_bytes(pack_tensors(catalogue.tensors))
-        _write_about(folder, about)
+        write_content(folder, model, catalogue)
+        write_about(folder, about)
         (folder / GOLDEN).write_bytes(to_json(golden(load_artifact(folder).predictor(device))))
-        _write_about(folder, about)
+        write_about(folder, about)
     return load_artifact(to)
-
-
-def _write_about(folder: Path, about: dict[str, Any]) -> None:
-    files = sorted(path for path in folder.iterdir() if path.name != ABOUT)
-    (folder / ABOUT).write_bytes(to_json({**about, "files": {path.name: file_digest(path) for path in files}}))
 
 
 def write_requests(file: Path, requests: Sequence[dict[str, Any]]) -> None:

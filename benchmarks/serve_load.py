@@ -71,12 +71,13 @@ def due_times(load: Load) -> list[float]:
     return list(itertools.takewhile(lambda due: due < total, itertools.accumulate(gaps)))
 
 
-def post(path: str, body: bytes) -> bytes:
+def post(path: str, body: bytes, *headers: str) -> bytes:
     head = (
         f"POST {path} HTTP/1.1",
         "Host: 127.0.0.1",
         "Content-Type: application/json",
         f"Content-Length: {len(body)}",
+        *headers,
     )
     return "\r\n".join([*head, "", ""]).encode() + body
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 import tyro
 from measure import figures_table, machine, write
@@ -77,11 +78,16 @@ class Stages:
             for name, milliseconds in zip(ON_DEVICE, self._device_stages(batch, shape), strict=True):
                 found[name].append(milliseconds)
             values, rows = (part[: len(batch), :RESULTS] for part in self._graphs.read(shape[0], RESULTS))
-            found["answers"].append(_timed(self._predictor._answers, batch, values, rows, {}, {}))
-            found["pack"].append(_timed(_pack, self._predictor._answers(batch, values, rows, {}, {})))
+            found["answers"].append(_timed(self._answers, batch, values, rows))
+            found["pack"].append(_timed(_pack, self._answers(batch, values, rows)))
             found["step"].append(_timed(self._step, messages))
         found["ordinary"] = [self._ordinary(batch) for _ in range(3)]
         return {name: median(times) for name, times in found.items()}
+
+    def _answers(self, batch: Sequence[Encoded], values: np.ndarray, rows: np.ndarray) -> list[dict[str, Any]]:
+        results, ids = self._predictor.described.results, self._predictor.fields.place.values
+        found = zip(batch, rows, values, strict=True)
+        return [results(places, scores, ids, encoded.payload["top_n"]) for encoded, places, scores in found]
 
     def _device_stages(self, batch: Sequence[Encoded], shape: tuple[int, int]) -> list[float]:
         graphs = self._graphs
@@ -182,7 +188,7 @@ def main(options: Options) -> None:
             done.append(profile(options, models, Variant(kind)))
             show(done[-1])
             if options.json_file is not None:
-                write(options.json_file, {"machine": machine(), "variants": done})
+                write(options.json_file, {"machine": machine(options.device), "variants": done})
 
 
 if __name__ == "__main__":

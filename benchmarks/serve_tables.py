@@ -31,6 +31,7 @@ class Measured:
 
     variant: Variant
     artifact: Artifact
+    fronts: int
     steps: list[dict[str, Any]] = field(default_factory=list)
     highest: float | None = None
     out_of_time: bool = False
@@ -40,6 +41,10 @@ class Measured:
     start_s: float = 0.0
     failure: str | None = None
     """Why it could not be measured to the end."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant.name}, {self.fronts} front{'s' * (self.fronts > 1)}"
 
     def at(self, rate: float | None) -> dict[str, Any] | None:
         """The last step at a rate."""
@@ -60,6 +65,7 @@ class Measured:
         about = self.artifact.about
         return {
             "name": self.variant.name,
+            "fronts": self.fronts,
             "method": self.artifact.method,
             "experts": None if self.variant.kind == "dense" else about["recipe"]["moe"]["experts"],
             "precomposed": about["precomposed"],
@@ -99,7 +105,7 @@ def print_steps(console: Console, measured: Measured, budget: Budget) -> None:
     """All steps of a variant in the order they were made."""
     weights = "" if measured.artifact.about["metrics"] else ", random weights"
     mean = "" if budget.mean_ms is None else f", mean ≤ {budget.mean_ms:g} ms"
-    title = f"{measured.variant.name}{weights}: budget P99 ≤ {budget.p99_ms:g} ms{mean}, no errors"
+    title = f"{measured.name}{weights}: budget P99 ≤ {budget.p99_ms:g} ms{mean}, no errors"
     columns = ("rate", "answered/s", "mean ms", "P50", "P95", "P99", "max", "batch", "queue ms", "model ms")
     table = figures_table(title, *columns, "cores: fronts", "engines", "clients", "others", "sent late P99")
     table.add_column("budget")
@@ -148,7 +154,7 @@ def print_summary(console: Console, done: Sequence[Measured], common: float) -> 
         cells.append(f"{first['server']['compute_ms']:.2f}" if first else "–")
         cells.append("–" if measured.highest is None else f"{'≥ ' * measured.is_a_bound}{measured.highest:.0f}")
         cells += [f"{best[f'{name}_ms']:.1f}" for name in ("mean", "p99")] if best else ["–"] * 2
-        table.add_row(measured.variant.name, f"{measured.model_bytes / MIB:.2f}", *cells)
+        table.add_row(measured.name, f"{measured.model_bytes / MIB:.2f}", *cells)
     console.print(table)
 
 
@@ -162,4 +168,4 @@ def print_target(console: Console, done: Sequence[Measured], target: Target) -> 
         met = met and step["mean_ms"] <= target.mean_ms and step["p99_ms"] <= target.p99_ms
         found = f"{step['throughput']:.0f}/s, mean {step['mean_ms']:.1f} ms, P99 {step['p99_ms']:.1f} ms"
         aim = f"≥ {target.rate:g}/s, mean ≤ {target.mean_ms:g} ms, P99 ≤ {target.p99_ms:g} ms"
-        console.print(f"{measured.variant.name}: {found}; aimed at {aim}: {'reached' if met else 'not reached'}")
+        console.print(f"{measured.name}: {found}; aimed at {aim}: {'reached' if met else 'not reached'}")

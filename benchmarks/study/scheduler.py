@@ -18,7 +18,8 @@ from typing import Any
 from benchmarks.study.clock import Clock
 from benchmarks.study.plan import Entry, with_settings
 
-from intbmoe.compare.jobs import Lane, Process, Scheduler, cores, launch
+from intbmoe.compare.jobs import Lane, Process, Scheduler, launch
+from intbmoe.machine import usable_cores
 from intbmoe.recipes import recipe_from_dict, recipe_to_dict
 
 JOB = Path(__file__).parent / "job.py"
@@ -99,7 +100,7 @@ class StudyScheduler(Scheduler):
         }
         path = folder / f"{stem}.json"
         path.write_text(json.dumps(job), encoding="utf-8")
-        threads = 1 if lane.device == "cpu" else max(1, min(MOST_THREADS, cores() // settings["side_by_side"]))
+        threads = 1 if lane.device == "cpu" else max(1, min(MOST_THREADS, usable_cores() // settings["side_by_side"]))
         environment = {"OMP_NUM_THREADS": str(threads)}
         if lane.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""

@@ -18,10 +18,11 @@ from scipy import stats
 
 from intbmoe.cli import main
 from intbmoe.compare.compare import what_next
-from intbmoe.compare.jobs import choose_jobs, cores, run_jobs
+from intbmoe.compare.jobs import choose_jobs, run_jobs
 from intbmoe.compare.plan import CompareOptions, choose_baseline, choose_seeds, make_plan
 from intbmoe.compare.summary import active_experts, confidence_intervals, summarise
 from intbmoe.compare.table import brief_table, file_stem, fit, floors_table, write_files
+from intbmoe.machine import usable_cores
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import find_variants
 from intbmoe.report.numbers import format_metric
@@ -256,7 +257,7 @@ def test_side_by_side_as_cores_and_memory_allow(recipe, tmp_path):
     plan = make_plan(recipe, CompareOptions(methods="dense,switch,intbmoe", root=tmp_path))
     assert choose_jobs(plan, 3, wanted=2) == 2
     assert choose_jobs(plan, 1, wanted=8) == 1, "no more than there are runs"
-    assert 1 <= choose_jobs(plan, 3, wanted=None) <= max(1, cores())
+    assert 1 <= choose_jobs(plan, 3, wanted=None) <= usable_cores()
     assert choose_jobs(replace(plan, largest=10**15), 3, wanted=None) == 1, "a model too large for two"
 
 

@@ -36,7 +36,7 @@ def start(plan):
 
 
 def test_threads_are_the_share_of_the_cores_and_no_more_than_asked_for(plan, monkeypatch):
-    monkeypatch.setattr(jobs, "cores", lambda: 8)
+    monkeypatch.setattr(jobs, "usable_cores", lambda: 8)
     for wanted, found in (("1", 1), ("3", 3), ("64", 4), ("2,1", 2), ("", 4), ("0", 4), ("many", 4)):
         monkeypatch.setenv("OMP_NUM_THREADS", wanted)
         assert threads(jobs=2) == found

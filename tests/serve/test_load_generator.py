@@ -231,3 +231,13 @@ def test_a_budget_is_broken_by_latency_or_by_any_error():
     assert Budget(p99_ms=1e4).breach(clean) is None
     assert "P99" in Budget(p99_ms=1e-6).breach(clean)
     assert "mean" in Budget(p99_ms=1e4, mean_ms=1e-6).breach(clean)
+
+
+@pytest.mark.slow
+def test_the_profile_of_an_engine_runs_on_a_cpu(tmp_path):
+    options = ["--variants", "precomposed", "--places", "200", "--sizes", "1", "3", "--rounds", "1"]
+    command = [sys.executable, str(SCRIPTS / "serve_profile.py"), *options, "--json", str(tmp_path / "json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [found] = json.loads((tmp_path / "json").read_text())["variants"]
+    assert all(found["stages_ms"][size]["answers"] > 0 for size in ("1", "3"))

@@ -50,7 +50,7 @@ def test_replicas_are_scaled_between_two_numbers_or_fixed():
 
 def test_without_ray_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs Ray: pip install 'intbmoe\[ray\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs ray: pip install 'intbmoe\[ray\]'"):
         on_ray.deployment(Settings(artifact=str(write_artifact(tmp_path)), loader="fake_model"))
 
 

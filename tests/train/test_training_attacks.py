@@ -191,7 +191,7 @@ def test_a_comparison_goes_on_with_the_threads_it_began_with(tmp_path, monkeypat
     variant = Variant("switch", recipe.moe)
     plan = Plan(recipe, tmp_path, [Job(variant, recipe, run) for run in runs], {}, 0)
     monkeypatch.setenv("OMP_NUM_THREADS", "")
-    monkeypatch.setattr("intbmoe.compare.jobs.cores", lambda: 2)
+    monkeypatch.setattr("intbmoe.compare.jobs.usable_cores", lambda: 2)
     console = Console(file=io.StringIO())
     assert _Comparison(plan, 1, 1, console).threads == 2
     runs[0].path.mkdir()

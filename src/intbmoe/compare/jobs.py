@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from intbmoe.compare.plan import Job, Plan
+from intbmoe.machine import usable_cores
 from intbmoe.recipes import recipe_to_dict
 from intbmoe.train.errors import RunConflictError
 from intbmoe.train.files import full_disk_is_explained
@@ -170,13 +171,9 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, old)
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def threads(jobs: int) -> int:
     """Threads of one of ``jobs`` runs: its share of the cores, or fewer where OMP_NUM_THREADS says so."""
-    share = max(1, cores() // jobs)
+    share = max(1, usable_cores() // jobs)
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is for nested regions
     return min(share, int(wanted)) if wanted.isdecimal() and int(wanted) else share
 
@@ -198,7 +195,7 @@ def choose_jobs(plan: Plan, runs: int, wanted: int | None) -> int:
     if torch.cuda.is_available():
         return max(1, min(torch.cuda.device_count(), runs))
     need = PROCESS_BYTES + BYTES_PER_PARAMETER * plan.largest
-    return max(1, min(cores(), runs, int(psutil.virtual_memory().available * 0.9 // need)))
+    return max(1, min(usable_cores(), runs, int(psutil.virtual_memory().available * 0.9 // need)))
 
 
 def run_jobs(plan: Plan, waiting: Sequence[Job], jobs: int, console: Console) -> list[Failure]:

@@ -22,6 +22,7 @@ from intbmoe.precomposition import precompose as precompose_model
 from intbmoe.quantization import lines_of, quantize
 from intbmoe.recipes import recipe_to_dict
 from intbmoe.tasks import Task, find_task, make_task
+from intbmoe.tasks.serving import Catalogue
 from intbmoe.train.evaluation import load
 from intbmoe.train.files import full_disk_is_explained, pack_tensors
 from intbmoe.train.run import RunDirectory
@@ -87,10 +88,10 @@ def export_run(
             checked[name] = _write_format(name, written, parity)
         about |= {"parity": checked, "formats": list(formats)}
         tell("asking golden requests")
-        _write_about(folder, about)
+        write_about(folder, about)
         golden = make_golden(load_artifact(folder).predictor(), task)
         (folder / artifact.GOLDEN).write_bytes(to_json(golden))
-        _write_about(folder, about)
+        write_about(folder, about)
     return load_artifact(to)
 
 
@@ -124,13 +125,7 @@ def _write_model(
     storage, compute = types
     model = cast_model(trained, DTYPES[compute], precompose=precompose)
     quantized = {} if storage is None else {"compute": compute, "quantization": quantize(model, storage).describe()}
-    catalogue = task.catalogue()
-    (folder / artifact.MODEL).write_bytes(pack_tensors(model.state_dict()))
-    (folder / artifact.CATALOGUE).write_bytes(to_json(catalogue.about))
-    if catalogue.tensors:
-        (folder / artifact.CATALOGUE_TENSORS).write_bytes(pack_tensors(catalogue.tensors))
-    for name, content in catalogue.files.items():
-        (folder / name).write_bytes(content)
+    write_content(folder, model, task.catalogue())
     module, plain = find_task(recipe.task).__module__, recipe_to_dict(recipe)
     # Not where the data lie on the machine that trained: an artifact needs none, and goes to others.
     data = plain["data"] | ({"path": None} if "path" in plain["data"] else {})
@@ -148,7 +143,7 @@ def _write_model(
         "metrics": {split: result[split] for split in ("valid", "test") if result.get(split)},
         "trained_model_sha256": result["sha256"]["model.safetensors"],
     }
-    _write_about(folder, about)
+    write_about(folder, about)
     return about
 
 
@@ -161,8 +156,18 @@ def _write_format(name: str, written: Artifact, parity: Parity) -> dict[str, Any
     return parity.check_runtime(name, load_graph(graph, written.path / file), graph, catalogue)
 
 
-def _write_about(folder: Path, about: dict[str, Any]) -> None:
-    """``artifact.json`` with the digests of all that is in the folder."""
+def write_content(folder: Path, model: nn.Module, catalogue: Catalogue) -> None:
+    """The weights, and what the model's numbers mean."""
+    (folder / artifact.MODEL).write_bytes(pack_tensors(model.state_dict()))
+    (folder / artifact.CATALOGUE).write_bytes(to_json(catalogue.about))
+    if catalogue.tensors:
+        (folder / artifact.CATALOGUE_TENSORS).write_bytes(pack_tensors(catalogue.tensors))
+    for name, content in catalogue.files.items():
+        (folder / name).write_bytes(content)
+
+
+def write_about(folder: Path, about: dict[str, Any]) -> None:
+    """``artifact.json`` with the digests of all that is in the folder, and its own checksum."""
     files = sorted(path for path in folder.iterdir() if path.name != ABOUT)
     content = {**about, "files": {path.name: file_digest(path) for path in files}}
     (folder / ABOUT).write_bytes(to_json({**content, "checksum": artifact.checksum(content)}))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from intbmoe.files import replace_file
+from intbmoe.foreign import import_extra
 from intbmoe.report.images import Image, read_image
 from intbmoe.report.tables import Cell, Table
 from intbmoe.train.files import read_json
@@ -86,14 +87,13 @@ def write_page(folder: Path, page: Page) -> Path:
 
 
 def render(page: Page) -> str:
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("reports are made with jinja2: pip install 'intbmoe[plots]'") from error
+    jinja2 = import_extra("jinja2", "a report", "plots")
     folder = files("intbmoe.report")
     parts = {name: (folder / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
     style = (folder / "style.css").read_text(encoding="utf-8") + parts["css"]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     allowed = base64.b64encode(hashlib.sha256(parts["js"].encode()).digest()).decode()
     return environment.from_string(parts["html"]).render(
         page=page,

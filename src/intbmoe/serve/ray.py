@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from intbmoe.checks import did_you_mean, require
+from intbmoe.foreign import import_extra
 from intbmoe.serve.settings import Settings
 from intbmoe.settings import AtMost, Checked, MustBe, NonNegative, Positive, PositiveInt, field_types, from_plain
 from intbmoe.zoo import in_zoo
@@ -75,10 +76,7 @@ def deployment(settings: Settings, replicas: Replicas | None = None, **options: 
 
     Deployed again under the same name, Ray exchanges the replicas one after another.
     """
-    try:
-        from ray import serve
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("serving over machines needs Ray: pip install 'intbmoe[ray]'") from error
+    serve = import_extra("ray.serve", "serving over machines", "ray")
     replicas = replicas or Replicas()
     require(not in_zoo(settings.artifact), "artifact", settings.artifact, "a folder: export it first (intbmoe export)")
     settings.check()

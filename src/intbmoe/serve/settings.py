@@ -1,7 +1,6 @@
 """A server's settings; the supervisor passes them to its processes as JSON."""
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from intbmoe.checks import require
+from intbmoe.machine import usable_cores
 from intbmoe.settings import Checked, MustBe, Positive, PositiveInt
 
 LOADER = "intbmoe.serve.loading"
@@ -88,8 +88,7 @@ class Settings(Checked):
         return (self.deadline_ms or usual) / 1000
 
     def engine_threads(self) -> int:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return self.threads or max(1, (cores - self.fronts) // self.workers)
+        return self.threads or max(1, (usable_cores() - self.fronts) // self.workers)
 
     def api_keys(self) -> tuple[bytes, ...]:
         if self.api_key_file is None:

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from intbmoe.foreign import import_extra
+from intbmoe.machine import usable_cores
 from intbmoe.tasks.errors import DataError
 
 Progress = Callable[[str, int, int | None], None]  # (what is being done, how much of it is, of how much if known)
@@ -135,6 +136,5 @@ def _begin() -> None:
 
 
 def _do(work: Work, part: Any, share: int) -> Any:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ["RAYON_NUM_THREADS"] = str(max(1, cores // share))  # of tokenizers, which would take all cores
+    os.environ["RAYON_NUM_THREADS"] = str(max(1, usable_cores() // share))  # of tokenizers, which would take all cores
     return work(part, lambda stage, done, total: None)
