@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fresh import run_each
+from intbmoe.export.export import export_run
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"])
@@ -25,6 +26,8 @@ def snippets(page):
 
 # Their Python needs a trained run, data, or other packages and ranks: tests of their own run them.
 ELSEWHERE = ("training.md", "your-data.md", "in-your-framework.md")
+FOLDERS = {"serving.md": ("DIR",)}
+"""By page, the artifacts that its Python finds where it runs."""
 RUNNABLE = [page for page in PAGES if snippets(page) and page.name not in ELSEWHERE]
 
 
@@ -34,6 +37,8 @@ def ran(tmp_path_factory):
     scripts = {page: tmp_path_factory.mktemp(page.stem) / "snippets.py" for page in RUNNABLE}
     for page, script in scripts.items():
         script.write_text("\n".join(snippets(page)), encoding="utf-8")
+        for name in FOLDERS.get(page.name, ()):
+            export_run("zoo:digits", script.parent / name)
     return dict(zip(scripts, run_each(scripts.values(), FOREIGN), strict=True))
 
 
@@ -41,6 +46,11 @@ def ran(tmp_path_factory):
 def test_snippets_run_in_order(page, ran):
     code, output = ran[page]
     assert code == 0, output
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_python_escapes_in_an_indented_block(page):
+    assert re.findall(r"^    (?:from|import) .*", page.read_text(encoding="utf-8"), flags=re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

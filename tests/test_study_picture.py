@@ -1,4 +1,4 @@
-"""The study's picture: which panels and points it has, and that its labels can be read."""
+"""The study's pictures: which panels and points they have, and that their labels can be read."""
 
 import json
 import sys
@@ -9,7 +9,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.study import inside
 from benchmarks.study import picture as study_picture
+
+from intbmoe.report.style import FAMILIES, PHONE_INCHES
 
 
 def summary(study, label, value, seed=0, flops=1e8, **changes):
@@ -19,7 +22,7 @@ def summary(study, label, value, seed=0, flops=1e8, **changes):
         "study": study,
         "stage": "methods",
         "label": label,
-        "method": label,
+        "method": label.partition("-")[0],
         "title": label.title(),
         "seed": seed,
         "shared_digest": "a",
@@ -44,8 +47,8 @@ def summaries():
     runs.append(summary(images, "dense-placed", 0.39))
     runs += [summary(images, "vmoe", 0.99, shared_digest="b"), summary(images, "soft", 0.99, stage="tune")]
     floors = {"popularity": {"HR@10": 0.05}, "visit counter": {"HR@10": 0.4}}
-    runs += [summary(places, f"method{place}", 0.5 + place / 1e4, flops=1e8 + 1e6 * place) for place in range(12)]
-    return [*runs, summary(places, "intbmoe", 0.5, floors=floors), summary(places, "broken", 0.1)]
+    runs += [summary(places, f"method{place}", 0.5 + place / 1e4, method="switch") for place in range(12)]
+    return [*runs, summary(places, "intbmoe", 0.5, floors=floors), summary(places, "broken", 0.1, method="lory")]
 
 
 def test_a_panel_holds_the_runs_of_its_tables_without_ablations(summaries):
@@ -62,10 +65,8 @@ def test_a_panel_holds_the_runs_of_its_tables_without_ablations(summaries):
     }
     assert len(places.points) == 14
     families = {label: point.family for label, point in images.points.items()}
-    assert families["dense-wide"] == families["swiglu-narrow"] == families["dense-placed"] == study_picture.CONTROLS
-    assert families["intbmoe-one_layer"] == families["intbmoe"] == study_picture.OWN
-    assert families["dense"] == study_picture.CONTROLS
-    assert {point.family for label, point in places.points.items() if label != "intbmoe"} == {study_picture.MIXTURES}
+    assert families == {label: "IntBMoE" if label.startswith("intbmoe") else "no experts" for label in families}
+    assert {point.family for point in places.points.values()} == set(FAMILIES) - {"no experts"}
     means = [point.mean for point in images.points.values()]
     assert means == sorted(means, reverse=True), "the best on top"
     dense, own = images.points["dense"], images.points["intbmoe"]
@@ -84,7 +85,7 @@ def test_where_less_is_better_so_is_the_floor():
     (panel,) = study_picture.gather([summary("wikipedia", "intbmoe", 4.0, floors=floors)])
     assert (panel.floor, panel.error) == (("bigram", 6.0), 0)
     (axes,) = study_picture.draw([panel]).axes
-    assert "better is further left" in axes.get_xlabel()
+    assert axes.get_xlabel() == "← better, loss on the test split"
 
 
 def test_every_method_has_a_line_with_its_name_and_cost(summaries):
@@ -96,15 +97,25 @@ def test_every_method_has_a_line_with_its_name_and_cost(summaries):
         assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
     costs = [label.get_text() for label in figure.axes[0].child_axes[0].get_yticklabels()]
     assert dict(zip(panels[0].points, costs, strict=True))["intbmoe"] == "3.0×"
+    assert figure.get_size_inches()[0] == PHONE_INCHES
     told = [text.get_text().strip() for text in figure.axes[1].texts]
-    assert told == ["0.1"], "far from all others: at the edge, with its value"
+    assert told == ["Places: Foursquare, New York", "0.1"], "far from all others: at the edge, with its value"
 
 
 def test_a_picture_comes_out(summaries, tmp_path, monkeypatch):
     monkeypatch.setattr(study_picture, "read_summaries", lambda folder: summaries[:4])
-    monkeypatch.setattr(sys, "argv", ["picture.py", "--output", str(tmp_path / "study.png")])
+    monkeypatch.setattr(sys, "argv", ["picture.py", "--output", str(tmp_path / "study.svg")])
     study_picture.main()
-    assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
+    assert "prefers-color-scheme: dark" in (tmp_path / "study.svg").read_text(encoding="utf-8")
+
+
+def test_removals_that_were_measured_by_accuracy_are_drawn_in_points():
+    layer = {"layer": "blocks.2.moe", "drops": [0.02, -0.01], "mean": 0.005, "smallest": -0.01, "factor_alone": 0.0}
+    (picture,) = inside.draw_drops({"layers": [layer], "examples": 50, "full": 0.4})
+    (axes,) = picture.figure.axes
+    assert [bar.get_height() for bar in axes.patches] == [2, -1]
+    assert "(points)" in axes.get_ylabel()
+    assert not axes.containers[1:], "no whiskers: no standard error was measured"
 
 
 def test_without_runs_there_is_no_picture(tmp_path, monkeypatch, capsys):

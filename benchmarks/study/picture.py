@@ -1,9 +1,9 @@
 """The picture of docs/results/: what each method reaches and what compute it takes, a panel for each study.
 
-    python -m benchmarks.study.picture                      # docs/images/study.png
+    python -m benchmarks.study.picture                      # docs/images/study.svg
 
 It shows the runs that the tables of ``tables.py`` show, without the ablations: a line for each method, the best on top.
-A study without runs has no panel.
+A study without runs has no panel. It is as wide as a phone can show, and has colours for dark screens.
 """
 
 import argparse
@@ -19,10 +19,6 @@ from benchmarks.study.plan import RESULTS, read_summaries
 from benchmarks.study.studies import ONE_LAYER, REAL
 from benchmarks.study.tables import (
     ABLATIONS,
-    COMPUTE,
-    CONTROL,
-    NARROW,
-    PARAMETERS,
     TITLES,
     Rows,
     find_rows,
@@ -31,28 +27,28 @@ from benchmarks.study.tables import (
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import blended_transform_factory
 
 from intbmoe.compare.summary import confidence_intervals
-from intbmoe.report.canvas import tidy
+from intbmoe.registry import method_family
+from intbmoe.report.canvas import Picture, save_picture, tidy
 from intbmoe.report.numbers import axis_scale
-from intbmoe.report.style import BLUE, GRID, ORANGE
+from intbmoe.report.style import FAMILIES, ORANGE, PHONE_INCHES, PHONE_POINTS
 
-OUTPUT = Path(__file__).parents[2] / "docs" / "images" / "study.png"
+OUTPUT = Path(__file__).parents[2] / "docs" / "images" / "study.svg"
 TESTED = {"tiny-imagenet": (10_000, "images"), "foursquare": (1_081, "users"), "foursquare-us": (4_874, "users")}
 """What an accuracy or a hit rate on the test split is a share of: summaries do not say it."""
-OWN, CONTROLS, MIXTURES = "IntBMoE", "Dense networks", "Other mixtures"
-INK, DPI, LINE = "#444444", 150, 0.235  # inches of a method's line
-FAMILIES = {PARAMETERS: MIXTURES, COMPUTE: MIXTURES, NARROW: CONTROLS, CONTROL: CONTROLS, ABLATIONS: None}
-"""How points of a table are drawn; the other ablations are not."""
-STYLES = {
-    OWN: {"color": ORANGE, "marker": "*", "ms": 12},
-    CONTROLS: {"color": BLUE, "marker": "s", "ms": 5.5},
-    MIXTURES: {"color": INK, "marker": "o", "ms": 5.5},
-    "hollow: one seed": {"color": INK, "marker": "o", "mfc": "white"},
-    "95 % interval over seeds": {"color": INK, "ls": "-", "lw": 1.2},
-    "IntBMoE ± one standard error of the test split": {"color": ORANGE, "lw": 8, "ls": "-", "alpha": 0.15},
-    "no learning": {"color": INK, "lw": 1, "ls": "--"},
+LINE = 0.215  # inches of a method's line
+SOFT = "#555555"
+HOLLOW = {"color": SOFT, "marker": "o", "mfc": "white", "ms": 7}
+MARKS = {
+    "hollow: one seed": HOLLOW,
+    "95 % interval over seeds": {"color": SOFT, "ls": "-", "lw": 1.5},
+    "IntBMoE ± one standard\nerror of the test split": {"color": ORANGE, "lw": 9, "ls": "-", "alpha": 0.2},
+    "no learning": {"color": SOFT, "lw": 1, "ls": "--"},
 }
+"""What the legend explains beside the families of methods."""
 
 
 class Point(NamedTuple):
@@ -84,7 +80,9 @@ def main() -> None:
     panels = gather(count_attention(read_summaries(options.results)))
     if not panels:
         parser.error(f"{options.results} holds no finished run of {', '.join(REAL)}")
-    draw(panels).savefig(options.output, dpi=DPI)
+    title = "What each method reaches, and what compute it takes"
+    see, how = "The best method is on top.", "From the summaries of the study's runs."
+    save_picture(Picture("study", title, see, how, draw(panels)), options.output)
 
 
 def gather(summaries: Sequence[Mapping[str, Any]]) -> list[Panel]:
@@ -100,10 +98,12 @@ def _panel(study: str, rows: Rows) -> Panel:
     values = {label: [factor * run["test"][metric] for run in found] for label, found in rows.items()}
     intervals = dict(zip(values, confidence_intervals(list(values.values())), strict=True))
     for label, found in rows.items():
-        if family := _family(label):
+        if table_of(label) != ABLATIONS or label == ONE_LAYER:
             flops = fmean(run["flops_training"] for run in found)
             title = _short(found[0]["title"])
-            points[label] = Point(title, family, flops, fmean(values[label]), intervals[label], len(found))
+            points[label] = Point(
+                title, method_family(found[0]["method"]), flops, fmean(values[label]), intervals[label], len(found)
+            )
     points = dict(sorted(points.items(), key=lambda item: item[1].mean, reverse=higher))
     floors = next((run["floors"] for run in runs if run.get("floors")), {})
     reached = {name: factor * values[metric] for name, values in floors.items()}
@@ -113,28 +113,31 @@ def _panel(study: str, rows: Rows) -> Panel:
     return Panel(study, metric, higher, points, best, error)
 
 
-def _family(label: str) -> str | None:
-    if label in ("intbmoe", ONE_LAYER):
-        return OWN
-    return CONTROLS if label.startswith(("dense", "swiglu")) else FAMILIES[table_of(label)]
-
-
 def _short(title: str) -> str:
-    return re.sub(r"^Dense (.+), width (\d+)$", r"Dense \1 \2", title).replace("the mixture's", "its")
+    return re.sub(r"^Dense (.+), width (\d+)$", r"Dense \1 \2", title).replace(
+        "the class token's FFN apart", "class token apart"
+    )
 
 
 def draw(panels: Sequence[Panel]) -> Figure:
-    """Two panels a row; of an odd number the first has a row of its own."""
-    odd, rows = len(panels) % 2, (len(panels) + 1) // 2
-    most = max(len(panel.points) for panel in panels)
-    figure = Figure(figsize=(12, (LINE * most + 1.1) * rows + 0.8), dpi=DPI, layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.08, w_pad=0.08)
-    handles = [Line2D([], [], label=name, **{"ls": "", **style}) for name, style in STYLES.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    axes = figure.subplot_mosaic(np.reshape([0] * odd + [*range(len(panels))], (rows, 2)))
-    for place, panel in enumerate(panels):
-        _draw_panel(axes[place], panel)
+    """The panels below each other, each as high as its methods need."""
+    heights = [LINE * len(panel.points) + 0.95 for panel in panels]
+    figure = Figure(figsize=(PHONE_INCHES, sum(heights) + 1.2), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.08)
+    shown = {point.family for panel in panels for point in panel.points.values()}
+    styles = {name: _marker(name) for name in FAMILIES if name in shown} | MARKS
+    handles = [Line2D([], [], label=name, **{"ls": "", **style}) for name, style in styles.items()]
+    figure.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False, fontsize=PHONE_POINTS)
+    for axes, panel in zip(
+        figure.subplots(len(panels), height_ratios=heights, squeeze=False).flat, panels, strict=True
+    ):
+        _draw_panel(axes, panel)
     return figure
+
+
+def _marker(family: str) -> dict[str, Any]:
+    colour, marker = FAMILIES[family]
+    return {"color": colour, "marker": marker, "ms": 13 if marker == "*" else 7}
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
@@ -142,35 +145,36 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     low, high = _span(panel)
     own, dense = panel.points.get("intbmoe"), panel.points.get("dense")
     axes.set(xlim=(low, high), ylim=(len(panel.points) - 0.4, -0.6))
-    tested = "{:,} test {}".format(*TESTED[panel.study]) if panel.study in TESTED else "test split"
-    better, percent = "right" if panel.higher_is_better else "left", panel.metric.startswith("accuracy")
-    axes.set_xlabel(f"{panel.metric}{' (%)' * percent}, {tested}; better is further {better}", fontsize=9)
-    tidy(axes)
-    axes.grid(color=GRID, linewidth=0.5, axis="x")
-    axes.set_title(TITLES[panel.study], loc="left", fontsize=10)
+    tested = "{:,} test {}".format(*TESTED[panel.study]) if panel.study in TESTED else "the test split"
+    measured = f"{panel.metric}{' in %' * panel.metric.startswith('accuracy')} on {tested}"
+    tidy(axes, xlabel=f"{measured}, better →" if panel.higher_is_better else f"← better, {measured}", grid="x")
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
+    across = blended_transform_factory(axes.figure.transFigure, axes.transAxes)  # from the picture's edge: it is long
+    axes.text(0.01, 1.02, TITLES[panel.study], transform=across, fontsize=PHONE_POINTS, fontweight="bold")
+    axes.set_title("FLOPs, × dense's" if dense else " ", loc="right", fontsize=PHONE_POINTS - 1)
     if own:
-        axes.axvspan(own.mean - panel.error, own.mean + panel.error, color=ORANGE, alpha=0.15, linewidth=0)
+        axes.axvspan(own.mean - panel.error, own.mean + panel.error, color=ORANGE, alpha=0.2, linewidth=0)
     if panel.floor and low < panel.floor[1] < high:
-        axes.axvline(panel.floor[1], color=INK, linewidth=1, linestyle="--", zorder=1)
+        axes.axvline(panel.floor[1], color=SOFT, linewidth=1, linestyle="--", zorder=1)
     for place, point in enumerate(panel.points.values()):
-        style, shown = dict(STYLES[point.family]), min(max(point.mean, low), high)
+        style, shown = _marker(point.family), min(max(point.mean, low), high)
         if shown != point.mean:
             style["marker"] = "<" if point.mean < low else ">"
-            axes.annotate(f" {point.mean:.4g} ", (shown, place), va="center", ha="left" if shown == low else "right")
+            look = {"va": "center", "ha": "left" if shown == low else "right", "fontsize": PHONE_POINTS}
+            axes.annotate(f" {point.mean:.4g} ", (shown, place), **look)
         elif point.interval is not None:
             ends = np.clip(shown + np.array([-1, 1]) * point.interval, low, high)
-            axes.plot(ends, [place, place], color=style["color"], lw=1.2)
+            axes.plot(ends, [place, place], color=style["color"], lw=1.5)
         axes.plot(shown, place, **style, **({"mfc": "white"} if point.seeds == 1 else {}), clip_on=False, zorder=4)
-    axes.set_yticks(range(len(panel.points)), [point.title for point in panel.points.values()], fontsize=9)
+    axes.set_yticks(range(len(panel.points)), [point.title for point in panel.points.values()], fontsize=PHONE_POINTS)
     for tick, point in zip(axes.get_yticklabels(), panel.points.values(), strict=True):
-        tick.set(color=STYLES[point.family]["color"], fontweight="bold" if point is own else "normal")
+        tick.set_fontweight("bold" if point is own else "normal")
     if dense:
         costs = [f"{point.flops / dense.flops:.1f}×" for point in panel.points.values()]
         beside = axes.secondary_yaxis("right")
-        beside.set_yticks(range(len(costs)), costs, fontsize=8, color=INK)
+        beside.set_yticks(range(len(costs)), costs, fontsize=PHONE_POINTS - 1)
         beside.tick_params(length=0)
         beside.spines["right"].set_visible(False)
-        axes.set_title("FLOPs, × dense's", loc="right", fontsize=8, color=INK)
 
 
 def _span(panel: Panel) -> tuple[float, float]:

@@ -145,12 +145,12 @@ def test_journeys_by_hand():
     assert said[6:] == ["scenario Mon 08", "intention restaurant", "feedback ", None, None, None]
 
 
-def test_visits_stand_in_columns():
+def test_visits_stand_in_rows():
     kinds = ["profile"] * 6 + ["scenario", "intention", "feedback"]
-    where, labels, rows = visit_places(kinds, ["", "", "", "", "", "", "Mon 08", "bar", ""])
-    assert where == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
-    assert (labels, rows) == (["profile", "profile", "Mon 08 bar"], ["scenario", "intention", "feedback"])
-    assert visit_places(["item", "item"], ["7", "9"]) == ([(0, 0), (1, 0)], ["7", "9"], [""])
+    where, labels, columns = visit_places(kinds, ["", "", "", "", "", "", "Mon 08", "bar", ""])
+    assert where == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2)]
+    assert (labels, columns) == (["profile", "profile", "Mon 08 bar"], ["scenario", "intention", "feedback"])
+    assert visit_places(["item", "item"], ["7", "9"]) == ([(0, 0), (0, 1)], ["7", "9"], [""])
 
 
 def test_lines_break_where_the_text_does_and_where_the_page_ends():

@@ -191,15 +191,16 @@ def settles(page, script, expected):
     raise AssertionError(f"{script} is {found!r}, not {expected!r}")
 
 
-def test_a_picture_that_goes_on_beyond_the_screen_says_so(comparison, open_page):
-    def told(page):
-        return page.eval_on_selector_all(".slide", "all => all.map((one) => one.dataset.more)")
+def test_a_picture_that_goes_on_beyond_the_screen_says_so(comparison, analysis, open_page):
+    def told(page, kind=".plate"):
+        return page.eval_on_selector_all(kind, "all => all.map((one) => one.parentElement.dataset.more)")
 
     assert set(told(open_page(comparison, WIDE))) == {""}
     page = open_page(comparison, PHONE)
-    assert set(told(page)) == {"right"}
-    first = "document.querySelector('.slide')"
+    assert set(told(page, ".plate.wide")) == {"right"}
+    first = "document.querySelector('.plate.wide').parentElement"
     assert settles(page, f"getComputedStyle({first}, '::after').opacity", "1")
     for moved, more in ((40, "left right"), (1_000_000, "left")):
-        page.evaluate(f"document.querySelector('.plate').scrollLeft = {moved}")
+        page.evaluate(f"document.querySelector('.plate.wide').scrollLeft = {moved}")
         assert settles(page, f"{first}.dataset.more", more)
+    assert set(told(open_page(analysis, PHONE))) == {""}, "all of them fit"

@@ -3,13 +3,16 @@
 import itertools
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import matplotlib.colors
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import intbmoe
-from intbmoe.report.style import BLOCKS, CSS, DARK, FAMILIES, INK, METHODS, PAPER, SANS
+from intbmoe.report.canvas import Picture
+from intbmoe.report.style import BLOCKS, CSS, DARK, FAMILIES, INK, METHODS, ON_COLOUR, PAPER, SANS
 
 PACKAGE = Path(intbmoe.__file__).parent
 # Machado, Oliveira and Fernandes, A Physiologically-based Model for Simulation of Color Vision Deficiency (2009):
@@ -45,6 +48,18 @@ def test_lines_and_letters_stand_out_in_both_schemes():
     for colour in METHODS:
         assert contrast(colour, PAPER) > 2
         assert contrast(DARK[colour], DARK[PAPER]) > 3
+
+
+def test_letters_on_colours_and_colours_of_blocks_stay_on_dark_screens():
+    figure = Figure((2, 1))
+    figure.text(0.1, 0.1, "outside")
+    figure.text(0.1, 0.5, "on a cell", color=ON_COLOUR, backgroundcolor="#123456")
+    svg = Picture("a", "", "", "", figure).content("svg").decode()
+    style = re.search(r"<style>@media \(prefers-color-scheme: dark\).*?</style>", svg)[0]
+    assert f"svg{{fill:{DARK[INK]}}}" in style
+    assert ON_COLOUR not in style
+    assert "#123456" not in style
+    assert ElementTree.fromstring(svg).tag.endswith("svg")
 
 
 def test_pages_have_the_pictures_colours():

@@ -36,8 +36,8 @@ def print_plan(
     counted = count_recipe(recipe)
     plan_table(recipe, counted, devices, memory, bandwidth, tflops).print(form)
     if picture is not None:
-        from intbmoe.analysis.drawing.quantities import save_picture
         from intbmoe.analysis.drawing.scaling import draw_scaling
+        from intbmoe.report.canvas import save_picture
 
         save_picture(draw_scaling(counted, recipe, devices), picture)
         sys.stderr.write(f"drawn: {picture}\n")

@@ -117,7 +117,8 @@ def methods(
             from intbmoe.report import require_matplotlib
 
             require_matplotlib()
-            from intbmoe.analysis.drawing.quantities import draw_quantities, save_picture
+            from intbmoe.analysis.drawing.quantities import draw_quantities
+            from intbmoe.report.canvas import save_picture
 
             save_picture(draw_quantities(found), picture)
         sys.stderr.write(f"drawn: {picture}\n")

@@ -1,7 +1,10 @@
-"""What the pictures share: the picture itself, panels, axes, legends. Their colours are in ``style.py``."""
+"""What the pictures share: the picture itself, panels, axes, legends. Their colours are in ``style.py``.
+
+Pictures of panels are as wide as a phone can show, with letters that can be read there; more panels make them taller.
+"""
 
 import io
-import re
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +19,12 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from intbmoe.files import to_json
-from intbmoe.report.style import BLOCKS, DIVERGING, FAMILIES, GRID, MONO, NOTHING, SANS
+from intbmoe.report.style import BLOCKS, DIVERGING, FAMILIES, GRID, NOTHING, PHONE_INCHES, PHONE_POINTS
+from intbmoe.report.svg import for_pages
 
 SHADES = (0.0, -0.45, 0.5)  # of the blocks' colours, where there are more blocks: as they are, darker, lighter
 FORMATS = ("png", "svg")
+DPI = 150  # of a PNG, and of what an SVG holds as pixels
 LOAD_TITLES = {
     "utilisation": "utilisation (1: all get tokens)",
     "entropy": "entropy of the load (1: even)",
@@ -27,6 +32,7 @@ LOAD_TITLES = {
     "dropped": "share of assignments dropped",
 }
 """Of panels that show a load over training."""
+LETTER_INCHES = 0.088  # width of a digit of PHONE_POINTS - 1, in matplotlib's typeface
 
 Data = Mapping[str, Any]
 
@@ -45,22 +51,25 @@ class Picture:
         return {"title": self.title, "see": self.see, "how": self.how}
 
     def content(self, form: str) -> bytes:
-        """The bytes of a PNG or SVG, the same for the same figure."""
+        """The bytes of a PNG or SVG, the same for the same figure; an SVG has colours for dark screens too."""
         buffer = io.BytesIO()
         if form != "svg":
-            self.figure.savefig(buffer, format=form, dpi=150)
+            self.figure.savefig(buffer, format=form, dpi=DPI)
             return buffer.getvalue()
         # Without a salt and with a date, no two SVG files would be equal.
         with matplotlib.rc_context({"svg.hashsalt": self.name, "svg.fonttype": "none"}):
-            self.figure.savefig(buffer, format=form, metadata={"Date": None})
-        return _with_typefaces(buffer.getvalue().decode()).encode()
+            self.figure.savefig(buffer, format=form, dpi=DPI, metadata={"Date": None})
+        return for_pages(buffer.getvalue().decode()).encode()
 
 
-def _with_typefaces(svg: str) -> str:
-    """Letters stay letters, in the typefaces of the pages; they are narrower than matplotlib's, so everything fits."""
-    svg = re.sub(r"font-family: 'DejaVu Sans Mono'[^;\"]*", f"font-family: {MONO}", svg)
-    svg = re.sub(r"font-family: 'DejaVu Sans'[^;\"]*;? ?", "", svg)
-    return svg.replace("<svg ", f'<svg font-family="{SANS}" ', 1)
+def save_picture(picture: Picture, path: Path) -> None:
+    """As PNG or SVG, by the ending of ``path``."""
+    form = path.suffix.removeprefix(".")
+    if form not in FORMATS:
+        raise ValueError(f"{path}: a picture must end in {' or '.join(f'.{known}' for known in FORMATS)}")
+    content = picture.content(form)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
 
 
 def save_pictures(pictures: Iterable[Picture], folder: Path) -> None:
@@ -82,6 +91,11 @@ def add_legend(figure: Figure, families: Container[str], size: float = 9) -> Non
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=size)
 
 
+def shorten(label: str, letters: int) -> str:
+    """At most so many letters of a row's label, so that the row keeps its room."""
+    return label if len(label) <= letters else f"{label[: letters - 1]}…"
+
+
 def layer_title(name: str) -> str:
     """ "layer 2" of "blocks.2.moe"; a layer without number keeps its last name."""
     parts = name.split(".")
@@ -89,56 +103,74 @@ def layer_title(name: str) -> str:
     return f"layer {numbers[-1]}" if numbers else parts[-1]
 
 
-def make_panels(number: int, width: float, height: float, ylabel: str = "") -> tuple[Figure, list[Axes]]:
-    """``number`` axes, at most about 14 inches beside each other; those with a common ``ylabel`` share their scale."""
-    columns = max(1, min(number, int(14 // width)))
+def make_panels(
+    number: int, width: float, height: float, ylabel: str = "", labels: float = 0.0
+) -> tuple[Figure, list[Axes]]:
+    """``number`` axes, as many beside each other as a phone's width has room for, where row labels take ``labels``.
+
+    Sizes are in inches. Axes with a common ``ylabel`` share their scale.
+    """
+    columns = max(1, min(number, int((PHONE_INCHES - labels) // width)))
     rows = -(-number // columns)
     columns = -(-number // rows)  # five panels are three and two, not four and one
-    figure = Figure(figsize=(max(4.5, columns * width + 1), rows * height + 0.2), layout="constrained")
+    figure = Figure(figsize=(PHONE_INCHES, rows * height + 0.2), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.06, hspace=0.03)
     grid = figure.subplots(rows, columns, squeeze=False, sharey=bool(ylabel)).flatten()
     for axes in grid[::columns]:
-        axes.set_ylabel(ylabel, fontsize=9)
+        axes.set_ylabel(ylabel, fontsize=PHONE_POINTS)
     for axes in grid[number:]:
         axes.set_visible(False)
     return figure, list(grid[:number])
 
 
 def bars_width(bars: int) -> float:
-    """Inches of a panel: bars of one width while they are few, then narrower ones, three panels in a row."""
-    return min(1.2 + 0.2 * bars, 4.6)
+    """Inches of a panel: two in a row while their bars are wide enough."""
+    return PHONE_INCHES / (2 if bars <= 16 else 1)
+
+
+def rows_height(rows: int) -> float:
+    """Inches of a heat map: rows of one height while they are few, then lower ones."""
+    return 0.15 * min(rows, 16) + 0.04 * max(0, rows - 16)
 
 
 def heat_map(axes: Axes, values: np.ndarray, limit: float, title: str) -> Any:
     """Symmetric colours, so that white is 0; grey where there is nothing."""
     axes.set_facecolor(NOTHING)
-    image = axes.imshow(
-        np.ma.masked_invalid(values), cmap=DIVERGING, vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest"
-    )
-    axes.set_title(title, loc="left", fontsize=9)
-    axes.tick_params(length=0, labelsize=8)
+    # Not interpolated at all, an SVG holds one pixel a value, and browsers draw them with sharp edges.
+    look = {"cmap": DIVERGING, "vmin": -limit, "vmax": limit, "aspect": "auto", "interpolation": "none"}
+    image = axes.imshow(np.ma.masked_invalid(values), **look)
+    axes.set_title(title, loc="left", fontsize=PHONE_POINTS)
+    axes.tick_params(length=0, labelsize=PHONE_POINTS - 1)
     axes.spines[:].set_visible(False)
     return image
 
 
-def number_columns(axes: Axes, numbers: Sequence[int], unit: str) -> None:
-    step = -(-len(numbers) // 16)
-    axes.set_xticks(range(0, len(numbers), step), [str(number) for number in numbers[::step]], fontsize=8)
-    axes.set_xlabel(unit, fontsize=9)
+def number_columns(axes: Axes, numbers: Sequence[int], unit: str, width: float) -> None:
+    """Below columns that are ``width`` inches wide: all numbers, or as many as there is room for."""
+    letters = max(len(str(number)) for number in numbers)
+    step = math.ceil((letters * LETTER_INCHES + 0.05) / width)
+    axes.set_xticks(range(0, len(numbers), step), [str(number) for number in numbers[::step]])
+    axes.tick_params(axis="x", labelsize=PHONE_POINTS - 1)
+    axes.set_xlabel(unit, fontsize=PHONE_POINTS)
 
 
 def colour_bar(figure: Figure, image: Any, panels: Any, title: str) -> None:
-    bar = figure.colorbar(image, ax=panels, shrink=0.9, aspect=25)
-    bar.set_label(title, fontsize=8)
-    bar.ax.tick_params(labelsize=8)
+    """Below the panels; as thick and as far from them in a tall picture as in a low one."""
+    pad = 0.1 / figure.get_size_inches()[1]
+    bar = figure.colorbar(image, ax=panels, location="bottom", shrink=0.9, aspect=30, pad=pad)
+    bar.set_label(title, fontsize=PHONE_POINTS)
+    bar.ax.tick_params(labelsize=PHONE_POINTS - 1)
     bar.outline.set_visible(False)
 
 
-def tidy(axes: Axes, title: str = "", xlabel: str = "", *, ticks: int = 0, grid: Any = None, size: float = 8) -> None:
-    """No box, small numbers, at most ``ticks`` whole ones below, and behind the data a ``grid``: of x, y or both."""
+def tidy(
+    axes: Axes, title: str = "", xlabel: str = "", *, ticks: int = 0, grid: Any = None, size: float = PHONE_POINTS - 1
+) -> None:
+    """No box, numbers of ``size`` points, at most ``ticks`` whole ones below, a ``grid`` of x, y or both behind."""
     if title:
-        axes.set_title(title, loc="left", fontsize=9)
+        axes.set_title(title, loc="left", fontsize=size + 1)
     if xlabel:
-        axes.set_xlabel(xlabel, fontsize=9)
+        axes.set_xlabel(xlabel, fontsize=size + 1)
     if ticks:
         axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
     if grid:

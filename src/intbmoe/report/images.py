@@ -1,9 +1,4 @@
-"""Pictures as parts of a page: SVG where it is small enough, else PNG, inside the page as data.
-
-A picture of lines, bars and markers gets a second set of colours for dark screens, which its own style sheet chooses. A
-picture with any colour beside those of ``DARK`` may have text on it that was chosen to go with that colour, so it keeps
-its own, on a white plate.
-"""
+"""Pictures as parts of a page: SVG where it is small enough, else PNG on a white plate, inside the page as data."""
 
 import base64
 import re
@@ -11,11 +6,10 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from intbmoe.report.style import DARK, INK, PAPER
+from intbmoe.report.style import PHONE_INCHES
 
 LARGEST_SVG = 300_000  # bytes; a picture of many small parts is smaller as PNG
 PNG_DPI, CSS_DPI, POINTS = 150, 96, 72
-HEAT_MAP = r'<g id="quadmesh_\d+">.*?</g>'
 
 
 @dataclass(frozen=True)
@@ -26,6 +20,11 @@ class Image:
     width: int
     height: int
     adapts: bool  # whether it has colours of its own for dark screens
+
+    @property
+    def fits_phone(self) -> bool:
+        """Whether its letters can be read where it is as narrow as a phone."""
+        return self.width <= PHONE_INCHES * CSS_DPI
 
 
 def read_image(folder: Path, name: str) -> Image | None:
@@ -43,26 +42,7 @@ def _from_svg(text: str) -> Image:
         raise ValueError("an SVG file without an svg element")
     sizes = [re.search(rf'\b{side}="([\d.]+)pt"', head[0]) for side in ("width", "height")]
     width, height = (round(float(size[1]) * CSS_DPI / POINTS) if size else 0 for size in sizes)
-    adapted = adapt_svg(text)
-    return Image(_uri("svg+xml", adapted.encode()), width, height, adapts=adapted != text)
-
-
-def adapt_svg(text: str) -> str:
-    """The SVG with colours of its own for dark screens, if it has no colours but those of ``DARK``."""
-    drawn = re.sub(HEAT_MAP, "", text.lower(), flags=re.DOTALL)  # on whose cells nothing is written
-    if not set(re.findall(r"#[0-9a-f]{6}\b", drawn)) <= set(DARK):
-        return text
-    return re.sub(r"<svg\b[^>]*>", lambda head: head[0] + _dark_style(), text, count=1)
-
-
-def _dark_style() -> str:
-    """Rules that overrule matplotlib's inline styles. Backgrounds are paths that are filled white and nothing else."""
-    rules = [f"svg{{fill:{DARK[INK]}}}", f'path[style="fill: {PAPER}"]{{fill:{DARK[PAPER]}!important}}']
-    for light, dark in DARK.items():
-        if light == PAPER:  # as an edge or a fill inside the picture, white stays
-            continue
-        rules += [f'[style*="{side}: {light}"]{{{side}:{dark}!important}}' for side in ("fill", "stroke")]
-    return f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"
+    return Image(_uri("svg+xml", text.encode()), width, height, adapts="prefers-color-scheme" in text)
 
 
 def _from_png(content: bytes) -> Image:

@@ -12,6 +12,8 @@ PHONE_INCHES, PHONE_POINTS = 6.0, 11.0
 """Width and letters of a picture that must be readable on a phone: 375 pixels wide, letters have nine or ten."""
 BLUE, ORANGE, GREEN, PINK, AMBER, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 INK, GREY, PALE, NOTHING, GRID, PAPER = "#000000", "#777777", "#bbbbbb", "#cccccc", "#dddddd", "#ffffff"
+ON_COLOUR = "#111111"
+"""Of letters on coloured cells, which are the same on dark screens; ``INK`` becomes light there."""
 BLOCKS = (BLUE, AMBER, GREEN, PINK, SKY, ORANGE, "#f0e442", "#999999")
 """Of blocks and experts, by number; the server's page has the same."""
 METHODS = (BLUE, GREEN, PINK, AMBER, SKY, INK, GREY)

@@ -11,7 +11,7 @@ from intbmoe.analysis.page import told_participation
 from intbmoe.report import canvas
 from intbmoe.report.canvas import Data, Picture, layer_title, make_panels, tidy
 from intbmoe.report.numbers import flops_unit, format_difference
-from intbmoe.report.style import BLUE, GREY, ORANGE, PALE
+from intbmoe.report.style import BLUE, GREY, ORANGE, PALE, PHONE_INCHES, PHONE_POINTS
 
 SMALLEST_AXIS = 0.01  # of the whole loss: what the axis of participation reaches at least
 MIB = 2**20
@@ -22,22 +22,22 @@ def draw_coefficients(data: Data) -> list[Picture]:
     layers = list(dict.fromkeys(found["layer"] for found in data["layers"]))
     paths = list(dict.fromkeys(found["path"] for found in data["layers"]))
     by_place = {(found["path"], found["layer"]): found for found in data["layers"]}
-    blocks, bases = (max(sizes) for sizes in zip(*(np.shape(f["normalised"]) for f in data["layers"]), strict=True))
-    size = (len(layers) * (0.8 + 0.16 * bases) + 1, len(paths) * (1.0 + 0.16 * blocks) + 0.3)
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(len(paths), len(layers), squeeze=False)
+    blocks = max(len(found["normalised"]) for found in data["layers"])
+    height = len(layers) * (0.7 + canvas.rows_height(blocks)) + 0.9
+    figure = Figure(figsize=(PHONE_INCHES, height), layout="constrained")
+    panels = figure.subplots(len(layers), len(paths), squeeze=False)
     limit = max(float(np.abs(found["normalised"]).max()) for found in data["layers"]) or 1.0
-    for row, path in enumerate(paths):
-        for column, layer in enumerate(layers):
+    for row, layer in enumerate(layers):
+        for column, path in enumerate(paths):
             found, axes = by_place[path, layer], panels[row][column]
-            cosine = "" if found["mean_cosine"] is None else f"\ncosine {found['mean_cosine']:.3f}"
+            cosine = "" if found["mean_cosine"] is None else f": cosine {found['mean_cosine']:.3f}"
             image = canvas.heat_map(axes, np.array(found["normalised"]), limit, f"{layer_title(layer)}, {path}{cosine}")
             axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
             axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
-            if row == len(paths) - 1:
-                axes.set_xlabel("expert base", fontsize=9)
-        panels[row][0].set_ylabel("block", fontsize=9)
-    canvas.colour_bar(figure, image, panels, "coefficient,\nrows of length 1")
+            if row == len(layers) - 1:
+                axes.set_xlabel("expert base", fontsize=PHONE_POINTS)
+        panels[row][0].set_ylabel("block", fontsize=PHONE_POINTS)
+    canvas.colour_bar(figure, image, panels, "coefficient, rows of length 1")
     means = [
         f"{path}: " + ", ".join(f"{by_place[path, layer]['mean_cosine']:.3f}" for layer in layers)
         for path in paths
@@ -59,7 +59,7 @@ def draw_participation(data: Data) -> list[Picture]:
     """Bars from zero on a plain axis, each with two standard errors, and beside it what they are of the whole loss."""
     layers, loss = data["layers"], data["full_loss"]
     width = canvas.bars_width(max(len(layer["rises"]) for layer in layers))
-    figure, panels = make_panels(len(layers), width, 2.8, "rise of the loss")
+    figure, panels = make_panels(len(layers), width, 3.2, "rise of the loss")
     reach = [(rise, 2 * (error or 0)) for of in layers for rise, error in zip(of["rises"], of["errors"], strict=True)]
     # A rise of a thousandth of the loss should look like one, however small the others are.
     ends = (
@@ -68,13 +68,11 @@ def draw_participation(data: Data) -> list[Picture]:
     )
     for axes, layer in zip(panels, layers, strict=True):
         axes.set_ylim(*(1.08 * end for end in ends))
-        _draw_rises(axes, layer)
-        means = f"mean {layer['mean']:.3g}, smallest {layer['smallest']:.3g}"
-        tidy(axes, f"{layer_title(layer['layer'])}\n{means}", "expert base", ticks=8, grid="y")
+        draw_rises(axes, layer)
     if loss > 0:
         share = panels[-1].secondary_yaxis("right", functions=(lambda y: 100 * y / loss, lambda y: y * loss / 100))
-        share.set_ylabel("% of the loss with all bases", fontsize=8)
-        share.tick_params(labelsize=8)
+        share.set_ylabel("% of the loss with all bases", fontsize=PHONE_POINTS)
+        share.tick_params(labelsize=PHONE_POINTS - 1)
         share.spines["right"].set_visible(False)
     rule = (
         "its coefficients set to 0 and 1/√E to 1/√(E−1)"
@@ -92,17 +90,21 @@ def draw_participation(data: Data) -> list[Picture]:
     return [Picture("participation", "What the model loses without each expert base", see.strip(), how, figure)]
 
 
-def _draw_rises(axes: Axes, layer: Data) -> None:
-    rises, errors = layer["rises"], [2 * (error or 0) for error in layer["errors"]]
+def draw_rises(axes: Axes, layer: Data) -> None:
+    """Bars of one layer, with whiskers where there are standard errors."""
+    rises, errors = layer["rises"], layer["errors"]
     bars = axes.bar(range(len(rises)), rises, color=[ORANGE if rise < 0 else BLUE for rise in rises], width=0.75)
     for bar, rise in zip(bars, rises, strict=True):
-        bar.set_hatch("///" if rise < 0 else None)
-        bar.set_edgecolor("white")
-    axes.errorbar(range(len(rises)), rises, yerr=errors, fmt="none", ecolor="#333333", elinewidth=1, capsize=2)
+        bar.set(hatch="///" if rise < 0 else None, edgecolor="white", linewidth=0)
+    if None not in errors:
+        whiskers = [2 * error for error in errors]
+        axes.errorbar(range(len(rises)), rises, yerr=whiskers, fmt="none", ecolor="#333333", elinewidth=1, capsize=2)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.axhline(layer["mean"], color="black", linewidth=1, linestyle="--")
     if layer["factor_alone"]:
-        axes.axhline(layer["factor_alone"], color=GREY, linewidth=1, linestyle=":")
+        axes.axhline(layer["factor_alone"], color=GREY, linewidth=1.5, linestyle=":")
+    title = f"{layer_title(layer['layer'])}\nmean {layer['mean']:.3g}\nsmallest {layer['smallest']:.3g}"
+    tidy(axes, title, "expert base", ticks=8, grid="y")
 
 
 def _told_removals(data: Data) -> str:
@@ -146,7 +148,7 @@ def draw_cost(data: Data) -> list[Picture]:
 def draw_panels(rows: Sequence[Data], wanted: Mapping[str, tuple[float, str]], own: int | None = None) -> Figure:
     """A panel for each of the ``wanted`` columns, with its unit and title; rings where a row has the paper's figure."""
     experts = [row["experts"] for row in rows]
-    figure, panels = make_panels(len(wanted), 4.2, 3.0)
+    figure, panels = make_panels(len(wanted), PHONE_INCHES / 2, 3.0)
     for axes, (name, (divisor, title)) in zip(panels, wanted.items(), strict=True):
         if own is not None:
             axes.axvline(own, color=PALE, linewidth=4, zorder=0)
@@ -157,11 +159,12 @@ def draw_panels(rows: Sequence[Data], wanted: Mapping[str, tuple[float, str]], o
             printed = [(count, paper[name + suffix]) for count, paper in papers if name + suffix in paper]
             if printed:
                 ring = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "linestyle": "", "zorder": 3}
-                axes.plot(*zip(*printed, strict=True), color=colour, label=f"the paper's, {label}", **ring)
+                axes.plot(*zip(*printed, strict=True), color=colour, label="the paper's", **ring)
         axes.set_xscale("log", base=2)
         axes.set_xticks(experts, [str(count) for count in experts])
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
         tidy(axes, title, "expert bases E", grid="y")
-    panels[0].legend(fontsize=8, frameon=False)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower left", ncols=2, frameon=False, fontsize=PHONE_POINTS)
     return figure

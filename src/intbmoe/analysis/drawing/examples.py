@@ -7,6 +7,7 @@ colour at the lower edge. A cell that no block computes is hatched.
 import base64
 import io
 import math
+import textwrap
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -19,18 +20,23 @@ from matplotlib.font_manager import findfont, get_font
 from matplotlib.image import imread
 from matplotlib.patches import Patch, Rectangle
 
-from intbmoe.report.canvas import Data, Picture, block_colours, layer_title, shade
+from intbmoe.report.canvas import Data, Picture, block_colours, layer_title, shade, shorten
+from intbmoe.report.style import ON_COLOUR, PHONE_INCHES, PHONE_POINTS
 from intbmoe.tasks.serving.requests import spread_evenly
 
-LINE = 64  # characters of a line of text
-LETTER = 0.125  # inches of a letter's cell
 LETTER_WIDTH = 0.602  # of the font's size, in DejaVu Sans Mono
+LETTER = PHONE_POINTS * LETTER_WIDTH / 72  # inches of a letter's cell
+LINE = int((PHONE_INCHES - 0.2) / LETTER)  # characters of a line of text
 MOST_LAYERS = 6  # layers shown of texts and journeys; of more, so many are drawn, evenly spread
-NUMBERED = 4  # patches a side up to which each has its blocks' numbers on it
+NUMBERED = 2  # patches a side up to which each has its blocks' numbers on it
 TINT = 0.6
 PALE = 0.35  # how much white is mixed into a colour below black text
-LEGEND_INCHES = 0.85  # width of one entry
-ROWS = {"scenario": 0, "intention": 1, "feedback": 2}
+LEGEND_INCHES = 1.15  # width of one entry
+IMAGE_INCHES = 1.35  # width of an image at most
+TITLE_LETTERS = 11  # of a line above an image
+COLUMNS = {"scenario": 0, "intention": 1, "feedback": 2}
+LABEL_LETTERS = 22  # of a session's label
+ROW, LABEL_LETTER = 0.21, 0.08  # inches of a session's row, and of a letter of its label
 _MIDDLE = {"ha": "center", "va": "center", "parse_math": False}
 Colours = Sequence[tuple[float, float, float]]
 
@@ -107,7 +113,7 @@ def draw_cells(
     twice = [cell for cell in chosen if len(cell.ids) > 1]
     strips = [Rectangle((c.x, c.y + (1 - strip) * c.height), c.width, strip * c.height) for c in twice]
     _fill(axes, strips, [colours[cell.ids[1]] for cell in twice], 1.0)
-    hatched = {"facecolor": "white", "edgecolor": "#555555", "hatch": "xxx", "linewidth": 0, "alpha": 0.8}
+    hatched = {"facecolor": "white", "edgecolor": ON_COLOUR, "hatch": "xxx", "linewidth": 0, "alpha": 0.8}
     for cell in cells:
         if not cell.ids:
             axes.add_patch(Rectangle((cell.x, cell.y), cell.width, cell.height, **hatched))
@@ -131,17 +137,20 @@ def add_legend(figure: Figure, used: Sequence[int], colours: Colours, unit: str)
     """Which colour is which block, along the lower edge."""
     handles = [Patch(facecolor=colours[number], label=f"{unit} {number}") for number in used]
     columns = _legend_columns(len(handles), figure.get_size_inches()[0])
-    look = {"frameon": False, "fontsize": 7, "handlelength": 1.2, "columnspacing": 1.2, "borderaxespad": 0.2}
-    figure.legend(handles=handles, loc="lower center", ncols=columns, **look)
+    handles = [handle for column in range(columns) for handle in handles[column::columns]]  # numbers go on to the right
+    look = {"frameon": False, "fontsize": PHONE_POINTS, "handlelength": 1.2, "columnspacing": 1.2}
+    figure.legend(handles=handles, loc="lower center", ncols=columns, borderaxespad=0.2, **look)
 
 
 def legend_inches(used: Sequence[int], width: float) -> float:
     """The height that ``add_legend`` takes of a figure so wide."""
-    return 0.12 + 0.16 * -(-len(used) // _legend_columns(len(used), width))
+    return 0.15 + 0.24 * -(-len(used) // _legend_columns(len(used), width))
 
 
 def _legend_columns(entries: int, width: float) -> int:
-    return max(1, min(entries, int(width // LEGEND_INCHES)))
+    """As many as fit, so that the lines are about equally long."""
+    lines = -(-entries // max(1, int(width // LEGEND_INCHES)))
+    return max(1, -(-entries // max(1, lines)))
 
 
 # Images.
@@ -152,25 +161,28 @@ def _draw_images(data: Data) -> Figure:
     examples = data["examples"]
     layers = [layer["layer"] for layer in examples[0]["layers"]]
     colours, used = block_colours(data["choices"]), _used(examples)
-    cell, gap, left, top = 1.35, 0.1, 0.3, 0.3
-    width, height = left + len(examples) * (cell + gap), top + (1 + len(layers)) * (cell + gap)
-    figure = Figure(figsize=(width, height + legend_inches(used, width)))
+    titles = [textwrap.fill(shown["title"], TITLE_LETTERS) for shown in examples]
+    gap, left, top = 0.06, 0.28, 0.12 + 0.18 * max(title.count("\n") + 1 for title in titles)
+    cell = min(IMAGE_INCHES, (PHONE_INCHES - left) / len(examples) - gap)
+    height = top + (1 + len(layers)) * (cell + gap)
+    figure = Figure(figsize=(PHONE_INCHES, height + legend_inches(used, PHONE_INCHES)))
     for column, shown in enumerate(examples):
         pixels = _grey(shown["image"])
         size, side = pixels.shape[0], math.isqrt(len(shown["kinds"]))
         for row, name in enumerate(["image", *layers]):
             axes = add_inches(figure, left + column * (cell + gap), top + row * (cell + gap), cell, cell)
-            axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, extent=(0, size, size, 0), interpolation="nearest")
+            axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, extent=(0, size, size, 0), interpolation="none")
             if row:
                 # The class token, where a mixture sees it, comes before the patches.
                 _tint(axes, shown["layers"][row - 1]["ids"][-side * side :], side, size / side, colours)
             else:
-                axes.set_title(shown["title"], fontsize=9, parse_math=False)
+                axes.set_title(titles[column], fontsize=PHONE_POINTS, pad=4, parse_math=False)
             axes.set_xlim(0, size)
             axes.set_ylim(size, 0)
             if column == 0:
                 title = layer_title(name).capitalize() if row else "Image"
-                axes.text(-0.1, 0.5, title, transform=axes.transAxes, fontsize=9, rotation=90, **_MIDDLE)
+                look = {"transform": axes.transAxes, "fontsize": PHONE_POINTS, "rotation": 90, **_MIDDLE}
+                axes.text(-0.17, 0.5, title, **look)
     add_legend(figure, used, colours, data["unit"])
     return figure
 
@@ -191,7 +203,7 @@ def _tint(axes, ids: Sequence[Sequence[int]], side: int, patch: float, colours) 
             numbers = "·".join(map(str, cell.ids[:2]))
             box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.75, "linewidth": 0}
             where = (cell.x + cell.width / 2, cell.y + 0.4 * cell.height)
-            axes.text(*where, numbers, fontsize=7, bbox=box, **_MIDDLE)
+            axes.text(*where, numbers, fontsize=PHONE_POINTS - 1, color=ON_COLOUR, bbox=box, **_MIDDLE)
 
 
 # Text.
@@ -200,21 +212,20 @@ def _tint(axes, ids: Sequence[Sequence[int]], side: int, patch: float, colours) 
 def _draw_text(shown: Data, data: Data) -> Figure:
     layers, colours, used = _shown_layers(shown["layers"]), block_colours(data["choices"]), _used([shown])
     places, lines = lay_out(shown["texts"])
-    width, line = LINE * LETTER + 0.3, 1.9 * LETTER
-    panel = lines * line + 0.3
+    line = 1.9 * LETTER
+    panel = lines * line + 0.32
     height = len(layers) * panel + 0.1
-    figure = Figure(figsize=(width, height + legend_inches(used, width)))
-    size = LETTER * 72 / LETTER_WIDTH
+    figure = Figure(figsize=(PHONE_INCHES, height + legend_inches(used, PHONE_INCHES)))
     for number, layer in enumerate(layers):
-        axes = add_inches(figure, 0.15, number * panel + 0.25, LINE * LETTER, lines * line)
+        axes = add_inches(figure, 0.1, number * panel + 0.27, LINE * LETTER, lines * line)
         axes.set_xlim(0, LINE)
         axes.set_ylim(lines, 0)
-        axes.set_title(layer_title(layer["layer"]).capitalize(), loc="left", fontsize=9, pad=3)
+        axes.set_title(layer_title(layer["layer"]).capitalize(), loc="left", fontsize=PHONE_POINTS, pad=3)
         pieces = [(piece, ids) for of, ids in zip(places, layer["ids"], strict=True) for piece in of]
         draw_cells(axes, [Cell(x, y, len(text), 1, ids) for (x, y, text), ids in pieces], colours, pale=PALE)
         for (x, y, text), _ in pieces:
-            look = {"fontsize": size, "family": "DejaVu Sans Mono", "va": "center", "parse_math": False}
-            axes.text(x, y + 0.42, text, **look)
+            look = {"fontsize": PHONE_POINTS, "family": "DejaVu Sans Mono", "va": "center", "parse_math": False}
+            axes.text(x, y + 0.42, text, color=ON_COLOUR, **look)
     add_legend(figure, used, colours, data["unit"])
     return figure
 
@@ -257,46 +268,47 @@ def _letters() -> frozenset[int]:
 
 
 def _draw_visits(shown: Data, data: Data) -> Figure:
+    """A row for each session, so that a longer history is a taller picture; the layers beside each other."""
     layers, colours, used = _shown_layers(shown["layers"]), block_colours(data["choices"]), _used([shown])
-    where, labels, rows = visit_places(shown["kinds"], shown["texts"])
-    columns = max(x for x, _ in where) + 1
-    cell, left = 0.27, 0.9
-    panel, foot = len(rows) * cell + 0.32, 0.1 + 0.06 * max(map(len, labels))
-    width, height = left + columns * cell + 0.15, len(layers) * panel + foot
-    figure = Figure(figsize=(width, height + legend_inches(used, width)))
+    where, labels, kinds = visit_places(shown["kinds"], shown["texts"])
+    labels = [shorten(label, LABEL_LETTERS) for label in labels]
+    left, gap = 0.2 + LABEL_LETTER * max(map(len, labels)), 0.15
+    top = 0.3 + LABEL_LETTER * max(map(len, kinds)) + 0.1
+    width, height = (PHONE_INCHES - left) / len(layers) - gap, len(labels) * ROW
+    numbered = LABEL_LETTER * len(str(max(used, default=0))) + 0.05 < width / len(kinds)
+    figure = Figure(figsize=(PHONE_INCHES, top + height + 0.1 + legend_inches(used, PHONE_INCHES)))
     for number, layer in enumerate(layers):
-        axes = add_inches(figure, left, number * panel + 0.27, columns * cell, len(rows) * cell)
+        axes = add_inches(figure, left + number * (width + gap), top, width, height)
         axes.set_axis_on()
-        axes.set_xlim(0, columns)
-        axes.set_ylim(len(rows), 0)
-        axes.set_title(layer_title(layer["layer"]).capitalize(), loc="left", fontsize=9, pad=3)
-        cells = [Cell(x, y, 1, 1, ids) for (x, y), ids in zip(where, layer["ids"], strict=True)]
+        axes.set(xlim=(0, len(kinds)), ylim=(len(labels), 0))
+        cells = [Cell(column, row, 1, 1, ids) for (column, row), ids in zip(where, layer["ids"], strict=True)]
         draw_cells(axes, cells, colours, pale=PALE)
-        for one in cells:
-            axes.text(one.x + 0.5, one.y + 0.4, str(one.ids[0]) if one.ids else "", fontsize=7, **_MIDDLE)
-        axes.set_yticks([row + 0.5 for row in range(len(rows))], rows, fontsize=7)
-        last = number == len(layers) - 1
-        axes.set_xticks([column + 0.5 for column in range(columns)], labels if last else [""] * columns, fontsize=7)
-        axes.tick_params(length=0, axis="both")
-        axes.tick_params(axis="x", labelrotation=90)
+        for one in cells if numbered else ():
+            look = {"fontsize": PHONE_POINTS - 1, "color": ON_COLOUR, **_MIDDLE}
+            axes.text(one.x + 0.5, one.y + 0.42, str(one.ids[0]) if one.ids else "", **look)
+        axes.set_xticks([column + 0.5 for column in range(len(kinds))], kinds, rotation=90)
+        axes.set_yticks([row + 0.5 for row in range(len(labels))], labels if number == 0 else [""] * len(labels))
+        axes.tick_params(length=0, labelsize=PHONE_POINTS, top=True, labeltop=True, bottom=False, labelbottom=False)
         axes.spines[:].set_visible(False)
+        title = layer_title(layer["layer"]).capitalize()
+        figure.text(axes.get_position().x0, 1 - 0.2 / figure.get_size_inches()[1], title, fontsize=PHONE_POINTS)
     add_legend(figure, used, colours, data["unit"])
     return figure
 
 
 def visit_places(kinds: Sequence[str], texts: Sequence[str]) -> tuple[list[tuple[int, int]], list[str], list[str]]:
-    """(column, row) of each token, the columns' labels and the rows' names.
+    """(column, row) of each token, the rows' labels and the columns' names.
 
-    A session is a column of scenario, intention and feedback; profile tokens fill the columns before. Items are a row.
+    A session is a row of scenario, intention and feedback; profile tokens fill the rows before. Items are a column.
     """
     if kinds[0] == "item":
-        return [(place, 0) for place in range(len(kinds))], list(texts), [""]
+        return [(0, place) for place in range(len(kinds))], list(texts), [""]
     where, labels = [], []
     for place, (kind, text) in enumerate(zip(kinds, texts, strict=True)):
-        row = ROWS.get(kind, place % len(ROWS))
-        if row == 0:
+        column = COLUMNS.get(kind, place % len(COLUMNS))
+        if column == 0:
             labels.append("profile" if kind == "profile" else text)
         elif kind == "intention":
             labels[-1] += f" {text}"
-        where.append((len(labels) - 1, row))
-    return where, labels, list(ROWS)
+        where.append((column, len(labels) - 1))
+    return where, labels, list(COLUMNS)

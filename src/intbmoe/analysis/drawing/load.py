@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 from intbmoe.report import canvas
 from intbmoe.report.canvas import Data, Picture, layer_title, make_panels, tidy
 from intbmoe.report.numbers import counted
-from intbmoe.report.style import BLUE, NOTHING, ORANGE
+from intbmoe.report.style import BLUE, NOTHING, ORANGE, PHONE_INCHES, PHONE_POINTS
 from intbmoe.tasks.serving.requests import spread_evenly
 
 MOST_LAYERS = 8  # lines in a panel; of more layers, so many are shown, evenly spread
@@ -29,7 +29,8 @@ TITLES = {**canvas.LOAD_TITLES, "untaken": "share of tokens without expert"}
 def draw_load(data: Data) -> list[Picture]:
     layers, unit = data["layers"], data["unit"]
     widest = max(len(layer["present"]) for layer in layers)
-    figure, panels = make_panels(len(layers), canvas.bars_width(widest), 2.6, "load / mean load")
+    width = canvas.bars_width(widest)
+    figure, panels = make_panels(len(layers), width, 2.6, "load / mean load")
     for axes, layer in zip(panels, layers, strict=True):
         counts = [layer["counts"][index] for index in layer["present"]]
         mean = sum(counts) / len(counts) or 1
@@ -38,7 +39,7 @@ def draw_load(data: Data) -> list[Picture]:
             axes.plot(empty, [0] * len(empty), linestyle="", marker="x", markersize=4, color=ORANGE, clip_on=False)
         axes.axhline(1, color="black", linewidth=1, linestyle="--")
         active = f"{layer['active']:.3g} a token, {len(layer['dead'])} dead"
-        canvas.number_columns(axes, layer["present"], unit)
+        canvas.number_columns(axes, layer["present"], unit, (width - 0.7) / len(layer["present"]))
         tidy(axes, f"{layer_title(layer['layer'])}\n{active}")
     dead = sum(len(layer["dead"]) for layer in layers)
     crosses = "an orange cross" if dead == 1 else "orange crosses"
@@ -99,21 +100,22 @@ def _draw_experts(data: Data) -> Picture:
     layers, unit = data["layers"], data["unit"]
     maps = [relative_loads(layer["counts"]) for layer in layers]
     tallest = max(len(values) for values in maps)
-    figure, panels = make_panels(len(layers), 3.4, 1.3 + 0.16 * tallest, unit)
+    figure, panels = make_panels(len(layers), PHONE_INCHES / 2, 1.2 + canvas.rows_height(tallest), unit)
     most = max(float(np.nanmax(values, initial=0)) for values in maps)
     limit = min(max(2.0, most), 4.0)
     for axes, layer, values in zip(panels, layers, maps, strict=True):
         axes.set_facecolor(NOTHING)
         across, down = _edges(layer["steps"]), np.arange(len(values) + 1) - 0.5
-        image = axes.pcolormesh(across, down, np.ma.masked_invalid(values), cmap="cividis", vmin=0, vmax=limit)
+        look = {"cmap": "cividis", "vmin": 0, "vmax": limit, "rasterized": True}
+        image = axes.pcolormesh(across, down, np.ma.masked_invalid(values), **look)
         axes.set_ylim(tallest - 0.5, -0.5)
-        axes.set_title(layer_title(layer["layer"]), loc="left", fontsize=9)
-        axes.set_xlabel("step", fontsize=9)
+        axes.set_title(layer_title(layer["layer"]), loc="left", fontsize=PHONE_POINTS)
+        axes.set_xlabel("step", fontsize=PHONE_POINTS)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
         axes.spines[:].set_visible(False)
-        axes.tick_params(length=0, labelsize=8)
-    cut = f"\n(brightest: {limit:g} or more)" if most > limit else ""
+        axes.tick_params(length=0, labelsize=PHONE_POINTS - 1)
+    cut = f" (brightest: {limit:g} or more)" if most > limit else ""
     canvas.colour_bar(figure, image, panels, f"load / mean load{cut}")
     ends = ", ".join(f"{layer['worst_case'][-1] or 0:.2f}" for layer in layers)
     see = (
@@ -145,7 +147,7 @@ def _draw_layers(data: Data) -> Picture:
     layers, unit = data["layers"], data["unit"]
     shown = [layers[place] for place in spread_evenly(len(layers), MOST_LAYERS)]
     names = [name for name in PANELS if name not in ONLY_IF_ANY or any(any(layer[name] or []) for layer in layers)]
-    figure, panels = make_panels(len(names), 3.4, 2.6)
+    figure, panels = make_panels(len(names), PHONE_INCHES / 2, 2.5)
     colours = canvas.block_colours(len(shown))
     for axes, name in zip(panels, names, strict=True):
         for place, layer in enumerate(shown):
@@ -153,12 +155,12 @@ def _draw_layers(data: Data) -> Picture:
                 values = [np.nan if value is None else value for value in layer[name]]
                 look = {"color": colours[place], "linestyle": LINES[place % 4], "label": layer_title(layer["layer"])}
                 axes.plot(layer["steps"], values, marker="o" if len(values) == 1 else None, **look)
-        tidy(axes, PANELS[name].format(unit=unit), "step", ticks=5, grid="y")
+        tidy(axes, _two_lines(PANELS[name].format(unit=unit)), "step", ticks=5, grid="y")
         if name not in FREE_AXES:
             axes.set_ylim(bottom=0, top=None if axes.get_ylim()[1] > 0.1 else 1)
         if name == "dead":
             axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    panels[0].legend(fontsize=7, frameon=False)
+    _add_legend(figure)
     last = max(layers, key=lambda layer: layer["dead"][-1])
     dead = f"most in {layer_title(last['layer'])}, {last['dead'][-1]}" if last["dead"][-1] else "none"
     dropped = max(max(layer["dropped"]) for layer in layers)
@@ -181,7 +183,7 @@ def draw_training(data: Data) -> list[Picture]:
     metric = data["metric"]
     names = ["loss"] if metric == "loss" else ["loss", metric]
     figure = _draw_curves(names, curves)
-    figure.axes[0].legend(fontsize=8, frameon=False)
+    _add_legend(figure)
     best = "highest" if data["higher_is_better"] else "lowest"
     valid = curves.get(("valid", metric))
     see = "Training and validation loss should fall together; where validation turns up, the model learns by heart."
@@ -202,7 +204,7 @@ def draw_training(data: Data) -> list[Picture]:
 
 
 def _draw_curves(names: Sequence[str], curves: Mapping[tuple[str, str], Data]) -> Figure:
-    figure, panels = make_panels(len(names), 3.4, 2.6)
+    figure, panels = make_panels(len(names), PHONE_INCHES / 2, 2.5)
     styles = {"train": (BLUE, "-", None, 4), "valid": (ORANGE, "--", "o", 4), "test": ("black", "", "*", 9)}
     for axes, wanted in zip(panels, names, strict=True):
         for split, (colour, line, marker, size) in styles.items():
@@ -211,5 +213,16 @@ def _draw_curves(names: Sequence[str], curves: Mapping[tuple[str, str], Data]) -
                 look = {"color": colour, "linestyle": line, "markersize": size, "label": split}
                 look["marker"] = marker or ("o" if len(curve["steps"]) == 1 else None)
                 axes.plot(curve["steps"], curve["values"], **look)
-        tidy(axes, TITLES.get(wanted, wanted), "step", ticks=5, grid="y")
+        tidy(axes, _two_lines(TITLES.get(wanted, wanted)), "step", ticks=5, grid="y")
     return figure
+
+
+def _two_lines(title: str) -> str:
+    """What stands in brackets below, because two panels share a row."""
+    return title.replace(" (", "\n(")
+
+
+def _add_legend(figure: Figure) -> None:
+    """Of the lines in the first panel, below all panels, where they hide nothing."""
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=PHONE_POINTS)

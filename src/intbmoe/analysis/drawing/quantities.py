@@ -3,14 +3,12 @@
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from intbmoe.analysis.quantities import BATCH, TOKENS, MethodQuantities
-from intbmoe.report.canvas import FORMATS, Picture, add_legend, tidy
-from intbmoe.report.images import adapt_svg
+from intbmoe.report.canvas import Picture, add_legend, tidy
 from intbmoe.report.style import FAMILIES, PHONE_INCHES, PHONE_POINTS
 
 NONE = 0.2
@@ -95,13 +93,3 @@ def _draw_sets(axes: Axes, place: float, row: MethodQuantities) -> None:
     middle, words = (one * batch) ** 0.5, row.materialization.removeprefix("1 ")
     look = {"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": PHONE_POINTS - 1}
     axes.annotate(words, (middle, place), (0, 4), **look)
-
-
-def save_picture(picture: Picture, path: Path) -> None:
-    """As PNG or SVG, by the ending of ``path``; an SVG has colours for dark screens too."""
-    form = path.suffix.removeprefix(".")
-    if form not in FORMATS:
-        raise ValueError(f"{path}: a picture must end in {' or '.join(f'.{known}' for known in FORMATS)}")
-    content = picture.content(form)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(adapt_svg(content.decode()).encode() if form == "svg" else content)

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from intbmoe.report.canvas import Data, Picture, colour_bar, heat_map, layer_title, make_panels, number_columns
+from intbmoe.report.canvas import Data, Picture, colour_bar, heat_map, layer_title, make_panels, number_columns, shorten
+from intbmoe.report.style import PHONE_INCHES, PHONE_POINTS
 
 MOST_ROWS = 30  # labels that one heat map shows; of more, those farthest from uniform. The data has all
+LABEL_LETTERS = 30  # of a row's label; the data has it whole
+COLUMN, LABEL_LETTER = 0.105, 0.077  # inches of a column at least, and of a letter of a row's label
 
 
 def draw_routing(data: Data) -> list[Picture]:
@@ -22,13 +25,17 @@ def _draw_view(view: Data, data: Data) -> Picture:
         nothing = [math.nan] * len(layer["choices"])
         maps.append(np.array([layer["minus_uniform"][row] or nothing for row in shown], dtype=float))
     widest = max(len(layer["choices"]) for layer in layers)
-    figure, panels = make_panels(len(layers), 0.9 + 0.2 * widest, 1.3 + 0.17 * len(shown), view["name"])
+    labels = [shorten(view["labels"][row], LABEL_LETTERS) for row in shown]
+    room = 0.3 + LABEL_LETTER * max(map(len, labels))
+    size = COLUMN * widest + 0.1, 1.1 + 0.19 * len(shown)
+    figure, panels = make_panels(len(layers), *size, view["name"], labels=room)
+    columns = panels[0].get_subplotspec().get_gridspec().ncols
     limit = max((float(np.nanmax(np.abs(values))) for values in maps if not np.isnan(values).all()), default=0) or 1.0
     for axes, layer, values in zip(panels, layers, maps, strict=True):
         image = heat_map(axes, 100 * values, 100 * limit, layer_title(layer["layer"]))
-        number_columns(axes, layer["choices"], unit)
-        axes.set_yticks(range(len(shown)), [view["labels"][row] for row in shown], fontsize=8)
-    colour_bar(figure, image, panels, "share minus uniform\n(percentage points)")
+        number_columns(axes, layer["choices"], unit, (PHONE_INCHES - room) / columns / len(layer["choices"]))
+        axes.set_yticks(range(len(shown)), labels, fontsize=PHONE_POINTS - 1)
+    colour_bar(figure, image, panels, "share minus uniform (percentage points)")
     row, column, layer, most = _strongest(view, layers)
     some = "" if len(shown) == len(view["labels"]) else f" Shown are {len(shown)} of {len(view['labels'])} rows, those "
     some += "" if not some else "farthest from uniform; the data has all."

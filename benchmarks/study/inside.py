@@ -1,0 +1,54 @@
+"""Pictures of what is inside the study's best IntBMoE on images, from the numbers that are kept of its analysis.
+
+    python -m benchmarks.study.inside                       # docs/images/study/*.svg
+
+``intbmoe analyse`` draws coefficients and routing in the same way. When this run was analysed, removals of bases were
+measured by accuracy alone, without standard errors, and so they are drawn. The routing of single images was not kept:
+docs/images/study/examples.png was drawn then.
+"""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from intbmoe.analysis.drawing.bases import draw_coefficients, draw_rises
+from intbmoe.analysis.drawing.routing import draw_routing
+from intbmoe.report.canvas import Picture, bars_width, make_panels, save_picture
+from intbmoe.train.files import read_json
+
+ANALYSIS = Path(__file__).parents[1] / "results" / "analysis-tiny-imagenet" / "seed-2"
+OUTPUT = Path(__file__).parents[2] / "docs" / "images" / "study"
+POINTS = 100  # percentage points in an accuracy of 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw what is inside the study's IntBMoE on images.")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    folder = parser.parse_args().output
+    drawers = {"coefficients": draw_coefficients, "routing": draw_routing, "participation": draw_drops}
+    for part, draw in drawers.items():
+        for picture in draw(read_json(ANALYSIS / f"{part}.json")):
+            save_picture(picture, folder / f"{picture.name}.svg")
+
+
+def draw_drops(data: Mapping[str, Any]) -> list[Picture]:
+    """What accuracy loses without each base, in percentage points."""
+    layers = [_in_points(layer) for layer in data["layers"]]
+    width = bars_width(max(len(layer["rises"]) for layer in layers))
+    figure, panels = make_panels(len(layers), width, 3.0, "loss of accuracy (points)")
+    for axes, layer in zip(panels, layers, strict=True):
+        draw_rises(axes, layer)
+    see = "Orange, hatched: better without the base. Dashed: the mean. Dotted: the change of the factor alone."
+    how = f"Accuracy on {data['examples']:,} validation images, which is {POINTS * data['full']:.2f} % with all bases."
+    return [Picture("participation", "What accuracy loses without each expert base", see, how, figure)]
+
+
+def _in_points(layer: Mapping[str, Any]) -> dict[str, Any]:
+    scaled = {name: POINTS * layer[name] for name in ("mean", "smallest", "factor_alone")}
+    drops = [POINTS * drop for drop in layer["drops"]]
+    return {"layer": layer["layer"], "rises": drops, "errors": [None] * len(drops), **scaled}
+
+
+if __name__ == "__main__":
+    main()
