@@ -17,7 +17,7 @@ from intbmoe.checks import did_you_mean
 from intbmoe.commands.greeting import greet
 from intbmoe.commands.looking import analyse, cost, doctor, methods, recipes
 from intbmoe.commands.serving import export, generate, serve
-from intbmoe.commands.terminal import explained
+from intbmoe.commands.terminal import HELP, about, explained, fitted, parse, say
 from intbmoe.commands.training import compare, demo, evaluate, plan, prepare, train
 from intbmoe.registry import add_plugin
 from intbmoe.version import program_version
@@ -72,24 +72,27 @@ def _run(args: Sequence[str]) -> None:
     if not args:
         greet()
         return
-    command = args[0]
+    command, *rest = args
     if command == "--version":
-        sys.stdout.write(f"intbmoe {program_version()}\n")
-        return
-    if command not in COMMANDS and not command.startswith("-"):
-        # The parser's own message lists what it expected, but not which of it comes nearest.
+        say(f"intbmoe {program_version()}")
+    elif command in HELP:
+        say(_help())
+    elif command not in COMMANDS:
         sys.exit(f"intbmoe has no command {command!r}: {did_you_mean(command, COMMANDS)} (see intbmoe --help)")
-    if command in TAKE_A_RECIPE:
-        COMMANDS[command](args[1:])
-        return
-    tyro.extras.subcommand_cli_from_dict(
-        COMMANDS,
-        prog="intbmoe",
-        description="Mixture-of-experts layers on one contract. Also: intbmoe --version; intbmoe COMMAND --help; "
-        "intbmoe COMMAND … --plugin FILE, with a Python file of your own tasks or methods (docs/adding-a-task.md).",
-        args=args,
-        config=(tyro.conf.FlagCreatePairsOff,),
+    elif command in TAKE_A_RECIPE:
+        COMMANDS[command](rest)
+    else:
+        run = COMMANDS[command]
+        parse(run, rest, f"intbmoe {command}", about(run), config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def _help() -> str:
+    commands = [fitted(about(run).partition("\n\n")[0], f"  {name:10}") for name, run in COMMANDS.items()]
+    more = (
+        "intbmoe COMMAND --help says more, intbmoe --version which version this is. Every command takes --plugin FILE, "
+        "a Python file with tasks or methods of your own (docs/adding-a-task.md)."
     )
+    return "\n".join(["usage: intbmoe COMMAND …", "", *commands, "", fitted(more)])
 
 
 def _take_plugins(args: Sequence[str]) -> tuple[list[str], list[str]]:

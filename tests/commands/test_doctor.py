@@ -9,7 +9,7 @@ from intbmoe.commands import doctor
 def test_every_backend_of_this_machine_is_right(capsys):
     main(["doctor"])
     printed = capsys.readouterr().out
-    assert "IntBMoE on cpu in float64" in printed
+    assert "IntBMoE, cpu, float64" in printed
     assert "right" in printed
     assert "WRONG" not in printed
 

@@ -47,6 +47,7 @@ def test_intbmoe_alone_greets(capsys):
     assert re.findall(r"\n  intbmoe (\w+)", shown) == ["serve", "train", "compare", "demo"]
     assert f"torch             {torch.__version__}" in shown
     assert "intbmoe doctor" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(("status", "opened"), [(0, True), (1, False)])

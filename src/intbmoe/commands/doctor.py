@@ -116,7 +116,7 @@ def _check(case: _Case) -> Finding:
     with torch.set_grad_enabled(case.gradients):
         chosen = case.backend or choose_backend(like, has_native=True)
     inference = "" if case.gradients else ", inference"
-    name = f"IntBMoE on {case.device.type} in {str(case.dtype).removeprefix('torch.')}{inference}"
+    name = f"IntBMoE, {case.device.type}, {str(case.dtype).removeprefix('torch.')}{inference}"
     kernels = ", by Triton" if chosen == "fused" else ""
     try:
         with warnings.catch_warnings(record=True) as said:

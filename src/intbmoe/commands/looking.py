@@ -8,13 +8,10 @@ from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from intbmoe.commands.device import use_device
-from intbmoe.commands.terminal import cleaned_up_on_sigterm, explained, say, show
+from intbmoe.commands.terminal import cleaned_up_on_sigterm, explained, fitted, say, show
 from intbmoe.registry import find_method, list_methods
-from intbmoe.report.numbers import NOTHING
 
 
 def analyse(
@@ -65,17 +62,11 @@ def recipes() -> None:
     with explained(ModuleNotFoundError):
         from intbmoe.recipes import describe_recipe, list_recipes, load_recipe
         from intbmoe.recipes.sets import SETS
-    table = Table("recipe", "task", "length", "batch", "about")
-    for name in list_recipes():
-        recipe = load_recipe(name)
-        train = recipe.train
-        length = f"{train.epochs:g} epochs" if train.steps is None else f"{train.steps:,} steps"
-        table.add_row(name, recipe.task, length, str(train.batch), describe_recipe(name))
-    show(table)
-    table = Table("set", "for compare --methods")
-    for name, found in SETS.items():
-        table.add_row(name, found.summary)
-    show(table)
+    show(
+        ("recipe", "task", "about"), [(name, load_recipe(name).task, describe_recipe(name)) for name in list_recipes()]
+    )
+    say("")
+    show(("set", "for compare --methods"), [(name, found.summary) for name, found in SETS.items()])
 
 
 def methods(
@@ -104,14 +95,15 @@ def methods(
     if as_json:
         say(json.dumps(rows, indent=2, ensure_ascii=False))
     else:
-        table = Table("name", "title", "participation", "execution", "materialization", "causal", "paper", "code")
+        cells = []
         for row in rows:
             three, about = row["quantities"], "~" if row["dynamic"] else ""
             numbers = f"{about}{three['participation']:g}", f"{about}{three['execution']:g}"
-            causal = "yes" if row["causal"] else f"no: {row['noncausal_reason']}"
-            sources = row["paper"], row["code"] or NOTHING
-            table.add_row(row["name"], row["title"], *numbers, str(three["materialization"]), causal, *sources)
-        show(table)
+            cells.append((row["name"], row["title"], *numbers, str(three["materialization"])))
+        show(("name", "title", "participation", "execution", "materialization"), cells)
+        say("\nNot causal, so refused by models of text and of histories:")
+        say("\n".join(fitted(row["noncausal_reason"], f"  {row['name']}: ") for row in rows if not row["causal"]))
+        say("\nintbmoe methods --json has their papers and code too.")
     if picture is not None:
         with explained(ModuleNotFoundError, ValueError):
             from intbmoe.report import require_matplotlib
@@ -162,10 +154,7 @@ def doctor() -> None:
     """Say what this machine has, how a layer runs on it, and whether it runs right."""
     from intbmoe.commands.doctor import examine
 
-    table = Table("what", "found", show_header=False)
     findings = examine()
-    for finding in findings:
-        table.add_row(finding.name, escape(finding.value), style="bold red" if finding.good is False else None)
-    show(table)
+    show((), [(finding.name, finding.value) for finding in findings], [finding.good is False for finding in findings])
     if any(finding.good is False for finding in findings):
         sys.exit("intbmoe: something above does not work as it should")

@@ -17,6 +17,7 @@ import torch
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from intbmoe.commands.terminal import HELP, fitted, parse
 from intbmoe.layer import moe_layers
 from intbmoe.recipes import check_options, list_recipes, load_recipe, option_types, require_options
 from intbmoe.registry import find_method
@@ -25,9 +26,8 @@ from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import MoESettings, Recipe
 
 Options = TypeVar("Options")
-HELP = ("-h", "--help")
-SHOWN = "digits"  # whose settings the help shows when no recipe is named
 PARSERS = ConstructorRegistry()
+AS_VALUES = {"config": (tyro.conf.FlagConversionOff,), "registry": PARSERS}  # --quiet False rather than --no-quiet
 
 
 @PARSERS.primitive_rule
@@ -48,11 +48,12 @@ def _parse_bool(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | Non
 def parse_recipe(command: str, options: Options, args: Sequence[str], description: str) -> tuple[Recipe, Options]:
     """``RECIPE [--setting value …]`` → the recipe with its settings overruled, and the command's own ``options``."""
     name, *rest = args or [""]
+    known = f"{', '.join(list_recipes())}, or a .yaml file of yours"
     if name in HELP:
-        description += f" Shown are the settings of the recipe {SHOWN}; intbmoe {command} RECIPE --help shows others."
-        name, rest = SHOWN, ["--help"]
-    elif not name or name.startswith("-"):
-        raise KeyError(f"intbmoe {command} starts with a recipe: {', '.join(list_recipes())}, or a .yaml file of yours")
+        description += f"\n\n{fitted(f'RECIPE is {known}. intbmoe {command} RECIPE --help shows all its settings.')}"
+        parse(type(options), HELP, f"intbmoe {command} RECIPE", description, **AS_VALUES)
+    if not name or name.startswith("-"):
+        raise KeyError(f"intbmoe {command} starts with a recipe: {known}")
     recipe = load_recipe(name)
     given = _given_options(rest)
     # Found before parsing, because the other options depend on the method; the parser knows nothing of other methods'.
@@ -61,15 +62,7 @@ def parse_recipe(command: str, options: Options, args: Sequence[str], descriptio
     require_options(method, [o.removeprefix(prefix).replace("-", "_") for o in given if o.startswith(prefix)])
     shown = _default_options(recipe, method) if set(HELP) & set(rest) else {}
     defaults = _arguments(recipe, options, method, shown)
-    parsed = tyro.cli(
-        type(defaults),
-        default=defaults,
-        args=rest,
-        prog=f"intbmoe {command} {name}",
-        description=description,
-        config=(tyro.conf.FlagConversionOff,),
-        registry=PARSERS,
-    )
+    parsed = parse(type(defaults), rest, f"intbmoe {command} {name}", description, default=defaults, **AS_VALUES)
     changed = {part: getattr(parsed, part) for part in ("name", "data", "model", "train")}
     moe = MoESettings(method, parsed.moe.experts, check_options(method, parsed.moe.options), parsed.moe.label)
     if "--train.epochs" in given and "--train.steps" not in given:
@@ -98,7 +91,7 @@ def take_method_options(args: Sequence[str]) -> tuple[dict[str, dict[str, Any]],
 
 def _method_options(method: str, words: Sequence[str]) -> dict[str, Any]:
     kind, where = _options_type(method, {}), f"--options.{method}"
-    found = tyro.cli(kind, args=words, prog=where, config=(tyro.conf.FlagConversionOff,), registry=PARSERS)
+    found = tyro.cli(kind, args=words, prog=where, **AS_VALUES)
     return check_options(method, found, where)
 
 

@@ -1,17 +1,32 @@
 """What the commands share: what is printed, and how errors end a program."""
 
+import inspect
+import shutil
 import signal
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
 
+import tyro
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+HELP = ("-h", "--help")
 
-def show(table: Table) -> None:
-    first = table.columns[0]
-    first.no_wrap = all(" " not in str(cell) for cell in first.cells)  # names, to be typed: all else is shortened first
+
+def show(headings: Sequence[str], rows: Sequence[Sequence[str]], alarming: Sequence[bool] = ()) -> None:
+    """A table without frames, to fit into 80 columns; ``alarming`` rows stand out."""
+    lean = {"box": SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
+    table = Table(*headings, show_header=bool(headings), **lean)
+    for row, red in zip_longest(rows, alarming):
+        table.add_row(*map(escape, row), style="bold red" if red else None)
+    # Names in the first column are there to be typed: all else is broken first.
+    table.columns[0].no_wrap = all(" " not in row[0] for row in rows)
     # Away from a terminal there is no width to fit into, and a cell broken over lines cannot be searched.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
@@ -19,6 +34,27 @@ def show(table: Table) -> None:
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()  # a server's line is waited for
+
+
+def parse(kind: Any, args: Sequence[str], prog: str, text: str, **options: Any) -> Any:
+    """``tyro.cli``, with ``text`` above its help: tyro breaks no line of a description where the terminal ends."""
+    if set(HELP) & set(args):
+        say(f"{text}\n")
+    return tyro.cli(kind, args=args, prog=prog, description="", **options)
+
+
+def about(command: Callable[..., None]) -> str:
+    """What the docstring of ``command`` says before its arguments."""
+    text = (inspect.getdoc(command) or "").partition("\n\nArgs:")[0]
+    return "\n\n".join(map(fitted, text.split("\n\n")))
+
+
+def fitted(text: str, start: str = "") -> str:
+    """One paragraph after ``start``, with line breaks where the terminal ends, its lines below one another."""
+    width, below = shutil.get_terminal_size().columns, " " * len(start)
+    return textwrap.fill(
+        " ".join(text.split()), width, initial_indent=start, subsequent_indent=below, break_on_hyphens=False
+    )
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,7 +14,7 @@ import tyro
 
 from intbmoe.checks import did_you_mean
 from intbmoe.commands.device import use_device
-from intbmoe.commands.terminal import explained, say
+from intbmoe.commands.terminal import about, explained, say
 from intbmoe.settings import Checked, Positive, PositiveInt
 
 Unparsed = tyro.conf.Positional[list[str]]
@@ -40,7 +40,7 @@ def train(args: Unparsed) -> None:
     with explained(KeyError, ValueError, ModuleNotFoundError):
         from intbmoe.commands.overrides import parse_recipe
 
-        recipe, options = parse_recipe("train", TrainOptions(), args, _first_line(train))
+        recipe, options = parse_recipe("train", TrainOptions(), args, about(train))
         use_device(options.device)
         from intbmoe.train import RunDirectory
         from intbmoe.train import train as run_training
@@ -97,7 +97,7 @@ def compare(args: Unparsed) -> None:
         from intbmoe.compare.plan import CompareOptions
 
         own, args = take_method_options(args)
-        recipe, options = parse_recipe("compare", CompareOptions(), args, _first_line(compare))
+        recipe, options = parse_recipe("compare", CompareOptions(), args, about(compare))
         use_device(options.device)
         if recipe.moe.label is not None:
             raise ValueError("--moe.label is the comparison's own choice: give it a name with --name")
@@ -157,7 +157,7 @@ def plan(args: Unparsed) -> None:
         from intbmoe.analysis.scaling_report import print_plan
         from intbmoe.commands.overrides import parse_recipe
 
-        recipe, options = parse_recipe("plan", PlanOptions(), args, _first_line(plan))
+        recipe, options = parse_recipe("plan", PlanOptions(), args, about(plan))
         form = "json" if options.json else "markdown" if options.markdown else "text"
         rates = options.devices, options.memory, options.bandwidth, options.tflops
         print_plan(recipe, *rates, options.picture, form)
@@ -216,7 +216,3 @@ def _without(args: Sequence[str], *options: str) -> list[str]:
         elif argument.partition("=")[0] not in options:
             kept.append(argument)
     return kept
-
-
-def _first_line(command: Callable[..., None]) -> str:
-    return (command.__doc__ or "").splitlines()[0]

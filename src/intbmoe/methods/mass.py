@@ -105,8 +105,7 @@ class MASSConfig(PoolConfig):
     warmup_share: Probability = 0.05
     """Share of the run in a warm-up, unless warmup is given."""
     warmup: PositiveInt | None = None
-    """Steps before an expert's drift is looked at, at the start and after it was copied; None for the share, at least
-    100 (vision) or 30 (language)."""
+    """Steps before an expert's drift counts, also after a copy; None: the share, at least 100 (vision) or 30 (text)."""
     significance: Annotated[float, MustBe("a number in (0, 1)", lambda value: 0 < value < 1)] = 0.01
     """Largest p-value that counts as a drift."""
     similarity: Positive = 0.001

@@ -69,18 +69,15 @@ class TravelConfig(RecommenderSizes):
     hashes: PositiveInt = 2
     """Tables of each kind."""
     primes: tuple[PositiveInt, ...] = ()
-    """Places and cells have a table for each, of so many rows, whose vectors are laid end to end, as in the released
-    code; empty: hashes tables of place_rows and cell_rows, whose vectors are added."""
+    """Rows of tables whose vectors are joined, as in the released code; empty: place_rows and cell_rows, added."""
     table_std: Positive = EMBEDDING_STD
     """Of the entries that places and cells start with."""
     code_std: Positive = EMBEDDING_STD
     """Of the entries that all other codes start with."""
     copy: bool = False
-    """Whether the mean of the places before a session is added to its prediction, times a learned number: a start for
-    counting visits, which all methods then share."""
+    """Whether the mean of earlier places, times a learned number, is added to a prediction: helps to count visits."""
     head_by_task: bool = False
-    """Whether the head is told the task it predicts for, in the methods that take one (mmoe, ple, dsfnet, intbmoe); the
-    others have one head for all tasks."""
+    """Whether the head is told its task, for methods that take one (mmoe, ple, dsfnet, intbmoe); others ignore it."""
     modes: PositiveInt = 6
     """Modes of travel that the task "how" tells apart."""
 

@@ -56,8 +56,7 @@ class ViTConfig(Checked):
     drop_path: Share = 0.1
     """Rate of stochastic depth in the last block; it grows linearly from 0 in the first."""
     ffn_std: Positive | None = INIT_STD
-    """Of the truncated normal that the dense FFNs start from, the class token's too; None for nn.Linear's law, by which
-    mixtures start."""
+    """Standard deviation of the dense FFNs' initial weights; None for nn.Linear's law, by which mixtures start."""
     class_token_ffn: bool = True
     """Whether the class token of an MoE block has a dense FFN of its own; False sends it through the mixture too."""
 

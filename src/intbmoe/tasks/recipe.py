@@ -79,9 +79,7 @@ class TrainSettings(Checked):
     capture: bool = False
     """Record forward and backward as a CUDA graph and replay it: several times faster for small models on one GPU."""
     parallel: Literal["ddp", "fsdp", "pools", "experts"] = "ddp"
-    """What each of several ranks holds: the whole model; shards of it (FSDP2); of IntBMoE, a slice of every pool, which
-    sends composed blocks in place of experts, and shards of the rest; of sparse methods, some of the experts, to which
-    tokens are sent, and the whole of the rest."""
+    """What a rank holds: all (ddp), a shard (fsdp), slices of IntBMoE's pools, or some of a sparse method's experts."""
     patience: Positive = 600.0
     """Seconds that a rank waits for the others before the run ends with an error."""
     seed: int = 0
@@ -91,8 +89,7 @@ class TrainSettings(Checked):
     checkpoint_every: PositiveInt = 500
     """Optimizer steps between checkpoints."""
     report: Literal["last", "best"] = "last"
-    """Which evaluation of the test split counts: that of the last step, the only one; or the best of all, chosen on
-    the test split itself, as in the log of the released image code."""
+    """last: the test split is evaluated once, at the end. best: at every evaluation, and the best one counts."""
     keep_checkpoints: PositiveInt = 2
     """How many of the latest checkpoints stay."""
     log_every: PositiveInt = 20

@@ -75,8 +75,7 @@ class TravelData(Checked):
         tuple[Literal["where", "how", "when", "via"], ...],
         MustBe("different ones, where among them", lambda value: "where" in value and len({*value}) == len(value)),
     ] = ("where",)
-    """What is predicted of a session: its place (where), the travel mode (how), the hours until the user sets out
-    (when), and the place of the next session (via)."""
+    """What is predicted of a session: place (where), travel mode (how), hours until it (when), the next place (via)."""
     split: Literal["time", "newest"] = "time"
     """By time; or each user's newest session is the test, the one before it validation, and the rest for training."""
     near_negatives: Annotated[int, MustBe("an integer from 0 to 64", lambda value: 0 <= value <= 64)] = 32
@@ -84,8 +83,7 @@ class TravelData(Checked):
     valid_windows: PositiveInt | None = None
     """Windows of the validation split that are evaluated, evenly spread over all; None for all."""
     utc_offset: Annotated[float, MustBe("a number between -14 and 14", lambda value: abs(value) <= 14)] = 0.0
-    """Hours by which the users' clocks are ahead of UTC, for the hour and the weekday of a session, where the data does
-    not say it of each session; requests to a served model never do."""
+    """Hours that users' clocks are ahead of UTC, where the data does not say it; requests to a server never do."""
 
 
 @dataclass(frozen=True)
