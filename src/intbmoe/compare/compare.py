@@ -64,7 +64,7 @@ def _report(console: Console, comparison: Comparison) -> None:
     table = brief_table(rows, title, task.higher_is_better)
     console.print(fit(table, console.width).terminal(compact=True))
     for note in table.notes:
-        console.print(f"  {note}", soft_wrap=True)
+        console.print(note, soft_wrap=not console.is_terminal)
     written = write_files(plan.folder, stem, rows, title, task.higher_is_better)
     asked = make_task(plan.recipe)
     floors = asked.floors()  # after the table is safe: on large data they take their time
@@ -75,7 +75,7 @@ def _report(console: Console, comparison: Comparison) -> None:
     if ceilings:
         console.print(floors_table(ceilings, "The best that is possible", "Ceiling").terminal(compact=True))
     written.append(write_comparison_page(replace(comparison, floors=floors, ceilings=ceilings)))
-    console.print(f"\nSaved: {', '.join(str(path) for path in written)}", markup=False, soft_wrap=True)
+    console.print("\nSaved:", *(f"\n  {path}" for path in written), sep="", markup=False, soft_wrap=True)
 
 
 def _announce(console: Console, plan: Plan, waiting: Sequence[Job], jobs: int, options: CompareOptions) -> None:

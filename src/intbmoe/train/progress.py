@@ -11,7 +11,7 @@ SHOWN = ("loss", "accuracy", "perplexity", "HR@5", "HR@10", "lr")
 
 
 class TrainingProgress:
-    """Shows steps, loss, learning rate, throughput and time left. Messages go through it, beside the bar."""
+    """Shows steps, loss, throughput and time left, and more of it in a log. Messages go through it, beside the bar."""
 
     def __init__(self, title: str, steps: int, quiet: bool, console: Console | None = None) -> None:
         self.title, self.steps, self.quiet = title, steps, quiet
@@ -19,7 +19,8 @@ class TrainingProgress:
         self.examples_per_second = 0.0  # over the last window of steps
         self._window = (0, 0.0)
         figures = TextColumn("{task.fields[figures]}")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), figures, TimeRemainingColumn())
+        counted = BarColumn(12), MofNCompleteColumn()  # a short bar, so that all fits into 80 columns
+        columns = (TextColumn("{task.description}"), *counted, figures, TimeRemainingColumn())
         shown = self.console.is_terminal and not quiet
         self._bar = Progress(*columns, console=self.console, transient=True, disable=not shown)
         self._task = self._bar.add_task(title, total=steps, figures="")
@@ -45,15 +46,16 @@ class TrainingProgress:
     def show(self, step: int, split: str, values: Mapping[str, float], batch: int) -> None:
         if self.quiet:
             return
-        figures = "  ".join(f"{name} {values[name]:.4g}" for name in SHOWN if name in values)
+        shown = [f"{name} {values[name]:.4g}" for name in SHOWN if name in values]
         if split == "train":
-            figures += f"  {self.examples_per_second:.0f} examples/s"
+            shown.append(f"{self.examples_per_second:.0f} examples/s")
+        figures = "  ".join(shown)
         if self._bar.disable or split != "train":
             seconds = (self.steps - step) * batch / max(self.examples_per_second, 1e-9)
             left = f"  {timedelta(seconds=round(seconds))} left" if split == "train" else ""
             self.say(f"{self.title}  step {step}/{self.steps}  {split}  {figures}{left}")
         if split == "train":
-            self._bar.update(self._task, figures=figures)
+            self._bar.update(self._task, figures=f"{shown[0]}  {shown[-1]}")
 
     def say(self, message: str) -> None:
         """A message that ``quiet`` suppresses; warnings go through ``warn``."""
