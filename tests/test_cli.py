@@ -117,6 +117,10 @@ def test_train_eval_and_load(tmp_path, capsys, monkeypatch):
     main(["eval", "runs/digits/switch/0", "--split", "valid"])
     assert "valid accuracy: 0." in capsys.readouterr().out
     assert intbmoe.load("runs/digits/switch/0").config.dim == 16
+    with pytest.raises(SystemExit, match=r"no config\.yaml; below it: runs/digits/switch/0$"):
+        main(["eval", "runs"])
+    with pytest.raises(SystemExit, match="it is a run: intbmoe export runs/digits/switch/0 --to DIR"):
+        main(["generate", "runs/digits/switch/0", "--prompt", ""])
     with pytest.raises(SystemExit, match=r"another configuration(.|\n)*train.lr"):
         main([*args, "--train.lr", "0.5"])
 

@@ -44,6 +44,8 @@ def test_a_second_call_or_none_before_is_refused_by_name():
     intbmoe.aux_loss(model)
     with pytest.raises(RuntimeError, match="left no record"):
         intbmoe.aux_loss(model)
+    with pytest.raises(RuntimeError, match=r"^Echo left no record"):
+        intbmoe.aux_loss(Echo(4, 4))
 
 
 def test_layers_in_evaluation_are_passed_over():

@@ -28,11 +28,20 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
+def _some(names: list[str]) -> str:
+    """The first few of many names, and how many there are."""
+    first = ", ".join(map(repr, names[:3]))
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"
+
+
 def require_state(source: str, state: Mapping[str, Any], expected: Mapping[str, Any], dtypes: bool = False) -> None:
     """Raise unless ``state`` has the keys of ``expected``, no others, and tensors of the same shapes."""
     missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
     if missing or unknown:
-        raise KeyError(f"{source} state does not fit: missing keys {missing}, unknown keys {unknown}")
+        told = " and ".join(
+            f"{kind} {_some(keys)}" for kind, keys in (("lacks", missing), ("has unknown", unknown)) if keys
+        )
+        raise KeyError(f"{source} state does not fit: it {told}")
     for name, wanted in expected.items():
         found = state[name]
         if found.shape != wanted.shape:

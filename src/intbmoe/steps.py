@@ -44,12 +44,12 @@ def aux_loss(model: nn.Module) -> Tensor:
         record = layer.statistics.take_record()
         if record is None:
             raise RuntimeError(
-                f"layer {name!r} left no record: run the model forward in training mode before each call of aux_loss, "
-                f"and call it once per forward"
+                f"{_called(name, layer)} left no record: run the model forward in training mode before each call of "
+                f"aux_loss, and call it once per forward"
             )
         if record.losses and torch.is_grad_enabled() and not record.differentiable:
             raise RuntimeError(
-                f"the losses of layer {name!r} carry no gradient: its forward ran under no_grad, as reentrant "
+                f"the losses of {_called(name, layer)} carry no gradient: its forward ran under no_grad, as reentrant "
                 f"activation checkpointing does; use checkpoint(…, use_reentrant=False)"
             )
         for loss in record.losses.values():
@@ -69,12 +69,18 @@ def after_step(model: nn.Module, optimizer: Any = None) -> None:
     layers = {name: layer for name, layer in moe_layers(model) if layer.training}
     for name, layer in layers.items():
         if not layer.statistics.pending:
-            raise RuntimeError(f"layer {name!r} has no counts: call intbmoe.aux_loss(model) once per micro-batch")
+            raise RuntimeError(
+                f"{_called(name, layer)} has no counts: call intbmoe.aux_loss(model) once per micro-batch"
+            )
     _all_reduce([layer.statistics.pending for layer in layers.values()])
     for family, members in _families(model):
         family.family_after_step(members, [layer.statistics.pending for layer in members], optimizer)
     for layer in layers.values():
         layer.statistics.end_step()
+
+
+def _called(name: str, layer: MoELayer) -> str:
+    return f"layer {name!r}" if name else type(layer).__name__  # a model that is itself a layer has no name
 
 
 def _families(model: nn.Module) -> Iterable[tuple[type[MoELayer], list[MoELayer]]]:

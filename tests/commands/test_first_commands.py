@@ -27,7 +27,7 @@ def test_the_process_and_its_children_see_the_device_alone(name, visible):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("gpu", "must be cpu, cuda or"), ("cuda:x", "such as cuda:1"), ("cuda:3", "which are 3; or cpu")],
+    [("gpu", "must be cpu, cuda or"), ("cuda:x", "such as cuda:1"), ("cuda:3", "cuda:0 to cuda:2")],
 )
 @pytest.mark.usefixtures("gpus")
 def test_a_device_that_is_not_there_is_refused(name, message):

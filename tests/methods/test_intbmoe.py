@@ -304,8 +304,8 @@ def test_reference_state_round_trip_and_strictness():
 
     before = copy.deepcopy(other.state_dict())
     broken = {
-        "unknown keys \\['surprise'\\]": {**state, "surprise": torch.zeros(1)},
-        "missing keys \\['composition_alpha'\\]": {k: v for k, v in state.items() if k != "composition_alpha"},
+        "has unknown 'surprise'": {**state, "surprise": torch.zeros(1)},
+        "lacks 'composition_alpha'": {k: v for k, v in state.items() if k != "composition_alpha"},
         "composition_alpha.*shape \\(2,\\), expected \\(1,\\)": {**state, "composition_alpha": torch.zeros(2)},
         "layer_norms.1.bias.*shape \\(3,\\)": {**state, "layer_norms.1.bias": torch.zeros(3)},
     }

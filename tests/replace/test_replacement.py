@@ -186,7 +186,8 @@ REFUSED = {
     "mixture": (lambda: Toy(moe=Toy(experts=nn.ModuleList([Mlp()]))), "it is part of a mixture already"),
     "unknown": (lambda: Toy(mlp=Mlp("a", "b")), "its maps have unknown names: match= takes it"),
     "alone": (Mlp, "the model is itself an FFN"),
-    "nothing": (lambda: Toy(head=nn.Linear(8, 4)), "Toy has no FFN"),
+    "nothing": (lambda: Toy(head=nn.Linear(8, 4)), r"Toy has no FFN .* put intbmoe\.create"),
+    "torch": (lambda: Toy(block=nn.TransformerEncoderLayer(8, 2, 12)), "block: PyTorch's own layer reads"),
     "meta": (lambda: Toy(mlp=Mlp()).to("meta"), "on the meta device"),
 }
 

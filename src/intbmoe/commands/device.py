@@ -21,7 +21,8 @@ def use_device(name: str | None) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
     count = torch.cuda.device_count()
-    require(int(index or 0) < count, "--device", name, f"a GPU that torch finds, which are {count}; or cpu")
+    found = "cpu: torch finds no GPU" if count == 0 else f"cpu, or a GPU that torch finds, cuda:0 to cuda:{count - 1}"
+    require(int(index or 0) < count, "--device", name, found)
     if index:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index)]

@@ -158,7 +158,9 @@ def load_artifact(path: str | Path) -> Artifact:
     """The artifact in a folder; raises ``ArtifactError`` unless its version is known and every file is as written."""
     path = Path(path)
     if not (path / ABOUT).is_file():
-        raise ArtifactError(f"{path} is not an artifact, it has no {ABOUT}: intbmoe export RUN --to {path} makes one")
+        is_run = (path / "config.yaml").is_file()
+        make = f"it is a run: intbmoe export {path} --to DIR" if is_run else f"intbmoe export RUN --to {path}"
+        raise ArtifactError(f"{path} is not an artifact, it has no {ABOUT}; {make} makes one")
     about = _parse_json(path / ABOUT)
     version = about.get("format_version") if isinstance(about, dict) else None
     if version != FORMAT_VERSION:

@@ -105,7 +105,7 @@ def describe(written: Artifact) -> str:
     if "quantization" in written.about:
         lines += lines_of(written.about["quantization"])
     for layer, blocks in parity["unreached_blocks"].items():
-        lines.append(f"no held-out input reaches {layer}: {', '.join(map(str, blocks))}")
+        lines.append(f"not compared, because no example is sent there: {layer}, blocks {', '.join(map(str, blocks))}")
     return "\n".join([*lines, f"serve it: intbmoe serve {shlex.quote(str(written.path))}"])
 
 

@@ -123,6 +123,8 @@ def _ffns_of(name: str, module: nn.Module) -> Iterator[FFN | str]:
         if ffn is not None:
             yield ffn
         return
+    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        yield "PyTorch's own layer reads the weights of its maps itself: write the block out, around intbmoe.create(…)"
     if all(child in maps for child in TIED):
         yield "one FFN that runs at every depth: a mixture keeps the losses and loads of its last run only"
     for first, activation, second in INLINE:

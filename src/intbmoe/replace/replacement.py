@@ -84,7 +84,8 @@ def _choose(model: nn.Module, layers: Iterable[int] | None, match: str | None) -
         others = "".join(f"\n  {name}: {reason}" for name, reason in left.items())
         where = f" whose name contains {match!r}" if match else ""
         raise ValueError(
-            f"{type(model).__name__} has no FFN{where} that is known by names and shapes of its maps{others}"
+            f"{type(model).__name__} has no FFN{where} that is known by names and shapes of its maps; in a model of "
+            f"your own, put intbmoe.create(…) where its FFN is made{others}"
         )
     if layers is None:
         return wanted, left

@@ -75,7 +75,11 @@ class RunDirectory:
         except KeyError as error:
             raise TrainingError(error.args[0]) from error
         if not run.config_path.is_file():
-            raise TrainingError(f"{run.path} is not a run directory: it has no config.yaml")
+            below = [
+                str(path.parent) for depth in (1, 2, 3) for path in sorted(run.path.glob("*/" * depth + "config.yaml"))
+            ]
+            found = f"; below it: {', '.join(below[:4])}{' …' * (len(below) > 4)}" if below else ""
+            raise TrainingError(f"{run.path} is not a run directory: it has no config.yaml{found}")
         return run
 
     def __repr__(self) -> str:
