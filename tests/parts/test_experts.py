@@ -85,3 +85,20 @@ def test_one_expert_counts_its_own_parameters():
     assert FFNExperts(5, 192, 768).expert_parameters() == 295_872
     assert SwiGLUExperts(5, 192, 512).expert_parameters() == 294_912
     assert sum(p.numel() for p in SwiGLU(192, 512).parameters()) == 294_912
+
+
+@pytest.mark.parametrize("change", ["forward", "hook", "subclass"])
+def test_a_shared_expert_calls_maps_that_somebody_has_changed(change):
+    torch.manual_seed(0)
+    expert, x = SwiGLU(8, 16), torch.randn(3, 8)
+    before = expert(x)
+    match change:
+        case "forward":  # as accelerate puts its hooks in
+            expert.down.forward = lambda z: 2 * torch.nn.Linear.forward(expert.down, z)
+        case "hook":
+            expert.down.register_forward_hook(lambda module, inputs, output: 2 * output)
+        case "subclass":
+            expert.down.__class__ = type(
+                "Doubled", (torch.nn.Linear,), {"forward": lambda self, z: 2 * z @ self.weight.T}
+            )
+    torch.testing.assert_close(expert(x), 2 * before)

@@ -20,14 +20,14 @@ those of inactive experts alone (``ops/expert_rows``), and on the CPU they are l
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from intbmoe.checks import require
-from intbmoe.layer import Quantities, Result, Routing
-from intbmoe.parts.experts import ExpertsConfig
+from intbmoe.layer import Result, Routing
+from intbmoe.parts.experts import ChoosingLayer, ExpertsConfig
 from intbmoe.parts.linear import Linear
 from intbmoe.parts.losses import count_valid, global_sum
 from intbmoe.parts.router import pack_choices
@@ -56,11 +56,10 @@ class ReMoEConfig(ExpertsConfig):
 
 
 @register("remoe", title="ReMoE", paper="Wang et al., 2025", code="thu-ml/ReMoE", participation="sparse", dynamic=True)
-class ReMoE(WideBuffers):
+class ReMoE(WideBuffers, ChoosingLayer):
     """Every expert with a positive score, with a controller that keeps their mean number at k."""
 
     Config = ReMoEConfig
-    REFUSES: ClassVar = {}
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -70,10 +69,6 @@ class ReMoE(WideBuffers):
             nn.init.normal_(self.router.weight, std=c.router_std)
         self.experts = c.make_experts()
         self.register_buffer("strength", torch.tensor(c.sparsity_strength, dtype=torch.float32))
-
-    @property
-    def choices(self) -> int:
-        return self.config.experts
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config
@@ -105,11 +100,3 @@ class ReMoE(WideBuffers):
         moved = torch.where(seen == 0, strength, moved)
         for layer in layers:
             layer.strength.copy_(moved)
-
-    def quantities(self) -> Quantities:
-        """At the target number of active experts."""
-        return Quantities(participation=self.config.top_k, execution=self.config.top_k, materialization=0)
-
-    def active_parameters(self) -> int:
-        """At the target number of active experts; a token may have more or fewer."""
-        return self.router.weight.numel() + self.config.top_k * self.experts.expert_parameters()

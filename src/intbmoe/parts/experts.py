@@ -39,9 +39,11 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, backend: Backend | None = None) -> Tensor:
         """(…, d) → (…, d), in the type of ``x``; ``backend`` None chooses by the input."""
-        if not untouched(self.gate, self.up, self.down):
+        maps = self.gate, self.up, self.down
+        # A weight of another kind, such as a quantised one, knows only how to be called.
+        if not all(untouched(each, nn.Linear) and type(each.weight) is nn.Parameter for each in maps):
             return called(x, lambda x: self.down(F.silu(self.gate(x)) * self.up(x)), self)
-        return swiglu(x, self.gate.weight, self.up.weight, self.down.weight, backend or choose_backend(x))
+        return swiglu(x, *(each.weight for each in maps), backend or choose_backend(x))
 
 
 class StackedLinear(nn.Module):
@@ -177,12 +179,7 @@ class StackedExperts(nn.Module):
             return False
         if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
             return False  # it looks for NaN in gradients of all rows, also of those that are not written
-        return all(
-            type(layer) is StackedLinear
-            and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
-            and "forward" not in layer.__dict__
-            for layer in self.children()
-        )
+        return all(untouched(layer, StackedLinear) for layer in self.children())
 
     def _route_open(self, x: Tensor, weights: Tensor, plan: Permutation) -> Tensor:
         from intbmoe.ops.combine import fused
@@ -259,7 +256,7 @@ class ChoosingLayer(MoELayer):
 
     @property
     def executed(self) -> float:
-        """Experts of a token, or of the mean token."""
+        """Experts of a token, or of the mean token; where a router decides, the number that it is trained for."""
         return self.config.top_k
 
     @property

@@ -34,16 +34,16 @@ class Linear(nn.Module):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
-def untouched(*maps: nn.Module) -> bool:
-    """Whether each is an ``nn.Linear`` just as torch makes it, so that reading its weights is as good as calling it.
+def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether calling ``module`` runs the forward of ``kind`` and nothing else, so that it need not be called.
 
-    A subclass, a wrapper, a hook or a weight of another kind says that somebody wants to be in between.
+    A subclass, a wrapper, a hook or a forward of its own (accelerate's) says that somebody wants to be in between.
     """
-    return all(
-        type(each) is nn.Linear
-        and type(each.weight) is nn.Parameter
-        and not (each._forward_hooks or each._forward_pre_hooks or each._backward_hooks)
-        for each in maps
+    return (
+        type(module) is kind
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
     )
 
 

@@ -34,7 +34,7 @@ from intbmoe.ops.eager import transformed
 from intbmoe.ops.operation import observed
 from intbmoe.parts.experts import SwiGLU
 from intbmoe.parts.hypernetwork import Hypernetwork
-from intbmoe.parts.linear import Linear
+from intbmoe.parts.linear import Linear, untouched
 from intbmoe.parts.pool import Pool
 from intbmoe.parts.router import MLPRouter
 from intbmoe.parts.shared import LinearMap, SiLUNetwork, SummedExperts
@@ -89,11 +89,7 @@ class _Modules:
 
     def untouched(self) -> bool:
         """Whether nobody stands between a module and its forward."""
-        for module, kind in self._parts:
-            own = module.__dict__
-            if type(module) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
-                return False
-        return not torch_module._has_any_global_hook()
+        return all(untouched(*part) for part in self._parts) and not torch_module._has_any_global_hook()
 
     def place(self) -> int | None:
         """A number for where all parameters and buffers are and how they lie; None if they are not plain tensors."""
