@@ -27,6 +27,8 @@ from typing import Any, Literal
 from intbmoe.checks import did_you_mean
 
 Participation = Literal["dense", "sparse"]
+PLUGINS = "INTBMOE_PLUGINS"  # the environment variable: paths of Python files, separated as in PATH
+PLUGIN_HINT = f"intbmoe --plugin FILE …, or {PLUGINS}"
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,9 @@ def list_methods() -> list[str]:
 def find_method(name: str) -> Method:
     """The registered method of that name; a misspelt name is an error with a suggestion."""
     if name not in list_methods():
-        raise KeyError(f"no method is called {name!r}: {did_you_mean(name, _methods)}")
+        found = did_you_mean(name, _methods)
+        hint = f" (one of your own: {PLUGIN_HINT})" if found.startswith("known") else ""
+        raise KeyError(f"no method is called {name!r}: {found}{hint}")
     return _methods[name]
 
 
@@ -155,7 +159,6 @@ def create(name: str, dim: int, hidden: Any, **options: Any) -> Any:
 # ``intbmoe --plugin FILE …`` or in the environment, where child processes find them too. No other code is ever run:
 # a run or an artifact says which task it needs, never where to load it from.
 
-PLUGINS = "INTBMOE_PLUGINS"  # the environment variable: paths of Python files, separated as in PATH
 
 _tasks: dict[str, type] = {}
 _loaded: set[str] = set()  # plugin files
@@ -183,11 +186,16 @@ def find_task(name: str) -> type:
 
 
 def unknown_task(name: str) -> str:
-    return f"{did_you_mean(name, list_tasks())} (a task of your own: intbmoe --plugin FILE …, or {PLUGINS})"
+    return f"{did_you_mean(name, list_tasks())} (a task of your own: {PLUGIN_HINT})"
 
 
 def plugin_files() -> list[Path]:
     return [Path(file) for file in os.environ.get(PLUGINS, "").split(os.pathsep) if file]
+
+
+def plugin_options() -> list[str]:
+    """What a command that is printed, to be typed next, needs to know these files too."""
+    return [word for file in plugin_files() for word in ("--plugin", os.path.relpath(file))]
 
 
 def describe_plugins() -> dict[str, str]:

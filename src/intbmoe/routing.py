@@ -103,8 +103,10 @@ def load_statistics(model: nn.Module, *, reset: bool = True) -> dict[str, LoadSt
             continue
         loads[name] = load
         if dead := statistics.newly_dead(load):
+            idle, among = ", ".join(map(str, dead)), len(load.counts)
             warnings.warn(
-                f"layer {name!r}: {dead} of {len(load.counts)} got none of {load.tokens} tokens", stacklevel=2
+                f"layer {name!r}: of its {among} experts or blocks, {idle} got none of {load.tokens:,} tokens",
+                stacklevel=2,
             )
         if reset:
             statistics.window = {}

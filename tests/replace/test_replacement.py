@@ -241,6 +241,8 @@ def test_a_match_takes_unknown_names():
     model = Toy(mlp=Mlp("a", "b"))
     report = intbmoe.replace_ffn(model, "intbmoe", match="mlp", **SMALL)
     assert report.largest_change == 0.0
+    with pytest.raises(ValueError, match="it holds mixtures already"):
+        intbmoe.replace_ffn(model, "intbmoe", **SMALL)
 
 
 def test_what_does_not_fit_the_method_or_the_host_is_refused():

@@ -98,7 +98,10 @@ def test_a_task_in_one_file_is_trained_compared_analysed_exported_and_served(fol
 
     run(steps["compare"])
     assert (folder / "runs" / "wine" / "dense" / "0" / "done.json").is_file()
-    assert "accuracy" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "accuracy" in printed
+    assert "intbmoe eval runs/wine/intbmoe/0 --plugin wine_task.py\n" in printed  # of train
+    assert " analyse runs/wine/dense/0 --plugin wine_task.py  " in printed  # of compare
 
     run([*steps["analyse"], "--numbers-only"])  # pictures take seconds, and other tests draw them
     analysis = json.loads((run_folder / "analysis" / "data" / "analysis.json").read_text())
@@ -106,6 +109,7 @@ def test_a_task_in_one_file_is_trained_compared_analysed_exported_and_served(fol
     assert "does not say how to show an example" in analysis["left_out"]["examples"]
 
     run(steps["export"])
+    assert "intbmoe serve wine-artifact --plugin wine_task.py\n" in capsys.readouterr().out
     about = json.loads((folder / "wine-artifact" / "artifact.json").read_text())
     assert (about["task"], about["task_module"]) == ("wine", "wine_task")
 

@@ -15,6 +15,7 @@ import tyro
 from intbmoe.checks import did_you_mean
 from intbmoe.commands.device import use_device
 from intbmoe.commands.terminal import about, explained, say
+from intbmoe.registry import plugin_options
 from intbmoe.settings import Checked, Positive, PositiveInt
 
 Unparsed = tyro.conf.Positional[list[str]]
@@ -52,7 +53,7 @@ def train(args: Unparsed) -> None:
         run = run_training(recipe, root=options.root, quiet=options.quiet, wait=wait)
         if int(os.environ.get("RANK", "0")) == 0:
             test = "  ".join(f"{name} {value:.4f}" for name, value in run.result["test"].items())
-            again = f"intbmoe eval {shlex.quote(str(run.path))}"
+            again = shlex.join(["intbmoe", "eval", str(run.path), *plugin_options()])
             say(f"{already}finished: {run.path}\ntest: {test}\nevaluate it again: {again}")
 
 

@@ -17,6 +17,7 @@ from intbmoe.compare.plan import CompareOptions, Job, Plan, choose_baseline, mak
 from intbmoe.compare.summary import add_differences, make_rows, summarise
 from intbmoe.compare.table import brief_table, file_stem, fit, floors_table, write_files
 from intbmoe.recipes.sets import PLACED, Options
+from intbmoe.registry import plugin_options
 from intbmoe.tasks import find_task, make_task
 from intbmoe.tasks.recipe import Recipe
 
@@ -140,7 +141,8 @@ def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str], own:
         beside = shlex.quote(f"{options.methods},place")
         about = "dense with all that a mixture gets besides its experts"
         steps.insert(1, (f"compare {same} --methods {beside} --seeds {options.seeds}", about))
-    return "\n".join(f"  {program} {command}   # {purpose}" for command, purpose in steps)
+    plugins = "".join(f" {word}" for word in map(shlex.quote, plugin_options()))
+    return "\n".join(f"  {program} {command}{plugins}   # {purpose}" for command, purpose in steps)
 
 
 def _own_program() -> str:

@@ -21,6 +21,7 @@ from intbmoe.precomposition import cast_for_serving
 from intbmoe.precomposition import precompose as precompose_model
 from intbmoe.quantization import lines_of, quantize
 from intbmoe.recipes import recipe_to_dict
+from intbmoe.registry import plugin_options
 from intbmoe.tasks import Task, find_task, make_task
 from intbmoe.tasks.serving import Catalogue
 from intbmoe.train.evaluation import load
@@ -106,7 +107,8 @@ def describe(written: Artifact) -> str:
         lines += lines_of(written.about["quantization"])
     for layer, blocks in parity["unreached_blocks"].items():
         lines.append(f"not compared, because no example is sent there: {layer}, blocks {', '.join(map(str, blocks))}")
-    return "\n".join([*lines, f"serve it: intbmoe serve {shlex.quote(str(written.path))}"])
+    serve = shlex.join(["intbmoe", "serve", str(written.path), *plugin_options()])
+    return "\n".join([*lines, f"serve it: {serve}"])
 
 
 def cast_model(trained: nn.Module, dtype: torch.dtype, *, precompose: bool) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require
 from intbmoe.counting import count_flops
-from intbmoe.layer import MoELayer, unwrap
+from intbmoe.layer import MoELayer, moe_layers, unwrap
 from intbmoe.registry import find_method
 from intbmoe.replace.find import FFN, find_ffns
 from intbmoe.replace.report import ReplacedFFN, Report
@@ -83,9 +83,10 @@ def _choose(model: nn.Module, layers: Iterable[int] | None, match: str | None) -
     if not wanted:
         others = "".join(f"\n  {name}: {reason}" for name, reason in left.items())
         where = f" whose name contains {match!r}" if match else ""
+        fix = "in a model of your own, put intbmoe.create(…) where its FFN is made"
+        fix = "it holds mixtures already" if any(moe_layers(model)) else fix
         raise ValueError(
-            f"{type(model).__name__} has no FFN{where} that is known by names and shapes of its maps; in a model of "
-            f"your own, put intbmoe.create(…) where its FFN is made{others}"
+            f"{type(model).__name__} has no FFN{where} that is known by names and shapes of its maps; {fix}{others}"
         )
     if layers is None:
         return wanted, left

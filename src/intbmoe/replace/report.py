@@ -43,7 +43,7 @@ class Report:
         return max(layer.change for layer in self.layers)
 
     def __str__(self) -> str:
-        titles = ("layer", "FFN", "parameters", "FLOPs per token", "per forward", "change", "of")
+        titles = ("layer", "FFN", "parameters", "FLOPs per token", "per forward", "change", "largest output")
         rows = [
             (
                 layer.name, layer.ffn, _both(layer.parameters), _both(layer.flops), _short(layer.flops_per_forward),

@@ -7,7 +7,7 @@ from intbmoe.ops.cross_entropy import naive
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """(…, V) scores and (…) ids → (…) losses, as ``naive.cross_entropy``."""
+    """(…, V) scores and (…) ids from 0 to V − 1, none of them to be ignored → (…) losses."""
     rows, ids = logits.flatten(0, -2), targets.flatten()
     if choose_backend(rows) == "fused":
         from intbmoe.ops.cross_entropy import fused
