@@ -21,7 +21,7 @@ from intbmoe.compare.compare import what_next
 from intbmoe.compare.jobs import choose_jobs, run_jobs
 from intbmoe.compare.plan import CompareOptions, choose_baseline, choose_seeds, make_plan
 from intbmoe.compare.summary import active_experts, confidence_intervals, summarise
-from intbmoe.compare.table import brief_table, file_stem, fit, floors_table, write_files
+from intbmoe.compare.table import brief_table, file_stem, floors_table, write_files
 from intbmoe.machine import usable_cores
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import find_variants
@@ -270,7 +270,7 @@ def test_the_table_fits_into_80_columns(compared):
     longest = {**summaries[0], "title": "Switch Transformer", "values": values, "mean": sum(values) / 2}
     longest["interval_95"] = confidence_intervals([values])[0]
     console = Console(file=StringIO(), width=80)
-    console.print(brief_table([longest, *summaries], "a title", True).terminal(compact=True))
+    console.print(brief_table([longest, *summaries], "a title", True).terminal(80))
     shown = console.file.getvalue()
     assert "…" not in shown
     assert "94.50 ± 57.18 %" in shown
@@ -283,14 +283,12 @@ def test_the_table_fits_into_80_columns(compared):
         "examples": 9,
         "over_seeds": True,
     }
-    console.print(
-        fit(brief_table([{**longest, "difference": difference}, *summaries], "", True), 80).terminal(compact=True)
-    )
+    console.print(brief_table([{**longest, "difference": difference}, *summaries], "", True).terminal(80))
     before = console.file.getvalue().partition("+10.00 ± 10.00*")[0].splitlines()[-1]
     assert "Transformer" in before, "a long name is broken between its words only"
     travel = {**longest, "reported": {"HR@1": "HR@1", "NDCG@5": "NDCG@5"}, "metric": "HR@5"}
     travel["metrics"] = {name: {"mean": 0.5, "interval_95": 0.1} for name in travel["reported"]}
-    console.print(brief_table([travel, summaries[1]], "two columns more", True).terminal(compact=True))
+    console.print(brief_table([travel, summaries[1]], "two columns more", True).terminal(80))
     assert "…" not in console.file.getvalue()
 
 

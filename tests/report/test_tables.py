@@ -1,6 +1,10 @@
 """One table, rendered in every form."""
 
 import json
+import re
+from io import StringIO
+
+from rich.console import Console
 
 from intbmoe.report.numbers import format_difference, format_metric
 from intbmoe.report.tables import Cell, Column, Table
@@ -38,3 +42,16 @@ def test_numbers_are_written_alike_everywhere():
     assert format_metric("perplexity", 12.345) == "12.35"
     assert format_difference("accuracy", -0.075, "points", sign="+") == "−7.50 points"
     assert format_difference("loss", 0.075, "points") == "0.0750"
+
+
+def test_a_narrow_terminal_does_without_spare_columns_and_says_so():
+    table = Table.of_texts("A title", ["Method", "x (M)", "more"], [["one", "1", "2"]], spare=["more"])
+    shown = {}
+    for width in (80, 120):
+        console = Console(file=StringIO(), width=width)
+        console.print(table.terminal(width))
+        shown[width] = console.file.getvalue()
+    assert shown[80].split()[-5:] == ["for", "a", "wider", "terminal:", "more"]
+    assert "wider" not in shown[120]
+    assert re.search(r"one +1 *\n", shown[80])
+    assert re.search(r"one +1 +2 *\n", shown[120])

@@ -45,9 +45,10 @@ def cost_table(setting: Setting, rows: Sequence[Row], *, attention: bool) -> Tab
         *setting.remarks,
     ]
     below += [f"{number}. {note}" for number, note in enumerate(notes, 1)]
-    counts = ("Params (M)", "paper", "Activated (M)", "paper", "FLOPs (G)", "paper", "run (G)")
-    header = ("Method", *counts, "Participation", "Execution", "Materialization", "notes")
-    return Table.of_texts(setting.title, header, body, notes=below, records=[row.as_dict() for row in rows])
+    spare = ("run (G)", "Participation", "Execution", "Materialization")
+    header = ("Method", "Params (M)", "paper", "Activated (M)", "paper", "FLOPs (G)", "paper", *spare, "notes")
+    records = [row.as_dict() for row in rows]
+    return Table.of_texts(setting.title, header, body, spare, notes=below, records=records)
 
 
 def _cells(row: Row, notes: list[str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from intbmoe.compare.jobs import Failure, choose_jobs, run_jobs
 from intbmoe.compare.page import Comparison, write_comparison_page
 from intbmoe.compare.plan import CompareOptions, Job, Plan, choose_baseline, make_plan, sort_out
 from intbmoe.compare.summary import add_differences, make_rows, summarise
-from intbmoe.compare.table import brief_table, file_stem, fit, floors_table, write_files
+from intbmoe.compare.table import brief_table, file_stem, floors_table, write_files
 from intbmoe.recipes.sets import PLACED, Options
 from intbmoe.registry import plugin_options
 from intbmoe.tasks import find_task, make_task
@@ -63,18 +63,18 @@ def _report(console: Console, comparison: Comparison) -> None:
     task = find_task(plan.recipe.task)
     title, stem = f"{plan.recipe.name}: {task.metric} on the test split", file_stem(comparison.methods)
     table = brief_table(rows, title, task.higher_is_better)
-    console.print(fit(table, console.width).terminal(compact=True))
+    console.print(table.terminal(console.width))
     for note in table.notes:
         console.print(note, soft_wrap=not console.is_terminal)
     written = write_files(plan.folder, stem, rows, title, task.higher_is_better)
     asked = make_task(plan.recipe)
     floors = asked.floors()  # after the table is safe: on large data they take their time
     if floors:
-        console.print(floors_table(floors, "What needs no learning").terminal(compact=True))
+        console.print(floors_table(floors, "What needs no learning").terminal(console.width))
         written = write_files(plan.folder, stem, rows, title, task.higher_is_better, floors)
     ceilings = asked.ceilings()
     if ceilings:
-        console.print(floors_table(ceilings, "The best that is possible", "Ceiling").terminal(compact=True))
+        console.print(floors_table(ceilings, "The best that is possible", "Ceiling").terminal(console.width))
     written.append(write_comparison_page(replace(comparison, floors=floors, ceilings=ceilings)))
     console.print("\nSaved:", *(f"\n  {path}" for path in written), sep="", markup=False, soft_wrap=True)
 

@@ -29,7 +29,6 @@ STEMS = {"K": "blocks", "k": "top_k", "E": "experts", "L": "layers"}
 LONGEST_STEM = 60
 WITH_ATTENTION = "attention's score and value products included"
 SURE = 0.05
-WIDE, LEFT_OUT_IF_NARROW = 100, ("activated", "seconds")
 
 
 def results_table(rows: Sequence[Row], title: str, order: str | None = None, **more: Any) -> Table:
@@ -39,15 +38,16 @@ def results_table(rows: Sequence[Row], title: str, order: str | None = None, **m
     unit, letter = flops_unit(row["flops"] for row in rows)
     others = [name for name in first["metrics"] if name != metric]
     against = _baseline(rows)
+    spare = against is not None  # differences take the room of others
     columns = [
         Column("Method", numeric=False, name="title"),
         Column(metric, sorted=order, name="mean"),
         *([Column(f"vs {against}", hint=DIFFERENCE, name="difference")] if against else []),
         *(Column(name.capitalize(), hint=hint, name=name) for name, hint in SHARES.items()),
         Column("Params (M)", name="params"),
-        Column("Activated (M)", hint="parameters that one token uses", name="activated"),
+        Column("Activated (M)", hint="parameters that one token uses", name="activated", spare=spare),
         Column(f"FLOPs ({letter})", hint=f"of one example by itself, {WITH_ATTENTION}", name="flops"),
-        Column("Seconds", hint="measured time of one training run", name="seconds"),
+        Column("Seconds", hint="measured time of one training run", name="seconds", spare=spare),
         *(Column(headings.get(name, name), name=name) for name in others),
     ]
     scale = _scale(trained_rows(rows))
@@ -78,14 +78,6 @@ def brief_table(rows: Sequence[Row], title: str, higher_is_better: bool) -> Tabl
     paired = ["difference"] if _baseline(rows) else []
     shown = ("title", "mean", *paired, *beside, "params", "activated", "flops", "seconds")
     return results_table(rows, title, notes=notes(rows), marked=marked, records=records).select(*shown)
-
-
-def fit(table: Table, width: int) -> Table:
-    """The brief table for a terminal of ``width`` columns: where it is narrow, differences take the room of others."""
-    names = [column.name for column in table.columns]
-    if width >= WIDE or "difference" not in names:
-        return table
-    return table.select(*(name for name in names if name not in LEFT_OUT_IF_NARROW))
 
 
 def _record(row: Row) -> dict[str, Any]:

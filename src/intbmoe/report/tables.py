@@ -8,15 +8,18 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rich.box import HEAVY_HEAD, SIMPLE_HEAD
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from intbmoe.report.numbers import NOTHING
+
+WIDE = 100  # columns of a terminal that has room for all of a table's
+BARE = {"title_style": "bold", "box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Column:
     hint: str | None = None
     sorted: str | None = None  # "ascending" or "descending", if the rows come in the order of this column
     name: str = ""  # by which ``select`` knows it; the title where there is none
+    spare: bool = False  # left out on a narrow terminal
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,16 @@ class Table:
     records: Sequence[Mapping[str, Any]] = ()  # the rows as plain data, for CSV and JSON
 
     @classmethod
-    def of_texts(cls, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], **more: Any) -> "Table":
+    def of_texts(
+        cls,
+        title: str,
+        header: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        spare: Collection[str] = (),
+        **more: Any,
+    ) -> "Table":
         """A first column of names, and numbers that are texts already."""
-        columns = [Column(name, numeric=place > 0) for place, name in enumerate(header)]
+        columns = [Column(name, numeric=place > 0, spare=name in spare) for place, name in enumerate(header)]
         return cls(title, columns, [[Cell(text) for text in row] for row in rows], **more)
 
     @classmethod
@@ -100,21 +111,20 @@ class Table:
         rows = [[row[place] for place in places] for row in self.rows]
         return replace(self, columns=[self.columns[place] for place in places], rows=rows)
 
-    def terminal(self, compact: bool = False) -> RichTable:
-        """For rich to print; a compact one has no frame and headings on two lines, to fit into 80 columns.
+    def terminal(self, width: int) -> RichTable:
+        """For rich to print on a terminal of ``width`` columns: without a frame, headings on two lines.
 
         Where it does not fit all the same, long names are broken, never numbers.
         """
-        bare = {"title_style": "bold", "box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
-        style = bare if compact else {"box": HEAVY_HEAD}
-        table = RichTable(title=self.title, title_justify="left", **style)
-        for column in self.columns:
-            heading = column.title.replace(" (", "\n(") if compact else column.title
-            side, foot = "right" if column.numeric else "left", "bottom" if compact else "top"
-            whole = compact and column.numeric
-            table.add_column(heading, justify=side, no_wrap=whole, overflow="fold", vertical=foot)
+        shown = [place for place, column in enumerate(self.columns) if width >= WIDE or not column.spare]
+        spared = ", ".join(column.title for place, column in enumerate(self.columns) if place not in shown)
+        caption = f"for a wider terminal: {spared}" if spared else None
+        table = RichTable(title=self.title, title_justify="left", caption=caption, caption_justify="left", **BARE)
+        for column in (self.columns[place] for place in shown):
+            heading, side = column.title.replace(" (", "\n("), "right" if column.numeric else "left"
+            table.add_column(heading, justify=side, no_wrap=column.numeric, overflow="fold", vertical="bottom")
         for place, row in enumerate(self.rows):
-            table.add_row(*(cell.text for cell in row), style="bold" if place in self.marked else None)
+            table.add_row(*(row[each].text for each in shown), style="bold" if place in self.marked else None)
         return table
 
     def markdown(self) -> str:
@@ -154,6 +164,6 @@ class Table:
         else:
             # Away from a terminal there is no width to fit into, and a broken line cannot be searched.
             console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
-            console.print(self.terminal())
+            console.print(self.terminal(console.width))
             for note in self.notes:
                 console.print(note)
