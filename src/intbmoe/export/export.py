@@ -106,7 +106,8 @@ def describe(written: Artifact) -> str:
     if "quantization" in written.about:
         lines += lines_of(written.about["quantization"])
     for layer, blocks in parity["unreached_blocks"].items():
-        lines.append(f"not compared, because no example is sent there: {layer}, blocks {', '.join(map(str, blocks))}")
+        named = ", ".join(map(str, blocks))
+        lines.append(f"{layer}: no example is sent to {named}, so they were compared on inputs of the others")
     serve = shlex.join(["intbmoe", "serve", str(written.path), *plugin_options()])
     return "\n".join([*lines, f"serve it: {serve}"])
 
