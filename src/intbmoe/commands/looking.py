@@ -29,9 +29,9 @@ def analyse(
     Args:
         run: A run directory: runs/<recipe>/<method>/<seed>.
         split: Which examples.
-        examples: At most so many of them, evenly spread; more make small differences surer.
-        classes: Of the routing pictures, by name or number; counted on examples of these classes. Default: all.
-        layers: Of the routing pictures, by number or name. Default: all.
+        examples: How many of them at most, evenly spread; more make small differences more certain.
+        classes: Classes in the routing pictures, by name or number; only their examples are counted. Default: all.
+        layers: Layers in the routing pictures, by number or name. Default: all.
         numbers_only: Draw nothing, for a machine without matplotlib; --redraw does it later, elsewhere too.
         redraw: Compute nothing, draw the pictures again from the data of an earlier analysis.
         device: cpu, cuda or cuda:1. Default: a GPU where there is one.

@@ -134,9 +134,9 @@ class PlanOptions(Checked):
     """What ``plan`` takes beside the recipe's settings."""
 
     devices: PositiveInt = 8
-    """How many."""
+    """Number of devices."""
     memory: Positive = 80.0
-    """GB of one device."""
+    """Memory of one device, in GB."""
     bandwidth: Positive = 400.0
     """Gbit/s that a device sends: 400 for one network card of that kind each, thousands inside a machine."""
     tflops: Positive = 300.0

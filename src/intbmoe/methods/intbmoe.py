@@ -86,7 +86,7 @@ class IntBMoEConfig(LayerConfig):
     coefficients: Literal["linear", "softmax"] = "linear"
     """Unconstrained with 1/√E, or a softmax over the bases for each path."""
     conditioning_dim: NonNegativeInt = 0
-    """Width of layer(x, conditioning=vector), joined to every block's code; 0 for no conditioning."""
+    """Width of the vector in layer(x, conditioning=vector), which is joined to every block's code; 0 for none."""
     hypernetwork: Literal["two_layer", "linear"] = "two_layer"
     """Two layers with a LayerNorm between them, or one linear map for each path."""
     gate_norm: Literal["rms", "layer", "none"] = "rms"

@@ -93,7 +93,7 @@ class MASSConfig(PoolConfig):
     redundancy: float = 0.01
     """β, the coefficient of the redundancy loss."""
     domain: Literal["vision", "language"] = "vision"
-    """Which of the authors' scripts sets what is None below."""
+    """Which of the authors' scripts sets the options that are None."""
     expansion: Probability = 0.1
     """Share of the run in which the pool may grow."""
     expansion_steps: NonNegativeInt | None = None

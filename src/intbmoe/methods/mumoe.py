@@ -66,7 +66,7 @@ class MuMoEConfig(LayerConfig):
     """Give the gate's norm a gain and a bias."""
 
     RANK_SHARE: ClassVar[float] = 0.75
-    """Of dim, where rank is None."""
+    """The authors' rank as a share of dim, where rank is None."""
 
     def noncausal_reason(self) -> str | None:
         if self.gate_norm == "layer":

@@ -52,7 +52,7 @@ class ShazeerConfig(ExpertsConfig):
     load: float = 0.1
     """w_l, the coefficient of the load loss."""
     router_std: NonNegative = 0.0
-    """Of the normal law that the router starts from."""
+    """Standard deviation of the router's initial weights."""
 
 
 @register(

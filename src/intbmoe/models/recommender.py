@@ -50,7 +50,7 @@ class RecommenderSizes(Checked):
     hidden: PositiveInt = 384
     """Inner width of the dense FFNs, the head's included."""
     ffn_std: Positive | None = None
-    """Of the normal law that the dense model's FFNs start from; None for nn.Linear's, by which mixtures start."""
+    """Standard deviation of the dense FFNs' initial weights; None for nn.Linear's law, by which mixtures start."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

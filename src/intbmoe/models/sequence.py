@@ -50,9 +50,9 @@ class SequenceConfig(Checked):
     hidden: PositiveInt = 384
     """Inner width of the dense FFNs, the head's included."""
     ffn_std: Positive | None = None
-    """Of the normal law that the dense model's FFNs start from; None for nn.Linear's, by which mixtures start."""
+    """Standard deviation of the dense FFNs' initial weights; None for nn.Linear's law, by which mixtures start."""
     dropout: Share = 0.0
-    """Of the backbone's inputs and outputs."""
+    """Dropout rate of the backbone's inputs and outputs."""
     copy: bool = False
     """Whether the model can point at an item of the history."""
 

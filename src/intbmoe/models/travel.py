@@ -71,9 +71,9 @@ class TravelConfig(RecommenderSizes):
     primes: tuple[PositiveInt, ...] = ()
     """Rows of tables whose vectors are joined, as in the released code; empty: place_rows and cell_rows, added."""
     table_std: Positive = EMBEDDING_STD
-    """Of the entries that places and cells start with."""
+    """Standard deviation of the initial embeddings of places and cells."""
     code_std: Positive = EMBEDDING_STD
-    """Of the entries that all other codes start with."""
+    """Standard deviation of the initial embeddings of all other codes."""
     copy: bool = False
     """Whether the mean of earlier places, times a learned number, is added to a prediction: helps to count visits."""
     head_by_task: bool = False

@@ -24,9 +24,9 @@ class MoESettings(Checked):
     """Which method stands in place of the FFN."""
 
     name: str = "intbmoe"
-    """A method of intbmoe methods."""
+    """The method; intbmoe methods lists them."""
     experts: PositiveInt = 16
-    """The paper's E: match_budget makes of it what each method gets."""
+    """The paper's E, from which number and width of each method's experts follow (match_budget)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the method, literal, on top of the budget: top_k, blocks, …"""
     label: FolderName | None = None
@@ -55,21 +55,21 @@ class TrainSettings(Checked):
     lr: Positive = 1e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "epoch-cosine", "constant"] = "cosine"
-    """After the warm-up. epoch-cosine is timm's: one rate an epoch, and the cosine starts with the warm-up."""
+    """Learning rate after the warm-up. epoch-cosine is timm's: one rate per epoch, cosine from the warm-up's start."""
     warmup: NonNegative = 0.0
     """Epochs of linear warm-up from warmup_lr."""
     warmup_lr: NonNegative = 1e-6
-    """Where the warm-up starts."""
+    """Learning rate at the start of the warm-up."""
     final_lr: NonNegative = 1e-5
-    """Where the cosine ends."""
+    """Learning rate at the end of the cosine."""
     cooldown: NonNegative = 0.0
-    """How many of the last epochs stay at final_lr, after a cosine that is shorter by as much."""
+    """Epochs at final_lr at the end; the cosine is shorter by as many."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates of the two moments."""
     weight_decay: NonNegative = 0.05
     """AdamW's weight decay."""
     undecayed: tuple[DecayGroup, ...] = ()
-    """What weight decay spares; scales are single numbers and vectors: λ, thresholds. Nothing for plain AdamW."""
+    """Parameters without weight decay; scales are single numbers and vectors, such as λ. Empty: all decay."""
     clip: Positive | None = 1.0
     """Largest norm of the gradient; None for no clipping."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -83,7 +83,7 @@ class TrainSettings(Checked):
     patience: Positive = 600.0
     """Seconds that a rank waits for the others before the run ends with an error."""
     seed: int = 0
-    """Of initial weights, the order of the data and everything else that is drawn."""
+    """Random seed of initial weights, the order of the data and everything else that is drawn."""
     eval_every: Positive = 1.0
     """Epochs between evaluations on the validation split; the end is always evaluated."""
     checkpoint_every: PositiveInt = 500
@@ -97,7 +97,7 @@ class TrainSettings(Checked):
     workers: NonNegativeInt = 0
     """Processes that prepare data."""
     threads: PositiveInt | None = None
-    """Of the CPU, on which rounding depends. None for torch's choice when a run begins, which it then keeps."""
+    """CPU threads, on which rounding depends; None for torch's choice when the run begins, which it then keeps."""
     deterministic: bool = True
     """Ask torch for deterministic algorithms, so that a resumed run repeats bit for bit on a GPU too."""
     start: str | None = None
@@ -126,4 +126,4 @@ class Recipe(Checked):
     moe: MoESettings = field(default_factory=MoESettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     seeds: tuple[int, ...] = (0, 1, 2)
-    """What compare takes in place of train.seed, from the first on."""
+    """Seeds for compare, which takes the first --seeds of them."""

@@ -68,9 +68,9 @@ class LanguageData(Checked):
     end_of_text: str | None = None
     """files: the token of a given tokenizer that ends a document; None for a usual one, such as <|endoftext|>."""
     valid_fraction: Between = 0.05
-    """files: share of the text that is for validation, where no file is named so."""
+    """files: share of the text held out for validation, where no file is named after that split."""
     test_fraction: Between = 0.05
-    """files: share of the text that is for the test, where no file is named so."""
+    """files: share of the text held out for the test, where no file is named after that split."""
     split_seed: NonNegativeInt = 0
     """files: another number holds out other documents."""
     fingerprint: str | None = None

@@ -47,11 +47,11 @@ class SequenceData(Checked):
     path: str | None = None
     """An .npz file; for table a .csv, .tsv or .parquet file."""
     user: str | None = None
-    """table: the column that says who; None for one with a usual name. So with the next two."""
+    """table: the column with the user; None to find it by a usual name."""
     item: str | None = None
-    """table: the column that says what."""
+    """table: the column with the item; None to find it by a usual name."""
     time: str | None = None
-    """table: the column that says when, in numbers or dates."""
+    """table: the column with the time, numbers or dates; None to find it by a usual name."""
     fingerprint: str | None = None
     """table: fingerprint of the histories. Set when a run begins; others are then refused."""
 

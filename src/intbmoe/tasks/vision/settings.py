@@ -14,7 +14,7 @@ class Augmentation(Checked):
     """What training images go through; evaluation sees them unchanged. The defaults change nothing."""
 
     kind: Literal["none", "light", "deit"] = "none"
-    """One image at a time: nothing; a shift and a flip; or DeiT's crop, flip, RandAugment and erasing."""
+    """Of each image: none; light, a shift and a flip; or deit, DeiT's crop, flip, RandAugment and erasing."""
     flip: Probability = 0.5
     """light, deit: probability of mirroring left and right."""
     pad: PositiveInt = 4
@@ -26,7 +26,7 @@ class Augmentation(Checked):
     rand_augment: Annotated[
         str, MustBe("timm's words, such as 'rand-m9-n2-mstd0.5-inc1'", lambda words: words.startswith("rand-"))
     ] = "rand-m9-n2-mstd0.5-inc1"
-    """deit: magnitude 9, two operations, magnitude noise 0.5, each operation stronger with magnitude; timm's words."""
+    """deit: RandAugment in timm's notation; m9 is the magnitude, n2 the operations of an image, mstd0.5 the noise."""
     erasing: Probability = 0.25
     """deit: probability that one rectangle is replaced by noise."""
     mixup: NonNegative = 0.0

@@ -54,7 +54,7 @@ class VisionData(Checked):
     """Share of each class's training images held out for validation, the same for every method and seed; 0: none."""
     augmentation: Augmentation = field(default_factory=Augmentation)
     test_fraction: Annotated[float, MustBe("a number between 0 and 1", lambda value: 0 < value < 1)] = 0.1
-    """folder: share of each class that is the test split, where no folder is."""
+    """folder: share of each class held out as the test split, where there is no test folder."""
     split_seed: NonNegativeInt = 0
     """folder: another number holds out other images."""
     resize: Literal["crop", "stretch", "pad"] = "crop"
