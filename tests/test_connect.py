@@ -169,6 +169,16 @@ def test_removed_hooks_leave_nothing_behind():
     assert torch.equal(model(**batch()).logits, before)
 
 
+def test_connecting_again_replaces_the_connection():
+    model = llama(jitter=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        intbmoe.connect(model, optimizer)
+    model(**batch()).loss.backward()
+    optimizer.step()
+    assert len(model._forward_hooks) == 1
+
+
 def test_what_cannot_be_connected_says_so():
     with pytest.raises(ValueError, match="Linear holds no MoE layer"):
         intbmoe.connect(nn.Linear(2, 2))

@@ -31,6 +31,7 @@ MASKS = ("attention_mask", DECODER_MASK, "padding_mask", "mask")
 def connect(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> "Connection":
     """Connect ``model``'s MoE layers with the model around them, until ``Connection.remove`` is called.
 
+    A model has one connection: another call, as by a notebook's cell that is run again, takes the place of the first.
     Where a framework makes the optimizer later, pass it then: ``connection.step_with(optimizer)``.
     """
     connection = Connection(model)
@@ -46,6 +47,10 @@ class Connection:
         layers = [layer for _, layer in moe_layers(model)]
         if not layers:
             raise ValueError(f"{type(model).__name__} holds no MoE layer: put them in first (intbmoe.create makes one)")
+        for hook in list(model._forward_hooks.values()):
+            earlier = getattr(hook, "__self__", None)
+            if isinstance(earlier, Connection):  # two would collect the losses twice
+                earlier.remove()
         self.model = model
         self._names = list(inspect.signature(model.forward).parameters)
         self._masks: dict[str, Tensor] = {}

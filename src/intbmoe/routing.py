@@ -103,9 +103,9 @@ def load_statistics(model: nn.Module, *, reset: bool = True) -> dict[str, LoadSt
             continue
         loads[name] = load
         if dead := statistics.newly_dead(load):
-            idle, among = ", ".join(map(str, dead)), len(load.counts)
+            idle, last = ", ".join(map(str, dead)), len(load.counts) - 1
             warnings.warn(
-                f"layer {name!r}: of its {among} experts or blocks, {idle} got none of {load.tokens:,} tokens",
+                f"layer {name!r}: none of {load.tokens:,} tokens went to experts or blocks {idle} (of 0 to {last})",
                 stacklevel=2,
             )
         if reset:
