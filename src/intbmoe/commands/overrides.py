@@ -53,7 +53,7 @@ def parse_recipe(command: str, options: Options, args: Sequence[str], descriptio
         description += f"\n\n{fitted(f'RECIPE is {known}. intbmoe {command} RECIPE --help shows all its settings.')}"
         parse(type(options), HELP, f"intbmoe {command} RECIPE", description, **AS_VALUES)
     if not name or name.startswith("-"):
-        raise KeyError(f"intbmoe {command} starts with a recipe: {known}")
+        raise KeyError(f"{command} starts with a recipe: {known}")
     recipe = load_recipe(name)
     given = _given_options(rest)
     # Found before parsing, because the other options depend on the method; the parser knows nothing of other methods'.

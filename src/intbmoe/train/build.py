@@ -14,6 +14,7 @@ from intbmoe.tasks.base import Examples, Task
 from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.data import BatchPlan, derive_seed, plan_batches
 from intbmoe.train.distribution import Ranks
+from intbmoe.train.errors import TrainingError
 from intbmoe.train.shards import is_sharded
 from intbmoe.train.start import begin_with
 from intbmoe.train.step import Stepper
@@ -38,7 +39,10 @@ def build(task: Task, ranks: Ranks, begins: bool = True) -> Built:
     examples = task.split("train")
     plan = plan_batches(len(examples), settings, ranks.world)
     torch.manual_seed(derive_seed(settings.seed, "model"))
-    model = task.make_model().train()
+    try:
+        model = task.make_model().train()
+    except ValueError as error:  # settings that do not go together, such as a method that looks ahead in a text model
+        raise TrainingError(str(error)) from error
     if begins and settings.start is not None:
         begin_with(model, settings.start)
     plan_steps(model, plan.steps)  # before the model is placed: a replica holds on to the buffers it was made with
