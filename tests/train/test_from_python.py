@@ -165,6 +165,7 @@ def iterator():
         ("images", [], r"data\['train'\] is empty"),
         ("images", {"test": Tensors()}, r"data has the keys test but no 'train'"),
         ("images", {"first": Tensors()}, r"data has the keys first: expected 'train'"),
+        ("text", "a story", r"data\['train'\] is a str: give a list of examples"),
         ("text", iterator(), r"data\['train'\] is generator, which has no length .*give a map-style data set"),
         ("text", ["a", 3], r"data\['train'\]\[1\] is int: expected a string, or a dict with 'text'"),
         ("text", [{"body": "a"}], r"\[0\] has no 'text', only body.*settings=\{\"data\.column\": NAME\}"),

@@ -6,6 +6,7 @@ run of theirs is like any other: commands and processes that come later find the
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from intbmoe.tasks.errors import DataError
@@ -31,6 +32,10 @@ def by_split(data: Any) -> dict[str, Any]:
 
 def entries(dataset: Any, where: str) -> Iterator[Any]:
     """``dataset[0]``, ``dataset[1]``, …; an error of its own says which one it was."""
+    if isinstance(dataset, str | bytes | Path):  # else its letters would be the examples
+        raise DataError(
+            f"{where} is a {type(dataset).__name__}: give a list of examples; files are named by the setting data.path"
+        )
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
             f"{where} is {type(dataset).__name__}, which has no length or cannot be read at a place: give a map-style "
