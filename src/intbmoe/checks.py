@@ -28,10 +28,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
-def _some(names: list[str]) -> str:
-    """The first few of many names, and how many there are."""
-    first = ", ".join(map(repr, names[:3]))
-    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"
+def some(names: Iterable[str], most: int = 8) -> str:
+    """Names for a message: the first ones, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def require_state(source: str, state: Mapping[str, Any], expected: Mapping[str, Any], dtypes: bool = False) -> None:
@@ -39,7 +40,9 @@ def require_state(source: str, state: Mapping[str, Any], expected: Mapping[str, 
     missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
     if missing or unknown:
         told = " and ".join(
-            f"{kind} {_some(keys)}" for kind, keys in (("lacks", missing), ("has unknown", unknown)) if keys
+            f"{kind} {some(map(repr, keys), 3)}"
+            for kind, keys in (("lacks", missing), ("has unknown", unknown))
+            if keys
         )
         raise KeyError(f"{source} state does not fit: it {told}")
     for name, wanted in expected.items():

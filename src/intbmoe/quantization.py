@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import require
+from intbmoe.checks import require, some
 from intbmoe.layer import moe_layers, require_whole, unwrap
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 from intbmoe.parts.experts import StackedLinear
@@ -66,8 +66,7 @@ def lines_of(description: Mapping[str, Any]) -> list[str]:
     before, after, count = (description[key] for key in ("bytes_before", "bytes_after", "quantized"))
     lines = [f"{description['storage']}: {len(count)} tensors, {before:,} → {after:,} bytes ({after / before:.1%})"]
     for reason, kept in description["kept"].items():
-        named = ", ".join(kept["names"][:3]) + (" …" if len(kept["names"]) > 3 else "")
-        lines.append(f"not quantised, {kept['bytes']:,} bytes: {reason} ({named})")
+        lines.append(f"not quantised, {kept['bytes']:,} bytes: {reason} ({some(kept['names'], 3)})")
     return lines
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from intbmoe.checks import require
+from intbmoe.checks import require, some
 from intbmoe.export import aoti, artifact, onnx
 from intbmoe.export.artifact import ABOUT, DTYPES, FORMAT_VERSION, STORAGES, Artifact, ExportError, load_artifact
 from intbmoe.export.golden import make_golden
@@ -187,5 +187,6 @@ def _require_replaceable(to: Path) -> None:
         raise ExportError(f"{to} exists and is not an artifact: give --to another folder, or remove it")
     others = sorted(path.name for path in to.iterdir() if path.name not in files)
     if others:
-        named = ", ".join(others[:3]) + (" …" if len(others) > 3 else "")
-        raise ExportError(f"{to} holds more than the artifact it is ({named}): move that, or give --to another folder")
+        raise ExportError(
+            f"{to} holds more than the artifact it is ({some(others, 3)}): move that, or give --to another folder"
+        )

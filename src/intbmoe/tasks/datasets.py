@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from intbmoe.checks import some
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.own_data import some, split_of
+from intbmoe.tasks.own_data import split_of
 
 
 def by_split(data: Any) -> dict[str, Any]:

@@ -22,7 +22,6 @@ SPLIT_WORDS = {
     "valid": ("valid", "val", "validation", "dev"),
     "test": ("test", "testing"),
 }
-SHOWN = 8  # names in a message
 
 
 def split_of(name: str) -> str | None:
@@ -62,13 +61,6 @@ def require_path(path: str | None, source: str, what: str, page: str = PAGE) -> 
     if not found.exists():
         raise DataError(f"{found} does not exist: data.path must be {what} (see {page})")
     return found
-
-
-def some(names: Iterable[str]) -> str:
-    """Names for a message, at most a few."""
-    names = list(names)
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import yaml
 
+from intbmoe.checks import some
 from intbmoe.files import replace_file, to_json
 from intbmoe.recipes import recipe_from_dict, recipe_to_dict
 from intbmoe.registry import describe_plugins
@@ -78,7 +79,7 @@ class RunDirectory:
             below = [
                 str(path.parent) for depth in (1, 2, 3) for path in sorted(run.path.glob("*/" * depth + "config.yaml"))
             ]
-            found = f"; below it: {', '.join(below[:4])}{' …' * (len(below) > 4)}" if below else ""
+            found = f"; below it: {some(below, 4)}" if below else ""
             raise TrainingError(f"{run.path} is not a run directory: it has no config.yaml{found}")
         return run
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from intbmoe.checks import some
 from intbmoe.tasks.base import SPLITS
 from intbmoe.tasks.datasets import by_split, entries, field
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language import minipile
 from intbmoe.tasks.language.packing import Malformed
-from intbmoe.tasks.own_data import choose_held_out, require_path, some, split_of, suggestion
+from intbmoe.tasks.own_data import choose_held_out, require_path, split_of, suggestion
 from intbmoe.tasks.parquet import open_parquet
 
 WHAT = "a .txt, .jsonl or .parquet file, or a folder of them"

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from intbmoe.checks import some
 from intbmoe.foreign import import_extra
 from intbmoe.tasks.datasets import column_names, entries
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.own_data import fingerprint, require_path, require_same_data, require_size, some, suggestion
+from intbmoe.tasks.own_data import fingerprint, require_path, require_same_data, require_size, suggestion
 from intbmoe.tasks.sequences.source import ItemSequences
 
 WHAT = "a .csv, .tsv or .parquet file with a row for each event: user, item, time"

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from intbmoe.checks import some
 from intbmoe.models.vit import ViTConfig
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.own_data import (
@@ -26,7 +27,6 @@ from intbmoe.tasks.own_data import (
     require_path,
     require_same_data,
     require_size,
-    some,
     split_of,
 )
 from intbmoe.tasks.vision.class_names import find_class_names
