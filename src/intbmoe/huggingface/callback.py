@@ -24,8 +24,7 @@ class MixtureCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: torch.optim.Optimizer, **_: Any
     ) -> None:
         plan_steps(model, state.max_steps)
-        self._connection = connect(model, None)
-        self._connection.step_with(optimizer)
+        self._connection = connect(model, optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._connection.remove()
