@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from intbmoe.files import digest, file_digest, to_json
-from intbmoe.layer import moe_layers, unwrap
+from intbmoe.layer import local, moe_layers, unwrap
 from intbmoe.recipes import load_recipe, override
 from intbmoe.tasks import make_task
 from intbmoe.tasks.base import Task
@@ -41,7 +41,6 @@ from intbmoe.train.resume import (
     restore,
 )
 from intbmoe.train.run import RunDirectory, describe_environment, run_lock
-from intbmoe.train.shards import is_sharded
 from intbmoe.train.signals import StopRequest
 from intbmoe.train.step import StepResult, prepared_steps
 
@@ -143,9 +142,8 @@ class Training:
     def _require_finite(self, checkpoint: Checkpoint) -> None:
         """Raises, on all ranks, where a weight of any of them is not finite: such a checkpoint would never go on."""
         names = [name for name, _ in unwrap(self.model).named_parameters()]
-        parts = (checkpoint.tensors["model"][name] for name in names)
-        local = (part.to_local() if is_sharded(part) else part for part in parts)
-        bad = self.ranks.sum(torch.stack([~part.isfinite().all() for part in local]).float())
+        parts = (local(checkpoint.tensors["model"][name]) for name in names)
+        bad = self.ranks.sum(torch.stack([~part.isfinite().all() for part in parts]).float())
         if bad.any():
             name = names[int(bad.argmax())]
             raise NonFiniteLossError(f"step {self.at.step}: the weights {name} are not finite; they are not saved")
