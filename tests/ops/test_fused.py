@@ -229,7 +229,7 @@ def test_rows_too_wide_for_registers(device, gate, routing, tokens, width, monke
 @tokens_
 @pytest.mark.parametrize("half", [True, False], ids=["half", "float32"])
 def test_router_scores(device, tokens, half):
-    dim, hidden, choices = 37, 20, 5
+    dim, hidden, choices = 70, 20, 5
     maps = torch.randn(hidden, dim), torch.randn(hidden), torch.randn(choices, hidden), torch.randn(choices)
     quick, exact = pairs(device, torch.randn(tokens, dim), *maps)
     dtype = torch.float16 if half else torch.float32

@@ -1,5 +1,7 @@
 """What Triton's kernels share on the host's side; needs no Triton itself."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -36,3 +38,9 @@ def power_of_2(number: int, least: int = 1) -> int:
 def ceil_div(number: int, size: int) -> int:
     """``number / size`` rounded up. Triton's own takes longer on the host than a launch."""
     return -(-number // size)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the device has; 2 in the interpreter, so that its tests have few and many programs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -13,10 +13,12 @@ from torch.utils.flop_counter import register_flop_formula
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define
 from intbmoe.ops.tiles import ENOUGH_PROGRAMS, power_below
-from intbmoe.ops.triton_support import ceil_div, power_of_2
+from intbmoe.ops.triton_support import ceil_div, multiprocessors, power_of_2
 
 TOKENS, INPUTS, WARPS, STAGES = 64, 32, 4, 3
 """Of a program: tokens, and inputs at a time. Measured on an H200, as are the next."""
+FEW_TOKENS, FEW_INPUTS = 16, 64
+"""The same where the device has a multiprocessor for each such program: what counts then is how long one takes."""
 BACKWARD_TOKENS, BACKWARD_INPUTS, BACKWARD_TILES, BACKWARD_WARPS = 32, 64, 16, 4
 """Of a program: tokens at a time, inputs, and how many times that many tokens."""
 
@@ -121,14 +123,23 @@ def _sizes(x: Tensor, weight: Tensor, score_weight: Tensor) -> dict[str, int]:
     return {"D": x.shape[1], "H": hidden, "K": choices, **padded}
 
 
+def _tile(x: Tensor, hidden: int) -> tuple[int, int]:
+    """Tokens of a program, and inputs at a time."""
+    if ceil_div(x.shape[0], FEW_TOKENS) > multiprocessors(x.device):
+        return TOKENS, INPUTS
+    return FEW_TOKENS, FEW_INPUTS if hidden <= 64 else INPUTS  # so that weights fit into a small GPU's shared memory
+
+
 def _run(x, weight, bias, score_weight, score_bias, dtype):
     scores, hidden, tokens = _allocate(x, weight, bias, score_weight, score_bias, dtype)
     if x.shape[0]:
         x, parameters = x.contiguous(), [tensor.contiguous() for tensor in (weight, bias, score_weight, score_bias)]
+        sizes = _sizes(x, weight, score_weight)
+        tile, inputs = _tile(x, sizes["HIDDEN"])
         launch(
-            _forward, (ceil_div(x.shape[0], TOKENS),),
-            x, *parameters, scores, hidden, tokens, x.shape[0], **_sizes(x, weight, score_weight),
-            TOKENS=TOKENS, INPUTS=INPUTS, CAST=dtype != x.dtype, num_warps=WARPS, num_stages=STAGES,
+            _forward, (ceil_div(x.shape[0], tile),),
+            x, *parameters, scores, hidden, tokens, x.shape[0], **sizes,
+            TOKENS=tile, INPUTS=inputs, CAST=dtype != x.dtype, num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
     return scores, hidden, tokens
 
