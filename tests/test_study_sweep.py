@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from test_study_picture import summary
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -40,7 +41,8 @@ def test_a_lower_loss_than_the_defaults_with_the_same_seed_is_better(rows, swept
     fewer, default, more = sweep.gather(rows, swept)["K"]
     assert fewer.better == pytest.approx(4.50 - 4.4)
     assert more.better == pytest.approx(4.50 - 4.5)
-    assert fewer.flops == 2 and default == (8, 0, 0, 1)
+    assert fewer.flops == 2
+    assert default == (8, 0, 0, 1)
     assert fewer.interval > 0.02  # one run against one, by the spread of the default's seeds
 
 

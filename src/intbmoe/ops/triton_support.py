@@ -44,3 +44,11 @@ def ceil_div(number: int, size: int) -> int:
 def multiprocessors(device: torch.device) -> int:
     """How many the device has; 2 in the interpreter, so that its tests have few and many programs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of it that a program may have; an H200's in the interpreter."""
+    if device.type != "cuda":
+        return 232_448
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 65_536)  # AMD's: 64 KiB

@@ -7,13 +7,16 @@ from intbmoe.ops.backend import Backend
 from intbmoe.ops.scores import naive
 
 MOST_HIDDEN, MOST_CHOICES = 128, 64  # that Triton's kernel holds in registers
+MOST_WEIGHTS = 4096  # of both together: more do not fit into the shared memory of GPUs other than the largest
 
 
 def router_scores(
     x: Tensor, hidden: tuple[Tensor, Tensor], scores: tuple[Tensor, Tensor], dtype: torch.dtype, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """As ``naive.router_scores``; the kernel reads the tokens once for both results."""
-    if backend == "fused" and hidden[0].shape[0] <= MOST_HIDDEN and scores[0].shape[0] <= MOST_CHOICES:
+    units, choices = hidden[0].shape[0], scores[0].shape[0]
+    small = units <= MOST_HIDDEN and choices <= MOST_CHOICES and units * choices <= MOST_WEIGHTS
+    if backend == "fused" and small:
         from intbmoe.ops.scores import fused
 
         return fused.router_scores(x, hidden, scores, dtype)

@@ -13,14 +13,16 @@ from torch.utils.flop_counter import register_flop_formula
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define
 from intbmoe.ops.tiles import ENOUGH_PROGRAMS, power_below
-from intbmoe.ops.triton_support import ceil_div, multiprocessors, power_of_2
+from intbmoe.ops.triton_support import ceil_div, multiprocessors, power_of_2, shared_memory
 
 TOKENS, INPUTS, WARPS, STAGES = 64, 32, 4, 3
 """Of a program: tokens, and inputs at a time. Measured on an H200, as are the next."""
 FEW_TOKENS, FEW_INPUTS = 16, 64
 """The same where the device has a multiprocessor for each such program: what counts then is how long one takes."""
-BACKWARD_TOKENS, BACKWARD_INPUTS, BACKWARD_TILES, BACKWARD_WARPS = 32, 64, 16, 4
-"""Of a program: tokens at a time, inputs, and how many times that many tokens."""
+BACKWARD_TILES, BACKWARD_WARPS = 16, 4
+BACKWARD, BACKWARD_SMALL = (32, 64, 2), (16, 32, 1)
+"""Of a program: tokens at a time, inputs and stages; the second where a GPU has too little shared memory for them."""
+BACKWARD_SHARED = 200_000  # bytes
 
 
 def router_scores(
@@ -157,17 +159,18 @@ def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
     x_grad, first, second = _allocate_backward(grad, token_grad, x, weight, score_weight, hidden)
     if x.shape[0] == 0:
         return x_grad, first.zero_(), second.zero_()
-    parts = ceil_div(x.shape[1], BACKWARD_INPUTS) + 1
+    rows, inputs, stages = BACKWARD if shared_memory(x.device) >= BACKWARD_SHARED else BACKWARD_SMALL
+    parts = ceil_div(x.shape[1], inputs) + 1
     # Few tokens make small programs, so that all multiprocessors have some.
-    tiles = min(BACKWARD_TILES, power_below(x.shape[0] * parts // (BACKWARD_TOKENS * ENOUGH_PROGRAMS)))
-    chunks = ceil_div(x.shape[0], BACKWARD_TOKENS * tiles)
+    tiles = min(BACKWARD_TILES, power_below(x.shape[0] * parts // (rows * ENOUGH_PROGRAMS)))
+    chunks = ceil_div(x.shape[0], rows * tiles)
     partials = first.new_empty(chunks, *first.shape), second.new_empty(chunks, *second.shape)
     launch(
         _backward, (chunks, parts),
         grad.contiguous(), None if token_grad is None else token_grad.contiguous(), x.contiguous(),
         weight.contiguous(), score_weight.contiguous(), hidden, x_grad, *partials, x.shape[0],
-        **_sizes(x, weight, score_weight), TOKENS=BACKWARD_TOKENS, INPUTS=BACKWARD_INPUTS, TILES=tiles,
-        num_warps=BACKWARD_WARPS, num_stages=2,
+        **_sizes(x, weight, score_weight), TOKENS=rows, INPUTS=inputs, TILES=tiles,
+        num_warps=BACKWARD_WARPS, num_stages=stages,
     )  # fmt: skip
     return x_grad, partials[0].sum(0), partials[1].sum(0)
 

@@ -1,0 +1,127 @@
+"""Compiles the Triton kernels that layers launch for a GPU, on a machine without one.
+
+    python benchmarks/gpu_compile.py sm_90             # half a minute; with --wide some minutes
+
+Triton compiles for any GPU that its driver names. Layers run forward and backward, but each launch ends once its kernel
+has been compiled, down to machine code, and all memory is zeros. That finds what Triton's interpreter cannot see: types
+that do not fit, and tiles that need more shared memory than the GPU has. Whether numbers are right is for the
+interpreter's tests to say.
+"""
+
+import argparse
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+import intbmoe
+from intbmoe.ops import backend, launch
+from intbmoe.ops.cross_entropy import cross_entropy
+from intbmoe.ops.scores import fused as scores_fused
+
+SHARED = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes of shared memory that a kernel may ask for, by capability
+SMALL = [
+    ("intbmoe", 96, 384, {"experts": 32, "blocks": 8}, 126),  # IntTravel's
+    ("intbmoe", 72, 150, {"experts": 3, "blocks": 20}, 3),
+    ("remoe", 64, 128, {"experts": 4}, 40),
+    ("deepseek", 64, 128, {"experts": 4}, 40),
+]
+WIDE = [
+    ("intbmoe", 768, 2844, {"experts": 8, "blocks": 8}, 4096),  # MiniPile's
+    ("intbmoe", 192, 768, {"experts": 16, "blocks": 8}, 16384),  # ImageNet's
+    ("intbmoe", 1024, (1024,), {"experts": 48, "blocks": 64, "top_k": 4}, 2048),
+    ("intbmoe", 771, 3084, {"experts": 2, "blocks": 24}, 300),
+    ("vmoe", 768, 2048, {"experts": 8}, 4096),
+    ("dynmoe", 768, 2048, {"experts": 8}, 2048),
+    ("mass", 768, 2048, {"experts": 8}, 2048),
+]
+
+
+class AbsentGPU:
+    """As much of a Triton driver as compiling needs."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+class Compiler:
+    """Takes the place of ``JITFunction.run``: compiles and does not launch."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        self.shared: dict[str, tuple[int, str]] = {}  # of each kernel, by its hash
+        self.failures: dict[str, None] = {}  # a set that keeps its order
+        self._run = JITFunction.run
+
+    def run(self, function: JITFunction, *arguments, grid, warmup, **constants):
+        name = f"{function.fn.__module__}.{function.fn.__name__}"
+        try:
+            kernel = self._run(function, *arguments, grid=grid, warmup=True, **constants)
+        except Exception as error:  # of any kind: the next kernels are compiled all the same
+            self.failures[f"{name} {constants}: {type(error).__name__}: {error}"] = None
+            return
+        shared = kernel.metadata.shared
+        self.shared[kernel.hash] = shared, name
+        if shared > SHARED[self.capability]:
+            self.failures[f"{name} {constants}: {shared:,} bytes of shared memory"] = None
+
+
+def zero_memory() -> None:
+    """Memory that no kernel has written must not be read as an index."""
+
+    def zeroed(function):
+        return lambda *arguments, **named: function(*arguments, **named).zero_()
+
+    for owner in (torch, torch.Tensor):
+        for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
+            if hasattr(owner, name):
+                setattr(owner, name, zeroed(getattr(owner, name)))
+
+
+def run_layer(method: str, dim: int, hidden, options: dict, tokens: int, dtype: torch.dtype) -> None:
+    layer = intbmoe.create(method, dim, hidden, **options)
+    x = torch.zeros(1, tokens, dim, requires_grad=True)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        y = layer(x)
+    y.sum().backward()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compile the kernels for a GPU that need not be here.")
+    parser.add_argument("gpu", choices=[f"sm_{capability}" for capability in SHARED])
+    parser.add_argument("--wide", action="store_true", help="the sizes of large models too")
+    options = parser.parse_args()
+    compiler = Compiler(int(options.gpu.removeprefix("sm_")))
+    triton.runtime.driver.set_active(AbsentGPU(compiler.capability))
+    JITFunction.run = lambda *arguments, **named: compiler.run(*arguments, **named)
+    backend.INTERPRETING = launch.INTERPRETING = True  # so that layers take their kernels for tensors of the CPU
+    scores_fused.shared_memory = lambda device: SHARED[compiler.capability]
+    zero_memory()
+    for layer in SMALL + WIDE * options.wide:
+        for dtype in (torch.bfloat16, torch.float32):
+            run_layer(*layer, dtype)
+            print(*layer, dtype, len(compiler.shared), flush=True)
+    scores = torch.zeros(64, 16_384, requires_grad=True)
+    cross_entropy(scores, torch.zeros(64, dtype=torch.long)).sum().backward()
+    most, name = max(compiler.shared.values())
+    print(
+        f"{len(compiler.shared)} kernels compiled for {options.gpu}, at most {most:,} bytes of shared memory ({name})"
+    )
+    for failure in compiler.failures:
+        print(failure)
+    return bool(compiler.failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
