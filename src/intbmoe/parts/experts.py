@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from intbmoe.layer import LayerConfig, MoELayer, Quantities
 from intbmoe.ops.backend import Backend, choose_backend
+from intbmoe.ops.experts import native
 from intbmoe.ops.grouped_mm import grouped_mm
 from intbmoe.ops.merged_mm import merged_mm
 from intbmoe.ops.permute import Permutation
@@ -117,6 +118,9 @@ class Exchange(Protocol):
 class StackedExperts(nn.Module):
     """E experts of one shape; subclasses write ``network`` over an open linear map."""
 
+    NETWORK: ClassVar[Literal["gelu", "swiglu"] | None] = None
+    """Its name in ``ops/experts/``; None if it has no kernels. A subclass with another ``network`` sets it anew."""
+
     def __init__(self, experts: int) -> None:
         super().__init__()
         self.count = experts
@@ -163,6 +167,9 @@ class StackedExperts(nn.Module):
 
         The sum is in the type of ``weights``. Pass ``complete`` if no choice is −1.
         """
+        if self._runs_native(x, weights):
+            parameters = [each for layer in self.children() for each in (layer.weight, layer.bias) if each is not None]
+            return native.run_experts(self.NETWORK, x, ids, weights, parameters)
         plan = dispatch(ids, self.count, choose_backend(x), complete)
         # With an expert for every row there is nothing to leave out, and plain operations are started faster.
         if plan.backend == "fused" and not complete and self._readable():
@@ -173,9 +180,13 @@ class StackedExperts(nn.Module):
         """``rows`` by kernels that leave rows of no expert alone: see ``ops.expert_rows``."""
         raise TypeError(f"{type(self).__name__} does not define open_rows()")
 
+    def _runs_native(self, x: Tensor, weights: Tensor) -> bool:
+        chosen = choose_backend(x, has_native=True) == "native"  # asked first: a compiler must not see the rest
+        return chosen and weights.dtype == x.dtype and self._readable()
+
     def _readable(self) -> bool:
-        """Whether ``open_rows`` is there, and reading the linear maps' weights is as good as calling them."""
-        if type(self).open_rows is StackedExperts.open_rows or self.exchange is not None:
+        """Whether reading the linear maps' weights, of experts whose network is known, is as good as calling them."""
+        if self.NETWORK is None or self.exchange is not None:
             return False
         if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
             return False  # it looks for NaN in gradients of all rows, also of those that are not written
@@ -200,6 +211,8 @@ class StackedExperts(nn.Module):
 class FFNExperts(StackedExperts):
     """``down(GELU(up z))``, with biases."""
 
+    NETWORK = "gelu"
+
     def __init__(self, experts: int, dim: int, hidden: int) -> None:
         super().__init__(experts)
         self.up = StackedLinear(experts, dim, hidden, bias=True)
@@ -217,6 +230,8 @@ class FFNExperts(StackedExperts):
 
 class SwiGLUExperts(StackedExperts):
     """``down(SiLU(gate z) ⊙ up z)``, without biases."""
+
+    NETWORK = "swiglu"
 
     def __init__(self, experts: int, dim: int, hidden: int) -> None:
         super().__init__(experts)

@@ -1,0 +1,20 @@
+"""Experts without gradients on the CPU, from tokens to weighted sums in one call of the compiled library."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from intbmoe.ops.native import problem
+
+
+def run_experts(
+    network: problem.Network, x: Tensor, ids: Tensor, weights: Tensor, parameters: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """As ``naive.run_experts``."""
+    if network == "gelu":
+        up, up_bias, down, down_bias = parameters
+        lists = {"weights": (up, down), "biases": (up_bias, down_bias)}
+    else:
+        lists = {"weights": parameters}
+    hidden = parameters[0].shape[2]
+    return problem.run(network, (x.shape[1], hidden, x.shape[1]), x, ids, weights, lists, {})
