@@ -22,10 +22,11 @@ from intbmoe.tasks import make_task
 RECIPES = ("imagenet", "minipile", "inttravel")
 SHAPES = {
     "ImageNet": {"dim": 192, "hidden": 768, "blocks": 8, "top_k": 2},
+    "IntTravel": {"dim": 96, "hidden": 384, "blocks": 8, "top_k": 2},
     "MiniPile": {"dim": 768, "hidden": 3072, "blocks": 8, "top_k": 2},
 }
 SIZES = ("float32", "bfloat16", "int8, rest float32", "int8, rest bfloat16", "share in 8 bits")
-TOKENS = (1, 32, 1024)
+TOKENS = (1, 32, 256)
 ROUNDS = 15
 
 

@@ -1,5 +1,6 @@
 """Experts of sparse methods by the compiled library: against the specification, and when layers take it."""
 
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -11,9 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import intbmoe
 from intbmoe.ops import native as library
+from intbmoe.ops.blocks import Blocks
+from intbmoe.ops.blocks import native as blocks_native
 from intbmoe.ops.experts import naive, native
+from intbmoe.parts.quantized import Quantized
 from intbmoe.quantization import quantize
-from small_methods import make, tokens
+from small_methods import DIM, TINY, make, tokens
 
 pytestmark = pytest.mark.skipif(library.LIBRARY is None, reason=f"the compiled library is {library.STATUS}")
 dtypes = pytest.mark.parametrize("dtype", library.DTYPES)
@@ -150,7 +154,7 @@ def test_capacity_leaves_out_the_same_tokens(calls):
 
 
 @torch.no_grad()
-def test_hooks_counters_and_8_bit_weights_keep_to_torch(calls):
+def test_hooks_counters_and_fp8_keep_to_torch(calls):
     layer, x = make("vmoe").eval(), tokens(2, 5)
     with FlopCounterMode(display=False) as counter:
         layer(x)
@@ -160,6 +164,41 @@ def test_hooks_counters_and_8_bit_weights_keep_to_torch(calls):
     layer(x)
     assert seen
     handle.remove()
-    quantize(layer)
+    quantize(layer, "fp8")
     layer(x)
     assert not calls.called
+
+
+# Weights in int8.
+
+
+@dtypes
+def test_int8_products_are_those_of_integers(dtype, instructions, two_threads):
+    counts = torch.tensor([0, 1, 3, 9, 27, 60])  # rows of each block: every way of multiplying
+    ids = torch.repeat_interleave(torch.arange(6), counts)[torch.randperm(100)].unsqueeze(1)
+    x, numbers = torch.randint(-4, 5, (100, 405)), torch.randint(-127, 128, (6, 405, 405), dtype=torch.int8)
+    scales, biases = 2.0 ** torch.randint(-3, 4, (6, 1, 405)), torch.randint(-9, 10, (6, 405))
+    blocks = Blocks((numbers,), (biases.to(dtype),), (), None, (), None, None, scales=(scales.to(dtype),))
+    weights = torch.ones(100, 1, dtype=dtype)
+    found, _ = blocks_native.run_blocks(x.to(dtype), ids, weights, None, blocks)
+    exact = torch.stack([row @ numbers[block].long() for row, (block,) in zip(x, ids.tolist(), strict=True)])
+    block = ids.squeeze(1)
+    assert torch.equal(found, (exact * scales[block, 0] + biases[block]).to(dtype))  # all of them fit into float32
+
+
+@pytest.mark.parametrize("name", ["intbmoe", "switch", "deepseek"])
+@torch.no_grad()
+def test_a_layer_in_int8_is_not_multiplied_out(name):
+    layer = intbmoe.create(name, DIM, 40, **TINY.get(name, {})).double().eval()
+    layer = layer.precompose() if name == "intbmoe" else layer
+    quantize(layer)
+    x = tokens(3, 40)
+    owners = layer.block_weights if name == "intbmoe" else layer.experts
+    experts = [part for part in owners.modules() if isinstance(part, Quantized)]
+    spies = [mock.patch.object(part, "forward", wraps=part.forward) for part in experts]
+    with ExitStack() as stack:
+        multiplied = [stack.enter_context(spy) for spy in spies]
+        found = layer(x)
+        assert not any(spy.called for spy in multiplied)
+    with torch.enable_grad():
+        assert_near(found, layer(x).detach())

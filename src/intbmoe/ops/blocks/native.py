@@ -13,6 +13,7 @@ def run_blocks(x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, b
     widths = [x.shape[1], *[weight.shape[2] // paths for weight in blocks.weights]]
     lists = {
         "weights": blocks.weights,
+        "scales": blocks.scales,
         "biases": blocks.biases,
         "gains": blocks.gains,
         "norm_gains": [gain for gain, _ in blocks.norms],

@@ -8,13 +8,18 @@ from intbmoe.ops.native import problem
 
 
 def run_experts(
-    network: problem.Network, x: Tensor, ids: Tensor, weights: Tensor, parameters: Sequence[Tensor]
+    network: problem.Network,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    parameters: Sequence[Tensor],
+    scales: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
-    """As ``naive.run_experts``."""
+    """As ``naive.run_experts``. With ``scales``, (E, 1, outputs) for each matrix, the matrices are int8."""
     if network == "gelu":
         up, up_bias, down, down_bias = parameters
-        lists = {"weights": (up, down), "biases": (up_bias, down_bias)}
+        lists = {"weights": (up, down), "biases": (up_bias, down_bias), "scales": scales}
     else:
-        lists = {"weights": parameters}
+        lists = {"weights": parameters, "scales": scales}
     hidden = parameters[0].shape[2]
     return problem.run(network, (x.shape[1], hidden, x.shape[1]), x, ids, weights, lists, {})

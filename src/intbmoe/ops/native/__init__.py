@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 DTYPES = (torch.float32, torch.float64)
 NAME = "_library.so"
-SOURCES = ("native.c", "instructions.h", "kernels.h")
+SOURCES = ("native.c", "instructions.h", "kernels.h", "product.h")
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:

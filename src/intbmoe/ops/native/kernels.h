@@ -17,15 +17,7 @@
 #define LINE (64 / (int64_t)sizeof(REAL)) /* of the cache */
 #define PADDED(columns) (((columns) + PANEL - 1) / PANEL * PANEL)
 #define UNROLL _Pragma("GCC unroll 32")
-#define CASE(n) \
-    case n: \
-        if (direct) NAME(multiply_rows)(n, inner, from, a_stride, weight + c, columns, onto, to, out_stride); \
-        else NAME(multiply_rows)(n, inner, from, a_stride, panel, PANEL, onto, to, out_stride); \
-        break;
-#define STREAMED(n) case n: NAME(stream_rows)(n, inner, columns, a, a_stride, weight, out, out_stride); return;
-
-typedef REAL NAME(vector) __attribute__((vector_size(VECTOR_BYTES)));
-typedef REAL NAME(unaligned) __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REAL)), may_alias));
+#include "product.h"
 
 /* e^x to the last place or two; 0 and infinity beyond the range of normal numbers, NaN stays NaN. */
 static inline __attribute__((always_inline)) REAL NAME(exponential)(REAL x) {
@@ -60,145 +52,10 @@ static inline __attribute__((always_inline)) REAL NAME(gelu)(REAL x) {
     return x * (x < 0 ? tail : 1 - tail);
 }
 
-/* out (rows, PANEL) = a (rows, inner) · panel (inner, PANEL), or added to it. The panel's rows are ``panel_stride``
- * apart. ``rows`` is a constant wherever this is inlined, and so is the stride of packed panels. */
-static inline __attribute__((always_inline)) void NAME(multiply_rows)(
-    const int rows, int64_t inner, const REAL *restrict a, int64_t a_stride, const REAL *restrict panel,
-    int64_t panel_stride, int onto, REAL *restrict out, int64_t out_stride) {
-    NAME(vector) sum[ROWS_AT_ONCE][2];
-    UNROLL for (int r = 0; r < rows; r++) {
-        sum[r][0] = sum[r][1] = (NAME(vector)){0};
-        if (onto) {
-            sum[r][0] = *(const NAME(unaligned) *)(out + r * out_stride);
-            sum[r][1] = *(const NAME(unaligned) *)(out + r * out_stride + LANES);
-        }
-    }
-    int64_t i = 0;
-#ifdef FACTORS_BY_LANE
-    for (; i + LANES <= inner; i += LANES) {
-        NAME(vector) factors[ROWS_AT_ONCE];
-        UNROLL for (int r = 0; r < rows; r++) factors[r] = *(const NAME(unaligned) *)(a + r * a_stride + i);
-        UNROLL for (int lane = 0; lane < LANES; lane++) {
-            NAME(vector) left = *(const NAME(unaligned) *)(panel + (i + lane) * panel_stride);
-            NAME(vector) right = *(const NAME(unaligned) *)(panel + (i + lane) * panel_stride + LANES);
-            UNROLL for (int r = 0; r < rows; r++) {
-                NAME(vector) factor = factors[r][lane] - (NAME(vector)){0};
-                sum[r][0] += factor * left;
-                sum[r][1] += factor * right;
-            }
-        }
-    }
-#endif
-    for (; i < inner; i++) {
-        if (panel_stride != PANEL) /* the next panel: strides are too long for the CPU to guess */
-            for (int64_t ahead = PANEL; ahead < 2 * PANEL; ahead += LINE)
-                __builtin_prefetch(panel + i * panel_stride + ahead);
-        NAME(vector) left = *(const NAME(unaligned) *)(panel + i * panel_stride);
-        NAME(vector) right = *(const NAME(unaligned) *)(panel + i * panel_stride + LANES);
-        UNROLL for (int r = 0; r < rows; r++) {
-            NAME(vector) factor = a[r * a_stride + i] - (NAME(vector)){0};
-            sum[r][0] += factor * left;
-            sum[r][1] += factor * right;
-        }
-    }
-    UNROLL for (int r = 0; r < rows; r++) {
-        *(NAME(unaligned) *)(out + r * out_stride) = sum[r][0];
-        *(NAME(unaligned) *)(out + r * out_stride + LANES) = sum[r][1];
-    }
-}
-
-/* A strip of the weight's columns as panels, one after another; columns beyond the last are zeros. The next strip is on
- * its way meanwhile. */
-static void NAME(pack)(int64_t inner, int64_t columns, const REAL *restrict weight, int64_t stride,
-                       REAL *restrict panels) {
-    for (int64_t i = 0; i < inner; i++, weight += stride, panels += PANEL) {
-        if (columns >= STRIP) {
-            UNROLL for (int64_t c = 0; c < STRIP; c += LANES)
-                *(NAME(vector) *)(panels + c / PANEL * inner * PANEL + c % PANEL) =
-                    *(const NAME(unaligned) *)(weight + c);
-            if (columns > STRIP)
-                for (int64_t ahead = 0; ahead < STRIP; ahead += LINE)
-                    __builtin_prefetch(weight + STRIP + ahead);
-        } else {
-            for (int64_t c = 0; c < STRIP; c++)
-                panels[c / PANEL * inner * PANEL + c % PANEL] = c < columns ? weight[c] : 0;
-        }
-    }
-}
-
-/* The product over at most DEPTH inputs, ``onto`` what is there or not.
- *
- * Where rows are so few that each panel is read once, it is read where it is, unless it is the last and not full. */
-static void NAME(multiply_part)(int64_t rows, int64_t inner, int64_t columns, const REAL *a, int64_t a_stride,
-                                const REAL *weight, int onto, REAL *out, int64_t out_stride, REAL *panels) {
-    int64_t pieces = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-    for (int64_t c = 0; c < columns; c += PANEL) {
-        const REAL *panel = panels + c % STRIP * inner;
-        const int direct = pieces == 1 && columns - (c - c % STRIP) >= STRIP;
-        if (!direct && panel == panels) NAME(pack)(inner, columns - c, weight + c, columns, panels);
-        for (int64_t piece = 0; piece < pieces; piece++) {
-            int64_t first = rows * piece / pieces, count = rows * (piece + 1) / pieces - first;
-            const REAL *from = a + first * a_stride;
-            REAL *to = out + first * out_stride + c;
-            switch (count) { /* one kernel for each number, so that its sums stay in registers */
-                CASE(1) CASE(2) CASE(3) CASE(4)
-#if ROWS_AT_ONCE > 4
-                CASE(5) CASE(6)
-#endif
-#if ROWS_AT_ONCE > 6
-                CASE(7) CASE(8)
-#endif
-#if ROWS_AT_ONCE > 8
-                CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-            }
-        }
-    }
-}
-
-/* The product for a few rows, which wait for memory: the weight is read from front to back. Every sum still runs in the
- * order of the inputs. */
-static inline __attribute__((always_inline)) void NAME(stream_rows)(
-    const int rows, int64_t inner, int64_t columns, const REAL *restrict a, int64_t a_stride,
-    const REAL *restrict weight, REAL *restrict out, int64_t out_stride) {
-    for (int64_t start = 0; start < columns; start += CHUNK) {
-        const int64_t count = columns - start < CHUNK ? columns - start : CHUNK;
-        for (int r = 0; r < rows; r++) memset(out + r * out_stride + start, 0, count * sizeof(REAL));
-        int64_t i = 0;
-        for (; i + 4 <= inner; i += 4) {
-            const REAL *w = weight + i * columns + start;
-            UNROLL for (int r = 0; r < rows; r++) {
-                const REAL *f = a + r * a_stride + i;
-                const REAL f0 = f[0], f1 = f[1], f2 = f[2], f3 = f[3];
-                REAL *to = out + r * out_stride + start;
-                _Pragma("omp simd") for (int64_t c = 0; c < count; c++) {
-                    REAL sum = to[c];
-                    sum += f0 * w[c];
-                    sum += f1 * w[columns + c];
-                    sum += f2 * w[2 * columns + c];
-                    sum += f3 * w[3 * columns + c];
-                    to[c] = sum;
-                }
-            }
-        }
-        for (; i < inner; i++)
-            UNROLL for (int r = 0; r < rows; r++) {
-                const REAL f = a[r * a_stride + i];
-                REAL *to = out + r * out_stride + start;
-                _Pragma("omp simd") for (int64_t c = 0; c < count; c++) to[c] += f * weight[i * columns + start + c];
-            }
-    }
-}
-
-/* out (rows, ≥ columns) = a (rows, inner) · weight (inner, columns); out_stride is a multiple of PANEL. */
-static void NAME(multiply)(int64_t rows, int64_t inner, int64_t columns, const REAL *a, int64_t a_stride,
-                           const REAL *weight, REAL *out, int64_t out_stride, REAL *panels) {
-    switch (rows) {
-        STREAMED(1) STREAMED(2) STREAMED(3) STREAMED(4)
-    }
-    for (int64_t start = 0; start < inner; start += DEPTH)
-        NAME(multiply_part)(rows, inner - start < DEPTH ? inner - start : DEPTH, columns, a + start, a_stride,
-                            weight + start * columns, start > 0, out, out_stride, panels);
+/* The index-th weight of one block. */
+static NAME(matrix) NAME(weight_of)(const Problem *p, int64_t index, int64_t block, int64_t inner, int64_t columns) {
+    const REAL *scales = p->scales ? (const REAL *)p->scales[index] + block * columns : NULL;
+    return NAME(rows_from)((NAME(matrix)){p->weights[index], scales}, block * inner, columns);
 }
 
 /* z = x ⊙ sigmoid(token_term + block_term). */
@@ -258,7 +115,7 @@ static void NAME(run_block)(const Problem *p, int64_t block, int64_t first, int6
     for (int64_t layer = 0; layer < p->layers; layer++) {
         const int64_t inner = p->widths[layer], width = p->widths[layer + 1];
         const int64_t columns = p->scale ? 2 * width : width, stride = PADDED(columns);
-        const REAL *weight = (const REAL *)p->weights[layer] + block * inner * columns;
+        const NAME(matrix) weight = NAME(weight_of)(p, layer, block, inner, columns);
         const REAL *bias = (const REAL *)p->biases[layer] + block * columns;
         const int last = layer == p->layers - 1;
         NAME(multiply)(rows, inner, columns, z, inner, weight, product, stride, panels);
@@ -276,11 +133,10 @@ static void NAME(run_block)(const Problem *p, int64_t block, int64_t first, int6
 /* The same of an expert: GELU(z W_0 + b_0) W_1 + b_1, or (SiLU(z W_0) ⊙ z W_1) W_2. */
 static void NAME(run_expert)(const Problem *p, int64_t expert, int64_t first, int64_t rows, REAL *panels, REAL *z,
                              REAL *product) {
-    const int64_t dim = p->widths[0], width = p->widths[1], half = PADDED(width), size = expert * dim * width;
+    const int64_t dim = p->widths[0], width = p->widths[1], half = PADDED(width);
     const int64_t gated = p->network == SWIGLU, stride = gated ? 2 * half : half;
-    const REAL *down = (const REAL *)p->weights[1 + gated] + size;
     for (int64_t i = 0; i <= gated; i++)
-        NAME(multiply)(rows, dim, width, z, dim, (const REAL *)p->weights[i] + size, product + i * half, stride,
+        NAME(multiply)(rows, dim, width, z, dim, NAME(weight_of)(p, i, expert, dim, width), product + i * half, stride,
                        panels);
     for (int64_t r = 0; r < rows; r++) {
         const REAL *v = product + r * stride;
@@ -289,6 +145,7 @@ static void NAME(run_expert)(const Problem *p, int64_t expert, int64_t first, in
         else
             NAME(activate_row)(width, v, (const REAL *)p->biases[0] + expert * width, z + r * width);
     }
+    const NAME(matrix) down = NAME(weight_of)(p, 1 + gated, expert, width, dim);
     NAME(multiply)(rows, width, dim, z, width, down, product, PADDED(dim), panels);
     for (int64_t r = 0; r < rows; r++) {
         const REAL *v = product + r * PADDED(dim);
@@ -368,5 +225,3 @@ static void NAME(route)(int64_t first, int64_t end, int64_t blocks, int64_t choi
 #undef LINE
 #undef PADDED
 #undef UNROLL
-#undef CASE
-#undef STREAMED

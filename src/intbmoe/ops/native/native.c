@@ -42,6 +42,7 @@ typedef struct {
     const void *shared;                  /* (tokens, d) or NULL */
     int64_t shared_stride;
     const void **weights, **biases, **gains, **norm_gains, **norm_shifts; /* one of each a layer; SWIGLU: 3 weights */
+    const void **scales; /* one a weight, (blocks, columns): the weights are int8 and multiplied by them; or NULL */
     const void *scale;                                                   /* λ; NULL without a gate */
     void *y;
     int64_t *load;

@@ -26,7 +26,7 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("token_term", "block_term", "ids", "route_weights", "shared")),
         ("shared_stride", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("weights", "biases", "gains", "norm_gains", "norm_shifts")),
-        *((name, ctypes.c_void_p) for name in ("scale", "y", "load", "scratch")),
+        *((name, ctypes.c_void_p) for name in ("scales", "scale", "y", "load", "scratch")),
         *((name, ctypes.c_void_p) for name in ("token", "row_of", "end", "rows")),
         *((name, ctypes.c_int64) for name in ("most_inner", "most_columns", "rows_at_once")),
     )
@@ -43,12 +43,13 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """(N, d) tokens, (N, k) where they go (−1: nowhere) and with which weights → (N, d) sums, and loads.
 
-    ``lists`` and ``single`` are the fields of ``Problem`` that hold a tensor for each layer, and one or none.
+    ``lists`` and ``single`` are the fields of ``Problem`` that hold a tensor for each layer, and one or none. With
+    "scales" in ``lists``, of which there are as many as weights, these are int8.
     """
     dtype, (tokens, dim), count = x.dtype, x.shape, lists["weights"][0].shape[0]
     held = []  # what the addresses point to must live until the call is over
 
-    def at(tensor: Tensor) -> int:
+    def at(tensor: Tensor, dtype: torch.dtype = dtype) -> int:
         held.append(tensor := cast(tensor, dtype).contiguous())
         return address(tensor, dtype)
 
@@ -58,7 +59,12 @@ def run(
         tokens, ids.shape[1], count, len(widths) - 1, torch.get_num_threads(), dtype.itemsize == 8,
         NETWORKS.index(network),
     )  # fmt: skip
-    arrays = {name: (ctypes.c_void_p * len(tensors))(*map(at, tensors)) for name, tensors in lists.items()}
+    stored = torch.int8 if lists.get("scales") else dtype
+    arrays = {
+        name: (ctypes.c_void_p * len(tensors))(*(at(each, stored if name == "weights" else dtype) for each in tensors))
+        for name, tensors in lists.items()
+        if tensors
+    }
     arrays["widths"] = (ctypes.c_int64 * len(widths))(*widths)
     for name, array in arrays.items():
         setattr(problem, name, ctypes.addressof(array))
