@@ -1,7 +1,8 @@
 """8-bit weights for serving: ``intbmoe.quantize(model, "int8")`` stores what is large in a quarter of the memory.
 
-Weight-only: tokens keep their type, and a weight is multiplied out where it is used (``parts/quantized.py``). Routers
-stay as they are, so that tokens go where they went.
+Weight-only: tokens keep their type, and a weight is multiplied out where it is used (``parts/quantized.py``); on a CPU
+the compiled library reads blocks and experts in int8 as they are stored. Routers stay as they are, so that tokens go
+where they went.
 """
 
 from collections.abc import Iterator, Mapping

@@ -29,21 +29,6 @@ TOLERANCE = {dtype: 16 * torch.finfo(dtype).eps / naive.LAYER_NORM_EPS**0.5 for 
 dtypes = pytest.mark.parametrize("dtype", library.DTYPES)
 
 
-@pytest.fixture(params=["avx512", "avx2", "neon", "plain"])
-def instructions(request):
-    if library.LIBRARY.intbmoe_select(request.param.encode()) is None:
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    library.LIBRARY.intbmoe_select(b"")
-
-
-@pytest.fixture
-def two_threads():
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
-
-
 def random_blocks(widths, count, dtype, gate=True, filtered=True):
     def random(*shape):
         return torch.randn(*shape, dtype=dtype)

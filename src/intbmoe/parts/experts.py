@@ -16,15 +16,18 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from intbmoe.layer import LayerConfig, MoELayer, Quantities
 from intbmoe.ops.backend import Backend, choose_backend
+from intbmoe.ops.experts import native
 from intbmoe.ops.grouped_mm import grouped_mm
 from intbmoe.ops.merged_mm import merged_mm
 from intbmoe.ops.permute import Permutation
 from intbmoe.ops.swiglu import swiglu
 from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
 from intbmoe.parts.linear import Linear, called, untouched
+from intbmoe.parts.quantized import stored_in_int8
 from intbmoe.settings import PositiveInt
 
 
@@ -117,6 +120,9 @@ class Exchange(Protocol):
 class StackedExperts(nn.Module):
     """E experts of one shape; subclasses write ``network`` over an open linear map."""
 
+    NETWORK: ClassVar[Literal["gelu", "swiglu"] | None] = None
+    """Its name in ``ops/experts/``; None if it has no kernels. A subclass with another ``network`` sets it anew."""
+
     def __init__(self, experts: int) -> None:
         super().__init__()
         self.count = experts
@@ -163,6 +169,11 @@ class StackedExperts(nn.Module):
 
         The sum is in the type of ``weights``. Pass ``complete`` if no choice is −1.
         """
+        # Asked first: a compiler must not see the rest.
+        if choose_backend(x, has_native=True) == "native" and weights.dtype == x.dtype:
+            found = self._stored()
+            if found is not None:
+                return native.run_experts(self.NETWORK, x, ids, weights, *found)
         plan = dispatch(ids, self.count, choose_backend(x), complete)
         # With an expert for every row there is nothing to leave out, and plain operations are started faster.
         if plan.backend == "fused" and not complete and self._readable():
@@ -173,13 +184,24 @@ class StackedExperts(nn.Module):
         """``rows`` by kernels that leave rows of no expert alone: see ``ops.expert_rows``."""
         raise TypeError(f"{type(self).__name__} does not define open_rows()")
 
-    def _readable(self) -> bool:
-        """Whether ``open_rows`` is there, and reading the linear maps' weights is as good as calling them."""
-        if type(self).open_rows is StackedExperts.open_rows or self.exchange is not None:
+    def _stored(self) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Parameters, and the scales of int8 weights, as the compiled library takes them; None where it cannot."""
+        layers = list(self.children())
+        stored = [stored_in_int8(layer, "weight") for layer in layers]
+        in_int8 = None not in stored
+        if not self._readable(type_before_parametrizations if in_int8 else type):
+            return None
+        weights = [numbers for numbers, _ in stored] if in_int8 else [layer.weight for layer in layers]
+        pairs = zip(weights, (layer.bias for layer in layers), strict=True)
+        return [each for pair in pairs for each in pair if each is not None], [s for _, s in stored] if in_int8 else []
+
+    def _readable(self, type_of: Callable[[nn.Module], type] = type) -> bool:
+        """Whether reading the linear maps' weights, of experts whose network is known, is as good as calling them."""
+        if self.NETWORK is None or self.exchange is not None:
             return False
         if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
             return False  # it looks for NaN in gradients of all rows, also of those that are not written
-        return all(untouched(layer, StackedLinear) for layer in self.children())
+        return all(type_of(layer) is StackedLinear and untouched(layer, type(layer)) for layer in self.children())
 
     def _route_open(self, x: Tensor, weights: Tensor, plan: Permutation) -> Tensor:
         from intbmoe.ops.combine import fused
@@ -200,6 +222,8 @@ class StackedExperts(nn.Module):
 class FFNExperts(StackedExperts):
     """``down(GELU(up z))``, with biases."""
 
+    NETWORK = "gelu"
+
     def __init__(self, experts: int, dim: int, hidden: int) -> None:
         super().__init__(experts)
         self.up = StackedLinear(experts, dim, hidden, bias=True)
@@ -217,6 +241,8 @@ class FFNExperts(StackedExperts):
 
 class SwiGLUExperts(StackedExperts):
     """``down(SiLU(gate z) ⊙ up z)``, without biases."""
+
+    NETWORK = "swiglu"
 
     def __init__(self, experts: int, dim: int, hidden: int) -> None:
         super().__init__(experts)

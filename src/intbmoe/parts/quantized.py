@@ -54,6 +54,17 @@ def store(owner: nn.Module, name: str, storage: Storage) -> None:
     parametrize.register_parametrization(owner, name, Quantized(storage), unsafe=True)
 
 
+def stored_in_int8(owner: nn.Module, name: str) -> tuple[Tensor, Tensor] | None:
+    """Numbers and scales of ``owner``'s parameter ``name``; None if it is not kept in int8, or not by us alone."""
+    stored = owner._modules.get("parametrizations")
+    if stored is None or name not in stored or len(stored[name]) != 1:
+        return None
+    (way,) = stored[name]
+    if type(way) is not Quantized or way.storage != "int8":
+        return None
+    return stored[name].original0, stored[name].original1
+
+
 def weight_dtype(weights: nn.ParameterList) -> torch.dtype:
     """The type the weights are computed in, without multiplying any out."""
     stored = weights._modules.get("parametrizations")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.ops.backend import Backend, choose_backend
-from intbmoe.ops.choose import MOST_IN_ONE_KERNEL
+from intbmoe.ops.choose import MOST_IN_ONE_KERNEL, choose
 from intbmoe.ops.scores import router_scores
 from intbmoe.parts.linear import Linear
 
@@ -31,10 +31,10 @@ class MLPRouter(nn.Module):
 
 def top_k(scores: Tensor, k: int) -> Tensor:
     """Indices of the k highest scores in each row, best first; equal scores go to the lower index."""
-    if k <= MOST_IN_ONE_KERNEL and scores.dim() == 2 and choose_backend(scores) == "fused":
-        from intbmoe.ops.choose import fused
-
-        return fused.choose(scores.detach(), k)[0]
+    if k <= MOST_IN_ONE_KERNEL and scores.dim() == 2:
+        backend = choose_backend(scores, has_native=True)
+        if backend in ("fused", "native"):
+            return choose(scores.detach(), k, backend)[0]
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]  # torch.topk leaves ties open
 
 

@@ -10,11 +10,11 @@ import zlib
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 DTYPES = (torch.float32, torch.float64)
 NAME = "_library.so"
-SOURCES = ("native.c", "instructions.h", "kernels.h")
+SOURCES = ("native.c", "instructions.h", "kernels.h", "product.h")
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
@@ -46,6 +46,8 @@ LIBRARY, STATUS = _load()
 
 def address(x: Tensor, dtype: torch.dtype) -> int:
     """Where the numbers of ``x`` lie; an error if they are not ``dtype`` in rows in the CPU's memory."""
-    if x.dtype != dtype or not x.is_cpu or (x.stride(-1) != 1 and x.shape[-1] > 1):
-        raise TypeError(f"expected {dtype} on the CPU with entries of a row side by side, got {x.dtype} on {x.device}")
+    plain = type(x) in (Tensor, nn.Parameter)  # one that wraps another has no memory of its own
+    if not plain or x.dtype != dtype or not x.is_cpu or (x.stride(-1) != 1 and x.shape[-1] > 1):
+        found = f"{type(x).__name__} of {x.dtype} on {x.device}"
+        raise TypeError(f"expected {dtype} on the CPU with entries of a row side by side, got a {found}")
     return x.data_ptr()

@@ -8,6 +8,7 @@
 #define EXPONENT_BIAS 127
 #define ROUND_BY_ADDING 12582912.0f
 #define TERMS 7
+#define TAIL tail_float
 #define SQUARE_ROOT sqrtf
 #include "kernels.h"
 #undef NAME
@@ -17,6 +18,7 @@
 #undef EXPONENT_BIAS
 #undef ROUND_BY_ADDING
 #undef TERMS
+#undef TAIL
 #undef SQUARE_ROOT
 
 #define NAME(x) JOIN(x, SET, double)
@@ -26,6 +28,7 @@
 #define EXPONENT_BIAS 1023
 #define ROUND_BY_ADDING 6755399441055744.0
 #define TERMS 13
+#define TAIL tail_double
 #define SQUARE_ROOT sqrt
 #include "kernels.h"
 #undef NAME
@@ -35,6 +38,7 @@
 #undef EXPONENT_BIAS
 #undef ROUND_BY_ADDING
 #undef TERMS
+#undef TAIL
 #undef SQUARE_ROOT
 
 static const Kernels TABLE(SET) = {

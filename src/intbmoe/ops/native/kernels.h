@@ -3,8 +3,9 @@
  *
  * Given by the includer: REAL and BITS, the number and the unsigned integer of its size; EXPONENT_SHIFT and
  * EXPONENT_BIAS of its format; ROUND_BY_ADDING, 1.5 · 2^(bits of the fraction); TERMS of the exponential's series;
- * SQUARE_ROOT, the C library's; VECTOR_BYTES and ROWS_AT_ONCE, at most 12, of the product; FACTORS_BY_LANE where an
- * instruction can multiply by one lane of a register, which saves loads; NAME(x), a name of this pair.
+ * TAIL, the polynomial of the normal distribution's tail; SQUARE_ROOT, the C library's; VECTOR_BYTES and ROWS_AT_ONCE,
+ * at most 12, of the product; FACTORS_BY_LANE where an instruction can multiply by one lane of a register, which saves
+ * loads; NAME(x), a name of this pair.
  *
  * Every sum runs in an order that depends on the width alone, so a row's result depends neither on the rows beside it
  * nor on how rows are dealt to threads.
@@ -13,11 +14,10 @@
 #define LANES (VECTOR_BYTES / (int64_t)sizeof(REAL))
 #define PANEL (2 * LANES)
 #define STRIP (STRIP_BYTES / (int64_t)sizeof(REAL))
-#define UNROLL _Pragma("GCC unroll 16")
-#define CASE(n) case n: NAME(multiply_rows)(n, inner, from, a_stride, panel, to, out_stride); break;
-
-typedef REAL NAME(vector) __attribute__((vector_size(VECTOR_BYTES)));
-typedef REAL NAME(unaligned) __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REAL)), may_alias));
+#define LINE (64 / (int64_t)sizeof(REAL)) /* of the cache */
+#define PADDED(columns) (((columns) + PANEL - 1) / PANEL * PANEL)
+#define UNROLL _Pragma("GCC unroll 32")
+#include "product.h"
 
 /* e^x to the last place or two; 0 and infinity beyond the range of normal numbers, NaN stays NaN. */
 static inline __attribute__((always_inline)) REAL NAME(exponential)(REAL x) {
@@ -41,87 +41,21 @@ static inline __attribute__((always_inline)) REAL NAME(sigmoid)(REAL x) {
     return 1 / (1 + NAME(exponential)(-x));
 }
 
-/* out (rows, PANEL) = a (rows, inner) · panel (inner, PANEL); ``rows`` is a constant wherever this is inlined. */
-static inline __attribute__((always_inline)) void NAME(multiply_rows)(
-    const int rows, int64_t inner, const REAL *restrict a, int64_t a_stride, const REAL *restrict panel,
-    REAL *restrict out, int64_t out_stride) {
-    NAME(vector) sum[ROWS_AT_ONCE][2];
-    UNROLL for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (NAME(vector)){0};
-    int64_t i = 0;
-#ifdef FACTORS_BY_LANE
-    for (; i + LANES <= inner; i += LANES) {
-        NAME(vector) factors[ROWS_AT_ONCE];
-        UNROLL for (int r = 0; r < rows; r++) factors[r] = *(const NAME(unaligned) *)(a + r * a_stride + i);
-        UNROLL for (int lane = 0; lane < LANES; lane++) {
-            NAME(vector) left = *(const NAME(vector) *)(panel + (i + lane) * PANEL);
-            NAME(vector) right = *(const NAME(vector) *)(panel + (i + lane) * PANEL + LANES);
-            UNROLL for (int r = 0; r < rows; r++) {
-                NAME(vector) factor = factors[r][lane] - (NAME(vector)){0};
-                sum[r][0] += factor * left;
-                sum[r][1] += factor * right;
-            }
-        }
-    }
-#endif
-    for (; i < inner; i++) {
-        NAME(vector) left = *(const NAME(vector) *)(panel + i * PANEL);
-        NAME(vector) right = *(const NAME(vector) *)(panel + i * PANEL + LANES);
-        UNROLL for (int r = 0; r < rows; r++) {
-            NAME(vector) factor = a[r * a_stride + i] - (NAME(vector)){0};
-            sum[r][0] += factor * left;
-            sum[r][1] += factor * right;
-        }
-    }
-    UNROLL for (int r = 0; r < rows; r++) {
-        *(NAME(unaligned) *)(out + r * out_stride) = sum[r][0];
-        *(NAME(unaligned) *)(out + r * out_stride + LANES) = sum[r][1];
-    }
+/* x·Φ(x). With z = |x|/√2 and t = (z − 3)/(z + 3), written so that it is 1 at infinity, the tail 1 − Φ(|x|) is
+ * e^(−z²)·TAIL(t)/2: e^(z²)·erfc(z) is so smooth in t that a polynomial gives it to the last place. */
+static inline __attribute__((always_inline)) REAL NAME(gelu)(REAL x) {
+    const REAL z = (x < 0 ? -x : x) * (REAL)0.70710678118654752440;
+    const REAL t = 1 - 6 / (z + 3);
+    REAL sum = (REAL)TAIL[COUNT(TAIL) - 1];
+    UNROLL for (int i = COUNT(TAIL) - 2; i >= 0; i--) sum = sum * t + (REAL)TAIL[i];
+    const REAL tail = sum * NAME(exponential)(-z * z) / 2;
+    return x * (x < 0 ? tail : 1 - tail);
 }
 
-/* A strip of the weight's columns as panels, one after another; columns beyond the last are zeros. The next strip is on
- * its way meanwhile. */
-static void NAME(pack)(int64_t inner, int64_t columns, const REAL *restrict weight, int64_t stride,
-                       REAL *restrict panels) {
-    for (int64_t i = 0; i < inner; i++, weight += stride, panels += PANEL) {
-        if (columns >= STRIP) {
-            UNROLL for (int64_t c = 0; c < STRIP; c += LANES)
-                *(NAME(vector) *)(panels + c / PANEL * inner * PANEL + c % PANEL) =
-                    *(const NAME(unaligned) *)(weight + c);
-            if (columns > STRIP)
-                for (int64_t ahead = 0; ahead < STRIP; ahead += 64 / (int64_t)sizeof(REAL))
-                    __builtin_prefetch(weight + STRIP + ahead);
-        } else {
-            for (int64_t c = 0; c < STRIP; c++)
-                panels[c / PANEL * inner * PANEL + c % PANEL] = c < columns ? weight[c] : 0;
-        }
-    }
-}
-
-/* out (rows, ≥ columns) = a (rows, inner) · weight (inner, columns); out_stride is a multiple of PANEL. */
-static void NAME(multiply)(int64_t rows, int64_t inner, int64_t columns, const REAL *a, int64_t a_stride,
-                           const REAL *weight, REAL *out, int64_t out_stride, REAL *panels) {
-    int64_t pieces = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-    for (int64_t c = 0; c < columns; c += PANEL) {
-        const REAL *panel = panels + c % STRIP * inner;
-        if (panel == panels) NAME(pack)(inner, columns - c, weight + c, columns, panels);
-        for (int64_t piece = 0; piece < pieces; piece++) {
-            int64_t first = rows * piece / pieces, count = rows * (piece + 1) / pieces - first;
-            const REAL *from = a + first * a_stride;
-            REAL *to = out + first * out_stride + c;
-            switch (count) { /* one kernel for each number, so that its sums stay in registers */
-                CASE(1) CASE(2) CASE(3) CASE(4)
-#if ROWS_AT_ONCE > 4
-                CASE(5) CASE(6)
-#endif
-#if ROWS_AT_ONCE > 6
-                CASE(7) CASE(8)
-#endif
-#if ROWS_AT_ONCE > 8
-                CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-            }
-        }
-    }
+/* The index-th weight of one block. */
+static NAME(matrix) NAME(weight_of)(const Problem *p, int64_t index, int64_t block, int64_t inner, int64_t columns) {
+    const REAL *scales = p->scales ? (const REAL *)p->scales[index] + block * columns : NULL;
+    return NAME(rows_from)((NAME(matrix)){p->weights[index], scales}, block * inner, columns);
 }
 
 /* z = x ⊙ sigmoid(token_term + block_term). */
@@ -151,6 +85,16 @@ static void NAME(add_bias)(int64_t width, const REAL *restrict v, const REAL *re
     _Pragma("omp simd") for (int64_t c = 0; c < width; c++) z[c] = v[c] + bias[c];
 }
 
+/* z = GELU(v + bias). */
+static void NAME(activate_row)(int64_t width, const REAL *restrict v, const REAL *restrict bias, REAL *restrict z) {
+    _Pragma("omp simd") for (int64_t c = 0; c < width; c++) z[c] = NAME(gelu)(v[c] + bias[c]);
+}
+
+/* z = SiLU(g) ⊙ v. */
+static void NAME(multiply_gate_row)(int64_t width, const REAL *restrict g, const REAL *restrict v, REAL *restrict z) {
+    _Pragma("omp simd") for (int64_t c = 0; c < width; c++) z[c] = g[c] * NAME(sigmoid)(g[c]) * v[c];
+}
+
 /* LayerNorm in place. */
 static void NAME(normalise_row)(int64_t width, REAL *restrict z, const REAL *restrict gain,
                                 const REAL *restrict shift) {
@@ -165,10 +109,58 @@ static void NAME(normalise_row)(int64_t width, REAL *restrict z, const REAL *res
     _Pragma("omp simd") for (int64_t c = 0; c < width; c++) z[c] = z[c] * size * gain[c] + shift[c];
 }
 
-/* Some rows of one block from their tokens to their outputs. ``z`` and ``product`` are a thread's own. */
+/* The internal layers of one block: its filtered rows ``z``, in place, to outputs. */
+static void NAME(run_block)(const Problem *p, int64_t block, int64_t first, int64_t rows, REAL *panels, REAL *z,
+                            REAL *product) {
+    for (int64_t layer = 0; layer < p->layers; layer++) {
+        const int64_t inner = p->widths[layer], width = p->widths[layer + 1];
+        const int64_t columns = p->scale ? 2 * width : width, stride = PADDED(columns);
+        const NAME(matrix) weight = NAME(weight_of)(p, layer, block, inner, columns);
+        const REAL *bias = (const REAL *)p->biases[layer] + block * columns;
+        const int last = layer == p->layers - 1;
+        NAME(multiply)(rows, inner, columns, z, inner, weight, product, stride, panels);
+        for (int64_t r = 0; r < rows; r++) {
+            REAL *to = last ? (REAL *)p->rows + (first + r) * p->widths[0] : z + r * width;
+            if (p->scale)
+                NAME(gate_row)(width, product + r * stride, bias, p->gains[layer], *(const REAL *)p->scale, to);
+            else
+                NAME(add_bias)(width, product + r * stride, bias, to);
+            if (!last) NAME(normalise_row)(width, to, p->norm_gains[layer], p->norm_shifts[layer]);
+        }
+    }
+}
+
+/* The same of an expert: GELU(z W_0 + b_0) W_1 + b_1, or (SiLU(z W_0) ⊙ z W_1) W_2. */
+static void NAME(run_expert)(const Problem *p, int64_t expert, int64_t first, int64_t rows, REAL *panels, REAL *z,
+                             REAL *product) {
+    const int64_t dim = p->widths[0], width = p->widths[1], half = PADDED(width);
+    const int64_t gated = p->network == SWIGLU, stride = gated ? 2 * half : half;
+    for (int64_t i = 0; i <= gated; i++)
+        NAME(multiply)(rows, dim, width, z, dim, NAME(weight_of)(p, i, expert, dim, width), product + i * half, stride,
+                       panels);
+    for (int64_t r = 0; r < rows; r++) {
+        const REAL *v = product + r * stride;
+        if (gated)
+            NAME(multiply_gate_row)(width, v, v + half, z + r * width);
+        else
+            NAME(activate_row)(width, v, (const REAL *)p->biases[0] + expert * width, z + r * width);
+    }
+    const NAME(matrix) down = NAME(weight_of)(p, 1 + gated, expert, width, dim);
+    NAME(multiply)(rows, width, dim, z, width, down, product, PADDED(dim), panels);
+    for (int64_t r = 0; r < rows; r++) {
+        const REAL *v = product + r * PADDED(dim);
+        REAL *to = (REAL *)p->rows + (first + r) * dim;
+        if (gated)
+            memcpy(to, v, dim * sizeof(REAL));
+        else
+            NAME(add_bias)(dim, v, (const REAL *)p->biases[1] + expert * dim, to);
+    }
+}
+
+/* Some rows of one block or expert, from their tokens to their outputs, in a thread's own memory. */
 static void NAME(run_rows)(const Problem *p, int64_t block, int64_t first, int64_t rows, void *scratch) {
     const int64_t dim = p->widths[0];
-    REAL *panels = scratch, *z = panels + p->most_inner * STRIP, *product = z + p->rows_at_once * p->most_inner;
+    REAL *panels = scratch, *z = panels + DEPTH * STRIP, *product = z + p->rows_at_once * p->most_inner;
     for (int64_t r = 0; r < rows; r++) {
         int64_t token = p->token[first + r];
         const REAL *x = (const REAL *)p->x + token * p->x_stride;
@@ -178,22 +170,10 @@ static void NAME(run_rows)(const Problem *p, int64_t block, int64_t first, int64
         else
             memcpy(z + r * dim, x, dim * sizeof(REAL));
     }
-    for (int64_t layer = 0; layer < p->layers; layer++) {
-        const int64_t inner = p->widths[layer], width = p->widths[layer + 1];
-        const int64_t columns = p->scale ? 2 * width : width, stride = (columns + PANEL - 1) / PANEL * PANEL;
-        const REAL *weight = (const REAL *)p->weights[layer] + block * inner * columns;
-        const REAL *bias = (const REAL *)p->biases[layer] + block * columns;
-        const int last = layer == p->layers - 1;
-        NAME(multiply)(rows, inner, columns, z, inner, weight, product, stride, panels);
-        for (int64_t r = 0; r < rows; r++) {
-            REAL *to = last ? (REAL *)p->rows + (first + r) * dim : z + r * width;
-            if (p->scale)
-                NAME(gate_row)(width, product + r * stride, bias, p->gains[layer], *(const REAL *)p->scale, to);
-            else
-                NAME(add_bias)(width, product + r * stride, bias, to);
-            if (!last) NAME(normalise_row)(width, to, p->norm_gains[layer], p->norm_shifts[layer]);
-        }
-    }
+    if (p->network == BLOCK)
+        NAME(run_block)(p, block, first, rows, panels, z, product);
+    else
+        NAME(run_expert)(p, block, first, rows, panels, z, product);
 }
 
 /* The tokens' weighted sums over their rows, plus what the shared expert gave them. */
@@ -242,5 +222,6 @@ static void NAME(route)(int64_t first, int64_t end, int64_t blocks, int64_t choi
 #undef LANES
 #undef PANEL
 #undef STRIP
+#undef LINE
+#undef PADDED
 #undef UNROLL
-#undef CASE

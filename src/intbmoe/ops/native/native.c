@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* IntBMoE's blocks on the CPU without gradients, from tokens to weighted sums in one call.
+/* IntBMoE's blocks, or a sparse method's experts, on the CPU without gradients: tokens to weighted sums in one call.
  *
  * At a few hundred tokens most of the time of the layer is not arithmetic: operations of 10 µs each, rows written
  * and read between them, and products of some ten rows that two threads share badly. Here each thread takes some rows
  * of one block all the way through, in memory that stays in its cache.
  *
  * ``kernels.h`` has the arithmetic, in float and double, compiled for each set of instructions below; which one runs
- * is decided when the library is loaded. ctypes calls the functions that are not static; ``ops/blocks/naive.py`` and
- * ``ops/route/naive.py`` are their specification.
+ * is decided when the library is loaded. ctypes calls the functions that are not static; ``naive.py`` in
+ * ``ops/blocks/``, ``ops/experts/`` and ``ops/choose/`` is their specification.
  */
 
 #include <math.h>
@@ -23,12 +23,17 @@
 #define FEWEST_ROWS 12 /* that a thread takes at once: the rest waits */
 #define MOST_ROWS 128  /* beyond these, what a thread holds leaves its cache */
 #define TOKENS_AT_ONCE 512
+#define DEPTH 384  /* inputs of a product that are summed at once: so many rows of a weight are at hand (TLB, cache) */
+#define CHUNK 1024 /* columns of a weight that a few rows are multiplied by at once: their sums stay in the cache */
 #define STRIP_BYTES 128 /* of each row of a weight that are packed at once: whole lines of the cache */
 
-/* What ``ops/blocks/native.py`` fills in; the two must agree field by field. Widths are d_0 … d_L. */
+enum { BLOCK, GELU, SWIGLU };
+
+/* What ``problem.py`` fills in; the two must agree field by field. Experts are blocks of another ``network``, with two
+ * layers, where those fields are NULL that they have no use for. */
 typedef struct {
-    int64_t tokens, choices, blocks, layers, threads, is_double;
-    const int64_t *widths;
+    int64_t tokens, choices, blocks, layers, threads, is_double, network;
+    const int64_t *widths;               /* d_0 … d_L */
     const void *x;
     int64_t x_stride;
     const void *token_term, *block_term; /* (tokens, d) and (blocks, d) of the filter, or NULL */
@@ -36,7 +41,8 @@ typedef struct {
     const void *route_weights;           /* (tokens, choices) */
     const void *shared;                  /* (tokens, d) or NULL */
     int64_t shared_stride;
-    const void **weights, **biases, **gains, **norm_gains, **norm_shifts; /* one of each an internal layer */
+    const void **weights, **biases, **gains, **norm_gains, **norm_shifts; /* one of each a layer; SWIGLU: 3 weights */
+    const void **scales; /* one a weight, (blocks, columns): the weights are int8 and multiplied by them; or NULL */
     const void *scale;                                                   /* λ; NULL without a gate */
     void *y;
     int64_t *load;
@@ -50,6 +56,22 @@ typedef struct {
 static const double inverse_factorial[] = {
     1.0, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320, 1.0 / 362880, 1.0 / 3628800,
     1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800,
+};
+
+#define COUNT(table) ((int)(sizeof(table) / sizeof *(table)))
+/* e^(z²)·erfc(z) in t = (z − 3)/(z + 3), interpolated at Chebyshev's nodes in 60 digits. erfc is off by less than 3e-9
+ * and 5e-17, before rounding. */
+static const double tail_float[] = {
+    0.1790011512, -0.3262336487, 0.2456037436, -0.1501141485, 0.07166700699, -0.02440273849, 0.004262462967,
+    0.0007322226274, -0.0005812243768, 1.831984227e-5, 4.686422793e-5,
+};
+static const double tail_double[] = {
+    0.17900115118138995, -0.326233560043036393, 0.245603801712330275, -0.150115936500851078, 0.0716658371980315794,
+    -0.0243924993167297744, 0.00426913633144050011, 0.000707746415182294912, -0.000597061931538900391,
+    0.0000452554611347997453, 0.0000640564402886566145, -0.0000128611845396775844, -7.97765502995170468e-6,
+    2.12189112403884135e-6, 1.25123255576462661e-6, -2.97322501085048395e-7, -2.32463352012317046e-7,
+    3.24188601841105752e-8, 4.44260054612182701e-8, -1.73792450195424319e-9, -7.13672163644283761e-9,
+    -8.07188332772663987e-11, 6.64600336868902482e-10,
 };
 
 typedef struct {
@@ -130,8 +152,8 @@ static int64_t round_up(int64_t bytes) { return (bytes + 127) / 128 * 128; }
 /* Bytes that a thread needs for itself: a strip of a weight, its rows, and their product. */
 static int64_t thread_bytes(const Problem *p) {
     int64_t size = p->is_double ? sizeof(double) : sizeof(float);
-    int64_t product = round_up(p->most_columns * size);
-    return round_up(p->most_inner * STRIP_BYTES + p->rows_at_once * (p->most_inner * size + product));
+    int64_t product = (p->network == SWIGLU ? 2 : 1) * round_up(p->most_columns * size);
+    return round_up(DEPTH * STRIP_BYTES + p->rows_at_once * (p->most_inner * size + product));
 }
 
 /* Bytes of ``scratch``; fills in the sizes that it and ``intbmoe_run_blocks`` need. */
