@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import intbmoe
+from intbmoe.report.canvas import Picture, save_picture
 from intbmoe.report.style import BLOCKS, DIVERGING, GRID, PALE, PHONE_INCHES, PHONE_POINTS
 from intbmoe.report.style import BLUE as PRECOMPOSED
 from intbmoe.report.style import ORANGE as AS_TRAINED
@@ -30,6 +31,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 FIELDS = 8
+PIXELS = 180  # of a side of the patchwork, in the picture
 console = Console()
 torch.set_num_threads(1)  # steady times on a shared machine; matrices this small gain nothing from more
 
@@ -47,7 +49,7 @@ class Example:
     repeats: int = 25
     """Timed forwards for each entry of the table."""
     output: Path = Path("layer.png")
-    """Where the picture goes."""
+    """Where the picture goes: .png, or .svg with colours for dark screens too."""
     seed: int = 3
 
 
@@ -200,20 +202,21 @@ def draw(model: Painter, patchwork: Patchwork, losses: list[float], costs: dict[
     figure, panels = plt.subplots(3, 2, figsize=(PHONE_INCHES, 8.4), layout="constrained")
     (target, learned), (routing, coefficients), (loss, cost) = panels
 
-    side = torch.linspace(-1, 1, 240)
+    side = torch.linspace(-1, 1, PIXELS)
     grid = torch.stack(torch.meshgrid(side, side, indexing="xy"), dim=-1).reshape(1, -1, 2)
     with intbmoe.record_routing(model) as log:
         answer = model(grid)
     pictures = ((target, patchwork.brightness(grid), "The problem"), (learned, answer, "Learned"))
     for panel, values, title in pictures:
-        panel.imshow(values.view(240, 240), cmap="cividis", vmin=-1, vmax=1, origin="lower")
+        panel.imshow(values.view(PIXELS, PIXELS), cmap="cividis", vmin=-1, vmax=1, origin="lower", interpolation="none")
         panel.set_title(title, loc="left")
 
     blocks = model.ffn.config.blocks
-    first_choice = log["ffn"].ids[:, 0].view(240, 240)
+    first_choice = log["ffn"].ids[:, 0].view(PIXELS, PIXELS)
     norm = BoundaryNorm([index - 0.5 for index in range(blocks + 1)], blocks)
-    image = routing.imshow(first_choice, cmap=ListedColormap(BLOCKS), norm=norm, origin="lower")
-    figure.colorbar(image, ax=routing, ticks=range(blocks), label="block")
+    image = routing.imshow(first_choice, cmap=ListedColormap(BLOCKS), norm=norm, origin="lower", interpolation="none")
+    bar = figure.colorbar(image, ax=routing, ticks=range(blocks), label="block")
+    bar.solids.set_rasterized(True)  # as the image is: its colours are the same on a dark screen
     routing.set_title("Each point's first block", loc="left")
     for panel in (target, learned, routing):
         panel.set(xticks=[], yticks=[])
@@ -278,8 +281,12 @@ def main(example: Example) -> None:
     costs = measure(example.experts, example.repeats)
     console.print(cost_table(costs))
 
-    example.output.parent.mkdir(parents=True, exist_ok=True)
-    draw(model, patchwork, losses, costs).savefig(example.output, dpi=150)
+    title, see = (
+        "One IntBMoE layer at work",
+        "The layer learns the patchwork; precomposed, its time does not grow with E.",
+    )
+    picture = Picture("layer", title, see, "By examples/layer.py.", draw(model, patchwork, losses, costs))
+    save_picture(picture, example.output)
     console.print(f"\n[bold]4. Look[/] at {example.output}")
 
 

@@ -66,6 +66,20 @@ def test_a_router_forced_to_one_block_paints_every_patch_its_colour():
     assert "layer 0: 1, layer 2: 1" in picture.see
 
 
+def test_many_patches_are_pixels_whose_legend_has_their_colours_on_dark_screens_too():
+    found = asdict(found_of("digits", 5, 2))
+    for shown in found["examples"]:
+        shown["kinds"] = ["patch"] * 16
+        for layer in shown["layers"]:
+            layer["ids"] = [[5, 2]] * 16
+    (few,), (many,) = draw_examples(asdict(found_of("digits", 5, 2))), draw_examples(found)
+    assert few.content("svg").count(b'id="keeps-colour') == 0
+    assert many.content("svg").count(b'id="keeps-colour') == 2
+    tinted = [collection for axes in many.figure.axes for collection in axes.collections]
+    assert tinted
+    assert all(collection.get_rasterized() for collection in tinted)
+
+
 @pytest.mark.parametrize("name", ["stdlib", "journeys"])
 def test_texts_and_journeys_are_painted_alike(name):
     found = found_of(name, 3, 6)

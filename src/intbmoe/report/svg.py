@@ -1,12 +1,15 @@
 """SVG as matplotlib writes it, made ready for pages: their typefaces, and a second set of colours for dark screens.
 
 The file's own style sheet chooses the colours, so that a picture adapts wherever it is shown. Letters and lines in the
-colours of ``DARK`` change; what stands on a coloured cell is drawn in ``ON_COLOUR``, which stays.
+colours of ``DARK`` change; what stands on a coloured cell is drawn in ``ON_COLOUR``, which stays. So do the colours of
+artists whose gid begins with ``KEPT``, such as the legend of an image's pixels.
 """
 
 import re
 
 from intbmoe.report.style import DARK, INK, MONO, PAPER, SANS
+
+KEPT = "keeps-colour"
 
 
 def for_pages(svg: str) -> str:
@@ -23,5 +26,6 @@ def _dark_style() -> str:
     rules = [f"svg{{fill:{DARK[INK]}}}", paper]
     for light, dark in DARK.items():
         if light != PAPER:
-            rules += [f'[style*="{side}: {light}"]{{{side}:{dark}!important}}' for side in ("fill", "stroke")]
+            for side in ("fill", "stroke"):
+                rules.append(f'[style*="{side}: {light}"]:not([id^="{KEPT}"] *){{{side}:{dark}!important}}')
     return f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"

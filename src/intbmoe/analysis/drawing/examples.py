@@ -22,6 +22,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from intbmoe.report.canvas import Data, Picture, block_colours, layer_title, shade, shorten
 from intbmoe.report.style import ON_COLOUR, PHONE_INCHES, PHONE_POINTS
+from intbmoe.report.svg import KEPT
 from intbmoe.tasks.serving.requests import spread_evenly
 
 LETTER_WIDTH = 0.602  # of the font's size, in DejaVu Sans Mono
@@ -133,13 +134,16 @@ def add_inches(figure: Figure, left: float, top: float, width: float, height: fl
     return axes
 
 
-def add_legend(figure: Figure, used: Sequence[int], colours: Colours, unit: str) -> None:
-    """Which colour is which block, along the lower edge."""
+def add_legend(figure: Figure, used: Sequence[int], colours: Colours, unit: str, pixels: bool = False) -> None:
+    """Which colour is which block, along the lower edge; those of ``pixels`` are the same on dark screens."""
     handles = [Patch(facecolor=colours[number], label=f"{unit} {number}") for number in used]
     columns = _legend_columns(len(handles), figure.get_size_inches()[0])
     handles = [handle for column in range(columns) for handle in handles[column::columns]]  # numbers go on to the right
     look = {"frameon": False, "fontsize": PHONE_POINTS, "handlelength": 1.2, "columnspacing": 1.2}
-    figure.legend(handles=handles, loc="lower center", ncols=columns, borderaxespad=0.2, **look)
+    legend = figure.legend(handles=handles, loc="lower center", ncols=columns, borderaxespad=0.2, **look)
+    if pixels:
+        for handle in legend.legend_handles:
+            handle.set_gid(f"{KEPT}-{handle.get_label()}")
 
 
 def legend_inches(used: Sequence[int], width: float) -> float:
@@ -183,7 +187,7 @@ def _draw_images(data: Data) -> Figure:
                 title = layer_title(name).capitalize() if row else "Image"
                 look = {"transform": axes.transAxes, "fontsize": PHONE_POINTS, "rotation": 90, **_MIDDLE}
                 axes.text(-0.17, 0.5, title, **look)
-    add_legend(figure, used, colours, data["unit"])
+    add_legend(figure, used, colours, data["unit"], pixels=side > NUMBERED)
     return figure
 
 
@@ -198,7 +202,10 @@ def _tint(axes, ids: Sequence[Sequence[int]], side: int, patch: float, colours) 
         Cell(place % side * patch, place // side * patch, patch, patch, chosen) for place, chosen in enumerate(ids)
     ]
     draw_cells(axes, cells, colours, alpha=TINT, strip=0.14)
-    if side <= NUMBERED:
+    if side > NUMBERED:
+        for collection in axes.collections:
+            collection.set_rasterized(True)  # an SVG of a thousand rectangles would be twice as large as its pixels
+    else:
         for cell in cells:
             numbers = "·".join(map(str, cell.ids[:2]))
             box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.75, "linewidth": 0}
