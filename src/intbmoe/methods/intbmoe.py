@@ -42,7 +42,7 @@ from intbmoe.parts.conditioning import check_conditioning
 from intbmoe.parts.hypernetwork import Hypernetwork
 from intbmoe.parts.linear import Linear
 from intbmoe.parts.pool import Pool
-from intbmoe.parts.quantized import stored_in_int8, weight_dtype
+from intbmoe.parts.quantized import all_in_int8, weight_dtype
 from intbmoe.parts.reference import reference_names, unused_in_reference
 from intbmoe.parts.replay import replayed
 from intbmoe.parts.router import MLPRouter, mask_choices
@@ -379,12 +379,8 @@ class ComposedMoE(BlockLayer):
     def blocks(self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None) -> Blocks:
         if conditioning is not None:
             raise ValueError("conditioning is part of a precomposed layer: leave it out, or precompose for this one")
-        names = [str(layer) for layer in range(len(self.block_weights))]
-        stored = [stored_in_int8(self.block_weights, name) for name in names] if backend == "native" else [None]
-        if all(stored):
-            weights, scales = zip(*stored, strict=True)
-        else:
-            weights, scales = tuple(cast(weight, dtype) for weight in self.block_weights), ()
+        stored = all_in_int8(self.block_weights) if backend == "native" else None
+        weights, scales = stored or (tuple(cast(weight, dtype) for weight in self.block_weights), ())
         zeros = (weight.new_zeros(len(weight), weight.shape[2], dtype=dtype) for weight in weights)
         biases = self.block_biases if self.config.bias else zeros
         return Blocks(

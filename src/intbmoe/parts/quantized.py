@@ -65,6 +65,12 @@ def stored_in_int8(owner: nn.Module, name: str) -> tuple[Tensor, Tensor] | None:
     return stored[name].original0, stored[name].original1
 
 
+def all_in_int8(weights: nn.ParameterList) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
+    """Numbers and scales of all weights; None if one of them is not kept in int8."""
+    stored = [stored_in_int8(weights, str(place)) for place in range(len(weights))]
+    return tuple(zip(*stored, strict=True)) if all(stored) else None
+
+
 def weight_dtype(weights: nn.ParameterList) -> torch.dtype:
     """The type the weights are computed in, without multiplying any out."""
     stored = weights._modules.get("parametrizations")

@@ -35,7 +35,7 @@ class Settings(Checked):
     fronts: PositiveInt = 1
     """HTTP processes."""
     spare: bool = True
-    """Whether one more of them waits in reserve, to take the place of one that dies within a moment."""
+    """One more of them waits in reserve, to take the place of one that dies; --no-spare for none."""
     decoders: PositiveInt = 2
     """Processes of each front that decode images; there is one more for large ones."""
     threads: PositiveInt | None = None
