@@ -121,7 +121,9 @@ def test_counting_sorts_like_the_loop(device, routing, tokens, k):
 
 
 @on_device
-def test_counting_sorts_over_many_tiles_and_groups(device):
+@pytest.mark.parametrize("programs", [256, 6, 1], ids="at most {} programs".format)
+def test_counting_sorts_over_many_tiles_and_groups(device, programs, monkeypatch):
+    monkeypatch.setattr(permute_fused, "MOST_PROGRAMS", programs)
     ids = torch.randint(-1, 64, (1250 if INTERPRETING else 5000, 2))  # 40 tiles are two chunks of counts
     for a, b in zip(permute_fused.permute(ids.to(device), 64), sort(ids, 64), strict=True):
         assert torch.equal(a.cpu(), b)

@@ -1,7 +1,9 @@
 """Sorting by counting, in two Triton kernels: no comparison sort, no wait for the device, the same order every time.
 
-The first kernel counts each tile's assignments by group. In the second every program adds up the counts of the tiles
-before its own, which gives the row of its first assignment of each group, and ranks its own assignments behind it.
+The first kernel counts each program's assignments by group. In the second every program adds up the counts of those
+before it, which gives the row of its first assignment of each group, and ranks its own assignments behind it. That is a
+number of steps that grows with the square of the programs: many tiles are shared out among a few hundred of them. What
+one program can do alone is one kernel.
 """
 
 import torch
@@ -14,12 +16,13 @@ from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 ENTRIES = 8192
 """Entries of a tile's membership matrix: assignments times groups."""
+MOST_PROGRAMS = 256
 
 
 @triton.jit
-def _members(ids, total, TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr):
+def _members(ids, first, total, TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr):
     """A tile's assignments, their groups (``GROUPS`` for none), which are there, and the (TILE, PADDED) memberships."""
-    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    place = first + tl.arange(0, TILE)
     there = place < total
     group = tl.load(ids + place, mask=there, other=-1).to(tl.int32)
     group = tl.where((group < 0) | (group > GROUPS), GROUPS, group)
@@ -28,35 +31,53 @@ def _members(ids, total, TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.co
 
 
 @triton.jit
-def _count(ids, counts, total, TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr):
-    _, _, _, member = _members(ids, total, TILE, GROUPS, PADDED)
-    tl.store(counts + tl.program_id(0) * PADDED + tl.arange(0, PADDED), tl.sum(member, 0))
+def _counted(ids, total, parts, TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr):
+    """(PADDED,) how many of a program's assignments each group has."""
+    count = tl.zeros([PADDED], dtype=tl.int32)
+    for part in range(parts):
+        first = (tl.program_id(0) * parts + part) * TILE
+        _, _, _, member = _members(ids, first, total, TILE, GROUPS, PADDED)
+        count += tl.sum(member, 0)
+    return count
+
+
+@triton.jit
+def _count(ids, counts, total, parts, TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr):
+    count = _counted(ids, total, parts, TILE, GROUPS, PADDED)
+    tl.store(counts + tl.program_id(0) * PADDED + tl.arange(0, PADDED), count)
 
 
 @triton.jit
 def _place(
-    ids, counts, token, choice, inverse, groups_of_rows, ends, sizes, total, tiles, k,
+    ids, counts, token, choice, inverse, groups_of_rows, ends, sizes, total, parts, programs, k,
     TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    place, group, there, member = _members(ids, total, TILE, GROUPS, PADDED)
+    """``counts`` are None where there is a single program."""
     column = tl.arange(0, PADDED)
     before = tl.zeros([PADDED], dtype=tl.int32)
-    overall = tl.zeros([PADDED], dtype=tl.int32)
-    for first in range(0, tiles, CHUNK):
-        tile = first + tl.arange(0, CHUNK)
-        count = tl.load(counts + tile[:, None] * PADDED + column[None, :], mask=(tile < tiles)[:, None], other=0)
-        overall += tl.sum(count, 0)
-        before += tl.sum(tl.where((tile < tl.program_id(0))[:, None], count, 0), 0)
+    if counts is None:
+        overall = _counted(ids, total, parts, TILE, GROUPS, PADDED)
+    else:
+        overall = tl.zeros([PADDED], dtype=tl.int32)
+        for first in range(0, programs, CHUNK):
+            row = first + tl.arange(0, CHUNK)
+            count = tl.load(counts + row[:, None] * PADDED + column[None, :], mask=(row < programs)[:, None], other=0)
+            overall += tl.sum(count, 0)
+            before += tl.sum(tl.where((row < tl.program_id(0))[:, None], count, 0), 0)
     end = tl.cumsum(overall, 0)
     if tl.program_id(0) == 0:
         tl.store(ends + column, end, mask=column < GROUPS)
         tl.store(sizes + column, overall.to(tl.int64), mask=column < GROUPS)
     start = end - overall + before
-    rank = tl.sum((start[None, :] + tl.cumsum(member, 0) - 1) * member, 1).to(tl.int64)
-    tl.store(inverse + place, rank, mask=there)
-    tl.store(choice + rank, place.to(tl.int64), mask=there)
-    tl.store(token + rank, (place // k).to(tl.int64), mask=there)
-    tl.store(groups_of_rows + rank, group.to(tl.int64), mask=there)
+    for part in range(parts):
+        first = (tl.program_id(0) * parts + part) * TILE
+        place, group, there, member = _members(ids, first, total, TILE, GROUPS, PADDED)
+        rank = tl.sum((start[None, :] + tl.cumsum(member, 0) - 1) * member, 1).to(tl.int64)
+        tl.store(inverse + place, rank, mask=there)
+        tl.store(choice + rank, place.to(tl.int64), mask=there)
+        tl.store(token + rank, (place // k).to(tl.int64), mask=there)
+        tl.store(groups_of_rows + rank, group.to(tl.int64), mask=there)
+        start += tl.sum(member, 0)
 
 
 def _run(ids, groups):
@@ -68,13 +89,16 @@ def _run(ids, groups):
         return outputs
     padded = power_of_2(groups + 1, 2)
     tile = max(16, ENTRIES // padded)
-    tiles = ceil_div(total, tile)
+    parts = ceil_div(ceil_div(total, tile), MOST_PROGRAMS)
+    programs = ceil_div(total, tile * parts)
     ids = ids.contiguous()
-    counts = ids.new_empty(tiles, padded, dtype=torch.int32)
+    counts = None
     sizes = {"TILE": tile, "GROUPS": groups, "PADDED": padded}
-    launch(_count, (tiles,), ids, counts, total, **sizes)
+    if programs > 1:
+        counts = ids.new_empty(programs, padded, dtype=torch.int32)
+        launch(_count, (programs,), ids, counts, total, parts, **sizes)
     chunk = max(2, 4096 // padded)
-    launch(_place, (tiles,), ids, counts, *outputs, total, tiles, ids.shape[1], CHUNK=chunk, **sizes)
+    launch(_place, (programs,), ids, counts, *outputs, total, parts, programs, ids.shape[1], CHUNK=chunk, **sizes)
     return outputs
 
 
