@@ -73,14 +73,15 @@ def _gradients(grad, hidden, row, there, unit, choice, H: tl.constexpr, K: tl.co
 
 @triton.jit
 def _backward(
-    grad, token_grad, x, w1, w2, hidden, x_grad, first_sums, second_sums, count,
+    grad, token_grad, x, w1, w2, hidden, x_grad, sums, count,
     D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, CHOICES: tl.constexpr,
     TOKENS: tl.constexpr, INPUTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Sums are (programs, H, D + 1) and (programs, K, H + 1): of the weights, and in the last column of the biases."""
+    """Sums are (programs, H·D + H + K·H + K): of weights and biases, hidden layer first."""
     chunk, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     unit = tl.arange(0, HIDDEN)
     choice = tl.arange(0, CHOICES)
+    own_sums = sums + chunk * (H * (D + 1) + K * (H + 1))
     k = part * INPUTS + tl.arange(0, INPUTS)
     known = (choice < K)[:, None] & (unit < H)[None, :]
     score_weight = tl.load(w2 + choice[:, None] * H + unit[None, :], mask=known, other=0.0).to(tl.float32)
@@ -101,8 +102,7 @@ def _backward(
             tl.store(x_grad + place, dx.to(x_grad.dtype.element_ty), mask=mask)
             values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
             weight_sum = tl.dot(tl.trans(dh), values, weight_sum, input_precision="tf32x3")
-        sums = first_sums + (chunk * H + unit[:, None]) * (D + 1) + k[None, :]
-        tl.store(sums, weight_sum, mask=own)
+        tl.store(own_sums + unit[:, None] * D + k[None, :], weight_sum, mask=own)
     else:  # programs of their own, as all sums together would not fit into registers
         bias_sum = tl.zeros([TOKENS, HIDDEN], dtype=tl.float32)
         score_sum = tl.zeros([CHOICES, HIDDEN], dtype=tl.float32)
@@ -113,10 +113,11 @@ def _backward(
             bias_sum += tl.where(h > 0, tl.dot(ds, score_weight, input_precision="tf32x3"), 0.0)
             score_bias_sum += ds
             score_sum = tl.dot(tl.trans(ds), h, score_sum, input_precision="tf32x3")
-        tl.store(first_sums + (chunk * H + unit) * (D + 1) + D, tl.sum(bias_sum, 0), mask=unit < H)
-        score_sums = second_sums + (chunk * K + choice[:, None]) * (H + 1) + unit[None, :]
-        tl.store(score_sums, score_sum, mask=(choice < K)[:, None] & (unit < H)[None, :])
-        tl.store(second_sums + (chunk * K + choice) * (H + 1) + H, tl.sum(score_bias_sum, 0), mask=choice < K)
+        tl.store(own_sums + H * D + unit, tl.sum(bias_sum, 0), mask=unit < H)
+        score_sums = own_sums + H * (D + 1)
+        place = choice[:, None] * H + unit[None, :]
+        tl.store(score_sums + place, score_sum, mask=(choice < K)[:, None] & (unit < H)[None, :])
+        tl.store(score_sums + K * H + choice, tl.sum(score_bias_sum, 0), mask=choice < K)
 
 
 def _sizes(x: Tensor, weight: Tensor, score_weight: Tensor) -> dict[str, int]:
@@ -156,36 +157,33 @@ def _allocate(x, weight, bias, score_weight, score_bias, dtype):
 
 
 def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
-    x_grad, first, second = _allocate_backward(grad, token_grad, x, weight, score_weight, hidden)
+    x_grad, sums = _allocate_backward(grad, token_grad, x, weight, score_weight, hidden)
     if x.shape[0] == 0:
-        return x_grad, first.zero_(), second.zero_()
+        return x_grad, sums.zero_()
     rows, inputs, stages = BACKWARD if shared_memory(x.device) >= BACKWARD_SHARED else BACKWARD_SMALL
     parts = ceil_div(x.shape[1], inputs) + 1
     # Few tokens make small programs, so that all multiprocessors have some.
     tiles = min(BACKWARD_TILES, power_below(x.shape[0] * parts // (rows * ENOUGH_PROGRAMS)))
     chunks = ceil_div(x.shape[0], rows * tiles)
-    partials = first.new_empty(chunks, *first.shape), second.new_empty(chunks, *second.shape)
+    partials = sums.new_empty(chunks, len(sums))
     launch(
         _backward, (chunks, parts),
         grad.contiguous(), None if token_grad is None else token_grad.contiguous(), x.contiguous(),
-        weight.contiguous(), score_weight.contiguous(), hidden, x_grad, *partials, x.shape[0],
+        weight.contiguous(), score_weight.contiguous(), hidden, x_grad, partials, x.shape[0],
         **_sizes(x, weight, score_weight), TOKENS=rows, INPUTS=inputs, TILES=tiles,
         num_warps=BACKWARD_WARPS, num_stages=stages,
     )  # fmt: skip
-    return x_grad, partials[0].sum(0), partials[1].sum(0)
+    return x_grad, partials.sum(0)
 
 
 def _allocate_backward(grad, token_grad, x, weight, score_weight, hidden):
-    return (
-        torch.empty_like(x, memory_format=torch.contiguous_format),
-        x.new_empty(weight.shape[0], weight.shape[1] + 1, dtype=torch.float32),
-        x.new_empty(score_weight.shape[0], score_weight.shape[1] + 1, dtype=torch.float32),
-    )
+    count = weight.numel() + weight.shape[0] + score_weight.numel() + score_weight.shape[0]
+    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(count, dtype=torch.float32)
 
 
 def _save(ctx, inputs, output):
     x, weight, bias, score_weight, score_bias, _ = inputs
-    ctx.dtypes = bias.dtype, score_bias.dtype
+    ctx.dtypes = weight.dtype, bias.dtype, score_weight.dtype, score_bias.dtype
     ctx.save_for_backward(x, weight, score_weight, output[1])
 
 
@@ -195,16 +193,12 @@ def _differentiate(ctx, grad, _, token_grad):
         return None if token_grad is None else token_grad.to(x.dtype), None, None, None, None, None
     if token_grad is not None and token_grad.shape[0] != x.shape[0]:
         token_grad = None  # of the empty tensor that stands for a cast that was not needed
-    x_grad, first, second = _router_gradient(grad, token_grad, x, weight, score_weight, hidden)
-    bias_dtype, score_bias_dtype = ctx.dtypes
-    return (
-        x_grad,
-        first[:, :-1].to(weight.dtype),
-        first[:, -1].to(bias_dtype),
-        second[:, :-1].to(score_weight.dtype),
-        second[:, -1].to(score_bias_dtype),
-        None,
-    )
+    x_grad, sums = _router_gradient(grad, token_grad, x, weight, score_weight, hidden)
+    # Parts of one sum, each in one piece, so that autograd takes them as they are.
+    shapes = weight.shape, weight.shape[:1], score_weight.shape, score_weight.shape[:1]
+    parts = sums.split([shape.numel() for shape in shapes])
+    gradients = (part.view(shape).to(dtype) for part, shape, dtype in zip(parts, shapes, ctx.dtypes, strict=True))
+    return x_grad, *gradients, None
 
 
 _router_scores = define(
@@ -219,7 +213,7 @@ _router_scores = define(
 _router_gradient = define(
     "router_scores_backward",
     "(Tensor grad, Tensor? token_grad, Tensor x, Tensor weight, Tensor score_weight, Tensor hidden) "
-    "-> (Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor)",
     _run_backward,
     _allocate_backward,
 )
