@@ -106,6 +106,18 @@ def test_forms_without_kernels_leave_rows_of_no_block_alone(device, switch, monk
 
 
 @on_device
+def test_an_odd_width_is_filled_up_for_large_products(device, monkeypatch):
+    monkeypatch.setattr("intbmoe.ops.aligned_linear.LARGE_PRODUCT", 0)
+    torch.manual_seed(0)
+    layer = intbmoe.create("intbmoe", 7, hidden=HIDDEN, experts=5, blocks=4).eval()
+    exact = copy.deepcopy(layer).double()
+    exact.backend = "naive"
+    x, probe = torch.randn(2, TOKENS, 7), torch.randn(2, TOKENS, 7)
+    expected = outputs_and_gradients(exact, x.double(), None, probe.double())
+    agree(outputs_and_gradients(layer.to(device), x.to(device), None, probe.to(device)), expected)
+
+
+@on_device
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_no_token_and_one(device, tokens):
     layer = make().to(device)

@@ -37,7 +37,7 @@ def run_blocks(
     if backend == "fused" and blocks.has_kernels:
         from intbmoe.ops.blocks import fused
 
-        plan = permute(ids, count, backend)
+        plan = permute(ids, count, backend, complete)
         return fused.run_blocks(x, weights, shared, blocks, plan, dtype), plan.counts
     if backend == "native":
         return native.run_blocks(x, ids, weights, shared, blocks)

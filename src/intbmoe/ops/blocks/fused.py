@@ -8,6 +8,7 @@
 import torch
 from torch import Tensor
 
+from intbmoe.ops.aligned_linear import square_linear
 from intbmoe.ops.blocks import Blocks
 from intbmoe.ops.blocks.fused_combine import gated_combine
 from intbmoe.ops.blocks.fused_filter import filter_rows
@@ -15,14 +16,13 @@ from intbmoe.ops.blocks.fused_gate import gated_rows
 from intbmoe.ops.blocks.naive import LAYER_NORM_EPS
 from intbmoe.ops.composed_mm import multiply
 from intbmoe.ops.permute import Permutation
-from intbmoe.precision import linear
 
 
 def run_blocks(
     x: Tensor, weights: Tensor, shared: Tensor | None, blocks: Blocks, plan: Permutation, dtype: torch.dtype
 ) -> Tensor:
     """(N, d) tokens, (N, k) weights of their choices, (N, d) the shared expert's output → (N, d) sums in ``dtype``."""
-    token_term = None if blocks.token_filter is None else linear(x, blocks.token_filter)
+    token_term = None if blocks.token_filter is None else square_linear(x, blocks.token_filter)
     z = filter_rows(x, token_term, blocks.block_filter, plan)
     last = len(blocks.norms)
     gains = blocks.gains or (None,) * (last + 1)

@@ -35,13 +35,13 @@ def gated_combine(
     dtype: torch.dtype,
 ) -> Tensor:
     """(M, P·o) rows sorted by group, (N, k) weights, (N, o) ``shared`` → (N, o) in ``dtype``; no group adds nothing."""
-    return _gated_combine(rows, bias, gain, scale, weights, shared, *plan[:5], dtype)[0]
+    return _gated_combine(rows, bias, gain, scale, weights, shared, *plan[:5], plan.complete, dtype)[0]
 
 
 @triton.jit
 def _gated_combine_forward(
     rows, bias, gain, scale, weights, shared, inverse, group, ends, out, statistics, tokens,
-    ROW_STRIDE: tl.constexpr, GATE: tl.constexpr, WIDTH: tl.constexpr, SHARED: tl.constexpr,
+    ROW_STRIDE: tl.constexpr, SHARED_STRIDE: tl.constexpr, GATE: tl.constexpr, WIDTH: tl.constexpr,
     CHOICES: tl.constexpr, GROUPS: tl.constexpr, RMS_EPS: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -52,8 +52,8 @@ def _gated_combine_forward(
     count = tl.load(ends + GROUPS - 1)
     there = (token < tokens)[:, None] & inside[None, :]
     place = token[:, None] * WIDTH + column[None, :]
-    if SHARED:
-        total = tl.load(shared + place, mask=there, other=0.0).to(tl.float32)
+    if shared is not None:
+        total = load_rows(shared, token, column, SHARED_STRIDE, there)
     else:
         total = tl.zeros([TILE, BLOCK], dtype=tl.float32)
     if GATE:
@@ -138,35 +138,38 @@ def _gated_combine_backward(
         tl.store(partial + column, tl.sum(bias_sum, 0), mask=inside)
 
 
-def _run(rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, dtype):
+def _run(rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, complete, dtype):
     tokens, choices = inverse.shape
-    out, statistics = _allocate(rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, dtype)
+    inputs = rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, complete, dtype
+    out, statistics = _allocate(*inputs)
     width = out.shape[1]
-    rows, weights, shared = in_rows(rows), weights.contiguous(), None if shared is None else shared.contiguous()
+    rows, weights, shared = in_rows(rows), weights.contiguous(), None if shared is None else in_rows(shared)
     sizes = FORWARD.tile(width)
     if tokens:
         launch(
             _gated_combine_forward, (ceil_div(tokens, sizes["TILE"]),),
             rows, bias, gain, scale, weights, shared, inverse, group, ends, out, statistics,
-            tokens, ROW_STRIDE=rows.stride(0), WIDTH=width,
-            GATE=gain is not None, SHARED=shared is not None, CHOICES=choices, GROUPS=ends.shape[0],
-            RMS_EPS=RMS_EPS, **sizes,
+            tokens, ROW_STRIDE=rows.stride(0), SHARED_STRIDE=0 if shared is None else shared.stride(0), WIDTH=width,
+            GATE=gain is not None, CHOICES=choices, GROUPS=ends.shape[0], RMS_EPS=RMS_EPS, **sizes,
         )  # fmt: skip
     return out, statistics
 
 
-def _allocate(rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, dtype: torch.dtype):
+def _allocate(
+    rows, bias, gain, scale, weights, shared, token, choice, inverse, group, ends, complete: bool, dtype: torch.dtype
+):
     width = rows.shape[1] if gain is None else rows.shape[1] // 2
     out = rows.new_empty(inverse.shape[0], width, dtype=dtype)
     return out, rows.new_empty(rows.shape[0], dtype=torch.float32)
 
 
-def _run_backward(grad, rows, statistics, bias, gain, scale, weights, token, choice, ends):
+def _run_backward(grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, complete):
     count, groups = rows.shape[0], ends.shape[0]
     row_grad, weight_grad, sums = _allocate_backward(
-        grad, rows, statistics, bias, gain, scale, weights, token, choice, ends
+        grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, complete
     )
-    weight_grad.zero_()  # choices of no group
+    if not complete:
+        weight_grad.zero_()  # choices of no group
     if count == 0:
         return row_grad, weight_grad, sums.zero_()
     width = grad.shape[1]
@@ -183,14 +186,14 @@ def _run_backward(grad, rows, statistics, bias, gain, scale, weights, token, cho
     return row_grad, weight_grad, sum_partials(partials, ends, sizes["ROWS"])
 
 
-def _allocate_backward(grad, rows, statistics, bias, gain, scale, weights, token, choice, ends):
+def _allocate_backward(grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, complete: bool):
     columns = rows.shape[1] if gain is None else rows.shape[1] + gain.shape[0] + 1
     sums = rows.new_empty(ends.shape[0], columns, dtype=torch.float32)
     return empty_rows(rows, *rows.shape), weights.new_empty(weights.shape), sums
 
 
 def _save(ctx, inputs, output):
-    rows, bias, gain, scale, weights, shared, token, choice, _, _, ends, _ = inputs
+    rows, bias, gain, scale, weights, shared, token, choice, _, _, ends, ctx.complete, _ = inputs
     ctx.shared = None if shared is None else shared.dtype
     ctx.save_for_backward(rows, output[1], bias, gain, scale, weights, token, choice, ends)
 
@@ -198,14 +201,14 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, grad, _):
     saved = ctx.saved_tensors  # once: checkpointing gives them no second time
     gain = saved[3]
-    row_grad, weight_grad, sums = _combine_gradient(grad, *saved)
+    row_grad, weight_grad, sums = _combine_gradient(grad, *saved, ctx.complete)
     columns = row_grad.shape[1]
     gain_grad = scale_grad = None
     if gain is not None:
         rest = sums[:, columns:].sum(0)
         gain_grad, scale_grad = rest[:-1], rest[-1:]
     shared_grad = None if ctx.shared is None else grad.to(ctx.shared)
-    plan = (None,) * 6
+    plan = (None,) * 7
     return row_grad, sums[:, :columns], gain_grad, scale_grad, weight_grad, shared_grad, *plan
 
 
