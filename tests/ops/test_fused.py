@@ -327,18 +327,42 @@ def test_sum_rows(device, routing, tokens, trimmed):
 @gates
 @pytest.mark.parametrize(
     ("blocks", "bases", "inputs", "outputs"),
-    [(8, 16, 12, 20), (8, 5, 7, 11), (1, 40, 3, 300), (32, 33, 1, 9), (50, 70, 3, 40), (70, 3, 5, 150)],
+    [
+        (8, 16, 12, 20),
+        (8, 5, 7, 11),
+        (1, 40, 3, 299),
+        (32, 33, 1, 9),
+        (50, 70, 3, 41),
+        (70, 3, 5, 150),
+        (20, 1, 3, 7),
+        (13, 9, 3, 40),
+    ],
 )
 def test_composition(device, gate, blocks, bases, inputs, outputs):
     second = torch.randn(blocks, bases) if gate else None
-    quick, exact = pairs(device, torch.randn(blocks, bases), second, torch.randn(bases, inputs, outputs))
-    composed = compose_fused.compose(*quick, 0.3, torch.float32)
-    expected = compose_naive.compose([path * 0.3 for path in exact[:2] if path is not None], exact[2])
-    near(composed, expected)
+    given = torch.randn(blocks, bases), second, torch.randn(bases, inputs, outputs), torch.randn(bases, outputs)
+    quick, exact = pairs(device, *given)
+    paths = [path * 0.3 for path in exact[:2] if path is not None]
+    composed, biases = compose_fused.compose(*quick, 0.3, torch.float32)
+    expected = [compose_naive.compose(paths, each) for each in exact[2:]]
+    near(composed, expected[0])
+    near(biases, expected[1])
     assert composed.stride(1) * 4 % 16 == 0
-    probe = torch.randn(expected.shape)
-    composed.backward(probe.to(device))
-    expected.backward(probe.double())
+    probes = [torch.randn(each.shape) for each in expected]
+    torch.autograd.backward([composed, biases], [probe.to(device) for probe in probes])
+    torch.autograd.backward(expected, [probe.double() for probe in probes])
+    gradients_near(quick, exact)
+
+
+@on_device
+def test_composition_without_biases(device):
+    quick, exact = pairs(device, torch.randn(3, 10), None, torch.randn(10, 2, 5))
+    composed, biases = compose_fused.compose(*quick, None, 1.0, torch.float32)
+    assert len(biases) == 0
+    expected = compose_naive.compose(exact[:1], exact[2])
+    near(composed, expected)
+    composed.sum().backward()
+    expected.sum().backward()
     gradients_near(quick, exact)
 
 

@@ -281,10 +281,10 @@ class IntBMoE(BlockLayer):
         if self.filter is not None:
             token_filter, code_filter = self.filter.weight.split([self.config.dim, self.config.code_width], dim=1)
             block_filter = linear(codes, code_filter, self.filter.bias).to(dtype)
-        how = dtype, backend, self.recompute
+        weights, biases = zip(*(pool(coefficients, dtype, backend, self.recompute) for pool in self.pools), strict=True)
         return Blocks(
-            weights=tuple(pool(coefficients, "weights", *how) for pool in self.pools),
-            biases=tuple(pool(coefficients, "biases", *how) for pool in self.pools),
+            weights=weights,
+            biases=biases,
             token_filter=token_filter,
             block_filter=block_filter,
             **self._row_parameters(),

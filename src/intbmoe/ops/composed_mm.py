@@ -56,7 +56,7 @@ def _run_backward(grad, z, value, gate, pool, ends, factor, complete, backend):
     if backend == "fused":
         from intbmoe.ops.compose.fused import compose_gradient
 
-        rows, pool_grad = compose_gradient(weight_grad, value, gate, pool, factor)
+        rows, pool_grad, _ = compose_gradient(weight_grad, None, value, gate, pool, None, factor)
         return z_grad, rows[: len(value)].clone(), rows[len(value) :].clone(), pool_grad
     bases = wide(pool).flatten(1)
     pool_grad = torch.zeros_like(bases)

@@ -109,20 +109,18 @@ class ShardedPool(Pool):
 
     @_disable_dynamo  # as torch.compiler.disable, which would import the compiler right here
     def forward(
-        self,
-        alpha: Coefficients,
-        of: Literal["weights", "biases"],
-        dtype: torch.dtype,
-        backend: Backend,
-        recompute: bool,
-    ) -> Tensor:
-        if of == "weights":
-            return self._gathered((of, dtype, backend), alpha, self.weight.to_local(), self.weight.shape[1], recompute)
+        self, alpha: Coefficients, dtype: torch.dtype, backend: Backend, recompute: bool
+    ) -> tuple[Tensor, Tensor]:
+        how = "weights", dtype, backend
+        weights = self._gathered(how, alpha, self.weight.to_local(), self.weight.shape[1], recompute)
+        return weights, self._biases(alpha, backend)
+
+    def _biases(self, alpha: Coefficients, backend: Backend) -> Tensor:
         if self.bias is None:
-            return self._biases(alpha, backend)
+            return super()._biases(alpha, backend)
         # As a pool of one column: its entries are then the second dimension, as those of weights are. No kernel for it.
         own = self.bias.to_local().unsqueeze(2)
-        how = of, wide(own).dtype, "naive" if backend == "naive" else "tiled"
+        how = "biases", wide(own).dtype, "naive" if backend == "naive" else "tiled"
         blocks = self._gathered(how, alpha, own, self.bias.shape[1], recompute=False)
         return blocks.transpose(1, 2).flatten(1).contiguous()
 

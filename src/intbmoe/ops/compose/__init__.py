@@ -28,9 +28,25 @@ def compose(coefficients: Coefficients, pool: Tensor, dtype: torch.dtype, backen
     if backend == "fused":
         from intbmoe.ops.compose import fused
 
-        return fused.compose(coefficients.value, coefficients.gate, pool, coefficients.factor, dtype)
+        return fused.compose(coefficients.value, coefficients.gate, pool, None, coefficients.factor, dtype)[0]
     merge = naive.compose if backend == "naive" else product
     return cast(merge(coefficients.paths, wide(pool)), dtype)
+
+
+def compose_both(
+    coefficients: Coefficients, pool: Tensor, biases: Tensor, dtype: torch.dtype, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """As ``compose``, and its biases (E, o) → (K, P·o) in the wide type; one kernel does both."""
+    if backend == "fused":
+        from intbmoe.ops.compose import fused
+
+        return fused.compose(coefficients.value, coefficients.gate, pool, biases, coefficients.factor, dtype)
+    return compose(coefficients, pool, dtype, backend), compose_biases(coefficients, biases, backend)
+
+
+def compose_biases(coefficients: Coefficients, biases: Tensor, backend: Backend) -> Tensor:
+    """A pool's biases (E, o) → (K, P·o), alone."""
+    return compose(coefficients, biases.unsqueeze(1), wide(biases).dtype, backend).squeeze(1).contiguous()
 
 
 def product(coefficients: list[Tensor], pool: Tensor) -> Tensor:

@@ -11,206 +11,91 @@ columns to columns: each keeps its sum of the coefficients' gradient, and loads 
 **Many rows** would not fit into a program's registers. Each program has a tile of them, and backward is two products:
 one for the pool, one for the coefficients. Tiles of the same columns run side by side and find them in the L2 cache.
 
-A program has ``BLOCK`` columns of one line of the matrices, or, where lines do not start at multiples of 16 bytes
-(``FLAT``), as many entries of a whole matrix: then at least the pool, the largest tensor here, is read in whole words.
+**Many rows of few bases** (E ≤ ``FEW_BASES``): tensor cores, which take 16 bases at a time, would multiply mostly
+zeros, and there is less to multiply than to write. So each base is multiplied and added by itself, and backward is one
+kernel.
 
-Partial sums of the coefficients' gradient are added in a fixed order.
+A program has ``columns`` of one line of the matrices. Where lines do not start at multiples of 16 bytes and most of the
+bytes that are moved are the pool's, it has as many entries of a whole matrix (``FLAT``), to read them in whole words.
+
+The pool's biases, a matrix of one line, are composed by the same launches. Partial sums of the coefficients' gradient
+are added in a fixed order.
 """
 
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from intbmoe.ops.backend import INTERPRETING
+from intbmoe.ops.compose import fused_kernels as kernels
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
-from intbmoe.ops.triton_support import ALIGNMENT, ceil_div, empty_matrices, power_of_2
+from intbmoe.ops.triton_support import ALIGNMENT, ceil_div, empty_matrices, in_rows, power_of_2
 
-BLOCK = 128  # columns of a row of the pool's matrices that a program has
-FEW_PRECISION, MANY_PRECISION = "tf32x3", "ieee" if INTERPRETING else "bf16x6"  # the interpreter has no bfloat16 ones
-FORWARD_WARPS, BACKWARD_WARPS = 2, 1
 BACKWARD_PROGRAMS = 1056  # per 32 bases: as many as run at once on an H200. A constant: sums depend on it
-FEW_ROWS = 16
+FEW_ROWS, FEW_BASES = 16, 4
 
 
 class Cut(NamedTuple):
-    """What a program of a product with many rows computes at a time."""
+    """What a program computes at a time; where there are fewer rows or bases it has these."""
 
     rows: int
     bases: int
     columns: int
     warps: int
+    precision: str = "tf32x3"
 
 
-# Measured on an H200.
-FORWARD_CUT = Cut(rows=64, bases=32, columns=128, warps=4)
-POOL_CUT = Cut(rows=32, bases=64, columns=128, warps=4)
-COEFFICIENT_CUT = Cut(rows=64, bases=64, columns=64, warps=4)
+# Measured on an H200, but for the first.
+FEW_BASES_CUT = Cut(rows=16, bases=1, columns=256, warps=4)
+FEW_BASES_BACKWARD_CUT = Cut(rows=16, bases=1, columns=128, warps=1)
+FEW_ROWS_CUT = Cut(rows=16, bases=32, columns=128, warps=2)
+FEW_ROWS_BACKWARD_CUT = Cut(rows=16, bases=32, columns=128, warps=1)
+SOME_ROWS_CUT = Cut(rows=32, bases=16, columns=128, warps=2)
+MANY_ROWS_CUT = Cut(rows=64, bases=32, columns=128, warps=4, precision="bf16x6")
+POOL_CUT = Cut(rows=32, bases=64, columns=128, warps=4, precision="bf16x6")
+SOME_COEFFICIENTS_CUT = Cut(rows=32, bases=32, columns=64, warps=2)
+COEFFICIENTS_CUT = Cut(rows=64, bases=64, columns=64, warps=4, precision="bf16x6")
 
 
-@triton.jit
-def _coefficients(
-    value, gate, factor, first_row, first, BLOCKS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr
-):
-    """(ROWS, STEP) coefficients: rows ``first_row`` …, value path first, of bases ``first`` …; zero past the ends."""
-    row = first_row + tl.arange(0, ROWS)
-    base = first + tl.arange(0, STEP)
-    known = (base < E)[None, :]
-    place = (row % BLOCKS)[:, None] * E + base[None, :]
-    alpha = tl.load(value + place, mask=(row < BLOCKS)[:, None] & known, other=0.0).to(tl.float32)
-    if gate is not None:
-        second = (row >= BLOCKS) & (row < 2 * BLOCKS)
-        alpha += tl.load(gate + place, mask=second[:, None] & known, other=0.0).to(tl.float32)
-    return alpha * factor
+def _few_bases(rows: int, bases: int) -> bool:
+    return rows > FEW_ROWS and bases <= FEW_BASES
 
 
-@triton.jit
-def _entries(item, size, WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr):
-    """Where an item's entries stand in a base's matrix and in a composed one, and which are there."""
-    if FLAT:
-        entry = item * BLOCK + tl.arange(0, BLOCK)
-        return entry, entry // WIDTH * ROW_STRIDE + entry % WIDTH, entry < size
-    across: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    line = item // across
-    column = item % across * BLOCK + tl.arange(0, BLOCK)
-    return line * WIDTH + column, line * ROW_STRIDE + column, column < WIDTH
+def _forward_cut(rows: int, bases: int) -> Cut:
+    if _few_bases(rows, bases):
+        return FEW_BASES_CUT
+    if rows <= FEW_ROWS:
+        return FEW_ROWS_CUT
+    return SOME_ROWS_CUT if rows <= SOME_ROWS_CUT.rows else MANY_ROWS_CUT
 
 
-@triton.jit
-def _matrices(pool, first, entry, inside, size, E: tl.constexpr, STEP: tl.constexpr):
-    """Where the entries of bases ``first`` … stand in the pool, and which are there."""
-    base = first + tl.arange(0, STEP)
-    return pool + base[:, None].to(tl.int64) * size + entry[None, :], (base < E)[:, None] & inside[None, :]
-
-
-@triton.jit
-def _composed(
-    out, first_row, entry, inside, WIDTH: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
-    BLOCKS: tl.constexpr, PATHS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Where the entries of rows ``first_row`` … stand in the composed tensor, and which are there."""
-    row = first_row + tl.arange(0, ROWS)
-    start = (row % BLOCKS).to(tl.int64) * BLOCK_STRIDE + row // BLOCKS * WIDTH
-    return out + start[:, None] + entry[None, :], (row < PATHS * BLOCKS)[:, None] & inside[None, :]
-
-
-@triton.jit
-def _compose_forward(
-    value, gate, pool, out, factor, size,
-    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
-    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    tiles: tl.constexpr = (PATHS * BLOCKS + ROWS - 1) // ROWS
-    first_row = tl.program_id(0) % tiles * ROWS
-    entry, place, inside = _entries(tl.program_id(0) // tiles, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
-    total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for first in range(0, E, STEP):
-        alpha = _coefficients(value, gate, factor, first_row, first, BLOCKS, E, ROWS, STEP)
-        source, known = _matrices(pool, first, entry, inside, size, E, STEP)
-        matrix = tl.load(source, mask=known, other=0.0).to(tl.float32)
-        total = tl.dot(alpha, matrix, total, input_precision=PRECISION)
-    target, there = _composed(out, first_row, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
-    tl.store(target, total.to(out.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _compose_backward(
-    grad, value, gate, pool, pool_grad, partials, factor, size, items,
-    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
-    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    first = tl.program_id(1) * STEP
-    base = first + tl.arange(0, STEP)
-    row = tl.arange(0, ROWS)
-    alpha = tl.trans(_coefficients(value, gate, factor, 0, first, BLOCKS, E, ROWS, STEP))
-    dalpha = tl.zeros([ROWS, STEP], dtype=tl.float32)
-    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=2):
-        entry, place, inside = _entries(item, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
-        composed, there = _composed(grad, 0, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
-        dblocks = tl.load(composed, mask=there, other=0.0).to(tl.float32)
-        source, known = _matrices(pool, first, entry, inside, size, E, STEP)
-        matrix = tl.load(source, mask=known, other=0.0).to(tl.float32)
-        dpool = tl.dot(alpha, dblocks, input_precision=PRECISION)
-        target, _ = _matrices(pool_grad, first, entry, inside, size, E, STEP)
-        tl.store(target, dpool.to(pool_grad.dtype.element_ty), mask=known)
-        dalpha = tl.dot(dblocks, tl.trans(matrix), dalpha, input_precision=PRECISION)
-    partial = partials + (tl.program_id(0).to(tl.int64) * PATHS * BLOCKS + row[:, None]) * E + base[None, :]
-    tl.store(partial, dalpha * factor, mask=(row < PATHS * BLOCKS)[:, None] & (base < E)[None, :])
-
-
-@triton.jit
-def _pool_gradient(
-    grad, value, gate, pool_grad, factor, size,
-    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
-    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    tiles: tl.constexpr = (E + STEP - 1) // STEP
-    first = tl.program_id(0) % tiles * STEP
-    entry, place, inside = _entries(tl.program_id(0) // tiles, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
-    total = tl.zeros([STEP, BLOCK], dtype=tl.float32)
-    for first_row in range(0, PATHS * BLOCKS, ROWS):
-        alpha = tl.trans(_coefficients(value, gate, factor, first_row, first, BLOCKS, E, ROWS, STEP))
-        composed, there = _composed(grad, first_row, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
-        dblocks = tl.load(composed, mask=there, other=0.0).to(tl.float32)
-        total = tl.dot(alpha, dblocks, total, input_precision=PRECISION)
-    target, known = _matrices(pool_grad, first, entry, inside, size, E, STEP)
-    tl.store(target, total.to(pool_grad.dtype.element_ty), mask=known)
-
-
-@triton.jit
-def _coefficient_gradient(
-    grad, pool, partials, factor, size, items,
-    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
-    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    tiles: tl.constexpr = (E + STEP - 1) // STEP
-    first = tl.program_id(0) % tiles * STEP
-    first_row = tl.program_id(0) // tiles * ROWS
-    total = tl.zeros([ROWS, STEP], dtype=tl.float32)
-    for item in tl.range(tl.program_id(1), items, tl.num_programs(1), num_stages=2):
-        entry, place, inside = _entries(item, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
-        composed, there = _composed(grad, first_row, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
-        dblocks = tl.load(composed, mask=there, other=0.0).to(tl.float32)
-        source, known = _matrices(pool, first, entry, inside, size, E, STEP)
-        matrix = tl.load(source, mask=known, other=0.0).to(tl.float32)
-        total = tl.dot(dblocks, tl.trans(matrix), total, input_precision=PRECISION)
-    row, base = first_row + tl.arange(0, ROWS), first + tl.arange(0, STEP)
-    partial = partials + (tl.program_id(1).to(tl.int64) * PATHS * BLOCKS + row[:, None]) * E + base[None, :]
-    tl.store(partial, total * factor, mask=(row < PATHS * BLOCKS)[:, None] & (base < E)[None, :])
-
-
-def _sizes(value: Tensor, gate: Tensor | None, pool: Tensor, composed: Tensor, cut: Cut | None) -> dict[str, Any]:
-    """Launch arguments, by the ``cut``; without one, for few rows, a program has all of them."""
+def _sizes(
+    value: Tensor, gate: Tensor | None, pool: Tensor, composed: Tensor, bias_composed: Tensor | None, cut: Cut,
+    passes: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Launch arguments, by the ``cut``; ``passes`` are how often the pool, or one of its size, is read or written."""
     (blocks, bases), width = value.shape, pool.shape[2]
     paths = 1 if gate is None else 2
-    rows, precision = power_of_2(paths * blocks, 16), FEW_PRECISION if cut is None else MANY_PRECISION
-    cut = cut or Cut(rows, 32, BLOCK, FORWARD_WARPS)
-    flat = width % (ALIGNMENT // pool.element_size()) != 0 and pool.shape[1] > 1
+    least = 1 if cut.bases == 1 else 16  # that tensor cores take
+    odd = width % (ALIGNMENT // pool.element_size()) != 0 and pool.shape[1] > 1
+    flat = odd and passes * bases * pool.element_size() > paths * blocks * composed.element_size()
     return {
         "WIDTH": width,
         "ROW_STRIDE": composed.stride(1),
         "BLOCK_STRIDE": composed.stride(0),
+        "BIAS_STRIDE": 0 if bias_composed is None else bias_composed.stride(0),
         "BLOCKS": blocks,
         "PATHS": paths,
         "E": bases,
-        "ROWS": min(rows, cut.rows),
-        "STEP": min(power_of_2(bases, 16), cut.bases),
+        "ROWS": min(power_of_2(paths * blocks, least), cut.rows),
+        "STEP": min(power_of_2(bases, least), cut.bases),
         "BLOCK": cut.columns if flat else min(cut.columns, power_of_2(width, 16)),
         "FLAT": flat,
-        "PRECISION": precision,
+        "PRECISION": "ieee" if INTERPRETING else cut.precision,  # the interpreter has no bfloat16 ones
         "num_warps": cut.warps,
     }
-
-
-def _many(value: Tensor, gate: Tensor | None) -> bool:
-    return value.shape[0] * (1 if gate is None else 2) > FEW_ROWS
 
 
 def _items(pool: Tensor, sizes: dict[str, Any]) -> int:
@@ -219,84 +104,121 @@ def _items(pool: Tensor, sizes: dict[str, Any]) -> int:
     return pool.shape[1] * ceil_div(pool.shape[2], sizes["BLOCK"])
 
 
+def _bias_items(bias: Tensor | None, sizes: dict[str, Any]) -> int:
+    return 0 if bias is None else ceil_div(sizes["WIDTH"], sizes["BLOCK"])
+
+
 def _row_tiles(sizes: dict[str, Any]) -> int:
     return ceil_div(sizes["PATHS"] * sizes["BLOCKS"], sizes["ROWS"])
 
 
-def _run(value, gate, pool, factor, dtype):
-    out = _allocate(value, gate, pool, factor, dtype)
-    value, pool, gate = value.contiguous(), pool.contiguous(), None if gate is None else gate.contiguous()
-    sizes = _sizes(value, gate, pool, out, FORWARD_CUT if _many(value, gate) else None)
+def _base_tiles(sizes: dict[str, Any]) -> int:
+    return ceil_div(sizes["E"], sizes["STEP"])
+
+
+def _laid_out(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def _run(value, gate, pool, bias, factor, dtype):
+    out, bias_out = _allocate(value, gate, pool, bias, factor, dtype)
+    value, gate, pool, bias = _laid_out(value, gate, pool, bias)
+    cut = _forward_cut(len(value) * (1 if gate is None else 2), len(pool))
+    sizes = _sizes(value, gate, pool, out, bias_out, cut)
+    items = _items(pool, sizes)
+    grid = ((items + _bias_items(bias, sizes)) * _row_tiles(sizes),)
     launch(
-        _compose_forward, (_items(pool, sizes) * _row_tiles(sizes),),
-        value, gate, pool, out, factor, pool.stride(0), **sizes,
-    )  # fmt: skip
-    return out
+        kernels.compose_forward, grid, value, gate, pool, bias, out, bias_out, factor, pool.stride(0), items, **sizes
+    )
+    return out, bias_out
 
 
-def _allocate(value, gate, pool, factor: float, dtype: torch.dtype):
+def _allocate(value, gate, pool, bias, factor: float, dtype: torch.dtype):
     paths = 1 if gate is None else 2
-    return empty_matrices(pool, value.shape[0], pool.shape[1], paths * pool.shape[2], dtype)
+    blocks, width = value.shape[0], paths * pool.shape[2]
+    biases = pool.new_empty(0 if bias is None else blocks, width, dtype=torch.float32)
+    return empty_matrices(pool, blocks, pool.shape[1], width, dtype), biases
 
 
-def _run_backward(grad, value, gate, pool, factor):
-    sums, pool_grad = _allocate_backward(grad, value, gate, pool, factor)
-    value, pool, gate = value.contiguous(), pool.contiguous(), None if gate is None else gate.contiguous()
+def _run_backward(grad, bias_grad, value, gate, pool, bias, factor):
+    sums, pool_grad, bias_pool_grad = _allocate_backward(grad, bias_grad, value, gate, pool, bias, factor)
+    value, gate, pool, bias = _laid_out(value, gate, pool, bias)
     grad = grad if grad.stride(2) == 1 else grad.contiguous()
-    size = pool.stride(0)
-    if _many(value, gate):
-        sizes = _sizes(value, gate, pool, grad, POOL_CUT)
-        launch(
-            _pool_gradient, (_items(pool, sizes) * ceil_div(sizes["E"], sizes["STEP"]),),
-            grad, value, gate, pool_grad, factor, size, **sizes,
-        )  # fmt: skip
-        sizes = _sizes(value, gate, pool, grad, COEFFICIENT_CUT)
-        items, tiles = _items(pool, sizes), _row_tiles(sizes) * ceil_div(sizes["E"], sizes["STEP"])
-        partials = sums.new_empty(min(items, ceil_div(BACKWARD_PROGRAMS, tiles)), *sums.shape)
-        launch(_coefficient_gradient, (tiles, len(partials)), grad, pool, partials, factor, size, items, **sizes)
-    else:
-        sizes = _sizes(value, gate, pool, grad, None)
-        sizes["BLOCK"] = min(sizes["BLOCK"], 2048 // sizes["STEP"])  # more would not fit into registers
-        sizes["num_warps"] = BACKWARD_WARPS
+    bias_grad = None if bias is None else in_rows(bias_grad)
+    grads, paths, bases, found = (grad, bias_grad), (value, gate), (pool, bias), (pool_grad, bias_pool_grad)
+    end = factor, pool.stride(0)
+    if _few_bases(*sums.shape):
+        sizes = _sizes(*paths, pool, *grads, FEW_BASES_BACKWARD_CUT, passes=2)
         items = _items(pool, sizes)
-        partials = sums.new_empty(min(items, BACKWARD_PROGRAMS), *sums.shape)
+        partials = sums.new_empty(items + _bias_items(bias, sizes), *sums.shape)
         launch(
-            _compose_backward, (len(partials), ceil_div(sizes["E"], sizes["STEP"])),
-            grad, value, gate, pool, pool_grad, partials, factor, size, items, **sizes,
+            kernels.few_bases_backward, (len(partials),),
+            *grads, *paths, *bases, *found, partials, *end, items, **sizes,
         )  # fmt: skip
-    return partials.sum(0), pool_grad
+    elif len(sums) <= FEW_ROWS:
+        sizes = _sizes(*paths, pool, *grads, FEW_ROWS_BACKWARD_CUT, passes=2)
+        sizes["BLOCK"] = min(sizes["BLOCK"], 2048 // sizes["STEP"])  # more would not fit into registers
+        items = _items(pool, sizes)
+        programs = min(items, BACKWARD_PROGRAMS)
+        partials = sums.new_empty(programs + _bias_items(bias, sizes), *sums.shape)
+        launch(
+            kernels.few_rows_backward, (len(partials), _base_tiles(sizes)),
+            *grads, *paths, *bases, *found, partials, *end, items, programs, **sizes,
+        )  # fmt: skip
+    else:
+        sizes = _sizes(*paths, pool, *grads, POOL_CUT)
+        items = _items(pool, sizes)
+        grid = ((items + _bias_items(bias, sizes)) * _base_tiles(sizes),)
+        launch(kernels.pool_gradient, grid, *grads, *paths, *found, *end, items, **sizes)
+        few = len(sums) <= SOME_COEFFICIENTS_CUT.rows
+        sizes = _sizes(*paths, pool, *grads, SOME_COEFFICIENTS_CUT if few else COEFFICIENTS_CUT)
+        items, tiles = _items(pool, sizes), _row_tiles(sizes) * _base_tiles(sizes)
+        programs = min(items, ceil_div(BACKWARD_PROGRAMS, tiles))
+        partials = sums.new_empty(programs + _bias_items(bias, sizes), *sums.shape)
+        grid = tiles, len(partials)
+        launch(kernels.coefficient_gradient, grid, *grads, *bases, partials, *end, items, programs, **sizes)
+    return partials.sum(0), *found
 
 
-def _allocate_backward(grad, value, gate, pool, factor: float):
+def _allocate_backward(grad, bias_grad, value, gate, pool, bias, factor: float):
     rows = value.shape[0] * (1 if gate is None else 2)
     pool_grad = torch.empty_like(pool, memory_format=torch.contiguous_format)
-    return value.new_empty(rows, value.shape[1], dtype=torch.float32), pool_grad
+    bias_shape = (0,) if bias is None else bias.shape
+    sums = value.new_empty(rows, value.shape[1], dtype=torch.float32)
+    return sums, pool_grad, pool.new_empty(bias_shape, dtype=pool.dtype if bias is None else bias.dtype)
 
 
 def _save(ctx, inputs, output):
-    value, gate, pool, ctx.factor, _ = inputs
-    ctx.save_for_backward(value, gate, pool)
+    value, gate, pool, bias, ctx.factor, _ = inputs
+    ctx.save_for_backward(value, gate, pool, bias)
 
 
-def _differentiate(ctx, grad):
-    value, gate, pool = ctx.saved_tensors
-    sums, pool_grad = compose_gradient(grad, value, gate, pool, ctx.factor)
-    value_grad = sums[: value.shape[0]].to(value.dtype)
-    gate_grad = None if gate is None else sums[value.shape[0] :].to(gate.dtype)
-    return value_grad, gate_grad, pool_grad, None, None
+def _differentiate(ctx, grad, bias_grad):
+    value, gate, pool, bias = ctx.saved_tensors
+    blocks, width = value.shape[0], pool.shape[2] * (1 if gate is None else 2)
+    grad = pool.new_zeros(blocks, pool.shape[1], width) if grad is None else grad
+    bias_grad = pool.new_zeros(blocks, width) if bias_grad is None and bias is not None else bias_grad
+    sums, pool_grad, bias_pool_grad = compose_gradient(
+        grad, None if bias is None else bias_grad, value, gate, pool, bias, ctx.factor
+    )
+    value_grad = sums[:blocks].to(value.dtype)
+    gate_grad = None if gate is None else sums[blocks:].to(gate.dtype)
+    return value_grad, gate_grad, pool_grad, None if bias is None else bias_pool_grad, None, None
 
 
-def _flops(value_shape, gate_shape, pool_shape, *_, **__):
+def _flops(value_shape, gate_shape, pool_shape, bias_shape, *_, **__):
     rows = value_shape[0] * (1 if gate_shape is None else 2)
-    return 2 * rows * pool_shape[0] * pool_shape[1] * pool_shape[2]
+    lines = pool_shape[1] + (0 if bias_shape is None else 1)
+    return 2 * rows * pool_shape[0] * lines * pool_shape[2]
 
 
-# Coefficients (K, E), times a factor, and a pool (E, i, o) → (K, i, P·o), rows aligned, in ``dtype``.
-compose = define("compose", schema_of(_allocate), _run, _allocate, _save, _differentiate, _flops)
+# Coefficients (K, E), times a factor, a pool (E, i, o) and its biases (E, o) or None → (K, i, P·o), rows aligned, in
+# ``dtype``, and (K, P·o) in float32.
+compose = define("compose", schema_of(_allocate, 2), _run, _allocate, _save, _differentiate, _flops)
 compose_gradient = define(
     "compose_backward",
-    schema_of(_allocate_backward, 2),
+    schema_of(_allocate_backward, 3),
     _run_backward,
     _allocate_backward,
-    flops=lambda grad_shape, *shapes, **rest: 2 * _flops(*shapes, **rest),
+    flops=lambda grad_shape, bias_grad_shape, *shapes, **rest: 2 * _flops(*shapes, **rest),
 )

@@ -1,0 +1,285 @@
+"""The kernels of the composition (``fused.py`` has how they are cut up and started).
+
+Rows are those of the coefficients, (P·K, E), the value path first; the entries of a base's matrix are columns. An item
+is what a program has of the columns: ``BLOCK`` of one line of the matrices or, with ``FLAT``, of a whole matrix. Where
+``STEP``, the bases at a time, is 1, there are so few bases that tensor cores would multiply mostly zeros.
+
+The pool's biases, a matrix of one line, are further items of the same kernels: a launch of their own would take longer
+than they do.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _coefficients(
+    value, gate, factor, first_row, first, BLOCKS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr
+):
+    """(ROWS, STEP) coefficients: rows ``first_row`` …, value path first, of bases ``first`` …; zero past the ends."""
+    row = first_row + tl.arange(0, ROWS)
+    base = first + tl.arange(0, STEP)
+    known = (base < E)[None, :]
+    place = (row % BLOCKS)[:, None] * E + base[None, :]
+    alpha = tl.load(value + place, mask=(row < BLOCKS)[:, None] & known, other=0.0).to(tl.float32)
+    if gate is not None:
+        second = (row >= BLOCKS) & (row < 2 * BLOCKS)
+        alpha += tl.load(gate + place, mask=second[:, None] & known, other=0.0).to(tl.float32)
+    return alpha * factor
+
+
+@triton.jit
+def _entries(item, size, WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr):
+    """Where an item's entries stand in a base's matrix and in a composed one, and which are there."""
+    if FLAT:
+        entry = item * BLOCK + tl.arange(0, BLOCK)
+        return entry, entry // WIDTH * ROW_STRIDE + entry % WIDTH, entry < size
+    across: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    line = item // across
+    column = item % across * BLOCK + tl.arange(0, BLOCK)
+    return line * WIDTH + column, line * ROW_STRIDE + column, column < WIDTH
+
+
+@triton.jit
+def _matrices(pool, first, entry, inside, size, E: tl.constexpr, STEP: tl.constexpr):
+    """Where the entries of bases ``first`` … stand in the pool, and which are there."""
+    base = first + tl.arange(0, STEP)
+    return pool + base[:, None].to(tl.int64) * size + entry[None, :], (base < E)[:, None] & inside[None, :]
+
+
+@triton.jit
+def _composed(
+    out, first_row, entry, inside, WIDTH: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, PATHS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Where the entries of rows ``first_row`` … stand in the composed tensor, and which are there."""
+    row = first_row + tl.arange(0, ROWS)
+    start = (row % BLOCKS).to(tl.int64) * BLOCK_STRIDE + row // BLOCKS * WIDTH
+    return out + start[:, None] + entry[None, :], (row < PATHS * BLOCKS)[:, None] & inside[None, :]
+
+
+@triton.jit
+def _compose_item(
+    value, gate, pool, out, factor, size, item, first_row,
+    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    entry, place, inside = _entries(item, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
+    total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    if STEP == 1:
+        for base in tl.static_range(E):
+            alpha = _coefficients(value, gate, factor, first_row, base, BLOCKS, E, ROWS, 1)
+            source, known = _matrices(pool, base, entry, inside, size, E, 1)
+            total += alpha * tl.load(source, mask=known, other=0.0).to(tl.float32)
+    else:
+        for first in range(0, E, STEP):
+            alpha = _coefficients(value, gate, factor, first_row, first, BLOCKS, E, ROWS, STEP)
+            source, known = _matrices(pool, first, entry, inside, size, E, STEP)
+            matrix = tl.load(source, mask=known, other=0.0).to(tl.float32)
+            total = tl.dot(alpha, matrix, total, input_precision=PRECISION)
+    target, there = _composed(out, first_row, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
+    tl.store(target, total.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def compose_forward(
+    value, gate, pool, bias, out, bias_out, factor, size, items,
+    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles: tl.constexpr = (PATHS * BLOCKS + ROWS - 1) // ROWS
+    first_row = tl.program_id(0) % tiles * ROWS
+    item = tl.program_id(0) // tiles
+    if item < items:
+        _compose_item(
+            value, gate, pool, out, factor, size, item, first_row,
+            WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
+        )  # fmt: skip
+    elif bias is not None:
+        _compose_item(
+            value, gate, bias, bias_out, factor, WIDTH, item - items, first_row,
+            WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, False, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _few_rows_items(
+    grad, value, gate, pool, pool_grad, partials, factor, size, first_item, end_item, step_item,
+    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(1) * STEP
+    base = first + tl.arange(0, STEP)
+    row = tl.arange(0, ROWS)
+    alpha = tl.trans(_coefficients(value, gate, factor, 0, first, BLOCKS, E, ROWS, STEP))
+    dalpha = tl.zeros([ROWS, STEP], dtype=tl.float32)
+    for item in tl.range(first_item, end_item, step_item, num_stages=2):
+        entry, place, inside = _entries(item, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
+        composed, there = _composed(grad, 0, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
+        dblocks = tl.load(composed, mask=there, other=0.0).to(tl.float32)
+        source, known = _matrices(pool, first, entry, inside, size, E, STEP)
+        matrix = tl.load(source, mask=known, other=0.0).to(tl.float32)
+        dpool = tl.dot(alpha, dblocks, input_precision=PRECISION)
+        target, _ = _matrices(pool_grad, first, entry, inside, size, E, STEP)
+        tl.store(target, dpool.to(pool_grad.dtype.element_ty), mask=known)
+        dalpha = tl.dot(dblocks, tl.trans(matrix), dalpha, input_precision=PRECISION)
+    partial = partials + (tl.program_id(0).to(tl.int64) * PATHS * BLOCKS + row[:, None]) * E + base[None, :]
+    tl.store(partial, dalpha * factor, mask=(row < PATHS * BLOCKS)[:, None] & (base < E)[None, :])
+
+
+@triton.jit
+def few_rows_backward(
+    grad, bias_grad, value, gate, pool, bias, pool_grad, bias_pool_grad, partials, factor, size, items, programs,
+    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if program < programs:
+        _few_rows_items(
+            grad, value, gate, pool, pool_grad, partials, factor, size, program, items, programs,
+            WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
+        )  # fmt: skip
+    elif bias is not None:
+        item = program - programs
+        _few_rows_items(
+            bias_grad, value, gate, bias, bias_pool_grad, partials, factor, WIDTH, item, item + 1, 1,
+            WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, False, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _pool_item(
+    grad, value, gate, pool_grad, factor, size, item, first,
+    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    entry, place, inside = _entries(item, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
+    total = tl.zeros([STEP, BLOCK], dtype=tl.float32)
+    for first_row in range(0, PATHS * BLOCKS, ROWS):
+        alpha = tl.trans(_coefficients(value, gate, factor, first_row, first, BLOCKS, E, ROWS, STEP))
+        composed, there = _composed(grad, first_row, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
+        dblocks = tl.load(composed, mask=there, other=0.0).to(tl.float32)
+        total = tl.dot(alpha, dblocks, total, input_precision=PRECISION)
+    target, known = _matrices(pool_grad, first, entry, inside, size, E, STEP)
+    tl.store(target, total.to(pool_grad.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def pool_gradient(
+    grad, bias_grad, value, gate, pool_grad, bias_pool_grad, factor, size, items,
+    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles: tl.constexpr = (E + STEP - 1) // STEP
+    first = tl.program_id(0) % tiles * STEP
+    item = tl.program_id(0) // tiles
+    if item < items:
+        _pool_item(
+            grad, value, gate, pool_grad, factor, size, item, first,
+            WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
+        )  # fmt: skip
+    elif bias_grad is not None:
+        _pool_item(
+            bias_grad, value, gate, bias_pool_grad, factor, WIDTH, item - items, first,
+            WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, False, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _coefficient_items(
+    grad, pool, partials, factor, size, first_item, end_item, step_item,
+    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles: tl.constexpr = (E + STEP - 1) // STEP
+    first = tl.program_id(0) % tiles * STEP
+    first_row = tl.program_id(0) // tiles * ROWS
+    total = tl.zeros([ROWS, STEP], dtype=tl.float32)
+    for item in tl.range(first_item, end_item, step_item, num_stages=2):
+        entry, place, inside = _entries(item, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
+        composed, there = _composed(grad, first_row, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
+        dblocks = tl.load(composed, mask=there, other=0.0).to(tl.float32)
+        source, known = _matrices(pool, first, entry, inside, size, E, STEP)
+        matrix = tl.load(source, mask=known, other=0.0).to(tl.float32)
+        total = tl.dot(dblocks, tl.trans(matrix), total, input_precision=PRECISION)
+    row, base = first_row + tl.arange(0, ROWS), first + tl.arange(0, STEP)
+    partial = partials + (tl.program_id(1).to(tl.int64) * PATHS * BLOCKS + row[:, None]) * E + base[None, :]
+    tl.store(partial, total * factor, mask=(row < PATHS * BLOCKS)[:, None] & (base < E)[None, :])
+
+
+@triton.jit
+def coefficient_gradient(
+    grad, bias_grad, pool, bias, partials, factor, size, items, programs,
+    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(1)
+    if program < programs:
+        _coefficient_items(
+            grad, pool, partials, factor, size, program, items, programs,
+            WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
+        )  # fmt: skip
+    elif bias is not None:
+        _coefficient_items(
+            bias_grad, bias, partials, factor, WIDTH, program - programs, program - programs + 1, 1,
+            WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, False, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _few_bases_item(
+    grad, value, gate, pool, pool_grad, partials, factor, size, item,
+    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both gradients from one reading of the blocks' gradient: all rows of an item, a tile of them at a time."""
+    entry, place, inside = _entries(item, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
+    matrices, totals = (), ()
+    for base in tl.static_range(E):
+        source, known = _matrices(pool, base, entry, inside, size, E, 1)
+        matrices += (tl.load(source, mask=known, other=0.0).to(tl.float32),)
+        totals += (tl.zeros([1, BLOCK], dtype=tl.float32),)
+    for first_row in tl.range(0, PATHS * BLOCKS, ROWS, num_stages=3):
+        composed, there = _composed(grad, first_row, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
+        dblocks = tl.load(composed, mask=there, other=0.0).to(tl.float32)
+        row = first_row + tl.arange(0, ROWS)
+        partial = partials + (tl.program_id(0).to(tl.int64) * PATHS * BLOCKS + row) * E
+        sums = ()
+        for base in tl.static_range(E):
+            alpha = _coefficients(value, gate, factor, first_row, base, BLOCKS, E, ROWS, 1)
+            sums += (totals[base] + tl.sum(alpha * dblocks, 0)[None, :],)
+            dalpha = tl.sum(dblocks * matrices[base], 1)
+            tl.store(partial + base, dalpha * factor, mask=row < PATHS * BLOCKS)
+        totals = sums
+    for base in tl.static_range(E):
+        target, known = _matrices(pool_grad, base, entry, inside, size, E, 1)
+        tl.store(target, totals[base].to(pool_grad.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def few_bases_backward(
+    grad, bias_grad, value, gate, pool, bias, pool_grad, bias_pool_grad, partials, factor, size, items,
+    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0)
+    if item < items:
+        _few_bases_item(
+            grad, value, gate, pool, pool_grad, partials, factor, size, item,
+            WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
+        )  # fmt: skip
+    elif bias is not None:
+        _few_bases_item(
+            bias_grad, value, gate, bias, bias_pool_grad, partials, factor, WIDTH, item - items,
+            WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, False, PRECISION,
+        )  # fmt: skip
