@@ -16,15 +16,17 @@ from gpu_timing import Call, Ceilings, Cost, capturing_stream, graph_ms, reason
 from torch import Tensor, nn
 
 from intbmoe import IntBMoEConfig
+from intbmoe.ops.aligned_linear import square_linear
 from intbmoe.ops.blocks.naive import LAYER_NORM_EPS
 from intbmoe.ops.choose import choose
-from intbmoe.ops.compose import Coefficients, compose
+from intbmoe.ops.compose import Coefficients, compose_both
+from intbmoe.ops.filter_terms import filter_terms
 from intbmoe.ops.grouped_mm import grouped_mm
 from intbmoe.ops.permute import permute
 from intbmoe.ops.triton_support import empty_rows
 from intbmoe.parts.experts import SwiGLU
+from intbmoe.parts.linear import Linear
 from intbmoe.parts.router import MLPRouter
-from intbmoe.precision import linear
 
 BF16, F32, I64 = 2, 4, 8
 COLD_BYTES = 240e6
@@ -147,12 +149,12 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
 
     def compose_small(g: Given) -> list[Tensor]:
         alpha = g["hypernetwork"](g["codebook"])
-        biases = [compose(alpha, bias.unsqueeze(1), torch.float32, "fused") for bias in g["biases"]]
-        return [*alpha[:2], *biases, linear(g["codebook"], g["code_filter"]).to(compute)]
+        return [*alpha[:2], *filter_terms(g["filter"].weight, g["filter"].bias, g["codebook"], compute, "fused")]
 
-    def compose_weights(g: Given) -> list[Tensor]:
+    def compose_pools(g: Given) -> list[Tensor]:
         alpha = Coefficients(g["value"], g["gate"], bases**-0.5)
-        return [compose(alpha, pool, compute, "fused") for pool in g["pools"]]
+        pools = zip(g["pools"], g["biases"], strict=True)
+        return [each for pool in pools for each in compose_both(alpha, *pool, compute, "fused")]
 
     return [
         Stage(
@@ -177,19 +179,18 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
             {},
         ),
         Stage(
-            "coefficients, biases, block terms",
+            "coefficients, filter's terms",
             lambda: {
                 "codebook": wide(blocks, c.code_dim),
                 "hypernetwork": module(c.make_hypernetwork),
-                "biases": [wide(bases, width) for width in c.widths[1:]],
-                "code_filter": wide(d, c.code_dim),
+                "filter": module(Linear, d + c.code_dim, d),
             },
             compose_small,
-            Cost(F32 * (bases + 2 * blocks) * outputs),
+            Cost((F32 + BF16) * d * d + F32 * blocks * (2 * bases + d)),
             {
-                "coefficients, biases, block terms": (
-                    ("codebook", "hypernetwork", "biases", "code_filter"),
-                    Cost(F32 * (2 * bases + 2 * blocks) * outputs),
+                "coefficients, filter's terms": (
+                    ("codebook", "hypernetwork", "filter"),
+                    Cost((F32 + BF16) * d * d + F32 * blocks * (2 * bases + d)),
                 )
             },
         ),
@@ -199,22 +200,27 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
                 "value": wide(blocks, bases),
                 "gate": wide(blocks, bases),
                 "pools": [wide(bases, i, o, scale=i**-0.5) for i, o in layers],
+                "biases": [wide(bases, o) for _, o in layers],
             },
-            compose_weights,
-            Cost(F32 * pool + BF16 * composed, products, torch.float32),
+            compose_pools,
+            Cost(F32 * (pool + (bases + 2 * blocks) * outputs) + BF16 * composed, products, torch.float32),
             {
                 "composition": (
-                    ("value", "gate", "pools"),
-                    Cost(2 * F32 * pool + BF16 * composed, 2 * products, torch.float32),
+                    ("value", "gate", "pools", "biases"),
+                    Cost(
+                        F32 * (2 * pool + (2 * bases + 2 * blocks) * outputs) + BF16 * composed,
+                        2 * products,
+                        torch.float32,
+                    ),
                 )
             },
         ),
         Stage(
             "token filter term",
-            lambda: {"x": normal(n, d), "weight": wide(d, d + c.code_dim, scale=d**-0.5)},
-            lambda g: linear(g["x"], g["weight"][:, :d]),
-            Cost(2 * BF16 * n * d + F32 * d * d, 2 * n * d * d),
-            {"token filter term": (("x", "weight"), Cost(3 * BF16 * n * d + 2 * F32 * d * d, 4 * n * d * d))},
+            lambda: {"x": normal(n, d), "weight": normal(d, d, scale=d**-0.5)},
+            lambda g: square_linear(g["x"], g["weight"]),
+            Cost(BF16 * (2 * n * d + d * d), 2 * n * d * d),
+            {"token filter term": (("x", "weight"), Cost(BF16 * (3 * n * d + 2 * d * d), 4 * n * d * d))},
         ),
         Stage(
             "filter and gather",

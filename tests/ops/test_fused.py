@@ -25,6 +25,7 @@ from intbmoe.ops.combine import naive as combine_naive
 from intbmoe.ops.combine import sum_rows
 from intbmoe.ops.compose import fused as compose_fused
 from intbmoe.ops.compose import naive as compose_naive
+from intbmoe.ops.filter_terms import filter_terms
 from intbmoe.ops.permute import fused as permute_fused
 from intbmoe.ops.permute import naive as permute_naive
 from intbmoe.ops.permute import permute, sort
@@ -363,6 +364,21 @@ def test_composition_without_biases(device):
     near(composed, expected)
     composed.sum().backward()
     expected.sum().backward()
+    gradients_near(quick, exact)
+
+
+@on_device
+@pytest.mark.parametrize(("width", "codes", "code"), [(37, 5, 3), (300, 17, 20)])
+def test_filter_terms(device, width, codes, code):
+    given = torch.randn(width, width + code), torch.randn(width), torch.randn(codes, code)
+    quick, exact = pairs(device, *given)
+    found = filter_terms(*quick, torch.float32, "fused")
+    expected = filter_terms(*exact, torch.float64, "naive")
+    probes = [torch.randn(each.shape) for each in expected]
+    for a, b in zip(found, expected, strict=True):
+        near(a, b)
+    torch.autograd.backward(found, [probe.to(device) for probe in probes])
+    torch.autograd.backward(expected, [probe.double() for probe in probes])
     gradients_near(quick, exact)
 
 

@@ -37,6 +37,7 @@ from intbmoe.ops import native
 from intbmoe.ops.backend import BACKENDS, Backend, choose_backend
 from intbmoe.ops.blocks import Blocks
 from intbmoe.ops.choose import choose
+from intbmoe.ops.filter_terms import filter_terms
 from intbmoe.parts.blocks import run_blocks
 from intbmoe.parts.conditioning import check_conditioning
 from intbmoe.parts.hypernetwork import Hypernetwork
@@ -47,7 +48,7 @@ from intbmoe.parts.reference import reference_names, unused_in_reference
 from intbmoe.parts.replay import replayed
 from intbmoe.parts.router import MLPRouter, mask_choices
 from intbmoe.parts.shared import SharedKind, make_shared, run_shared
-from intbmoe.precision import autocast_off, cast, linear, wide
+from intbmoe.precision import autocast_off, cast, wide
 from intbmoe.registry import register
 from intbmoe.settings import AtMost, MustBe, NonNegativeInt, PositiveInt
 
@@ -279,8 +280,8 @@ class IntBMoE(BlockLayer):
         coefficients = self.hypernetwork(codes, backend)
         token_filter = block_filter = None
         if self.filter is not None:
-            token_filter, code_filter = self.filter.weight.split([self.config.dim, self.config.code_width], dim=1)
-            block_filter = linear(codes, code_filter, self.filter.bias).to(dtype)
+            terms = filter_terms(self.filter.weight, self.filter.bias, codes, dtype, backend)
+            token_filter, block_filter = terms[0], terms[1] if backend == "fused" else terms[1].to(dtype)
         weights, biases = zip(*(pool(coefficients, dtype, backend, self.recompute) for pool in self.pools), strict=True)
         return Blocks(
             weights=weights,

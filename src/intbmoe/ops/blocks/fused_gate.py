@@ -330,7 +330,8 @@ def _differentiate(ctx, grad, _):
     bias_grad, rest = sums[:, : paths * width], sums[:, paths * width :].sum(0)
     gain_grad = scale_grad = None
     if gain is not None:
-        gain_grad, scale_grad = rest[2 * width : 3 * width], rest[3 * width :].sum(0, keepdim=True)
+        gain_grad, scale_grad = rest[2 * width : 3 * width], rest[3 * width :]
+        scale_grad = scale_grad if len(scale_grad) == 1 else scale_grad.sum(0, keepdim=True)
     return row_grad, bias_grad, gain_grad, scale_grad, rest[:width], rest[width : 2 * width], None, None
 
 
