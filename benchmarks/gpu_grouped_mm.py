@@ -16,7 +16,6 @@ Processes compile in parallel before anything is timed.
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -32,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from intbmoe.machine import usable_cores
 from intbmoe.ops.grouped_mm import fused, naive
 from intbmoe.ops.grouped_mm.fused import Tile
 from intbmoe.ops.triton_support import aligned
@@ -310,7 +310,7 @@ def main() -> int:
     """Check, time, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write every figure here")
-    parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile")
+    parser.add_argument("--workers", type=int, default=min(12, usable_cores()), help="processes that compile")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a CUDA device")

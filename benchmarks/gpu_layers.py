@@ -1,7 +1,6 @@
 """Layers for ``gpu.py``: with a forced load, precomposed, checked against each other, and Hugging Face's block."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -13,6 +12,7 @@ from gpu_timing import both_call, forward_call, reason, synchronize
 from torch import Tensor, nn
 
 from intbmoe import ComposedMoE, IntBMoE
+from intbmoe.machine import usable_cores
 from intbmoe.parts.router import MLPRouter, count_choices, top_k
 
 ROUTINGS = ("balanced", "Zipf")
@@ -118,7 +118,7 @@ def compile_ahead(
 
 def default_workers() -> int:
     """As many processes as have a core, within reason: each takes some GPU memory."""
-    return min(12, os.cpu_count() or 1)
+    return min(12, usable_cores())
 
 
 def _stages(shape: Shape, device: torch.device) -> list[Stage]:

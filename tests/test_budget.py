@@ -10,6 +10,7 @@ from intbmoe.budget import match_budget
 from intbmoe.layer import moe_layers
 from intbmoe.recipes import load_recipe
 from intbmoe.tasks import make_task
+from intbmoe.tasks.mixture import ffn_maker
 from intbmoe.tasks.recipe import MoESettings
 
 # ImageNet: DeiT-Tiny with 8 layers, four of which hold a module beside the class token's own FFN.
@@ -98,6 +99,21 @@ def test_widths_of_intbmoe():
     assert paper == {"hidden": 2844, "experts": 8, "shared_hidden": 2048}
     assert count("intbmoe", **MINIPILE, intbmoe_hidden=2844) == 40_371_389 - 2 * 768  # no unused LayerNorm
     assert count("intbmoe", **INTTRAVEL) == 2_470_841 - 2 * 96
+
+
+@pytest.mark.parametrize("backbone", [IMAGENET, MINIPILE, INTTRAVEL])
+def test_the_shared_expert_has_the_backbones_weights_whatever_its_kind(backbone):
+    dim, matrices = backbone["dim"], 3 if "expert" in backbone else 2
+    for kind in ("swiglu", "mlp"):
+        moe = MoESettings("intbmoe", backbone["experts"], options={"shared_kind": kind})
+        rest = {"expert": backbone["expert"]} if "expert" in backbone else {}
+        with torch.device("meta"):
+            layer = ffn_maker(moe, dim, backbone["hidden"], **rest)()
+        weights = sum(p.numel() for p in layer.shared.parameters() if p.dim() == 2)
+        assert weights == matrices * dim * backbone["hidden"], kind
+    assert "shared_hidden" not in match_budget("intbmoe", **backbone, shared_kind="linear")
+    with pytest.raises(ValueError, match="shared_kind='gelu' is not allowed: shared_kind must be one of 'swiglu'"):
+        match_budget("intbmoe", **backbone, shared_kind="gelu")
 
 
 def test_the_papers_width_on_minipile_is_that_of_a_swiglu_of_1896():

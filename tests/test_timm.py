@@ -41,6 +41,13 @@ def test_the_tiny_one_has_the_papers_parameters():
     assert [name for name, _ in moe_layers(model)] == [f"blocks.{block}.mlp.moe" for block in (0, 2, 4, 6)]
 
 
+def test_the_shared_expert_is_matched_whatever_its_kind():
+    layers = [small("intbmoe", moe_options={"shared_kind": kind}).blocks[0].mlp.moe for kind in ("swiglu", "mlp")]
+    matrices = [[p.numel() for p in layer.shared.parameters() if p.dim() == 2] for layer in layers]
+    assert sum(matrices[1]) == 2 * 16 * 64
+    assert sum(matrices[0]) == pytest.approx(2 * 16 * 64, rel=0.02)  # a width of 42⅔ is rounded
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_forward_backward_and_features(name):
     model = small(name).train()

@@ -7,7 +7,7 @@ method makes of it. With a backbone FFN of weights W (2·d·h for GELU, 3·d·h 
 
     experts       E routed and one shared in a method with a shared path (IntBMoE, DeepSeek-V3), E + 1 in all others
     widths        each expert has W weights; IntBMoE's and μMoE's two-layer blocks too, DeepSeek-V3's and Lory's experts
-                  are SwiGLU on every backbone, and so is IntBMoE's shared expert
+                  are SwiGLU on every backbone, and so is IntBMoE's shared expert unless ``shared_kind`` says otherwise
     pools         DynMoE and MASS start with E/2 of their E + 1 experts (the paper's 8, 4, 16 at E = 16, 8, 32); MASS
                   follows its authors' script for the ``domain``
     slots         Soft MoE has tokens/experts slots per expert, rounded as in its authors' code, where ``tokens`` is
@@ -35,11 +35,12 @@ Three points where the paper disagrees with itself or with code, and what is don
 """
 
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from intbmoe.checks import require, require_positive_int
+from intbmoe.parts.shared import SharedKind
 from intbmoe.registry import create, find_method
 
 Expert = Literal["gelu", "swiglu"]
@@ -77,26 +78,30 @@ def match_budget(
     domain: Domain = "vision",
     intbmoe_hidden: int | None = None,
     tasks: int | None = None,
+    shared_kind: SharedKind = "swiglu",
 ) -> dict[str, Any]:
     """Options for ``create(name, dim, **options)`` that match the paper's budget.
 
     ``hidden`` and ``expert`` describe the backbone's FFN, ``experts`` is the paper's E. ``tokens``, where their number
     is fixed, sets Soft MoE's slots and bounds Lory's segment; ``domain`` says which of its authors' scripts MASS
     follows ("language" for any sequence model); ``intbmoe_hidden`` overrules the matching width of IntBMoE's blocks.
-    ``tasks`` is for a head of several: methods that take a vector (``conditioning_dim``) tell them apart by it. A
+    ``tasks`` is for a head of several: methods that take a vector (``conditioning_dim``) tell them apart by it.
+    ``shared_kind`` is of IntBMoE's shared expert, whose width is matched to it; a linear map has no width to match. A
     method that the paper does not have counts as one without a shared path, with experts like the backbone's FFN.
     """
     for argument, value in (("dim", dim), ("hidden", hidden), ("experts", experts)):
         require_positive_int(argument, value)
     require(expert in ("gelu", "swiglu"), "expert", expert, "'gelu' or 'swiglu'")
     require(domain in ("vision", "language"), "domain", domain, "'vision' or 'language'")
+    kinds = get_args(SharedKind)
+    require(shared_kind in kinds, "shared_kind", shared_kind, f"one of {', '.join(map(repr, kinds))}")
     for argument, value in (("tokens", tokens), ("intbmoe_hidden", intbmoe_hidden), ("tasks", tasks)):
         if value is not None:
             require_positive_int(argument, value)
     config = find_method(name).layer.Config
     if tasks is not None and "conditioning_dim" in {f.name for f in fields(config)}:
         rest = {"expert": expert, "tokens": tokens, "domain": domain, "intbmoe_hidden": intbmoe_hidden}
-        options = match_budget(name, dim, hidden, experts=experts, **rest)
+        options = match_budget(name, dim, hidden, experts=experts, shared_kind=shared_kind, **rest)
         return {**options, **(_levels(hidden, experts, tasks) if name == "ple" else {}), "conditioning_dim": tasks}
     gelu_width = hidden if expert == "gelu" else round(hidden * 3 / 2)
     swiglu_width = hidden if expert == "swiglu" else max(1, round(hidden * 2 / 3))
@@ -135,7 +140,11 @@ def match_budget(
             options = {"hidden": gelu_width, "experts": experts + 1}
             return {**options, "rank": _solve_size(name, dim, options, "rank", like_backbone)}
         case "intbmoe":
-            return {"hidden": intbmoe_hidden or gelu_width, "experts": experts, "shared_hidden": swiglu_width}
+            options = {"hidden": intbmoe_hidden or gelu_width, "experts": experts}
+            if shared_kind == "swiglu":
+                return {**options, "shared_hidden": swiglu_width}
+            width = {"shared_hidden": gelu_width} if shared_kind == "mlp" else {}
+            return {**options, "shared_kind": shared_kind, **width}
         case _:
             return like_backbone
 

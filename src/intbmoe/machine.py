@@ -1,8 +1,28 @@
 """What the machine has."""
 
+import math
 import os
+from pathlib import Path
+
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+"""Where Linux tells a container what it may use."""
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: those it is bound to, where the system can say, else all."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: those it is bound to, where the system can say, else all; at most the quota of
+    its container (``docker run --cpus 2``)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _quota(CONTROL_GROUP) or cores)
+
+
+def _quota(folder: Path) -> int | None:
+    """The cores of time that a container may take, rounded up; None if it has no limit."""
+    now, before = folder / "cpu.max", folder / "cpu"  # the second and the first version of control groups
+    try:
+        if now.is_file():
+            quota, period = now.read_text().split()
+        else:
+            quota, period = ((before / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+    except OSError:
+        return None
+    return None if quota == "max" or int(quota) <= 0 else math.ceil(int(quota) / int(period))

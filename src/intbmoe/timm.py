@@ -93,11 +93,13 @@ class MoEVisionTransformer(VisionTransformer):
         require(known, "moe_blocks", moe_blocks, f"numbers of blocks among 0…{depth - 1}")
         prefix = self.num_prefix_tokens if class_token_apart else 0
         tokens = self.patch_embed.num_patches + self.num_prefix_tokens - prefix
+        own = moe_options or {}
+        budget = {"experts": experts, "tokens": tokens, "shared_kind": own.get("shared_kind", "swiglu")}
         for block in chosen:
             mlp = self.blocks[block].mlp
-            matched = match_budget(method, self.embed_dim, mlp.fc1.out_features, experts=experts, tokens=tokens)
+            matched = match_budget(method, self.embed_dim, mlp.fc1.out_features, **budget)
             with torch.device(mlp.fc1.weight.device):
-                moe = create(method, self.embed_dim, **{**matched, **(moe_options or {})})
+                moe = create(method, self.embed_dim, **{**matched, **own})
             self.blocks[block].mlp = PatchMixture(moe.to(mlp.fc1.weight.dtype), mlp if prefix else None, prefix)
         self.weight_init_mode = "reset" if weight_init == "skip" else weight_init
         if weight_init != "skip":

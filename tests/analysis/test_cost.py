@@ -12,12 +12,17 @@ from PIL import Image
 from intbmoe import report
 from intbmoe.analysis import cost_report
 from intbmoe.analysis.cost import MIB, PRECOMPOSED, Figures, Setting, Swept, measure, sweep_experts
+from intbmoe.analysis.drawing.bases import draw_sweep
 from intbmoe.analysis.settings import IMAGENET
 from intbmoe.cli import main
 from intbmoe.models.vit import ViT, ViTConfig
 from intbmoe.registry import create
+from intbmoe.report.canvas import save_picture
+from intbmoe.report.images import read_image
+from intbmoe.report.style import PHONE_INCHES
 
 ATTENTION = 8 * 4 * 197**2 * 192
+SWEPT = ("flops", "flops_precomposed", "memory", "memory_precomposed")
 
 # params, activated, flops: derived by hand from the paper's structure, row by row.
 EXPECTED = {
@@ -191,7 +196,7 @@ def test_the_sweep_is_printed_and_drawn(small, capsys, tmp_path):
     assert len({row["flops_precomposed"] for row in rows}) == 1
     assert rows[-1]["flops"] > rows[0]["flops"] > rows[0]["flops_precomposed"]
     with Image.open(picture) as image:
-        assert image.width == 960, "as wide as a phone can show"
+        assert image.width == PHONE_INCHES * 150, "as wide as a phone can show"
 
 
 def test_the_sweeps_table_puts_the_papers_figures_beside_ours(capsys):
@@ -203,6 +208,20 @@ def test_the_sweeps_table_puts_the_papers_figures_beside_ours(capsys):
     out = capsys.readouterr().out
     assert "| 1 | 3.495 | 3.495 | 3.457 | 3.457 | 50.00 | 54.57 | 100.00 | 104.33 |" in out
     assert "| 2 | 3.533 | – | 3.457 | – | 55.00 | – | 100.00 | – |" in out
+
+
+def test_the_sweeps_picture_adapts_to_dark_screens(tmp_path):
+    rows = [{"experts": 2**n, **dict.fromkeys(SWEPT, n * 1e9), "paper": {}} for n in range(8)]
+    save_picture(draw_sweep(rows, "IntBMoE"), tmp_path / "sweep.svg")
+    image = read_image(tmp_path, "sweep")
+    assert image.adapts
+    assert image.fits_phone
+
+
+def test_a_sweep_that_cannot_be_drawn_stops_before_it_is_measured(small, monkeypatch):
+    monkeypatch.setattr(cost_report, "sweep_experts", None)
+    with pytest.raises(SystemExit, match=r"sweep\.jpg: a picture must end in \.png or \.svg"):
+        main(["cost", "small", "--sweep", "experts", "--output", "sweep.jpg"])
 
 
 def test_drawing_without_matplotlib_says_what_to_install(small, monkeypatch, tmp_path):

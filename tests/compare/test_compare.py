@@ -102,6 +102,7 @@ def test_the_files_agree_with_the_runs(compared):
         rows = list(csv.DictReader(file))
     assert [float(row["mean"]) for row in rows[:2]] == [record["mean"] for record in records[:2]]
     assert (results / "remoe+intbmoe.png").read_bytes().startswith(PNG)
+    assert "prefers-color-scheme: dark" in (results / "remoe+intbmoe.svg").read_text()
 
 
 def test_every_rendering_has_every_column_of_the_papers_table(compared):

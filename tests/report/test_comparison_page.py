@@ -12,12 +12,14 @@ from made_up_comparison import HOSTILE, compare_runs, made_up, made_up_curves, m
 
 from intbmoe.compare.compare import compare
 from intbmoe.compare.page import collect, comparison_page, redraw_comparison, thin, write_comparison_page
-from intbmoe.compare.pictures import draw_comparison
+from intbmoe.compare.pictures import draw_comparison, draw_table
 from intbmoe.compare.plan import CompareOptions, sort_out
 from intbmoe.compare.table import file_stem, notes, results_table
 from intbmoe.counting import shares_of
 from intbmoe.files import digest
 from intbmoe.report import trace
+from intbmoe.report.canvas import save_picture
+from intbmoe.report.images import read_image
 from intbmoe.report.page import render
 from intbmoe.report.trace import find_flaw, trace_run
 from intbmoe.train import RunDirectory, load, train
@@ -341,3 +343,14 @@ def test_tables_and_page_say_that_nothing_was_validated_and_that_the_best_was_ch
         assert any("Nothing was validated" in note for note in found)
         assert any("chosen on that split" in note for note in found)
     assert "The last step is reported." in notes([made_up_row("Switch", "switch", 0.8, validated=False)])
+
+
+def test_the_picture_of_the_table_fits_a_phone(tmp_path):
+    rows = [made_up_row("a variant with a name that is far too long", "long", 0.5, 0.6), made_up_row("B", "b", 0.7)]
+    picture = draw_table(rows, "digits", higher_is_better=True)
+    save_picture(picture, tmp_path / "table.svg")
+    image = read_image(tmp_path, "table")
+    assert image.adapts
+    assert image.fits_phone
+    labels = [label.get_text() for label in picture.figure.axes[0].get_yticklabels()]
+    assert labels == ["a variant with a name…", "B"]

@@ -5,6 +5,7 @@ import torch
 from tiny_task import TinyData, TinyExamples
 
 from intbmoe.tasks.recipe import TrainSettings
+from intbmoe.train.build import doubts
 from intbmoe.train.data import epoch_order, evaluation_batches, micro_batches, plan_batches, read_ahead
 from intbmoe.train.errors import TrainingError
 
@@ -42,6 +43,13 @@ def test_any_step_can_be_the_first(first):
 
 def test_a_small_set_is_one_batch():
     assert [len(step) for step in steps_of(1, None, examples=5).values()] == [5, 5]
+
+
+@pytest.mark.parametrize(("batch", "said"), [(5, []), (8, ["train.batch=8 is more than the 5 training examples"])])
+def test_a_batch_larger_than_the_set_is_said(batch, said):
+    settings = TrainSettings(batch=batch)
+    found = doubts(settings, plan_batches(5, settings, 1), torch.device("cpu"))
+    assert [doubt.partition(":")[0] for doubt in found] == said
 
 
 @pytest.mark.parametrize(

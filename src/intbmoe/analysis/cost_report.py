@@ -67,14 +67,19 @@ def _cells(row: Row, notes: list[str]) -> tuple[str, ...]:
 
 def print_sweep(setting_name: str, picture: Path, *, form: Form = "text", attention: bool = False) -> None:
     setting = find_setting(setting_name)
-    require_matplotlib()  # before the measuring, which takes its time
+    require_matplotlib()  # this and the next before the measuring, which takes its time
+    from intbmoe.analysis.drawing.bases import draw_sweep
+    from intbmoe.report.canvas import require_format, save_picture
+
+    require_format(picture)
     rows = []
     with Console(stderr=True).status("") as status:
         for experts in SWEEP:
             status.update(f"measuring IntBMoE with E = {experts}")
             rows.append(sweep_experts(setting, experts, attention=attention))
     sweep_table(setting, rows, attention=attention).print(form)
-    draw_sweep(setting, rows, picture)
+    title = f"IntBMoE, {setting.title.split(',')[0]}, batch size 1"
+    save_picture(draw_sweep(_sweep_records(setting, rows), title), picture)
     sys.stderr.write(f"drawn: {picture}\n")
 
 
@@ -110,13 +115,3 @@ def sweep_table(setting: Setting, rows: Sequence[Swept], *, attention: bool) -> 
 
 def _sweep_records(setting: Setting, rows: Sequence[Swept]) -> list[dict[str, Any]]:
     return [{**asdict(row), "paper": setting.paper_sweep.get(row.experts, {})} for row in rows]
-
-
-def draw_sweep(setting: Setting, rows: Sequence[Swept], path: Path) -> None:
-    from intbmoe.analysis.drawing.bases import draw_panels  # an optional dependency, and slow to import
-
-    titles = {"memory": (MIB, "Peak inference memory (MiB)"), "flops": (1e9, "FLOPs of one sample (G)")}
-    figure = draw_panels(_sweep_records(setting, rows), titles)
-    figure.suptitle(f"IntBMoE, {setting.title.split(',')[0]}, batch size 1", fontsize=11, x=0.01, ha="left")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)

@@ -134,7 +134,7 @@ def cost(
         attention: Count attention's score and value products too.
         everything: Add the methods that the paper names without measuring them.
         sweep: Instead of the methods, IntBMoE with 1 to 128 experts: FLOPs and peak memory, printed and drawn.
-        output: Where the sweep's picture goes. Default: cost_experts.png.
+        output: Where the sweep's picture goes: .png, or .svg, which adapts to dark screens. Default: cost_experts.svg.
     """
     from intbmoe.analysis import cost_report
 
@@ -143,11 +143,11 @@ def cost(
     if output is not None and sweep is None:
         sys.exit("--output is the picture of a sweep: add --sweep experts")
     form = "json" if as_json else "markdown" if markdown else "text"
-    with explained(KeyError, ModuleNotFoundError):
+    with explained(KeyError, ValueError, ModuleNotFoundError):
         if sweep is None:
             cost_report.print_cost(setting, form=form, attention=attention, everything=everything)
         else:
-            cost_report.print_sweep(setting, output or Path("cost_experts.png"), form=form, attention=attention)
+            cost_report.print_sweep(setting, output or Path("cost_experts.svg"), form=form, attention=attention)
 
 
 def doctor() -> None:

@@ -1,7 +1,6 @@
 """Pictures of a comparison, each drawn from its records alone: the one beside the table, and those of the page."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -11,9 +10,9 @@ from matplotlib.lines import Line2D
 
 from intbmoe.compare.summary import trained_rows
 from intbmoe.registry import method_family
-from intbmoe.report.canvas import LOAD_TITLES, Data, Picture, add_legend, tidy
+from intbmoe.report.canvas import LOAD_TITLES, Data, Picture, add_legend, shorten, tidy
 from intbmoe.report.numbers import axis_scale, flops_unit, format_difference
-from intbmoe.report.style import BLUE, FAMILIES, GREY, GRID, METHODS, PALE
+from intbmoe.report.style import BLUE, FAMILIES, GREY, GRID, METHODS, PALE, PHONE_INCHES, PHONE_POINTS
 from intbmoe.report.style import ORANGE as OWN
 
 OTHERS = {"color": PALE, "linewidth": 1.0, "zorder": 2}
@@ -23,6 +22,7 @@ AROUND = (
     *((9, 20, "left"), (9, -20, "left"), (-9, 20, "right"), (-9, -20, "right")),
 )
 """Where a point's name may stand, the best place first: points to the right and up, and its side that is there."""
+LONGEST_NAME = 22  # letters of a method's title beside its row
 ALIKE = 1.05  # the largest over the smallest of costs that are called equal
 MOST_COLOURED, MOST_NAMED = 7, 5  # lines that an eye can follow; of more methods the others are grey
 GRID_TITLES = {"K": "blocks K", "k": "blocks a token k", "E": "expert bases E", "L": "layers in a block L"}
@@ -39,26 +39,28 @@ def _add_legend(figure: Figure, rows: Sequence[Data]) -> None:
 # The table as a picture: how good, and at what cost, one line per variant, the best on top.
 
 
-def draw_table(rows: Sequence[Data], title: str, higher_is_better: bool, path: Path) -> Path:
-    """Save the picture: the metric with its interval on the left, FLOPs and parameters on the right."""
+def draw_table(rows: Sequence[Data], title: str, higher_is_better: bool) -> Picture:
+    """The metric with its interval on the left, FLOPs and parameters on the right."""
     trained = sorted(trained_rows(rows), key=lambda row: row["mean"] if higher_is_better else -row["mean"])
-    figure = Figure(figsize=(11, 1.4 + 0.34 * len(trained)), layout="constrained")
-    metric, flops, params = figure.subplots(1, 3, sharey=True, width_ratios=(2.2, 1, 1))
+    figure = Figure(figsize=(PHONE_INCHES, 1.6 + 0.38 * len(trained)), layout="constrained")
+    metric, flops, params = figure.subplots(1, 3, sharey=True, width_ratios=(1.9, 1, 1))
     factor, percent = axis_scale(trained[0]["metric"])
     metric.set_xlim(*_draw_dots(metric, trained, factor))
-    metric.set_title(f"{trained[0]['metric']}{percent}", loc="left", fontsize=11)
+    metric.set_title(f"{trained[0]['metric']}{percent}", loc="left", fontsize=PHONE_POINTS)
     unit, letter = flops_unit(row["flops"] for row in trained)
-    _draw_bars(flops, trained, "flops", unit, f"FLOPs of one example ({letter})")
+    _draw_bars(flops, trained, "flops", unit, f"FLOPs of an\nexample ({letter})")
     _draw_precomposed(flops, trained, rows, unit)
-    _draw_bars(params, trained, "params", 1e6, "parameters (M)")
-    metric.set_yticks(range(len(trained)), [row["title"] for row in trained], fontsize=10)
+    _draw_bars(params, trained, "params", 1e6, "parameters\n(M)")
+    names = [shorten(row["title"], LONGEST_NAME) for row in trained]
+    metric.set_yticks(range(len(trained)), names, fontsize=PHONE_POINTS)
     for label, row in zip(metric.get_yticklabels(), trained, strict=True):
         label.set_fontweight("bold" if row["label"] == "intbmoe" else "normal")
     metric.set_ylim(-0.6, len(trained) - 0.4)
-    _add_legend(figure, trained)
-    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
-    return path
+    add_legend(figure, {method_family(row["method"]) for row in trained}, PHONE_POINTS - 1)
+    figure.suptitle(title, fontsize=PHONE_POINTS + 1, x=0.01, ha="left")
+    see = "How good each method is and what it costs, the best on top."
+    how = "Means over the seeds with 95 % intervals; FLOPs are of one example by itself."
+    return Picture("table", title, see, how, figure)
 
 
 def _draw_dots(axes: Axes, rows: Sequence[Data], factor: float) -> tuple[float, float]:
@@ -75,10 +77,11 @@ def _draw_dots(axes: Axes, rows: Sequence[Data], factor: float) -> tuple[float, 
             axes.plot([mean - interval, mean + interval], [place, place], color=colour, linewidth=2, alpha=0.6)
         axes.plot(mean, place, color=colour, marker=marker, markersize=12 if marker == "*" else 7, zorder=3)
         text = f"{mean:.2f}" if factor == 100 else f"{mean:.4f}"
-        axes.annotate(text, (mean + interval, place), (9, 0), textcoords="offset points", va="center", fontsize=9)
+        look = {"textcoords": "offset points", "va": "center", "fontsize": PHONE_POINTS - 1}
+        axes.annotate(text, (mean + interval, place), (7, 0), **look)
     _tidy_rows(axes)
     axes.grid(axis="x", color=GRID, linewidth=0.6)
-    return start, high + 0.2 * reach  # room for the last number
+    return start, high + 0.4 * reach  # room for the last number
 
 
 def _draw_bars(axes: Axes, rows: Sequence[Data], column: str, unit: float, title: str) -> None:
@@ -90,9 +93,9 @@ def _draw_bars(axes: Axes, rows: Sequence[Data], column: str, unit: float, title
         color=[FAMILIES[method_family(row["method"])][0] for row in rows],
         alpha=0.85,
     )
-    axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=3, fontsize=9)
-    axes.set_xlim(0, max(values) * 1.2)
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=3, fontsize=PHONE_POINTS - 1)
+    axes.set_xlim(0, max(values) * 1.6)  # room for the longest bar's number
+    axes.set_title(title, loc="left", fontsize=PHONE_POINTS)
     axes.set_xticks([])
     _tidy_rows(axes)
 
@@ -104,7 +107,7 @@ def _draw_precomposed(axes: Axes, trained: Sequence[Data], rows: Sequence[Data],
             place = next(place for place, other in enumerate(trained) if other["label"] == row["label"])
             value = row["flops"] / unit
             axes.barh(place, value, height=0.6, color="none", edgecolor="white", hatch="////", linewidth=0)
-            look = {"textcoords": "offset points", "va": "top", "fontsize": 7}
+            look = {"textcoords": "offset points", "va": "top", "fontsize": PHONE_POINTS - 3}
             axes.annotate(f"{value:.3g} precomposed", (0, place - 0.3), (1, -1), **look)
 
 

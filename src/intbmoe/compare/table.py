@@ -243,6 +243,10 @@ def write_files(
     paths = [folder / f"{stem}.{suffix}" for suffix in contents]
     if find_spec("matplotlib") is not None:
         from intbmoe.compare.pictures import draw_table  # an optional dependency
+        from intbmoe.report.canvas import FORMATS, save_picture
 
-        paths.append(draw_table(rows, title, higher_is_better, folder / f"{stem}.png"))
+        picture, drawn = draw_table(rows, title, higher_is_better), [folder / f"{stem}.{form}" for form in FORMATS]
+        for path in drawn:
+            save_picture(picture, path)
+        paths += drawn
     return paths

@@ -62,12 +62,17 @@ class Picture:
         return for_pages(buffer.getvalue().decode()).encode()
 
 
-def save_picture(picture: Picture, path: Path) -> None:
-    """As PNG or SVG, by the ending of ``path``."""
+def require_format(path: Path) -> str:
+    """The format that a picture's path asks for by its ending, which must be one of ``FORMATS``."""
     form = path.suffix.removeprefix(".")
     if form not in FORMATS:
         raise ValueError(f"{path}: a picture must end in {' or '.join(f'.{known}' for known in FORMATS)}")
-    content = picture.content(form)
+    return form
+
+
+def save_picture(picture: Picture, path: Path) -> None:
+    """As PNG or SVG, by the ending of ``path``."""
+    content = picture.content(require_format(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
 

@@ -24,5 +24,7 @@ def ffn_maker(moe: MoESettings, dim: int, hidden: int, **backbone: Any) -> Calla
         if not moe.options:
             return None
         require("hidden" in moe.options, "moe.options", moe.options, allowed)
-    options = {**match_budget(moe.name, dim, hidden, experts=moe.experts, **backbone), **moe.options}
+    shared_kind = moe.options.get("shared_kind", "swiglu")
+    matched = match_budget(moe.name, dim, hidden, experts=moe.experts, shared_kind=shared_kind, **backbone)
+    options = {**matched, **moe.options}
     return lambda: create(moe.name, dim, **options)

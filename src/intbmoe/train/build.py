@@ -58,6 +58,11 @@ def doubts(settings: TrainSettings, plan: BatchPlan, device: torch.device) -> It
             "train.precision='bfloat16' is far slower than float32 on this CPU, which has no instructions for it: "
             "--train.precision float32"
         )
+    if settings.batch > plan.examples:
+        yield (
+            f"train.batch={settings.batch} is more than the {plan.examples} training examples: each step takes all of "
+            "them, and an epoch is one step. Lower train.batch for more steps an epoch"
+        )
     warmup = plan.epochs_to_steps(settings.warmup) if settings.warmup else 0
     if warmup > plan.steps:
         yield (

@@ -27,6 +27,7 @@ from intbmoe.parallel import pool_parameters, set_requires_gradient_sync, shard_
 from intbmoe.parallel.ways import WAYS, refusals
 from intbmoe.tasks.recipe import TrainSettings
 from intbmoe.train.errors import LostRankError, TrainingError
+from intbmoe.train.rendezvous import INIT_METHOD
 
 LOST = ("closed by peer", "reset by peer", "broken pipe", "timed out waiting", "connection refused")
 """In what gloo says when a rank is gone or silent."""
@@ -64,7 +65,7 @@ class Ranks:
         self.accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),
             mixed_precision="bf16" if precision == "bfloat16" else "no",
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=patience))],
+            kwargs_handlers=[InitProcessGroupKwargs(init_method=INIT_METHOD, timeout=timedelta(seconds=patience))],
         )
         self.patience = patience
         self.autocast, self.wait = self.accelerator.autocast, self.accelerator.wait_for_everyone

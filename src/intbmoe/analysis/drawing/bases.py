@@ -145,6 +145,15 @@ def draw_cost(data: Data) -> list[Picture]:
     return [Picture("cost", "Cost of inference against the number of expert bases", see, how, figure)]
 
 
+def draw_sweep(rows: Sequence[Data], title: str) -> Picture:
+    """Of ``intbmoe cost --sweep experts``: one of the paper's models, with the paper's figures."""
+    figure = draw_panels(rows, {"memory": (MIB, "peak memory (MiB)"), "flops": (1e9, "FLOPs of one sample (G)")})
+    figure.suptitle(title, fontsize=PHONE_POINTS + 1, x=0.01, ha="left")
+    see = "Composed beforehand, the model costs the same whatever E; composed in every forward, its cost grows with E."
+    how = "IntBMoE built anew for every E, one sample, one forward without gradients; rings are the paper's figures."
+    return Picture("cost-experts", title, see, how, figure)
+
+
 def draw_panels(rows: Sequence[Data], wanted: Mapping[str, tuple[float, str]], own: int | None = None) -> Figure:
     """A panel for each of the ``wanted`` columns, with its unit and title; rings where a row has the paper's figure."""
     experts = [row["experts"] for row in rows]
@@ -159,6 +168,7 @@ def draw_panels(rows: Sequence[Data], wanted: Mapping[str, tuple[float, str]], o
             printed = [(count, paper[name + suffix]) for count, paper in papers if name + suffix in paper]
             if printed:
                 ring = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "linestyle": "", "zorder": 3}
+                ring["clip_on"] = False  # the largest value is at the edge
                 axes.plot(*zip(*printed, strict=True), color=colour, label="the paper's", **ring)
         axes.set_xscale("log", base=2)
         axes.set_xticks(experts, [str(count) for count in experts])

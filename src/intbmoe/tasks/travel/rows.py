@@ -6,7 +6,6 @@ rows are read as numbers. Any other chunk is read line by line: what is wrong is
 """
 
 import math
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import numpy as np
 
 from intbmoe.files import private_folder
 from intbmoe.foreign import import_extra
+from intbmoe.machine import usable_cores
 from intbmoe.tasks.travel.chunks import Chunk
 from intbmoe.tasks.travel.tables import POI_BY_CELL, POI_INFO, BadRows, Table, TableFile
 from intbmoe.tasks.workers import Progress
@@ -58,7 +58,7 @@ class Budget:
 
     def shared_by(self, workers: int) -> "Budget":
         """What each has of it, if so many use one machine at a time."""
-        threads = self.threads or os.cpu_count() or 1
+        threads = self.threads or usable_cores()
         return replace(self, memory_bytes=self.memory_bytes // workers, threads=max(1, threads // workers))
 
 

@@ -1,0 +1,73 @@
+"""How ranks find each other, also when ``torchrun`` has started them again.
+
+Ranks tell each other their addresses in a store. torchrun (2.13) keeps the same store over all its restarts
+(https://github.com/pytorch/pytorch/issues/135712): a rank that is started again and looks there before another has
+written its new address finds the old one, of a process that is gone, and the restart fails. So every start has a prefix
+of its own in the store. Rank 0 makes it up, and each other rank asks for it under a name that nobody used before: what
+an earlier start left cannot answer. torchrun's own count of restarts will not do: each machine counts only its own.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+
+from intbmoe.train.errors import LostRankError
+
+SCHEME = "intbmoe"
+INIT_METHOD = f"{SCHEME}://"
+"""For ``init_process_group``: like ``env://``, and right after a restart too."""
+SECONDS_BETWEEN_LOOKS = 0.01
+
+
+def store_of_this_start(store: dist.Store, rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """A part of ``store`` that the ranks of this start share, and no earlier start has written to."""
+    if rank == 0:
+        start = uuid4().hex
+        for other in range(1, world):
+            _answer(store, start, other, timeout)
+    else:
+        question = uuid4().hex
+        store.set(f"question of rank {rank}", question)
+        start = _get(store, question, 0, timeout)
+        store.set(f"{start}/rank {rank} knows", "")
+    return dist.PrefixStore(start, store)
+
+
+def _answer(store: dist.Store, start: str, other: int, timeout: timedelta) -> None:
+    """Tell rank ``other`` which start this is. The question there may be an old one: look again until it knows."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not store.check([f"{start}/rank {other} knows"]):
+        if time.monotonic() > deadline:
+            raise _missing(other, timeout)
+        store.set(_get(store, f"question of rank {other}", other, timeout), start)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def _get(store: dist.Store, key: str, other: int, timeout: timedelta) -> str:
+    try:
+        store.wait([key], timeout)
+    except dist.DistStoreError as error:
+        raise _missing(other, timeout) from error
+    return store.get(key).decode()
+
+
+def _missing(other: int, timeout: timedelta) -> LostRankError:
+    return LostRankError(
+        f"rank {other} has not joined the others within train.patience={timeout.total_seconds():g} seconds: its own "
+        "message, if it left one, says why. If it was only slow to start, raise train.patience"
+    )
+
+
+def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    yield store_of_this_start(store, rank, world, timeout), rank, world
+
+
+with suppress(RuntimeError):  # the name is taken where this module is imported anew: what it stands for is the same
+    register_rendezvous_handler(SCHEME, _meet)
