@@ -132,6 +132,10 @@ class StudyScheduler(Scheduler):
         self.say(self.told(process))
         self.pack()
 
+    def postponed(self, process: Process, most_beside: int) -> None:
+        self.steps.pop(process.job.id, None)
+        self.say(f"postponed {process.job.id}: out of memory beside {most_beside + 1} more")
+
     def summary(self, entry: Entry) -> Path:
         return self.settings["output"] / entry.file
 

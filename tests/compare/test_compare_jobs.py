@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from intbmoe.compare import jobs
-from intbmoe.compare.jobs import run_jobs, threads
+from intbmoe.compare.jobs import Lane, Scheduler, launch, run_jobs, threads
 from intbmoe.compare.plan import CompareOptions, make_plan
 from intbmoe.recipes import load_recipe
 from intbmoe.train.signals import STARTED_BY
@@ -77,3 +77,47 @@ def test_settings_of_runs_that_never_began_may_be_corrected(plan, tmp_path):
     run.metrics_path.write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match=r"other settings \(train\.lr"):
         make_plan(corrected, options)
+
+
+class Recorded(Scheduler):
+    """Commands of a shell in place of trainings; what becomes of them, in order."""
+
+    def __init__(self, lanes, folder):
+        super().__init__(lanes)
+        self.folder, self.told = folder, []
+
+    def start(self, job, lane, place):
+        name, command = job
+        return launch(job, lane, place, ["sh", "-c", command], self.folder / f"{name}.log", self.folder / "none", {})
+
+    def progress(self, process): ...
+
+    def ended(self, process):
+        self.told.append((process.job[0], process.popen.returncode))
+
+    def postponed(self, process, most_beside):
+        (self.folder / "postponed").touch()
+        self.told.append((process.job[0], f"at most {most_beside} beside it"))
+
+
+def test_a_run_out_of_memory_starts_again_with_fewer_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.02)
+    told = tmp_path / "postponed"
+    fails = "echo 'torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB'; exit 1"
+    waiting = [(name, f"while [ ! -e '{told}' ]; do sleep 0.02; done") for name in ("first", "second")]
+    waiting += [("large", f"if [ -e '{told}' ]; then exit 0; fi; {fails}"), ("never", fails)]
+    recorded = Recorded([Lane("cuda", 3)], tmp_path)
+    recorded.run(waiting)
+    assert recorded.told[0] == ("large", "at most 1 beside it")
+    ends = dict(recorded.told)
+    assert (ends["first"], ends["second"], ends["large"]) == (0, 0, 0)
+    assert recorded.told[-1] == ("never", 1), "alone it has failed"
+    assert waiting == []
+
+
+def test_runs_on_other_gpus_take_no_memory_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(Recorded, "memory", lambda self, lane, place: place)
+    recorded = Recorded([Lane("cuda", 2)], tmp_path)
+    recorded.run([("long", "sleep 0.3"), ("large", "echo out of memory; exit 1")])
+    assert recorded.told == [("large", 1), ("long", 0)]

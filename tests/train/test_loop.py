@@ -22,6 +22,7 @@ from intbmoe.train.errors import (
     DamagedFileError,
     DiskFullError,
     NonFiniteLossError,
+    OutOfMemoryError,
     RunConflictError,
     TrainingError,
     TrainingInterrupted,
@@ -160,6 +161,17 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):
     assert [int(folder.name[5:]) for folder in folders][-1:] == ([step - 1] if step > 1 else [])
     for folder in folders:
         assert all(v.isfinite().all() for v in read_tensors(folder / "model.safetensors").values())
+
+
+@pytest.mark.parametrize(("settings", "fix"), [({"batch": 8}, "4"), ({"batch": 8, "device_batch": 2}, "1")])
+def test_missing_memory_names_a_smaller_batch(tmp_path, monkeypatch, settings, fix):
+    def take(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+    monkeypatch.setattr(Stepper, "take", take)
+    said = rf"is out of memory with \d examples at a time: try --train\.device-batch {fix}, .*allocate 2\.00 GiB"
+    with pytest.raises(OutOfMemoryError, match=said):
+        train(tiny_recipe(**settings), tmp_path, quiet=True)
 
 
 def test_a_full_disk_ends_with_a_message_and_the_run_goes_on_later(tmp_path, monkeypatch):

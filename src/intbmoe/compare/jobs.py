@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from intbmoe.compare.plan import Job, Plan
 from intbmoe.machine import usable_cores
 from intbmoe.recipes import recipe_to_dict
-from intbmoe.train.errors import RunConflictError
+from intbmoe.train.errors import OUT_OF_MEMORY, RunConflictError
 from intbmoe.train.files import full_disk_is_explained
 from intbmoe.train.run import run_lock
 from intbmoe.train.signals import STARTED_BY
@@ -72,6 +72,9 @@ class Process:
         lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()][-most:]
 
+    def lacked_memory(self) -> bool:
+        return any(OUT_OF_MEMORY in line.lower() for line in self.last_words())
+
 
 def launch(
     job: Any, lane: Lane, place: int, command: Sequence[str], log: Path, metrics: Path, environment: Mapping[str, str]
@@ -101,9 +104,15 @@ class Scheduler(ABC):
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self.lanes = lanes
         self.running: list[Process] = []
+        self._most_beside: dict[int, int] = {}
+        """Of jobs that ran out of memory, by ``id``: how many may run beside them when they start again."""
 
     def takes(self, job: Any, lane: Lane) -> bool:
         return True
+
+    def memory(self, lane: Lane, place: int) -> Any:
+        """What a run there takes its memory from: runs with equal answers share it."""
+        return lane
 
     @abstractmethod
     def start(self, job: Any, lane: Lane, place: int) -> Process: ...
@@ -114,6 +123,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def ended(self, process: Process) -> None: ...
+
+    @abstractmethod
+    def postponed(self, process: Process, most_beside: int) -> None:
+        """It ran out of memory and waits until at most so many run beside it."""
 
     def run(self, waiting: list[Any], deadline: float = math.inf) -> None:
         """Take jobs from the front of ``waiting`` until all have ended, or until ``deadline`` (``time.monotonic``).
@@ -128,11 +141,14 @@ class Scheduler(ABC):
                     if not self.running:
                         break
                     time.sleep(POLL_SECONDS)
-                    for process in list(self.running):
+                    for process in self.running:
                         self.progress(process)
-                        if process.popen.poll() is not None:
-                            self.running.remove(process)
-                            self.ended(process)
+                    # Two may have ended since the last look: the one ran beside the other.
+                    ended = [process for process in self.running if process.popen.poll() is not None]
+                    beside = [self._beside(process.lane, process.place) - 1 for process in ended]
+                    for process, count in zip(ended, beside, strict=True):
+                        self.running.remove(process)
+                        self._end(process, count, waiting)
             finally:
                 self._stop()
 
@@ -140,13 +156,28 @@ class Scheduler(ABC):
         for lane in self.lanes:
             free = set(range(lane.places)) - {process.place for process in self.running if process.lane is lane}
             for job in list(waiting):
-                if not free:
-                    break
-                if self.takes(job, lane):
+                suitable = [
+                    place for place in free if self._beside(lane, place) <= self._most_beside.get(id(job), lane.places)
+                ]
+                if suitable and self.takes(job, lane):
                     waiting.remove(job)
-                    place = min(free)
+                    place = min(suitable)
                     free.remove(place)
                     self.running.append(self.start(job, lane, place))
+
+    def _beside(self, lane: Lane, place: int) -> int:
+        """How many run there already, with the same memory."""
+        memory = self.memory(lane, place)
+        return sum(self.memory(process.lane, process.place) == memory for process in self.running)
+
+    def _end(self, process: Process, beside: int, waiting: list[Any]) -> None:
+        """A run that found no memory beside others starts again when fewer of them run."""
+        if process.popen.returncode > 0 and beside and process.lacked_memory():
+            self._most_beside[id(process.job)] = beside - 1
+            waiting.append(process.job)
+            self.postponed(process, beside - 1)
+        else:
+            self.ended(process)
 
     def _stop(self) -> None:
         """Ask the runs to save and stop; those that do not are ended, with all that they started."""
@@ -270,6 +301,13 @@ class _Comparison(Scheduler):
         if isinstance(row.get("loss"), float):
             state += f"  loss {row['loss']:.3f}"
         self.bars.update(self.bar_of[process.job.title], completed=done, state=state)
+
+    def memory(self, lane: Lane, place: int) -> Any:
+        return place % len(_visible_gpus()) if lane.device == "cuda" else lane
+
+    def postponed(self, process: Process, most_beside: int) -> None:
+        self.bars.remove_task(self.bar_of.pop(process.job.title))
+        self._say(f"waiting  {process.job.title}: out of memory beside {most_beside + 1} more, starts again with fewer")
 
     def ended(self, process: Process) -> None:
         self.done += 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from intbmoe.captured import addresses
 from intbmoe.layer import moe_layers
 from intbmoe.tasks.base import Batch
-from intbmoe.train.errors import CaptureError
+from intbmoe.train.errors import CaptureError, lacks_memory
 
 WARM_UPS = 2
 """Forwards and backwards before the recording, in which libraries choose algorithms and kernels are compiled."""
@@ -78,6 +78,8 @@ class CapturedBackward:
             with torch.cuda.graph(graph, pool=self.pool):
                 totals = self.backward(fixed)
         except RuntimeError as error:
+            if lacks_memory(error):
+                raise
             raise CaptureError(f"the step cannot be recorded, use --train.capture False: {error}") from error
         gradients = [parameter.grad for parameter in self.parameters]
         sums = [

@@ -2,6 +2,14 @@
 
 import signal
 
+OUT_OF_MEMORY = "out of memory"
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether torch found no room on the device: CUDA's errors have several classes, the CPU's has none."""
+    told = str(error).lower()
+    return isinstance(error, RuntimeError) and (OUT_OF_MEMORY in told or "can't allocate memory" in told)
+
 
 class TrainingError(RuntimeError):
     """Training cannot start, go on or be read back; the message says why and what to do."""
@@ -25,6 +33,10 @@ class CaptureError(TrainingError):
 
 class LostRankError(TrainingError):
     """Another rank has ended, or does not answer."""
+
+
+class OutOfMemoryError(TrainingError):
+    """The device has no room for a step."""
 
 
 class DiskFullError(TrainingError):

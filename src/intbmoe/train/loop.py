@@ -23,7 +23,7 @@ from intbmoe.tasks.base import Task
 from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.build import build, doubts, learning_rate
 from intbmoe.train.distribution import Ranks
-from intbmoe.train.errors import NonFiniteLossError, TrainingInterrupted
+from intbmoe.train.errors import NonFiniteLossError, OutOfMemoryError, TrainingInterrupted, lacks_memory
 from intbmoe.train.evaluation import Evaluation, evaluate_split
 from intbmoe.train.files import pack_tensors
 from intbmoe.train.from_python import store_data
@@ -79,6 +79,7 @@ def train(
         if ranks.from_main(int(run.finished)):
             return run
         stack.enter_context(ranks.losses_are_explained())
+        stack.enter_context(_missing_memory_is_explained(recipe, ranks))
         if recipe.train.deterministic:
             stack.enter_context(_determinism())
         on_cpu = ranks.device.type == "cpu"
@@ -280,6 +281,22 @@ class Training:
         self.progress.stop()
         if self.log is not None:
             self.log.close()
+
+
+@contextmanager
+def _missing_memory_is_explained(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
+        share = max(1, recipe.train.batch // ranks.world)
+        now = min(recipe.train.device_batch or share, share)
+        smaller = f"--train.device-batch {now // 2}" if now > 1 else "a smaller model or --train.precision bfloat16"
+        raise OutOfMemoryError(
+            f"{ranks.device} is out of memory with {now} examples at a time: try {smaller}, or the same command when "
+            f"other programs there have ended. ({str(error).splitlines()[0]})"
+        ) from error
 
 
 @contextmanager
