@@ -42,17 +42,27 @@ def test_a_sweep_trains_all_but_the_default_once(monkeypatch):
     assert {entry.label for entry in entries} == expected
 
 
-def test_each_tuned_variant_gets_the_rate_that_is_best_on_validation(monkeypatch, tmp_path):
-    def tuned(label, rate, loss):
-        recipe = {"train": {"lr": rate}}
-        row = {"stage": "tune", "study": "digits", "label": label, "metric": "loss", "higher_is_better": False}
-        return {**row, "valid": {"loss": loss}, "recipe": recipe}
-
+def test_all_rates_are_tried_in_full_and_more_seeds_get_the_best(monkeypatch):
+    base = study_plan.STUDIES["digits"]
     common = load_recipe("digits").train.lr
-    rows = [tuned("dense", common / 2, 0.1), tuned("dense", common, 0.2), tuned("vmoe", common, 0.1)]
-    assert study_plan.own_rates("digits", rows) == {"dense": common / 2, "vmoe": common}
+    monkeypatch.setitem(study_plan.STUDIES, "digits", replace(base, rates=(common / 2, common)))
+    own = replace(base, labels=("dense", "vmoe", "intbmoe"), own_rates=True, rates=())
+    monkeypatch.setitem(study_plan.STUDIES, "digits-rates", own)
+    rows = []
     monkeypatch.setattr(study_plan, "read_summaries", lambda folder: rows)
-    own = replace(study_plan.STUDIES["digits"], labels=("dense", "vmoe", "intbmoe"), own_rates=True)
-    monkeypatch.setitem(study_plan.STUDIES, "digits", own)
-    entries = study_plan.make_plan(["digits"])  # the others are trained at their rate already, or were not tuned
+    first = study_plan.make_plan(["digits-rates"])
+    assert {(entry.label, entry.seed, entry.recipe["train"]["lr"]) for entry in first} == {
+        (label, 0, common / 2) for label in own.labels
+    }
+
+    def ended(entry, loss):
+        return {**vars(entry), "metric": "loss", "higher_is_better": False, "valid": {"loss": loss}}
+
+    losses = {"dense": 0.2, "vmoe": 0.4, "intbmoe": 0.3}
+    rows += [ended(entry, losses[entry.label]) for entry in first]
+    rows += [ended(entry, 0.3) for entry in study_plan.make_plan(["digits"]) if entry.label in ("dense", "vmoe")]
+    rows.append(ended(replace(first[0], shared_digest="another setting"), 0.0))
+    assert study_plan.own_rates("digits-rates", rows) == {"dense": common / 2, "vmoe": common}, "one has a single rate"
+    entries = [entry for entry in study_plan.make_plan(["digits-rates"]) if entry.seed > 0]
     assert {(entry.label, entry.recipe["train"]["lr"]) for entry in entries} == {("dense", common / 2)}
+    assert len(entries) == len(load_recipe("digits").seeds) - 1

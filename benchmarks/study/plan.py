@@ -107,26 +107,28 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
 def _labelled(name: str, study: Study, recipe: Recipe, given: Mapping[str, Any]) -> list[Entry]:
     """The study's labels, the first seed of all of them before the others, or its sets, the first seed alone.
 
-    What the study that it is part of has trained is not trained again: IntBMoE's default of a sweep, and the variants
-    whose best rate is the common one.
+    What the study that it is part of has trained is not trained again: IntBMoE's default of a sweep, the common rate.
     """
     recipe = with_settings(recipe, {"name": name})
     if study.sets:
         variants = [variant for variant in find_variants(recipe, study.sets) if variant.moe.label]
     else:
         variants = _labelled_variants(recipe, study.first, study.labels)
-    rates = own_rates(study.recipe, read_summaries(RESULTS)) if study.own_rates else {}
+    best = own_rates(name, read_summaries(RESULTS)) if study.own_rates else {}
     entries = []
     for seed in recipe.seeds[:1] if study.sets else recipe.seeds:
+        stage = "first" if seed == recipe.seeds[0] else "seeds"
         for variant in variants:
             own = _equal_time(study, variant.label)
+            rates = [recipe.train.lr]
             if study.own_rates:
-                if rates.get(variant.label, recipe.train.lr) == recipe.train.lr:
-                    continue
-                own["train.lr"] = rates[variant.label]
-            settings = {**study.settings, **given, "name": name, **own}
-            stage = "first" if seed == recipe.seeds[0] else "seeds"
-            entries.append(_entry(name, stage, with_settings(recipe, own), variant, seed, settings))
+                known = [best[variant.label]] if variant.label in best else []
+                tried = STUDIES[study.recipe].rates if stage == "first" else known
+                rates = [rate for rate in tried if rate != recipe.train.lr]
+            for rate in rates:
+                settings = own | ({"train.lr": rate} if study.own_rates else {})
+                whole = {**study.settings, **given, "name": name, **settings}
+                entries.append(_entry(name, stage, with_settings(recipe, settings), variant, seed, whole))
     return entries
 
 
@@ -238,14 +240,30 @@ def choose_rates(summaries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {study: max((value, rate) for (name, rate), value in whole.items() if name == study)[1] for study in studies}
 
 
-def own_rates(study: str, summaries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Of each variant that was tuned the learning rate that is best on the validation split."""
-    found: dict[str, list[tuple[float, float]]] = {}
+def own_rates(name: str, summaries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Of each label of a study of rates the one that is best on the validation split, once all have been tried.
+
+    By the first seed, trained as long as in the study that it is part of: where 200 steps of text preferred half the
+    rate, 1,000 did not.
+    """
+    rates = STUDIES[STUDIES[name].recipe].rates
+    found = rates_of(name, summaries)
+    whole = {label: runs for label, runs in found.items() if {*rates} <= {*runs}}
+    return {label: max(runs, key=lambda rate: _goodness(runs[rate])) for label, runs in whole.items()}
+
+
+def rates_of(name: str, summaries: Iterable[Mapping[str, Any]]) -> dict[str, dict[float, Mapping[str, Any]]]:
+    """The first seed's runs of a study of rates by label and rate; those at the common rate are the other study's."""
+    study = STUDIES[name]
+    recipe = with_settings(load_recipe(study.recipe), study.settings)
+    seed = recipe.seeds[0]
+    at = [{"train.lr": rate, "name": of} for rate in STUDIES[study.recipe].rates for of in (name, study.recipe)]
+    shared = {digests(with_settings(recipe, settings))["shared_digest"] for settings in at}
+    found: dict[str, dict[float, Mapping[str, Any]]] = {}
     for summary in summaries:
-        if summary["stage"] == TUNING and summary["study"] == study:
-            rate = (_goodness(summary), summary["recipe"]["train"]["lr"])
-            found.setdefault(summary["label"], []).append(rate)
-    return {label: max(rates)[1] for label, rates in found.items()}
+        if summary["shared_digest"] in shared and summary["seed"] == seed and summary["label"] in study.labels:
+            found.setdefault(summary["label"], {})[summary["recipe"]["train"]["lr"]] = summary
+    return found
 
 
 def _goodness(summary: Mapping[str, Any]) -> float:

@@ -24,7 +24,7 @@ class Study:
     labels: tuple[str, ...] = ()  # only these variants, all seeds, in place of the stages' own
     sets: str = ""  # only the variants of these sets, the first seed
     as_long_as: str = ""  # a label: each variant trains for as much time as that one, by the measured time of a step
-    own_rates: bool = False  # each variant at the rate that stage ``tune`` of the recipe's study says is its best
+    own_rates: bool = False  # each label at all rates of the recipe's study, then at its best with more seeds
 
 
 GPU = {"train.checkpoint_every": 1_000_000, "train.keep_checkpoints": 1}
@@ -45,9 +45,8 @@ IMAGES_STEPS = 95_000 // 512
 WIKIPEDIA_STEPS = 40_000_000 // (32 * 512)  # the first 40 M of the 93.5 M tokens
 TEXT = {**GPU, "train.batch": 32, "train.steps": 1000, "train.lr": 2e-3, "train.workers": 1}  # the rate by stage tune
 
-TUNED_EVERYWHERE = (PLACED, "swiglu-wide", ONE_LAYER, "switch", "deepseek", "remoe", "dynmoe", "mass", "lory")
-TUNED_IMAGES = (*TUNED_EVERYWHERE, "vmoe", "expert_choice", "soft", "smear")
-TUNED_TEXT = (*TUNED_EVERYWHERE, "remoe-more", "soft_causal", "smear_token")
+RATED = ("dense", "intbmoe", PLACED, "swiglu-wide", ONE_LAYER, "switch", "deepseek", "remoe")
+TUNED_TEXT = (*RATED[2:], "dynmoe", "mass", "lory", "remoe-more", "soft_causal", "smear_token")
 
 STUDIES = {
     "tiny-imagenet": Study(
@@ -57,7 +56,6 @@ STUDIES = {
         epoch_steps=IMAGES_STEPS,
         rates=(5e-4, 1e-3, 2e-3),
         tuning={"train.epochs": 5.0, "train.warmup": 0.5},
-        tuned=TUNED_IMAGES,
     ),
     "wikipedia": Study(
         "wikipedia",
@@ -100,8 +98,8 @@ STUDIES = {
         WIKIPEDIA_STEPS,
         labels=(PLACED, "swiglu-wide", "intbmoe", ONE_LAYER, "remoe", "remoe-more", "deepseek"),
     ),
-    "tiny-imagenet-rates": Study("tiny-imagenet", IMAGES, (), IMAGES_STEPS, labels=TUNED_IMAGES, own_rates=True),
-    "wikipedia-rates": Study("wikipedia", TEXT, (), WIKIPEDIA_STEPS, labels=TUNED_TEXT, own_rates=True),
+    "tiny-imagenet-rates": Study("tiny-imagenet", IMAGES, (), IMAGES_STEPS, labels=(*RATED, "vmoe"), own_rates=True),
+    "wikipedia-rates": Study("wikipedia", TEXT, (), WIKIPEDIA_STEPS, labels=(*RATED[:2], *TUNED_TEXT), own_rates=True),
     "tiny-imagenet-sweep": Study("tiny-imagenet", IMAGES, (), IMAGES_STEPS, sets="K,k,E,L"),
     "wikipedia-sweep": Study("wikipedia", TEXT, (), WIKIPEDIA_STEPS, sets="K,k,E,L"),
     "tiny-imagenet-mixed": Study(  # as the paper trains

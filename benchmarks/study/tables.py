@@ -23,7 +23,7 @@ from benchmarks.study.attention import count_attention
 from benchmarks.study.claims import claims_text, values_text
 from benchmarks.study.clock import TIMING
 from benchmarks.study.paper import gains
-from benchmarks.study.plan import CLASS_TOKEN, RESULTS, TUNED, TUNING, read_summaries
+from benchmarks.study.plan import CLASS_TOKEN, RESULTS, TUNED, TUNING, own_rates, rates_of, read_summaries
 from benchmarks.study.studies import ONE_LAYER, REAL, STUDIES
 
 from intbmoe.budget import TABLE_1, TABLE_2
@@ -99,7 +99,7 @@ def make_parts(results: Path) -> dict[str, str]:
         parts[f"time-{study}"] = claims_text(rows, {"intbmoe": "over IntBMoE"}, found[study])
         swept = {label: runs for label, runs in found[study].items() if label == "intbmoe"} | found[f"{study}-sweep"]
         parts[f"sweep-{study}"] = claims_text(swept, {"intbmoe": "over the default"}, found[study])
-        parts[f"rates-{study}"] = claims_text(_rate_rows(found, study), BASES, found[study])
+        parts[f"rates-{study}"] = rates_text(f"{study}-rates", summaries)
     for study in ("wikipedia-long", "tiny-imagenet-mixed"):
         parts[study] = claims_text(found[study], BASES, {})
     return parts
@@ -111,14 +111,6 @@ def _place_rows(found: Mapping[str, Rows]) -> Rows:
     started = {"dense-start": _retitled(start, "Dense, a mixture's start alone")} if start else {}
     rows = {label: images[label] for label in ("dense", CLASS_TOKEN) if label in images}
     return {**rows, **started, **{label: images[label] for label in (PLACED, "intbmoe") if label in images}}
-
-
-def _rate_rows(found: Mapping[str, Rows], study: str) -> Rows:
-    """Each variant that was tuned at its own rate; nothing before one has been trained at another than the rest."""
-    own, labels = found[f"{study}-rates"], ("dense", "intbmoe", *STUDIES[study].tuned)
-    kept = {label: runs for label, runs in found[study].items() if label in labels and label not in own}
-    titled = {label: _retitled(runs, f"{runs[0]['title']}, rate {_rate(runs[0]):g}") for label, runs in own.items()}
-    return {**kept, **titled} if own else {}
 
 
 def _retitled(runs: Sequence[Mapping[str, Any]], title: str | None = None) -> list[dict[str, Any]]:
@@ -224,8 +216,10 @@ def _standing(group: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
     return fmean(map(fmean, found)) if all(found) else -math.inf, len(group)
 
 
-def _place(summary: Mapping[str, Any]) -> tuple[bool, int, str]:
-    return summary["label"] not in ORDER, ORDER.get(summary["method"], len(ORDER)), summary["label"]
+def _place(summary: Mapping[str, Any]) -> tuple[bool, int, list[str | int]]:
+    """The paper's order, then by name, with numbers as numbers."""
+    parts = [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", summary["label"])]
+    return summary["label"] not in ORDER, ORDER.get(summary["method"], len(ORDER)), parts
 
 
 def _shown_metrics(metric: str) -> list[tuple[str, str]]:
@@ -337,6 +331,21 @@ def tuning_text(summaries: Sequence[Mapping[str, Any]]) -> str:
         rate = f"{run['recipe']['train']['lr']:g}"
         lines.append([run["study"], rate, run["title"], f"{run['steps']:,}", run["metric"], value])
     return _markdown(["Study", "lr", "Method", "Steps", "Metric", "valid"], lines)
+
+
+def rates_text(name: str, summaries: Sequence[Mapping[str, Any]]) -> str:
+    """Each method at the same rates, first seed, on the validation split; its best in bold once all are known."""
+    rates, found = STUDIES[STUDIES[name].recipe].rates, rates_of(name, summaries)
+    best, lines = own_rates(name, summaries), []
+    for label in STUDIES[name].labels:
+        if len(runs := found.get(label, {})) > 1:
+            values = {
+                rate: format_metric(run["metric"], run["valid"][run["metric"]], None) for rate, run in runs.items()
+            }
+            if label in best:
+                values[best[label]] = f"**{values[best[label]]}**"
+            lines.append([next(iter(runs.values()))["title"], *(values.get(rate, NOTHING) for rate in rates)])
+    return _markdown(["Method", *(f"{rate:g}" for rate in rates)], lines) if lines else "No run yet."
 
 
 def settings_text(summaries: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]) -> str:
