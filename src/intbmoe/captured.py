@@ -5,8 +5,9 @@ graph starts them at once. It reads and writes at fixed places, so inputs are co
 a few. On the CPU a recorded function is the function itself, so that everything around the graphs can be tested there.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -103,11 +104,12 @@ class Recorder:
         with ExitStack() as stack:
             routed = [(statistics, stack.enter_context(statistics.recording())) for statistics in self._statistics]
             # Not torch.cuda.graph, which empties the allocator's cache each time. Other threads may use the GPU.
-            graph.capture_begin(self._memory.pool, capture_error_mode="thread_local")
-            try:
-                function()
-            finally:
-                graph.capture_end()
+            with _garbage_waits():
+                graph.capture_begin(self._memory.pool, capture_error_mode="thread_local")
+                try:
+                    function()
+                finally:
+                    graph.capture_end()
 
         def replay() -> None:
             graph.replay()
@@ -115,6 +117,18 @@ class Recorder:
                 statistics.repeat(calls)
 
         return replay
+
+
+@contextmanager
+def _garbage_waits() -> Iterator[None]:
+    """Python collects no cycles meanwhile: a graph among them, of a model that is gone, would break the recording."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Memory:

@@ -1,5 +1,6 @@
 """Recorded inference: batches rounded up to a few shapes, in buffers that hold what earlier batches left there."""
 
+import gc
 import logging
 from functools import partial
 
@@ -266,3 +267,31 @@ def test_what_waits_for_the_device_cannot_be_recorded():
     torch.cuda.synchronize()  # the ordinary way still works
     assert x.add_(1).isfinite().all()
     assert torch.rand_like(x).isfinite().all()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_graph_that_becomes_garbage_while_another_is_recorded():
+    """Python collects cycles whenever it likes; a graph that was freed in a recording would break it."""
+    x = torch.ones(3, device="cuda")
+    old = [Recorder(x.device, torch.nn.Identity()).record(lambda: x.add_(1))]
+    calls = []
+
+    def double():
+        calls.append(1)
+        if len(calls) == 2 and old:  # the first call is not recorded
+            cycle = [old.pop()]
+            cycle.append(cycle)
+        [[number] for number in range(1000)]
+        x.mul_(2)
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        replay = Recorder(x.device, torch.nn.Identity()).record(double)
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    x.fill_(1)
+    replay()
+    assert x.tolist() == [2.0] * 3
