@@ -116,6 +116,19 @@ def test_the_shared_expert_has_the_backbones_weights_whatever_its_kind(backbone)
         match_budget("intbmoe", **backbone, shared_kind="gelu")
 
 
+@pytest.mark.parametrize("backbone", [IMAGENET, MINIPILE, INTTRAVEL])
+def test_an_expert_of_another_kind_has_the_backbones_weights(backbone):
+    dim, experts, ordinary = backbone["dim"], backbone["experts"], backbone.get("expert", "gelu")
+    for name in ("switch", "hypermoe"):
+        for kind in ("gelu", "swiglu"):
+            moe = MoESettings(name, experts, options={"expert": kind})
+            with torch.device("meta"):
+                layer = ffn_maker(moe, dim, backbone["hidden"], expert=ordinary)()
+            matrices, backbones = (3 if one == "swiglu" else 2 for one in (kind, ordinary))
+            difference = matrices * layer.config.hidden - backbones * backbone["hidden"]
+            assert abs(difference) < matrices, (name, kind)
+
+
 def test_the_papers_width_on_minipile_is_that_of_a_swiglu_of_1896():
     """The backbone's 2048 is the released code's."""
     paper = {**MINIPILE, "hidden": 1896}

@@ -26,5 +26,8 @@ def ffn_maker(moe: MoESettings, dim: int, hidden: int, **backbone: Any) -> Calla
         require("hidden" in moe.options, "moe.options", moe.options, allowed)
     shared_kind = moe.options.get("shared_kind", "swiglu")
     matched = match_budget(moe.name, dim, hidden, experts=moe.experts, shared_kind=shared_kind, **backbone)
+    kind = moe.options.get("expert", matched.get("expert"))
+    if kind != matched.get("expert"):  # the width of the other kind that has as many weights
+        matched["hidden"] = max(1, round(matched["hidden"] * (2 / 3 if kind == "swiglu" else 3 / 2)))
     options = {**matched, **moe.options}
     return lambda: create(moe.name, dim, **options)
