@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import intbmoe
+import intbmoe.ops.blocks.fused  # before kernels are told that they are interpreted
 from intbmoe.ops import backend, launch
 from intbmoe.ops.cross_entropy import cross_entropy
 from intbmoe.ops.scores import fused as scores_fused

@@ -209,6 +209,18 @@ def test_gated_rows(device, routing, tokens, width, gate):
 
 
 @on_device
+@pytest.mark.parametrize("scale", [0.0, 1e-3])
+def test_variances_of_rows_far_from_zero(device, scale):
+    """They are not the difference of two large numbers: a mean of 100 would leave three digits of a variance of 1."""
+    rows, ends = torch.randn(6, 88) + 100 * (torch.arange(88) < 44), torch.tensor([2, 6], dtype=torch.int32)
+    bias, gain, norm, shift = torch.zeros(2, 88), torch.ones(44), torch.ones(44), torch.zeros(44)
+    quick, exact = pairs(device, rows, bias, gain, torch.tensor([scale]), norm, shift)
+    z = gated_rows(*quick[:4], quick[4:], ends.to(device), 1e-5)
+    value, gate = exact[0].chunk(2, 1)
+    near(z, F.layer_norm(blocks_naive.dprg(value, gate, exact[2], exact[3]), (44,)))
+
+
+@on_device
 @pytest.mark.parametrize(("pieces", "gate"), [(2, True), (3, True), (3, False)])
 def test_rows_in_pieces(device, pieces, gate, monkeypatch):
     tiling = Tiling(elements=48, per_lane=1, tiles=2, stages=2, pieces=(pieces,))

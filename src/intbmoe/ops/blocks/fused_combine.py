@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intbmoe.ops.blocks.fused_dprg import gate_gradients, inverse_rms, rms_gradient
+from intbmoe.ops.blocks.fused_dprg import gate_factors, inverse_rms, rms_gradient
 from intbmoe.ops.blocks.naive import RMS_EPS
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.permute import Permutation
-from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sum_partials
+from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sigmoid, sum_partials
 from intbmoe.ops.triton_support import ceil_div, empty_rows, in_rows, power_of_2
 
 FORWARD = Tiling(elements=512, per_lane=8)
@@ -59,6 +59,7 @@ def _gated_combine_forward(
     if GATE:
         gate_gain = tl.load(gain + column, mask=inside, other=0.0)[None, :]
         factor = tl.load(scale)
+    places, roots = (), ()
     for number in tl.static_range(CHOICES):
         own = token * CHOICES + number
         row = tl.load(inverse + own, mask=token < tokens, other=count)
@@ -72,10 +73,14 @@ def _gated_combine_forward(
             g = load_rows(rows + WIDTH, row, column, ROW_STRIDE, mask)
             g += tl.load(bias + WIDTH + own_bias[:, None] + column[None, :], mask=mask, other=0.0)
             rms = inverse_rms(g, WIDTH, RMS_EPS)
-            tl.store(statistics + row, rms, mask=live)
             u = g * rms[:, None] * gate_gain
-            z = z * (1 + factor * u * tl.sigmoid(u))
+            z = z * (1 + factor * u * sigmoid(u))
+            places += (row,)
+            roots += (rms,)
         total += weight[:, None] * z
+    if GATE:
+        for number in tl.static_range(CHOICES):  # after all loads, as none of them is moved before a store
+            tl.store(statistics + places[number], roots[number], mask=places[number] < count)
     tl.store(out + place, total.to(out.dtype.element_ty), mask=there)
 
 
@@ -100,7 +105,7 @@ def _gated_combine_backward(
         bias_sum = tl.zeros([TILE, BLOCK], dtype=tl.float32)
         gate_bias_sum = tl.zeros([TILE, BLOCK], dtype=tl.float32)
         gain_sum = tl.zeros([TILE, BLOCK], dtype=tl.float32)
-        scale_sum = tl.zeros([TILE], dtype=tl.float32)
+        scale_sum = tl.zeros([TILE, BLOCK], dtype=tl.float32)
         for start in tl.range(0, ROWS, TILE, num_stages=STAGES):
             row = first + start + tl.arange(0, TILE)
             live = row < end
@@ -115,14 +120,14 @@ def _gated_combine_backward(
             if GATE:
                 rms = tl.load(statistics + row, mask=live, other=0.0)
                 n = (load_rows(rows + WIDTH, row, column, ROW_STRIDE, mask) + gate_bias) * rms[:, None]
-                u = n * gate_gain
-                z = v * (1 + factor * u * tl.sigmoid(u))
-                dv, dn, dgain, dscale = gate_gradients(dz, v, n, gate_gain, factor)
-                dg = rms_gradient(dn, n, rms, WIDTH)
+                by_v, by_u, by_scale = gate_factors(v, n, gate_gain, factor)
+                z = v * by_v
+                dv, du = dz * by_v, dz * by_u
+                dg = rms_gradient(du * gate_gain, n, rms, WIDTH)
                 tl.store(row_grad + place + WIDTH, dg.to(row_grad.dtype.element_ty), mask=mask)
                 gate_bias_sum += dg
-                gain_sum += dgain
-                scale_sum += tl.sum(dscale, 1)
+                gain_sum += du * n
+                scale_sum += dz * by_scale
             else:
                 dv = dz
             tl.store(weight_grad + own, tl.sum(dy * z, 1), mask=live)
@@ -132,7 +137,7 @@ def _gated_combine_backward(
             partial = partials + tl.program_id(0).to(tl.int64) * (3 * WIDTH + 1)
             tl.store(partial + WIDTH + column, tl.sum(gate_bias_sum, 0), mask=inside)
             tl.store(partial + 2 * WIDTH + column, tl.sum(gain_sum, 0), mask=inside)
-            tl.store(partial + 3 * WIDTH, tl.sum(scale_sum))
+            tl.store(partial + 3 * WIDTH, tl.sum(tl.sum(scale_sum, 1), 0))
         else:
             partial = partials + tl.program_id(0).to(tl.int64) * WIDTH
         tl.store(partial + column, tl.sum(bias_sum, 0), mask=inside)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from intbmoe.ops.tiles import sigmoid
+
 
 @triton.jit
 def inverse_rms(g, WIDTH: tl.constexpr, EPS: tl.constexpr):
@@ -11,14 +13,13 @@ def inverse_rms(g, WIDTH: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
-def gate_gradients(dz, v, n, gain, scale):
-    """From dz̃: dv, dn before RMSNorm's own, and the addends of the gradients of gain and λ."""
+def gate_factors(v, n, gain, scale):
+    """What z̃ = v ⊙ (1 + λ SiLU(u)), u = n ⊙ gain, is multiplied out of: its derivatives by v, by u, and by λ."""
     u = n * gain
-    sigmoid = tl.sigmoid(u)
-    silu = u * sigmoid
-    dv = dz * (1 + scale * silu)
-    du = dz * v * scale * sigmoid * (1 + u * (1 - sigmoid))
-    return dv, du * gain, du * n, dz * v * silu
+    opened = sigmoid(u)
+    silu = u * opened
+    scaled = scale * silu
+    return 1 + scaled, v * (scale * opened + scaled - scaled * opened), v * silu
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.permute import Permutation
-from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sum_partials
+from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sigmoid, sum_partials
 from intbmoe.ops.triton_support import ceil_div, empty_rows, in_rows, power_of_2
 
 TOKENS = Tiling(elements=512, per_lane=8)
@@ -38,15 +38,19 @@ def _filter_rows_forward(
     values = load_rows(x, token, column, X_STRIDE, there)
     if FILTER:
         term = load_rows(token_term, token, column, TERM_STRIDE, there)
-    for number in tl.static_range(CHOICES):
+    rows, results = (), ()
+    for number in tl.static_range(CHOICES):  # all loads before the first store, past which none of them is moved
         row = tl.load(inverse + token * CHOICES + number, mask=token < tokens, other=count)
-        live = row < count
-        mask = live[:, None] & inside[None, :]
         z = values
         if FILTER:
-            block = tl.load(group + row, mask=live, other=0)
-            z = values * tl.sigmoid(term + load_rows(block_term, block, column, WIDTH, mask))
-        tl.store(out + row[:, None] * OUT_STRIDE + column[None, :], z.to(out.dtype.element_ty), mask=mask)
+            block = tl.load(group + row, mask=row < count, other=0)
+            z = values * sigmoid(term + load_rows(block_term, block, column, WIDTH, there & (row < count)[:, None]))
+        rows += (row,)
+        results += (z.to(out.dtype.element_ty),)
+    for number in tl.static_range(CHOICES):
+        row = rows[number]
+        place = row[:, None] * OUT_STRIDE + column[None, :]
+        tl.store(out + place, results[number], mask=(row < count)[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -73,9 +77,9 @@ def _filter_tokens_backward(
         dz = load_rows(grad, row, column, GRAD_STRIDE, mask)
         if FILTER:
             block = tl.load(group + row, mask=live, other=0)
-            sigmoid = tl.sigmoid(term + load_rows(block_term, block, column, WIDTH, mask))
-            dterm += dz * values * sigmoid * (1 - sigmoid)
-            dz = dz * sigmoid
+            opened = sigmoid(term + load_rows(block_term, block, column, WIDTH, mask))
+            dterm += dz * values * opened * (1 - opened)
+            dz = dz * opened
         dx += dz
     place = token[:, None] * WIDTH + column[None, :]
     tl.store(x_grad + place, dx.to(x_grad.dtype.element_ty), mask=there)
@@ -101,9 +105,9 @@ def _filter_blocks_backward(
             live = row < end
             mask = live[:, None] & inside[None, :]
             own = tl.load(token + row, mask=live, other=0)
-            sigmoid = tl.sigmoid(load_rows(token_term, own, column, TERM_STRIDE, mask) + block[None, :])
+            opened = sigmoid(load_rows(token_term, own, column, TERM_STRIDE, mask) + block[None, :])
             dz = load_rows(grad, row, column, GRAD_STRIDE, mask)
-            total += dz * load_rows(x, own, column, X_STRIDE, mask) * sigmoid * (1 - sigmoid)
+            total += dz * load_rows(x, own, column, X_STRIDE, mask) * opened * (1 - opened)
         partial = partials + tl.program_id(0).to(tl.int64) * WIDTH + column
         tl.store(partial, tl.sum(total, 0), mask=inside)
 

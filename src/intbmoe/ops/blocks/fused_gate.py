@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from intbmoe.ops.blocks import fused_gate_wide
-from intbmoe.ops.blocks.fused_dprg import gate_gradients
+from intbmoe.ops.blocks.fused_dprg import gate_factors
 from intbmoe.ops.blocks.naive import RMS_EPS
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
-from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sum_partials
+from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sigmoid, sum_partials
 from intbmoe.ops.triton_support import empty_rows, in_rows, power_of_2
 
 # Measured on an H200 at the paper's three widths (benchmarks/gpu.py).
@@ -144,35 +144,40 @@ def _gated_rows_forward(
             values = _load_pieces(rows, row, live, ROW_STRIDE, WIDTH, BLOCK, PIECES)
             if GATE:
                 gates = _load_pieces(rows + WIDTH, row, live, ROW_STRIDE, WIDTH, BLOCK, PIECES)
-                square = tl.zeros([TILE, BLOCK], dtype=tl.float32)
-                for piece in tl.static_range(PIECES):
+            total = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+            square = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+            for piece in tl.static_range(PIECES):
+                total += values[piece].to(tl.float32) + value_bias[piece]
+                if GATE:
                     g = gates[piece].to(tl.float32) + gate_bias[piece]
                     square += g * g
-                rms = 1 / tl.sqrt(tl.sum(square, 1) / WIDTH + RMS_EPS)
-                tl.store(statistics + number, rms, mask=live)
-            z = ()
+            near, square = tl.reduce((total / WIDTH, square / WIDTH), 1, _add_pairs)
+            rms = 1 / tl.sqrt(square + RMS_EPS)
+            # LN's mean and variance are taken in one go, as their distance from the mean of v, so that nothing is lost
+            # where numbers are far from zero.
+            away = ()
             total = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+            square = tl.zeros([TILE, BLOCK], dtype=tl.float32)
             for piece in tl.static_range(PIECES):
                 part = values[piece].to(tl.float32) + value_bias[piece]
                 if GATE:
                     u = (gates[piece].to(tl.float32) + gate_bias[piece]) * rms[:, None] * gate_gain[piece]
-                    part = part * (1 + factor * u * tl.sigmoid(u))
+                    part = part * (1 + factor * u * sigmoid(u))
+                part = _inside(part - near[:, None], piece, WIDTH, BLOCK)
                 total += part
-                z += (part,)
-            mean = tl.sum(total, 1) / WIDTH
-            centred = ()
-            square = tl.zeros([TILE, BLOCK], dtype=tl.float32)
-            for piece in tl.static_range(PIECES):
-                part = _inside(z[piece] - mean[:, None], piece, WIDTH, BLOCK)
                 square += part * part
-                centred += (part,)
-            deviation = 1 / tl.sqrt(tl.sum(square, 1) / WIDTH + norm_eps)
-            tl.store(statistics + number + 1, mean, mask=live)
-            tl.store(statistics + number + 2, deviation, mask=live)
+                away += (part,)
+            mean, square = tl.reduce((total / WIDTH, square / WIDTH), 1, _add_pairs)
+            deviation = 1 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + norm_eps)
             result = ()
             for piece in tl.static_range(PIECES):
-                result += (centred[piece] * deviation[:, None] * norm[piece] + shift[piece],)
+                unit = away[piece] * deviation[:, None] - (mean * deviation)[:, None]
+                result += (unit * norm[piece] + shift[piece],)
             _store_pieces(out, result, row, live, OUT_STRIDE, WIDTH, BLOCK, PIECES)
+            if GATE:
+                tl.store(statistics + number, rms, mask=live)
+            tl.store(statistics + number + 1, near + mean, mask=live)
+            tl.store(statistics + number + 2, deviation, mask=live)
 
 
 @triton.jit
@@ -209,18 +214,21 @@ def _gated_rows_backward(
             if GATE:
                 gates = _load_pieces(rows + WIDTH, row, live, ROW_STRIDE, WIDTH, BLOCK, PIECES)
                 rms = tl.load(statistics + number, mask=live, other=0.0)
-            v, n, z, norm_next, shift_next = (), (), (), (), ()
+            n, z, norm_next, shift_next = (), (), (), ()
+            by_v, by_u, by_scale = (), (), ()
             inner = tl.zeros([TILE, BLOCK], dtype=tl.float32)
             along = tl.zeros([TILE, BLOCK], dtype=tl.float32)
             for piece in tl.static_range(PIECES):
                 value = values[piece].to(tl.float32) + value_bias[piece]
-                v += (value,)
                 if GATE:
                     unit = (gates[piece].to(tl.float32) + gate_bias[piece]) * rms[:, None]
-                    u = unit * gate_gain[piece]
-                    value = value * (1 + factor * u * tl.sigmoid(u))
+                    opened, by_gate, by_factor = gate_factors(value, unit, gate_gain[piece], factor)
+                    value = value * opened
                     n += (unit,)
-                normal = (value - mean[:, None]) * deviation[:, None]  # LN before its gain
+                    by_v += (opened,)
+                    by_u += (by_gate,)
+                    by_scale += (by_factor,)
+                normal = value * deviation[:, None] - (mean * deviation)[:, None]  # LN before its gain
                 z += (normal,)
                 dy = grads[piece].to(tl.float32)  # zero past the width and the end: so are its multiples
                 norm_next += (norm_sum[piece] + dy * normal,)
@@ -230,27 +238,30 @@ def _gated_rows_backward(
                 along += dy * normal
             norm_sum, shift_sum = norm_next, shift_next
             inner, along = tl.reduce((inner / WIDTH, along / WIDTH), 1, _add_pairs)
+            inner, along = inner * deviation, along * deviation
             dv, dn, bias_next, gain_next = (), (), (), ()
             turn = tl.zeros([TILE, BLOCK], dtype=tl.float32)
             for piece in tl.static_range(PIECES):
-                dz = grads[piece].to(tl.float32) * norm[piece] - inner[:, None] - z[piece] * along[:, None]
-                dz = _inside(deviation[:, None] * dz, piece, WIDTH, BLOCK)
+                dz = grads[piece].to(tl.float32) * norm[piece] * deviation[:, None] - inner[:, None]
+                dz = dz - z[piece] * along[:, None]  # not zero past the width, where nothing is stored
                 if GATE:
-                    dz, dunit, dgain, dscale = gate_gradients(dz, v[piece], n[piece], gate_gain[piece], factor)
-                    dn += (dunit,)
-                    gain_next += (gain_sum[piece] + dgain,)
-                    scale_sum += dscale
+                    du = dz * by_u[piece]
+                    gain_next += (gain_sum[piece] + du * n[piece],)
+                    scale_sum += dz * by_scale[piece]
+                    dz = dz * by_v[piece]
+                    dunit = du * gate_gain[piece]
                     turn += dunit * n[piece]
+                    dn += (dunit,)
                 dv += (dz,)
                 bias_next += (bias_sum[piece] + dz,)
             bias_sum = bias_next
             _store_pieces(row_grad, dv, row, live, ROW_GRAD_STRIDE, WIDTH, BLOCK, PIECES)
             if GATE:
                 gain_sum = gain_next
-                turn = tl.sum(turn, 1) / WIDTH
+                turn = rms * tl.sum(turn, 1) / WIDTH
                 dg, gate_bias_next = (), ()
                 for piece in tl.static_range(PIECES):
-                    part = rms[:, None] * (dn[piece] - n[piece] * turn[:, None])
+                    part = rms[:, None] * dn[piece] - n[piece] * turn[:, None]
                     dg += (part,)
                     gate_bias_next += (gate_bias_sum[piece] + part,)
                 gate_bias_sum = gate_bias_next

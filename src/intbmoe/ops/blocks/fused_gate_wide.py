@@ -12,7 +12,7 @@ the rows once and takes all five; the second goes over pieces of columns, writes
 import triton
 import triton.language as tl
 
-from intbmoe.ops.blocks.fused_dprg import gate_gradients
+from intbmoe.ops.blocks.fused_dprg import gate_factors
 from intbmoe.ops.launch import launch
 from intbmoe.ops.tiles import load_rows, power_below, programs, rows_of_program, sum_partials
 from intbmoe.ops.triton_support import ceil_div, power_of_2
@@ -28,21 +28,21 @@ def _piece(
     grad, rows, bias, gain, factor, norm_gain, row, live, column, mean, deviation, rms,
     GRAD_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, GATE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of some columns of a tile of rows: dy, ẑ, v, n, the gate's and LN's gains; zeros past the width."""
+    """Of some columns of a tile of rows: dy, ẑ, LN's gain, the gate's, n, and z̃'s derivatives; zeros past the width."""
     inside = column < WIDTH
     mask = live[:, None] & inside[None, :]
     norm = tl.load(norm_gain + column, mask=inside, other=0.0)[None, :]
     dy = load_rows(grad, row, column, GRAD_STRIDE, mask)
     v = load_rows(rows, row, column, ROW_STRIDE, mask) + tl.load(bias + column, mask=inside, other=0.0)[None, :]
-    n, gate_gain, z = v, norm, v
+    z, gate_gain, n, by_v, by_u, by_scale = v, norm, v, v, v, v
     if GATE:
         gate_gain = tl.load(gain + column, mask=inside, other=0.0)[None, :]
         n = load_rows(rows + WIDTH, row, column, ROW_STRIDE, mask)
         n = (n + tl.load(bias + WIDTH + column, mask=inside, other=0.0)[None, :]) * rms[:, None]
-        u = n * gate_gain
-        z = v * (1 + factor * u * tl.sigmoid(u))
+        by_v, by_u, by_scale = gate_factors(v, n, gate_gain, factor)
+        z = v * by_v
     z = tl.where(inside[None, :], (z - mean[:, None]) * deviation[:, None], 0.0)
-    return dy, z, v, n, gate_gain, norm
+    return dy, z, norm, gate_gain, n, by_v, by_u, by_scale
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _row_means(
         turn_along = tl.zeros([TILE, BLOCK], dtype=tl.float32)
         for start in tl.range(0, WIDTH, BLOCK, num_stages=2):
             column = start + tl.arange(0, BLOCK)
-            dy, z, v, n, gate_gain, norm = _piece(
+            dy, z, norm, gate_gain, n, _, by_u, _ = _piece(
                 grad, rows, own_bias, gain, factor, norm_gain, row, live, column, mean, deviation, rms,
                 GRAD_STRIDE, ROW_STRIDE, GATE, WIDTH,
             )  # fmt: skip
@@ -85,10 +85,10 @@ def _row_means(
             inner += a
             along += a * z
             if GATE:
-                _, c, _, _ = gate_gradients(1.0, v, n, gate_gain, factor)
-                turn += a * c * n
-                turn_inner += c * n
-                turn_along += z * c * n
+                turned = by_u * gate_gain * n
+                turn += a * turned
+                turn_inner += turned
+                turn_along += z * turned
         inner, along = tl.sum(inner, 1) / WIDTH, tl.sum(along, 1) / WIDTH
         place = means + row.to(tl.int64) * 3
         tl.store(place, inner, mask=live)
@@ -125,7 +125,7 @@ def _columns_backward(
             live = row < end
             rms, mean, deviation = _statistics(statistics, row, live)
             inner, along, turn = _statistics(means, row, live)
-            dy, z, v, n, gate_gain, norm = _piece(
+            dy, z, norm, gate_gain, n, by_v, by_u, by_scale = _piece(
                 grad, rows, own_bias, gain, factor, norm_gain, row, live, column, mean, deviation, rms,
                 GRAD_STRIDE, ROW_STRIDE, GATE, WIDTH,
             )  # fmt: skip
@@ -136,11 +136,12 @@ def _columns_backward(
             place = row_grad + row[:, None].to(tl.int64) * ROW_GRAD_STRIDE + column[None, :]
             mask = live[:, None] & inside[None, :]
             if GATE:
-                dv, dn, dgain, dscale = gate_gradients(dv, v, n, gate_gain, factor)
-                dg = rms[:, None] * (dn - n * turn[:, None])
+                du = dv * by_u
+                gain_sum += du * n
+                scale_sum += dv * by_scale
+                dv = dv * by_v
+                dg = rms[:, None] * (du * gate_gain - n * turn[:, None])
                 gate_bias_sum += dg
-                gain_sum += dgain
-                scale_sum += dscale
                 tl.store(place + WIDTH, dg.to(row_grad.dtype.element_ty), mask=mask)
             bias_sum += dv
             tl.store(place, dv.to(row_grad.dtype.element_ty), mask=mask)

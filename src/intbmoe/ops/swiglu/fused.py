@@ -7,6 +7,7 @@ from torch import Tensor
 
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.tiles import sigmoid
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 ELEMENTS = 1024
@@ -26,7 +27,7 @@ def _swiglu_forward(rows, out, count, WIDTH: tl.constexpr, TILE: tl.constexpr, B
     place, source, mask = _places(count, WIDTH, TILE, BLOCK)
     gate = tl.load(rows + source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(rows + source + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + place, (gate * sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -35,10 +36,10 @@ def _swiglu_backward(grad, rows, out, count, WIDTH: tl.constexpr, TILE: tl.const
     dy = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(rows + source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(rows + source + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    dgate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
+    opened = sigmoid(gate)
+    dgate = dy * up * opened * (1 + gate * (1 - opened))
     tl.store(out + source, dgate.to(out.dtype.element_ty), mask=mask)
-    tl.store(out + source + WIDTH, (dy * gate * sigmoid).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + source + WIDTH, (dy * gate * opened).to(out.dtype.element_ty), mask=mask)
 
 
 def _launch(kernel, *tensors: Tensor) -> None:
