@@ -143,13 +143,26 @@ def test_every_kind_of_tile(device, descriptors, persistent, monkeypatch):
 @pytest.mark.parametrize("routing", [routing for routing in ROUTINGS if routing not in ("masked", "trimmed")])
 def test_programs_that_go_from_tile_to_tile(device, routing, monkeypatch):
     monkeypatch.setattr(fused, "PROCESSORS", 2)
-    tile = SMALL._replace(descriptors=True, persistent=1)
-    for inputs, outputs in ((24, 32), (9, 17)):
-        case = make(routing, 13, 2, inputs, outputs, torch.float32, device, groups=3)
+    monkeypatch.setattr(fused, "NARROW", 16)
+    tile = SMALL._replace(n=32, descriptors=True, persistent=1)
+    for inputs, outputs in ((24, 40), (9, 17)):
+        case = make(routing, 25, 2, inputs, outputs, torch.float32, device, groups=3)
         x, weight, offsets, *_ = case
         for matrices in (padded(weight), padded(weight.mT).mT):
             out = fused.run_mm(padded(x), matrices, offsets, complete=True, tile=tile)
             assert max(errors([out, None, None], case)) <= 1
+
+
+@on_device
+def test_rows_after_the_last_group_are_not_written(device, monkeypatch):
+    """Whole tiles are written without a mask, so none may reach past its group."""
+    monkeypatch.setattr(fused, "empty_rows", lambda like, rows, width: like.new_full((rows, width), 7.0))
+    tile = SMALL._replace(descriptors=True, persistent=1)
+    offsets = torch.tensor([16, 16, 37], dtype=torch.int32, device=device)
+    x, weight = (torch.randn(shape, device=device) for shape in ((60, 16), (3, 16, 24)))
+    out = fused.run_mm(x, weight, offsets, complete=True, tile=tile)
+    assert (out[37:] == 7).all()
+    assert not (out[:37] == 7).any()
 
 
 @on_device

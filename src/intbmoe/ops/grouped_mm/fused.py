@@ -19,9 +19,10 @@ from intbmoe.ops.triton_support import ALIGNMENT, empty_matrices, empty_rows, in
 
 PROCESSORS = 132  # on which programs run at once. A constant: sums must not depend on the device
 
-# Inputs from which a wider tile pays: if programs go from tile to tile, and if each has one. Measured on an H200
-# (benchmarks/gpu_grouped_mm.py), as are all other entries.
-MEDIUM, LONG = 192, 768
+# Inputs from which programs that go from tile to tile pay, from which theirs should be wide, and from which wide ones
+# pay if each program has one tile. Measured on an H200 (benchmarks/gpu_grouped_mm.py), as are all other entries.
+FEW, SOME, LONG = 192, 512, 768
+NARROW = 64  # columns of the tiles of groups shorter than a tile, where programs go from tile to tile; not tuned
 
 
 class Tile(NamedTuple):
@@ -49,8 +50,10 @@ def mm_tile(rows: int, groups: int, inputs: int, outputs: int, dtype: torch.dtyp
         tile = Tile(16, 128, 64, 4, 4, descriptors=True)
     elif share <= 64:
         tile = Tile(64, 128, 64, 4, 4, descriptors=True)
-    elif through and inputs >= MEDIUM and _wide(outputs) and _rounds(rows, outputs) >= 2:
-        tile = Tile(128, 256, 64, 8, 3, descriptors=True, persistent=1)
+    elif through and share >= 256 and outputs >= 128 and _goes_through(rows, inputs, outputs):
+        wide = inputs >= SOME and _wide(outputs)
+        shape = (128, 256, 64, 8, 4) if wide else (128, 128, 64, 4, 3)
+        tile = Tile(*shape, descriptors=True, persistent=1 if wide else 2)
     elif inputs >= LONG and _wide(outputs):
         tile = Tile(128, 256, 64, 8, 4, descriptors=True)
     else:  # with few steps, two programs per processor hide each other's start and end
@@ -78,6 +81,13 @@ def outer_parts(rows: int, groups: int, inputs: int, outputs: int, tile: Tile) -
     wanted = math.ceil(2 * PROCESSORS / programs)
     useful = rows // (groups * 8 * tile.k)
     return max(1, min(wanted, useful, 16))
+
+
+def _goes_through(rows: int, inputs: int, outputs: int) -> bool:
+    """Whether programs that go from tile to tile are faster: not with few tiles of many steps each."""
+    longest = 2048 if _wide(outputs) else LONG
+    rounds = _rounds(rows, outputs)
+    return inputs >= FEW and (rounds >= 2 if inputs <= longest else rounds >= 7 and _wide(outputs))
 
 
 def _wide(outputs: int) -> bool:
@@ -108,22 +118,25 @@ def run_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool, tile: Til
     x = in_rows(x)
     transposed = weight.stride(2) != 1 and weight.stride(1) == 1
     matrices = weight.mT if transposed else weight
-    x_described, weight_described = _describable(x), _describable(matrices)
+    x_described, weight_described = describable(x), describable(matrices)
     through = complete and x_described and weight_described
     tile = tile or mm_tile(rows, groups, inputs, outputs, x.dtype, through)
     x_described, weight_described = tile.descriptors and x_described, tile.descriptors and weight_described
     slots = rows // tile.m + groups + (not complete)
     tiles = slots * math.ceil(outputs / tile.n)
-    x_factor = _described(x, (tile.m, tile.k)) if x_described else x
+    x_factor = described(x, (tile.m, tile.k)) if x_described else x
     weight_block = (1, tile.n, tile.k) if transposed else (1, tile.k, tile.n)
-    weight_factor = _described(matrices, weight_block) if weight_described else weight
+    weight_factor = described(matrices, weight_block) if weight_described else weight
     unit = math.gcd(16, inputs, outputs, x.stride(0), *matrices.stride()[:2], out.stride(0))
     sizes = {"UNIT": unit, "GROUPS": power_of_2(groups), "W_TRANSPOSED": transposed, **_launch(tile)}
     if tile.persistent and tile.descriptors and through:
+        narrow = min(tile.n, NARROW)
+        narrow_block = (1, narrow, tile.k) if transposed else (1, tile.k, narrow)
         launch(
             fused_kernels.mm_through, (min(tiles, tile.persistent * PROCESSORS),),
-            x_factor, weight_factor, out, offsets, groups, outputs, out.stride(0),
-            STEPS=math.ceil(inputs / tile.k), **sizes,
+            x_factor, weight_factor, described(matrices, narrow_block), out,
+            described(out, (tile.m, tile.n // 2)), offsets, groups, outputs, out.stride(0),
+            STEPS=math.ceil(inputs / tile.k), NARROW=narrow, **sizes,
         )  # fmt: skip
     else:
         launch(
@@ -148,16 +161,16 @@ def run_outer(x: Tensor, grad: Tensor, offsets: Tensor, tile: Tile | None = None
     tile = tile or outer_tile(*shape[1:], x.dtype)
     splits = splits or outer_parts(*shape, tile)
     x, grad = in_rows(x), in_rows(grad)
-    x_described = tile.descriptors and _describable(x)
-    grad_described = tile.descriptors and _describable(grad)
+    x_described = tile.descriptors and describable(x)
+    grad_described = tile.descriptors and describable(grad)
     # Parts have the strides of the result: they are added up over its memory as it lies.
     size = groups * out.stride(0)
     target = out if splits == 1 else x.new_empty(splits * size, dtype=torch.float32)
     tiles = math.ceil(inputs / tile.m) * math.ceil(outputs / tile.n)
     launch(
         fused_kernels.outer, (tiles, splits, groups),
-        _described(x, (tile.k, tile.m)) if x_described else x,
-        _described(grad, (tile.k, tile.n)) if grad_described else grad,
+        described(x, (tile.k, tile.m)) if x_described else x,
+        described(grad, (tile.k, tile.n)) if grad_described else grad,
         target, offsets, inputs, outputs, x.stride(0), grad.stride(0), out.stride(1),
         UNIT=math.gcd(16, inputs, outputs, x.stride(0), grad.stride(0), out.stride(1)),
         X_TMA=x_described, GRAD_TMA=grad_described, EVEN_I=inputs % tile.m == 0, EVEN_O=outputs % tile.n == 0,
@@ -178,14 +191,14 @@ def _check(x: Tensor, other: Tensor, name: str, offsets: Tensor) -> None:
     require(triton_runs(x.device, x.dtype), "x.device", str(x.device), where)
 
 
-def _describable(x: Tensor) -> bool:
+def describable(x: Tensor) -> bool:
     """Whether a tensor descriptor can read ``x``: entries in a row, every row aligned to 16 bytes."""
     aligned = all(stride > 0 and stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:-1])
     able = x.device.type == "cpu" or torch.cuda.get_device_capability(x.device) >= (9, 0)
     return able and x.stride(-1) == 1 and aligned and x.data_ptr() % ALIGNMENT == 0
 
 
-def _described(x: Tensor, block: tuple[int, ...]) -> object:
+def described(x: Tensor, block: tuple[int, ...]) -> object:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))

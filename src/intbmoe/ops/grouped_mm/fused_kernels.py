@@ -34,7 +34,7 @@ def _rows_of_slot(offsets, slot, rows, groups, GROUPS: tl.constexpr, BLOCK_M: tl
 
 
 @triton.jit
-def _swizzle(tile, tiles_m, tiles_n, SWIZZLE: tl.constexpr):
+def swizzle(tile, tiles_m, tiles_n, SWIZZLE: tl.constexpr):
     """Tile number → (m, n), ``SWIZZLE`` tiles down before the next column: neighbours in time share L2 lines."""
     band = SWIZZLE * tiles_n
     first = tile // band * SWIZZLE
@@ -67,7 +67,7 @@ def mm(
     steps = tl.cdiv(inputs, BLOCK_K)
     step_k = tl.arange(0, BLOCK_K)
 
-    slot, tile_n = _swizzle(tl.program_id(0), slots, tiles_n, SWIZZLE)
+    slot, tile_n = swizzle(tl.program_id(0), slots, tiles_n, SWIZZLE)
     group, first, end = _rows_of_slot(offsets, slot, rows, groups, GROUPS, BLOCK_M)
     if COMPLETE:
         end = tl.where(group < groups, end, 0)
@@ -113,47 +113,71 @@ def mm(
         tl.store(at, total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _product(
+    x, weight, group, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of ``mm``, of which these are the first row and column, from descriptors."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in range(STEPS):
+        a = x.load([row, step * BLOCK_K])
+        if W_TRANSPOSED:
+            b = weight.load([group, column, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T
+        else:
+            b = weight.load([group, step * BLOCK_K, column]).reshape(BLOCK_K, BLOCK_N)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    return total
+
+
 @triton.jit(do_not_specialize=["groups"])
 def mm_through(
     x,  # (M, i), a descriptor
-    weight,  # (G, i, o), or (G, o, i) if W_TRANSPOSED, a descriptor
-    out,  # (M, o), rows contiguous
+    weight, narrow,  # (G, i, o), or (G, o, i) if W_TRANSPOSED, descriptors of BLOCK_N and of NARROW outputs
+    out, written,  # (M, o), rows contiguous; the same as a descriptor
     offsets,  # (G,) int32 ends, the last M
     groups, outputs, out_stride,
-    UNIT: tl.constexpr, STEPS: tl.constexpr, GROUPS: tl.constexpr, W_TRANSPOSED: tl.constexpr,
+    UNIT: tl.constexpr, STEPS: tl.constexpr, GROUPS: tl.constexpr, W_TRANSPOSED: tl.constexpr, NARROW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SWIZZLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``mm`` by programs that go from tile to tile; every tile has rows, so all take the same number of steps.
+    """``mm`` by programs that go from tile to tile. All tiles take the same number of steps.
 
-    That lets Triton make one loop of both (flatten): the next tile's loads start before this one's results are written.
+    That lets Triton make one loop of both (flatten): the next tile's loads start before this one's results are written,
+    through a descriptor, and in halves so that they take less shared memory from the loads. A descriptor writes
+    whole tiles. So a group's last tile ends where the group ends; rows that it shares with the tile before get the same
+    numbers from both. Groups shorter than a tile come last, in narrow tiles that are written row by row, and go first
+    to the programs that had fewer tiles before.
     """
     outputs = outputs // UNIT * UNIT
     out_stride = out_stride // UNIT * UNIT
+    program, programs = tl.program_id(0), tl.num_programs(0)
     index = tl.arange(0, GROUPS)
     end = tl.load(offsets + index, mask=index < groups, other=0)
     start = tl.load(offsets + index - 1, mask=(index > 0) & (index < groups), other=0)
-    tiles = tl.where(index < groups, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
+    tiles = tl.where(end - start >= BLOCK_M, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
     last = tl.cumsum(tiles, 0)
     tiles_m, tiles_n = tl.sum(tiles), tl.cdiv(outputs, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        tile_m, tile_n = _swizzle(tile, tiles_m, tiles_n, SWIZZLE)
+    for tile in tl.range(program, tiles_m * tiles_n, programs, flatten=True):
+        tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, SWIZZLE)
         group = tl.sum((last <= tile_m).to(tl.int32))
-        own = index == group
-        first = tl.sum(tl.where(own, start + (tile_m - last + tiles) * BLOCK_M, 0))
-        column = tile_n * BLOCK_N
-        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for step in range(STEPS):
-            a = x.load([first, step * BLOCK_K])
-            if W_TRANSPOSED:
-                b = weight.load([group, column, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T
-            else:
-                b = weight.load([group, step * BLOCK_K, column]).reshape(BLOCK_K, BLOCK_N)
-            total = tl.dot(a, b, total, input_precision=PRECISION)
-        row = first + tl.arange(0, BLOCK_M)
-        columns = column + tl.arange(0, BLOCK_N)
-        inside = (row < tl.sum(tl.where(own, end, 0)))[:, None] & (columns < outputs)[None, :]
-        at = out + row.to(tl.int64)[:, None] * out_stride + columns[None, :]
+        first = tl.minimum(start + (tile_m - last + tiles) * BLOCK_M, end - BLOCK_M)
+        row, column = tl.sum(tl.where(index == group, first, 0)), tile_n * BLOCK_N
+        total = _product(x, weight, group, row, column, BLOCK_M, BLOCK_N, BLOCK_K, STEPS, W_TRANSPOSED, PRECISION)
+        left, right = total.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+        written.store([row, column], left.to(out.dtype.element_ty))
+        written.store([row, column + BLOCK_N // 2], right.to(out.dtype.element_ty))
+    short = ((end > start) & (tiles == 0)).to(tl.int32)
+    last = tl.cumsum(short, 0)
+    narrow_n = tl.cdiv(outputs, NARROW)
+    turn = (programs + program - tiles_m * tiles_n % programs) % programs
+    for tile in range(turn, tl.sum(short) * narrow_n, programs):
+        group = tl.sum((last <= tile // narrow_n).to(tl.int32))
+        row, column = tl.sum(tl.where(index == group, start, 0)), tile % narrow_n * NARROW
+        total = _product(x, narrow, group, row, column, BLOCK_M, NARROW, BLOCK_K, STEPS, W_TRANSPOSED, PRECISION)
+        rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, NARROW)
+        inside = (rows < tl.sum(tl.where(index == group, end, 0)))[:, None] & (columns < outputs)[None, :]
+        at = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
         tl.store(at, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -198,7 +222,7 @@ def outer(
     x_stride = x_stride // UNIT * UNIT
     grad_stride = grad_stride // UNIT * UNIT
     out_stride = out_stride // UNIT * UNIT
-    tile_i, tile_o = _swizzle(tl.program_id(0), tl.cdiv(inputs, BLOCK_M), tl.cdiv(outputs, BLOCK_N), SWIZZLE)
+    tile_i, tile_o = swizzle(tl.program_id(0), tl.cdiv(inputs, BLOCK_M), tl.cdiv(outputs, BLOCK_N), SWIZZLE)
     split, group = tl.program_id(1), tl.program_id(2)
     start = tl.load(offsets + group - 1, mask=group > 0, other=0)
     end = tl.load(offsets + group)
