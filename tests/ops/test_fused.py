@@ -31,8 +31,8 @@ from intbmoe.ops.permute import naive as permute_naive
 from intbmoe.ops.permute import permute, sort
 from intbmoe.ops.scores import naive as scores_naive
 from intbmoe.ops.scores import router_scores
+from intbmoe.ops.swiglu import fused_product, swiglu
 from intbmoe.ops.swiglu import naive as swiglu_naive
-from intbmoe.ops.swiglu import swiglu
 from intbmoe.ops.swiglu.fused import swiglu as swiglu_rows
 from intbmoe.ops.tiles import Tiling
 
@@ -407,6 +407,27 @@ def test_swiglu(device, tokens, width):
     y.backward(probe.to(device))
     expected.backward(probe.double())
     gradients_near(quick, exact)
+
+
+@on_device
+@pytest.mark.parametrize("fewest", [1, 1000], ids=["kernel", "cuBLAS"])
+@pytest.mark.parametrize(("tokens", "width"), [(0, 8), (3, 8), (150, 200)])
+def test_gate_and_up_in_one_product(device, tokens, width, fewest, monkeypatch):
+    monkeypatch.setattr(fused_product, "PROCESSORS", 2)
+    monkeypatch.setattr(fused_product, "FEWEST_TILES", fewest)
+    x, joined = torch.randn(tokens, 72, dtype=torch.float16), torch.randn(2 * width, 72, dtype=torch.float16) / 8
+    quick = [each.to(device, copy=True).requires_grad_() for each in (x, joined)]
+    exact = [each.double().requires_grad_() for each in (x, joined)]
+    y = fused_product.swiglu_product(*quick)
+    gate, up = (exact[0] @ exact[1].t()).chunk(2, 1)
+    expected = F.silu(gate) * up
+    probe = torch.randn(tokens, width, dtype=torch.float16)
+    y.backward(probe.to(device))
+    expected.backward(probe.double())
+    for found, wanted in ((y, expected), *((a.grad, b.grad) for a, b in zip(quick, exact, strict=True))):
+        assert (found.cpu().double() - wanted).norm() <= 2**-10 * wanted.norm()
+    with torch.no_grad():
+        assert torch.equal(fused_product.swiglu_product(*quick), y)
 
 
 @on_device

@@ -14,7 +14,7 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, backend: Backend) 
     """As ``naive.swiglu``."""
     if backend != "fused":
         return naive.swiglu(x, gate, up, down)
-    from intbmoe.ops.swiglu import fused, fused_join
+    from intbmoe.ops.swiglu import fused_join, fused_product
 
     # One product and one kernel: reading x twice costs more than joining the two matrices.
     rows = x.reshape(-1, x.shape[-1])
@@ -23,5 +23,5 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, backend: Backend) 
         joined = torch.cat([gate, up])
     else:
         joined, down = fused_join.join(gate, up, down, width, x.dtype)
-    inner = fused.swiglu(F.linear(filled_up(rows, width), joined))
+    inner = fused_product.swiglu_product(filled_up(rows, width), joined)
     return F.linear(inner, down)[:, : x.shape[-1]].view(x.shape)

@@ -74,9 +74,9 @@ def _allocate_backward(grad, rows):
 
 
 def _differentiate(ctx, grad):
-    return _swiglu_gradient(grad, *ctx.saved_tensors)
+    return swiglu_gradient(grad, *ctx.saved_tensors)
 
 
 # (N, 2·h) rows [gate | up] → (N, h).
 swiglu = define("swiglu", schema_of(_allocate), _run, _allocate, differentiate=_differentiate)
-_swiglu_gradient = define("swiglu_backward", schema_of(_allocate_backward), _run_backward, _allocate_backward)
+swiglu_gradient = define("swiglu_backward", schema_of(_allocate_backward), _run_backward, _allocate_backward)
