@@ -10,10 +10,8 @@ somebody else's capture), with nothing that traces or counts operations, and wit
 parametrisations. Not for large inputs, where the GPU is the limit. Flags of torch that change a product, other than
 float32's precision, are those of the recording.
 
-All graphs of a device share their memory.
-
-Off by default: times have been measured on a GPU, but the tests have run without one only (``pytest -m gpu
-tests/methods/test_replay.py``). INTBMOE_GRAPHS=1 in the environment, or ``replay.enabled = True``, switches it on.
+All graphs of a device share their memory. INTBMOE_GRAPHS=0 in the environment, or ``replay.enabled = False``, switches
+them off.
 """
 
 import os
@@ -48,7 +46,7 @@ TENSORS = {Tensor, nn.Parameter}
 MOST_ENTRIES = 1 << 21  # of an input
 MOST_GRAPHS = 32  # of a layer
 
-enabled = os.environ.get("INTBMOE_GRAPHS") == "1"
+enabled = os.environ.get("INTBMOE_GRAPHS") != "0"
 
 Forward = Callable[[Tensor, Tensor | None], Tensor]
 
