@@ -283,13 +283,8 @@ class IntBMoE(BlockLayer):
             terms = filter_terms(self.filter.weight, self.filter.bias, codes, dtype, backend)
             token_filter, block_filter = terms[0], terms[1] if backend == "fused" else terms[1].to(dtype)
         weights, biases = zip(*(pool(coefficients, dtype, backend, self.recompute) for pool in self.pools), strict=True)
-        return Blocks(
-            weights=weights,
-            biases=biases,
-            token_filter=token_filter,
-            block_filter=block_filter,
-            **self._row_parameters(),
-        )
+        filters = {"token_filter": token_filter, "block_filter": block_filter}
+        return Blocks(weights=weights, biases=biases, **filters, **self._row_parameters())
 
     def _codes(self, conditioning: Tensor | None) -> Tensor:
         """(K, code_width), in the wide type: the codebook, with the conditioning joined to every entry."""
