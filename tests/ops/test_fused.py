@@ -1,4 +1,7 @@
-"""Triton's kernels against their specifications in float64, outputs and gradients (``tests/interpreter.py``)."""
+"""Triton's kernels over tokens and rows against their specifications in float64, outputs and gradients.
+
+The interpreter runs them where there is no GPU (``tests/interpreter.py``).
+"""
 
 from itertools import product
 
@@ -8,6 +11,7 @@ import torch.nn.functional as F
 
 from intbmoe.ops.backend import TRITON
 from interpreter import INTERPRETING, on_device
+from near import gradients_near, near, pairs
 
 if not TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -23,16 +27,11 @@ from intbmoe.ops.choose import naive as choose_naive
 from intbmoe.ops.combine import fused as combine_fused
 from intbmoe.ops.combine import naive as combine_naive
 from intbmoe.ops.combine import sum_rows
-from intbmoe.ops.compose import fused as compose_fused
-from intbmoe.ops.compose import naive as compose_naive
-from intbmoe.ops.filter_terms import filter_terms
 from intbmoe.ops.permute import fused as permute_fused
 from intbmoe.ops.permute import naive as permute_naive
 from intbmoe.ops.permute import permute, sort
 from intbmoe.ops.scores import naive as scores_naive
 from intbmoe.ops.scores import router_scores
-from intbmoe.ops.swiglu import fused_product, swiglu
-from intbmoe.ops.swiglu import naive as swiglu_naive
 from intbmoe.ops.swiglu.fused import swiglu as swiglu_rows
 from intbmoe.ops.tiles import Tiling
 
@@ -58,10 +57,6 @@ def routed_forms(names, first, *others):
     return pytest.mark.parametrize(("routing", "tokens", "width", *names), cases)
 
 
-widths = pytest.mark.parametrize("width", [12, 37] if INTERPRETING else [37, 2844])
-gates = pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
-
-
 if INTERPRETING:
 
     @pytest.fixture(autouse=True)
@@ -81,32 +76,6 @@ def choices(routing, tokens, k, groups=GROUPS):
     if routing == "masked":
         ids = torch.where(torch.rand(tokens, 1) < 0.3, -1, ids)
     return torch.full_like(ids, -1) if routing == "nothing" else ids
-
-
-def pairs(device, *tensors):
-    """The tensors in float32 on the device and in float64 on the CPU, both to be differentiated."""
-    quick = [None if t is None else t.clone().to(device).requires_grad_() for t in tensors]
-    exact = [None if t is None else t.double().requires_grad_() for t in tensors]
-    return quick, exact
-
-
-def near(found, expected, terms=1):
-    """Within 1e-5 of the norm; a sum of ``terms`` numbers of size 1 may come out small, and is still as uncertain."""
-    assert found.shape == expected.shape
-    assert not found.isnan().any()
-    difference = (found.detach().cpu().double() - expected.detach()).norm()
-    allowed = 1e-5 * (expected.detach().norm() + 0.02 * terms**0.5)
-    assert difference <= allowed, f"{float(difference)} is more than {float(allowed)}"
-
-
-def gradients_near(quick, exact, rows=None):
-    """All gradients; the first tensor's only on its first ``rows`` rows, where there is a group."""
-    terms = max(tensor.numel() for tensor in exact if tensor is not None)
-    for index, (a, b) in enumerate(zip(quick, exact, strict=True)):
-        if a is not None:
-            expected = torch.zeros_like(b) if b.grad is None else b.grad
-            part = slice(rows if index == 0 else None)
-            near(a.grad[part], expected[part], terms)
 
 
 @on_device
@@ -334,100 +303,6 @@ def test_sum_rows(device, routing, tokens, trimmed):
         gradients_near((rows,), exact)
     if routing == "masked" and tokens < 100:
         torch.library.opcheck(torch.ops.intbmoe.sum_rows.default, (rows.detach(), token, inverse, "fused", None))
-
-
-@on_device
-@gates
-@pytest.mark.parametrize(
-    ("blocks", "bases", "inputs", "outputs"),
-    [
-        (8, 16, 12, 20),
-        (8, 5, 7, 11),
-        (1, 40, 3, 299),
-        (32, 33, 1, 9),
-        (50, 70, 3, 41),
-        (70, 3, 5, 150),
-        (20, 1, 3, 7),
-        (13, 9, 3, 40),
-    ],
-)
-def test_composition(device, gate, blocks, bases, inputs, outputs):
-    second = torch.randn(blocks, bases) if gate else None
-    given = torch.randn(blocks, bases), second, torch.randn(bases, inputs, outputs), torch.randn(bases, outputs)
-    quick, exact = pairs(device, *given)
-    paths = [path * 0.3 for path in exact[:2] if path is not None]
-    composed, biases = compose_fused.compose(*quick, 0.3, torch.float32)
-    expected = [compose_naive.compose(paths, each) for each in exact[2:]]
-    near(composed, expected[0])
-    near(biases, expected[1])
-    assert composed.stride(1) * 4 % 16 == 0
-    probes = [torch.randn(each.shape) for each in expected]
-    torch.autograd.backward([composed, biases], [probe.to(device) for probe in probes])
-    torch.autograd.backward(expected, [probe.double() for probe in probes])
-    gradients_near(quick, exact)
-
-
-@on_device
-def test_composition_without_biases(device):
-    quick, exact = pairs(device, torch.randn(3, 10), None, torch.randn(10, 2, 5))
-    composed, biases = compose_fused.compose(*quick, None, 1.0, torch.float32)
-    assert len(biases) == 0
-    expected = compose_naive.compose(exact[:1], exact[2])
-    near(composed, expected)
-    composed.sum().backward()
-    expected.sum().backward()
-    gradients_near(quick, exact)
-
-
-@on_device
-@pytest.mark.parametrize(("width", "codes", "code"), [(37, 5, 3), (300, 17, 20)])
-def test_filter_terms(device, width, codes, code):
-    given = torch.randn(width, width + code), torch.randn(width), torch.randn(codes, code)
-    quick, exact = pairs(device, *given)
-    found = filter_terms(*quick, torch.float32, "fused")
-    expected = filter_terms(*exact, torch.float64, "naive")
-    probes = [torch.randn(each.shape) for each in expected]
-    for a, b in zip(found, expected, strict=True):
-        near(a, b)
-    torch.autograd.backward(found, [probe.to(device) for probe in probes])
-    torch.autograd.backward(expected, [probe.double() for probe in probes])
-    gradients_near(quick, exact)
-
-
-@on_device
-@tokens_
-@widths
-def test_swiglu(device, tokens, width):
-    maps = torch.randn(width, 5), torch.randn(width, 5), torch.randn(5, width)
-    quick, exact = pairs(device, torch.randn(tokens, 5), *maps)
-    y = swiglu(*quick, "fused")
-    expected = swiglu_naive.swiglu(*exact)
-    near(y, expected)
-    probe = torch.randn(tokens, 5)
-    y.backward(probe.to(device))
-    expected.backward(probe.double())
-    gradients_near(quick, exact)
-
-
-@on_device
-@pytest.mark.parametrize("fewest", [1, 1000], ids=["kernel", "cuBLAS"])
-@pytest.mark.parametrize(("tokens", "width"), [(0, 8), (3, 8), (150, 200)])
-def test_gate_and_up_in_one_product(device, tokens, width, fewest, monkeypatch):
-    monkeypatch.setattr(fused_product, "PROCESSORS", 2)
-    monkeypatch.setattr(fused_product, "FEWEST_TILES", fewest)
-    x, joined = torch.randn(tokens, 72, dtype=torch.float16), torch.randn(2 * width, 72, dtype=torch.float16) / 8
-    quick = [each.to(device, copy=True).requires_grad_() for each in (x, joined)]
-    exact = [each.double().requires_grad_() for each in (x, joined)]
-    y = fused_product.swiglu_product(*quick)
-    gate, up = (exact[0] @ exact[1].t()).chunk(2, 1)
-    expected = F.silu(gate) * up
-    probe = torch.randn(tokens, width, dtype=torch.float16)
-    y.backward(probe.to(device))
-    expected.backward(probe.double())
-    for found, wanted in ((y, expected), *((a.grad, b.grad) for a, b in zip(quick, exact, strict=True))):
-        assert (found.cpu().double() - wanted).norm() <= 2**-10 * wanted.norm()
-    with torch.no_grad():
-        assert torch.equal(fused_product.swiglu_product(*quick), y)
 
 
 @on_device

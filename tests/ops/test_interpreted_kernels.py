@@ -7,6 +7,7 @@ from interpreter import rerun
 TESTS = Path(__file__).parent.parent
 FILES = (
     "ops/test_fused.py",
+    "ops/test_fused_weights.py",
     "ops/test_cross_entropy.py",
     "ops/test_expert_rows.py",
     "ops/test_hypernetwork.py",

@@ -1,0 +1,115 @@
+"""Triton's kernels that make weights, and SwiGLU's, against their specifications in float64, outputs and gradients.
+
+The interpreter runs them where there is no GPU (``tests/interpreter.py``).
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from intbmoe.ops.backend import TRITON
+from interpreter import INTERPRETING, on_device
+from near import gradients_near, near, pairs
+
+if not TRITON:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from intbmoe.ops.compose import fused as compose_fused
+from intbmoe.ops.compose import naive as compose_naive
+from intbmoe.ops.filter_terms import filter_terms
+from intbmoe.ops.swiglu import fused_product, swiglu
+from intbmoe.ops.swiglu import naive as swiglu_naive
+
+
+@on_device
+@pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
+@pytest.mark.parametrize(
+    ("blocks", "bases", "inputs", "outputs"),
+    [
+        (8, 16, 12, 20),
+        (8, 5, 7, 11),
+        (1, 40, 3, 299),
+        (32, 33, 1, 9),
+        (50, 70, 3, 41),
+        (70, 3, 5, 150),
+        (20, 1, 3, 7),
+        (13, 9, 3, 40),
+    ],
+)
+def test_composition(device, gate, blocks, bases, inputs, outputs):
+    second = torch.randn(blocks, bases) if gate else None
+    given = torch.randn(blocks, bases), second, torch.randn(bases, inputs, outputs), torch.randn(bases, outputs)
+    quick, exact = pairs(device, *given)
+    paths = [path * 0.3 for path in exact[:2] if path is not None]
+    composed, biases = compose_fused.compose(*quick, 0.3, torch.float32)
+    expected = [compose_naive.compose(paths, each) for each in exact[2:]]
+    near(composed, expected[0])
+    near(biases, expected[1])
+    assert composed.stride(1) * 4 % 16 == 0
+    probes = [torch.randn(each.shape) for each in expected]
+    torch.autograd.backward([composed, biases], [probe.to(device) for probe in probes])
+    torch.autograd.backward(expected, [probe.double() for probe in probes])
+    gradients_near(quick, exact)
+
+
+@on_device
+def test_composition_without_biases(device):
+    quick, exact = pairs(device, torch.randn(3, 10), None, torch.randn(10, 2, 5))
+    composed, biases = compose_fused.compose(*quick, None, 1.0, torch.float32)
+    assert len(biases) == 0
+    expected = compose_naive.compose(exact[:1], exact[2])
+    near(composed, expected)
+    composed.sum().backward()
+    expected.sum().backward()
+    gradients_near(quick, exact)
+
+
+@on_device
+@pytest.mark.parametrize(("width", "codes", "code"), [(37, 5, 3), (300, 17, 20)])
+def test_filter_terms(device, width, codes, code):
+    given = torch.randn(width, width + code), torch.randn(width), torch.randn(codes, code)
+    quick, exact = pairs(device, *given)
+    found = filter_terms(*quick, torch.float32, "fused")
+    expected = filter_terms(*exact, torch.float64, "naive")
+    probes = [torch.randn(each.shape) for each in expected]
+    for a, b in zip(found, expected, strict=True):
+        near(a, b)
+    torch.autograd.backward(found, [probe.to(device) for probe in probes])
+    torch.autograd.backward(expected, [probe.double() for probe in probes])
+    gradients_near(quick, exact)
+
+
+@on_device
+@pytest.mark.parametrize("tokens", (0, 1, 70) if INTERPRETING else (0, 1, 7, 8192))
+@pytest.mark.parametrize("width", [12, 37] if INTERPRETING else [37, 2844])
+def test_swiglu(device, tokens, width):
+    maps = torch.randn(width, 5), torch.randn(width, 5), torch.randn(5, width)
+    quick, exact = pairs(device, torch.randn(tokens, 5), *maps)
+    y = swiglu(*quick, "fused")
+    expected = swiglu_naive.swiglu(*exact)
+    near(y, expected)
+    probe = torch.randn(tokens, 5)
+    y.backward(probe.to(device))
+    expected.backward(probe.double())
+    gradients_near(quick, exact)
+
+
+@on_device
+@pytest.mark.parametrize("fewest", [1, 1000], ids=["kernel", "cuBLAS"])
+@pytest.mark.parametrize(("tokens", "width"), [(0, 8), (3, 8), (150, 200)])
+def test_gate_and_up_in_one_product(device, tokens, width, fewest, monkeypatch):
+    monkeypatch.setattr(fused_product, "PROCESSORS", 2)
+    monkeypatch.setattr(fused_product, "FEWEST_TILES", fewest)
+    x, joined = torch.randn(tokens, 72, dtype=torch.float16), torch.randn(2 * width, 72, dtype=torch.float16) / 8
+    quick = [each.to(device, copy=True).requires_grad_() for each in (x, joined)]
+    exact = [each.double().requires_grad_() for each in (x, joined)]
+    y = fused_product.swiglu_product(*quick)
+    gate, up = (exact[0] @ exact[1].t()).chunk(2, 1)
+    expected = F.silu(gate) * up
+    probe = torch.randn(tokens, width, dtype=torch.float16)
+    y.backward(probe.to(device))
+    expected.backward(probe.double())
+    for found, wanted in ((y, expected), *((a.grad, b.grad) for a, b in zip(quick, exact, strict=True))):
+        assert (found.cpu().double() - wanted).norm() <= 2**-10 * wanted.norm()
+    with torch.no_grad():
+        assert torch.equal(fused_product.swiglu_product(*quick), y)
