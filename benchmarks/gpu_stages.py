@@ -148,7 +148,7 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
     from intbmoe.ops.blocks.fused_gate import gated_rows
 
     def compose_small(g: Given) -> list[Tensor]:
-        alpha = g["hypernetwork"](g["codebook"])
+        alpha = g["hypernetwork"](g["codebook"], "fused")
         return [*alpha[:2], *filter_terms(g["filter"].weight, g["filter"].bias, g["codebook"], compute, "fused")]
 
     def compose_pools(g: Given) -> list[Tensor]:
