@@ -34,6 +34,7 @@ Three points where the paper disagrees with itself or with code, and what is don
 - On ImageNet Soft MoE's authors would round 196/17 to 12 slots; the paper's printed parameters fit 11 (``slots=11``).
 """
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal, get_args
 
@@ -147,6 +148,16 @@ def match_budget(
             return {**options, "shared_kind": shared_kind, **width}
         case _:
             return like_backbone
+
+
+def within_budget(name: str, dim: int, hidden: int, options: Mapping[str, Any], **backbone: Any) -> dict[str, Any]:
+    """``match_budget``, overruled by ``options``; the widths follow the kinds of experts that these ask for."""
+    shared_kind = options.get("shared_kind", "swiglu")
+    matched = match_budget(name, dim, hidden, shared_kind=shared_kind, **backbone)
+    kind = options.get("expert", matched.get("expert"))
+    if kind != matched.get("expert"):  # the width of the other kind that has as many weights
+        matched["hidden"] = max(1, round(matched["hidden"] * (2 / 3 if kind == "swiglu" else 3 / 2)))
+    return {**matched, **options}
 
 
 def _levels(hidden: int, experts: int, tasks: int) -> dict[str, int]:

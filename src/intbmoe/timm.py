@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from intbmoe.budget import match_budget
+from intbmoe.budget import within_budget
 from intbmoe.checks import require
 from intbmoe.foreign import import_torchvision
 from intbmoe.layer import MoELayer, moe_layers
@@ -93,13 +93,12 @@ class MoEVisionTransformer(VisionTransformer):
         require(known, "moe_blocks", moe_blocks, f"numbers of blocks among 0…{depth - 1}")
         prefix = self.num_prefix_tokens if class_token_apart else 0
         tokens = self.patch_embed.num_patches + self.num_prefix_tokens - prefix
-        own = moe_options or {}
-        budget = {"experts": experts, "tokens": tokens, "shared_kind": own.get("shared_kind", "swiglu")}
+        own, budget = moe_options or {}, {"experts": experts, "tokens": tokens}
         for block in chosen:
             mlp = self.blocks[block].mlp
-            matched = match_budget(method, self.embed_dim, mlp.fc1.out_features, **budget)
+            options = within_budget(method, self.embed_dim, mlp.fc1.out_features, own, **budget)
             with torch.device(mlp.fc1.weight.device):
-                moe = create(method, self.embed_dim, **{**matched, **own})
+                moe = create(method, self.embed_dim, **options)
             self.blocks[block].mlp = PatchMixture(moe.to(mlp.fc1.weight.dtype), mlp if prefix else None, prefix)
         self.weight_init_mode = "reset" if weight_init == "skip" else weight_init
         if weight_init != "skip":

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from intbmoe.budget import match_budget
+from intbmoe.budget import within_budget
 from intbmoe.checks import require
 from intbmoe.registry import create, find_method
 from intbmoe.tasks.recipe import MoESettings
@@ -24,10 +24,5 @@ def ffn_maker(moe: MoESettings, dim: int, hidden: int, **backbone: Any) -> Calla
         if not moe.options:
             return None
         require("hidden" in moe.options, "moe.options", moe.options, allowed)
-    shared_kind = moe.options.get("shared_kind", "swiglu")
-    matched = match_budget(moe.name, dim, hidden, experts=moe.experts, shared_kind=shared_kind, **backbone)
-    kind = moe.options.get("expert", matched.get("expert"))
-    if kind != matched.get("expert"):  # the width of the other kind that has as many weights
-        matched["hidden"] = max(1, round(matched["hidden"] * (2 / 3 if kind == "swiglu" else 3 / 2)))
-    options = {**matched, **moe.options}
+    options = within_budget(moe.name, dim, hidden, moe.options, experts=moe.experts, **backbone)
     return lambda: create(moe.name, dim, **options)
