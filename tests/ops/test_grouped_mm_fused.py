@@ -126,7 +126,7 @@ def test_every_kind_of_tile(device, descriptors, persistent, monkeypatch):
     # So that a persistent program has several tiles to go through, and tiles are not computed in their order.
     monkeypatch.setattr(fused, "PROCESSORS", 3)
     tile = SMALL._replace(descriptors=descriptors, persistent=persistent)
-    for inputs, outputs in ((24, 32), (9, 17)):
+    for inputs, outputs in ((24, 32), (9, 17), (17, 32)):
         case = make("masked", 12, 2, inputs, outputs, torch.float32, device, groups=3)
         x, weight, offsets, probe = case
         x, weight, probe = (padded(tensor) if descriptors else tensor for tensor in (x, weight, probe))
@@ -145,7 +145,7 @@ def test_programs_that_go_from_tile_to_tile(device, routing, monkeypatch):
     monkeypatch.setattr(fused, "PROCESSORS", 2)
     monkeypatch.setattr(fused, "NARROW", 16)
     tile = SMALL._replace(n=32, descriptors=True, persistent=1)
-    for inputs, outputs in ((24, 40), (9, 17)):
+    for inputs, outputs in ((24, 40), (9, 17), (17, 32)):
         case = make(routing, 25, 2, inputs, outputs, torch.float32, device, groups=3)
         x, weight, offsets, *_ = case
         for matrices in (padded(weight), padded(weight.mT).mT):

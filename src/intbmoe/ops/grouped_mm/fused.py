@@ -127,7 +127,8 @@ def run_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool, tile: Til
     x_factor = described(x, (tile.m, tile.k)) if x_described else x
     weight_block = (1, tile.n, tile.k) if transposed else (1, tile.k, tile.n)
     weight_factor = described(matrices, weight_block) if weight_described else weight
-    unit = math.gcd(16, inputs, outputs, x.stride(0), *matrices.stride()[:2], out.stride(0))
+    by_pointers = () if x_described and weight_described else (inputs, x.stride(0), *matrices.stride()[:2])
+    unit = math.gcd(16, outputs, out.stride(0), *by_pointers)
     sizes = {"UNIT": unit, "GROUPS": power_of_2(groups), "W_TRANSPOSED": transposed, **_launch(tile)}
     if tile.persistent and tile.descriptors and through:
         narrow = min(tile.n, NARROW)
@@ -163,6 +164,7 @@ def run_outer(x: Tensor, grad: Tensor, offsets: Tensor, tile: Tile | None = None
     x, grad = in_rows(x), in_rows(grad)
     x_described = tile.descriptors and describable(x)
     grad_described = tile.descriptors and describable(grad)
+    by_pointers = () if x_described and grad_described else (inputs, x.stride(0), grad.stride(0))
     # Parts have the strides of the result: they are added up over its memory as it lies.
     size = groups * out.stride(0)
     target = out if splits == 1 else x.new_empty(splits * size, dtype=torch.float32)
@@ -172,7 +174,7 @@ def run_outer(x: Tensor, grad: Tensor, offsets: Tensor, tile: Tile | None = None
         described(x, (tile.k, tile.m)) if x_described else x,
         described(grad, (tile.k, tile.n)) if grad_described else grad,
         target, offsets, inputs, outputs, x.stride(0), grad.stride(0), out.stride(1),
-        UNIT=math.gcd(16, inputs, outputs, x.stride(0), grad.stride(0), out.stride(1)),
+        UNIT=math.gcd(16, outputs, out.stride(1), *by_pointers),
         X_TMA=x_described, GRAD_TMA=grad_described, EVEN_I=inputs % tile.m == 0, EVEN_O=outputs % tile.n == 0,
         SPLITS=splits, **_launch(tile),
     )  # fmt: skip

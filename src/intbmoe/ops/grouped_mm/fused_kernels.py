@@ -8,8 +8,9 @@ hold any routing, one more interval the rows of no group, and a program finds it
 before its slot: no scan over the groups, no copy to the host. At most G + 1 slots stay empty; their loops run no step.
 
 **Alignment.** Triton learns from an integer argument only whether 16 divides it, and loads element by element when it
-does not: a width of 2844 would be slow. ``UNIT``, a power of two that divides every width and stride, tells it more.
-A tensor descriptor needs no such help: it takes any width of aligned rows.
+does not: a width of 2844 would be slow. ``UNIT``, a power of two that divides every width and stride of what is read or
+written through pointers, tells it more. A tensor descriptor needs no such help: it takes any width of aligned rows. So
+where both factors have one, an odd number of inputs does not slow down the writing of the results.
 
 **Descriptors.** With ``X_TMA`` or ``W_TMA`` that argument is a tensor descriptor instead of a pointer, read by the copy
 engine of compute capability 9.0 in whole tiles, zeros outside the tensor.
@@ -54,7 +55,8 @@ def mm(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIZZLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[r] = x[r] @ weight[g(r)]; rows of no group are zero, or with COMPLETE left as they are."""
-    inputs = inputs // UNIT * UNIT
+    if not (X_TMA and W_TMA):
+        inputs = inputs // UNIT * UNIT
     outputs = outputs // UNIT * UNIT
     x_stride = x_stride // UNIT * UNIT
     w_stride_g = w_stride_g // UNIT * UNIT
@@ -217,7 +219,8 @@ def outer(
     SWIZZLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[s, g] = Σ over the s-th part of group g's rows of x[r] ⊗ grad[r]; zero for a part without rows."""
-    inputs = inputs // UNIT * UNIT
+    if not (X_TMA and GRAD_TMA):
+        inputs = inputs // UNIT * UNIT
     outputs = outputs // UNIT * UNIT
     x_stride = x_stride // UNIT * UNIT
     grad_stride = grad_stride // UNIT * UNIT
