@@ -260,6 +260,20 @@ def test_gated_combine(device, routing, tokens, width, gate, shared):
     gradients_near(quick, exact, count)
 
 
+@on_device
+@pytest.mark.parametrize("routing", ["zipf", "masked"])
+def test_the_shared_experts_gradient_has_its_type(device, routing):
+    ids, width = choices(routing, 24, 2).to(device), 37
+    plan = permute(ids, GROUPS, "fused", complete=routing != "masked")
+    (*tensors, shared), _ = pairs(
+        device, *block_tensors(48, width, True, device), torch.rand(24, 2), torch.randn(24, width)
+    )
+    shared = shared.detach().half().requires_grad_()
+    probe = torch.randn(24, width, device=device)
+    gated_combine(*tensors, shared, plan, torch.float32).backward(probe)
+    assert torch.equal(shared.grad, probe.half())
+
+
 def _gather_sum(rows, weights, plan):
     """What ``combine_naive`` says, for many tokens."""
     rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])

@@ -86,9 +86,10 @@ def _gated_combine_forward(
 
 @triton.jit
 def _gated_combine_backward(
-    grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, row_grad, weight_grad, partials,
+    grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, row_grad, weight_grad, shared_grad,
+    partials,
     GRAD_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, ROW_GRAD_STRIDE: tl.constexpr,
-    GATE: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
+    GATE: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
@@ -112,7 +113,8 @@ def _gated_combine_backward(
             mask = live[:, None] & inside[None, :]
             own = tl.load(choice + row, mask=live, other=0)
             weight = tl.load(weights + own, mask=live, other=0.0)
-            dy = load_rows(grad, tl.load(token + row, mask=live, other=0), column, GRAD_STRIDE, mask)
+            own_token = tl.load(token + row, mask=live, other=0)
+            dy = load_rows(grad, own_token, column, GRAD_STRIDE, mask)
             v = load_rows(rows, row, column, ROW_STRIDE, mask) + value_bias
             z = v
             dz = weight[:, None] * dy
@@ -132,6 +134,9 @@ def _gated_combine_backward(
                 dv = dz
             tl.store(weight_grad + own, tl.sum(dy * z, 1), mask=live)
             tl.store(row_grad + place, dv.to(row_grad.dtype.element_ty), mask=mask)
+            if shared_grad is not None:  # the row of a token's first choice casts for the shared expert
+                cast = shared_grad + own_token[:, None] * WIDTH + column[None, :]
+                tl.store(cast, dy.to(shared_grad.dtype.element_ty), mask=mask & (own % CHOICES == 0)[:, None])
             bias_sum += dv
         if GATE:
             partial = partials + tl.program_id(0).to(tl.int64) * (3 * WIDTH + 1)
@@ -168,15 +173,15 @@ def _allocate(
     return out, rows.new_empty(rows.shape[0], dtype=torch.float32)
 
 
-def _run_backward(grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, complete):
+def _run_backward(grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, complete, casts, dtype):
     count, groups = rows.shape[0], ends.shape[0]
-    row_grad, weight_grad, sums = _allocate_backward(
-        grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, complete
+    row_grad, weight_grad, sums, shared_grad = _allocate_backward(
+        grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, complete, casts, dtype
     )
     if not complete:
         weight_grad.zero_()  # choices of no group
     if count == 0:
-        return row_grad, weight_grad, sums.zero_()
+        return row_grad, weight_grad, sums.zero_(), shared_grad
     width = grad.shape[1]
     sizes = BACKWARD.chunk(width, count)
     number = programs(count, groups, sizes["ROWS"])
@@ -184,17 +189,23 @@ def _run_backward(grad, rows, statistics, bias, gain, scale, weights, token, cho
     partials = sums.new_empty(number, sums.shape[1])
     launch(
         _gated_combine_backward, (number,),
-        grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, row_grad, weight_grad, partials,
+        grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, row_grad, weight_grad,
+        shared_grad if casts else None, partials,
         GRAD_STRIDE=grad.stride(0), ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), WIDTH=width,
-        GATE=gain is not None, GROUPS=groups, PADDED=power_of_2(groups), **sizes,
+        GATE=gain is not None, CHOICES=weights.shape[1], GROUPS=groups, PADDED=power_of_2(groups), **sizes,
     )  # fmt: skip
-    return row_grad, weight_grad, sum_partials(partials, ends, sizes["ROWS"])
+    return row_grad, weight_grad, sum_partials(partials, ends, sizes["ROWS"]), shared_grad
 
 
-def _allocate_backward(grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, complete: bool):
+def _allocate_backward(
+    grad, rows, statistics, bias, gain, scale, weights, token, choice, ends,
+    complete: bool, casts: bool, dtype: torch.dtype,
+):  # fmt: skip
+    """``casts``: whether the gradient is wanted in ``dtype`` too, that of the shared expert's output."""
     columns = rows.shape[1] if gain is None else rows.shape[1] + gain.shape[0] + 1
     sums = rows.new_empty(ends.shape[0], columns, dtype=torch.float32)
-    return empty_rows(rows, *rows.shape), weights.new_empty(weights.shape), sums
+    shared_grad = grad.new_empty(grad.shape[0] if casts else 0, grad.shape[1], dtype=dtype)
+    return empty_rows(rows, *rows.shape), weights.new_empty(weights.shape), sums, shared_grad
 
 
 def _save(ctx, inputs, output):
@@ -206,18 +217,23 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, grad, _):
     saved = ctx.saved_tensors  # once: checkpointing gives them no second time
     gain = saved[3]
-    row_grad, weight_grad, sums = _combine_gradient(grad, *saved, ctx.complete)
+    # Without a row for every choice some token might have none to cast its gradient.
+    casts = ctx.complete and ctx.shared not in (None, grad.dtype)
+    row_grad, weight_grad, sums, shared_grad = _combine_gradient(
+        grad, *saved, ctx.complete, casts, ctx.shared or grad.dtype
+    )
     columns = row_grad.shape[1]
     gain_grad = scale_grad = None
     if gain is not None:
         rest = sums[:, columns:].sum(0)
         gain_grad, scale_grad = rest[:-1], rest[-1:]
-    shared_grad = None if ctx.shared is None else grad.to(ctx.shared)
+    if not casts:
+        shared_grad = None if ctx.shared is None else grad.to(ctx.shared)
     plan = (None,) * 7
     return row_grad, sums[:, :columns], gain_grad, scale_grad, weight_grad, shared_grad, *plan
 
 
 _gated_combine = define("gated_combine", schema_of(_allocate, 2), _run, _allocate, _save, _differentiate)
 _combine_gradient = define(
-    "gated_combine_backward", schema_of(_allocate_backward, 3), _run_backward, _allocate_backward
+    "gated_combine_backward", schema_of(_allocate_backward, 4), _run_backward, _allocate_backward
 )

@@ -165,7 +165,7 @@ def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
     # Few tokens make small programs, so that all multiprocessors have some.
     tiles = min(BACKWARD_TILES, power_below(x.shape[0] * parts // (rows * ENOUGH_PROGRAMS)))
     chunks = ceil_div(x.shape[0], rows * tiles)
-    partials = sums.new_empty(chunks, len(sums))
+    partials = sums.new_empty(chunks, len(sums)) if chunks > 1 else sums[None]
     launch(
         _backward, (chunks, parts),
         grad.contiguous(), None if token_grad is None else token_grad.contiguous(), x.contiguous(),
@@ -173,7 +173,7 @@ def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
         **_sizes(x, weight, score_weight), TOKENS=rows, INPUTS=inputs, TILES=tiles,
         num_warps=BACKWARD_WARPS, num_stages=stages,
     )  # fmt: skip
-    return x_grad, partials.sum(0)
+    return x_grad, partials.sum(0) if chunks > 1 else sums
 
 
 def _allocate_backward(grad, token_grad, x, weight, score_weight, hidden):
