@@ -34,6 +34,7 @@ from intbmoe.ops.swiglu import naive as swiglu_naive
         (70, 3, 5, 150),
         (20, 1, 3, 7),
         (13, 9, 3, 40),
+        (20, 6, 9, 30),
     ],
 )
 def test_composition(device, gate, blocks, bases, inputs, outputs):
@@ -50,6 +51,13 @@ def test_composition(device, gate, blocks, bases, inputs, outputs):
     torch.autograd.backward([composed, biases], [probe.to(device) for probe in probes])
     torch.autograd.backward(expected, [probe.double() for probe in probes])
     gradients_near(quick, exact)
+
+
+@on_device
+@pytest.mark.parametrize(("blocks", "bases", "inputs", "outputs"), [(8, 16, 3, 20), (13, 9, 3, 40), (21, 70, 2, 41)])
+def test_composition_of_large_matrices(device, blocks, bases, inputs, outputs, monkeypatch):
+    monkeypatch.setattr(compose_fused, "SMALL_MATRIX", 0)
+    test_composition(device, True, blocks, bases, inputs, outputs)
 
 
 @on_device

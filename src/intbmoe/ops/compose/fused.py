@@ -10,6 +10,7 @@ columns to columns: each keeps its sum of the coefficients' gradient, and loads 
 
 **Many rows** would not fit into a program's registers. Each program has a tile of them, and backward is two products:
 one for the pool, one for the coefficients. Tiles of the same columns run side by side and find them in the L2 cache.
+Where there is little to compute both products are one launch: each by itself would not fill a large GPU.
 
 **Many rows of few bases** (E ≤ ``FEW_BASES``): tensor cores, which take 16 bases at a time, would multiply mostly
 zeros, and there is less to multiply than to write. So each base is multiplied and added by itself, and backward is one
@@ -45,6 +46,7 @@ class Cut(NamedTuple):
     columns: int
     warps: int
     precision: str = "tf32x3"
+    items: int = 1  # at least, where programs leave partial sums
 
 
 # Measured on an H200, but for the first.
@@ -58,17 +60,51 @@ POOL_CUT = Cut(rows=32, bases=64, columns=128, warps=4, precision="bf16x6")
 SOME_COEFFICIENTS_CUT = Cut(rows=32, bases=32, columns=64, warps=2)
 COEFFICIENTS_CUT = Cut(rows=64, bases=64, columns=64, warps=4, precision="bf16x6")
 
+SMALL_MATRIX = 200_000
+"""Entries of a base's matrix up to which programs are smaller, so that there are enough of them for a large GPU: 192 ×
+768 gained by it, larger ones were not tried. A constant, as sums depend on it."""
+SMALL_COLUMNS = 64
+SMALL_FEW_ROWS_BACKWARD_CUT = Cut(rows=16, bases=32, columns=32, warps=1, items=2)
+SMALL_BACKWARD_CUT = Cut(rows=64, bases=64, columns=64, warps=4, precision="bf16x6", items=4)
+SMALL_SOME_BASES_BACKWARD_CUT = Cut(rows=64, bases=16, columns=64, warps=2, items=4)
+SOME_BASES = 16
+
+THREE_TILES, THREE_TILES_BASES = 48, 65
+"""Rows that three tiles of 16 hold, where one of 64 would be empty by a quarter, and the least bases. Tried with 200;
+with 48, and 24 rows, such tiles were slower than one of 32."""
+THREE_TILES_CUT = Cut(rows=16, bases=16, columns=128, warps=2)
+THREE_TILES_BACKWARD_CUT = Cut(rows=16, bases=32, columns=64, warps=1, items=4)
+
 
 def _few_bases(rows: int, bases: int) -> bool:
     return rows > FEW_ROWS and bases <= FEW_BASES
 
 
-def _forward_cut(rows: int, bases: int) -> Cut:
-    if _few_bases(rows, bases):
+def _three_tiles(rows: int, bases: int) -> bool:
+    return SOME_ROWS_CUT.rows < rows <= THREE_TILES and bases >= THREE_TILES_BASES
+
+
+def _small(pool: Tensor) -> bool:
+    return pool.shape[1] * pool.shape[2] <= SMALL_MATRIX
+
+
+def _forward_cut(rows: int, pool: Tensor) -> Cut:
+    if _few_bases(rows, len(pool)):
         return FEW_BASES_CUT
-    if rows <= FEW_ROWS:
-        return FEW_ROWS_CUT
-    return SOME_ROWS_CUT if rows <= SOME_ROWS_CUT.rows else MANY_ROWS_CUT
+    if rows > SOME_ROWS_CUT.rows:
+        return THREE_TILES_CUT if _three_tiles(rows, len(pool)) else MANY_ROWS_CUT
+    cut = FEW_ROWS_CUT if rows <= FEW_ROWS else SOME_ROWS_CUT
+    return cut._replace(columns=SMALL_COLUMNS) if _small(pool) else cut
+
+
+def _many_rows_launches(rows: int, pool: Tensor) -> list[tuple[Cut, str]]:
+    """Cuts and what is computed by them: both gradients in one launch, or where that is faster each in its own."""
+    if _small(pool) and rows <= SMALL_BACKWARD_CUT.rows and len(pool) <= SMALL_BACKWARD_CUT.bases:
+        return [(SMALL_SOME_BASES_BACKWARD_CUT if len(pool) <= SOME_BASES else SMALL_BACKWARD_CUT, "both")]
+    if _three_tiles(rows, len(pool)):
+        return [(THREE_TILES_BACKWARD_CUT, "both")]
+    coefficients = SOME_COEFFICIENTS_CUT if rows <= SOME_COEFFICIENTS_CUT.rows else COEFFICIENTS_CUT
+    return [(coefficients, "coefficients"), (POOL_CUT, "pool")]
 
 
 def _sizes(
@@ -123,7 +159,7 @@ def _laid_out(*tensors: Tensor | None) -> list[Tensor | None]:
 def _run(value, gate, pool, bias, factor, dtype):
     out, bias_out = _allocate(value, gate, pool, bias, factor, dtype)
     value, gate, pool, bias = _laid_out(value, gate, pool, bias)
-    cut = _forward_cut(len(value) * (1 if gate is None else 2), len(pool))
+    cut = _forward_cut(len(value) * (1 if gate is None else 2), pool)
     sizes = _sizes(value, gate, pool, out, bias_out, cut)
     items = _items(pool, sizes)
     grid = ((items + _bias_items(bias, sizes)) * _row_tiles(sizes),)
@@ -156,27 +192,32 @@ def _run_backward(grad, bias_grad, value, gate, pool, bias, factor):
             *grads, *paths, *bases, *found, partials, *end, items, **sizes,
         )  # fmt: skip
     elif len(sums) <= FEW_ROWS:
-        sizes = _sizes(*paths, pool, *grads, FEW_ROWS_BACKWARD_CUT, passes=2)
+        cut = SMALL_FEW_ROWS_BACKWARD_CUT if _small(pool) else FEW_ROWS_BACKWARD_CUT
+        sizes = _sizes(*paths, pool, *grads, cut, passes=2)
         sizes["BLOCK"] = min(sizes["BLOCK"], 2048 // sizes["STEP"])  # more would not fit into registers
         items = _items(pool, sizes)
-        programs = min(items, BACKWARD_PROGRAMS)
+        programs = min(ceil_div(items, cut.items), BACKWARD_PROGRAMS)
         partials = sums.new_empty(programs + _bias_items(bias, sizes), *sums.shape)
         launch(
             kernels.few_rows_backward, (len(partials), _base_tiles(sizes)),
             *grads, *paths, *bases, *found, partials, *end, items, programs, **sizes,
         )  # fmt: skip
     else:
-        sizes = _sizes(*paths, pool, *grads, POOL_CUT)
-        items = _items(pool, sizes)
-        grid = ((items + _bias_items(bias, sizes)) * _base_tiles(sizes),)
-        launch(kernels.pool_gradient, grid, *grads, *paths, *found, *end, items, **sizes)
-        few = len(sums) <= SOME_COEFFICIENTS_CUT.rows
-        sizes = _sizes(*paths, pool, *grads, SOME_COEFFICIENTS_CUT if few else COEFFICIENTS_CUT)
-        items, tiles = _items(pool, sizes), _row_tiles(sizes) * _base_tiles(sizes)
-        programs = min(items, ceil_div(BACKWARD_PROGRAMS, tiles))
-        partials = sums.new_empty(programs + _bias_items(bias, sizes), *sums.shape)
-        grid = tiles, len(partials)
-        launch(kernels.coefficient_gradient, grid, *grads, *bases, partials, *end, items, programs, **sizes)
+        programs = 0
+        for cut, gradients in _many_rows_launches(len(sums), pool):
+            sizes = _sizes(*paths, pool, *grads, cut)
+            items, more, base_tiles = _items(pool, sizes), _bias_items(bias, sizes), _base_tiles(sizes)
+            first = 0  # program with the pool's gradient: before it are those with the coefficients'
+            if gradients != "pool":
+                tiles = _row_tiles(sizes) * base_tiles
+                programs = min(ceil_div(items, cut.items), ceil_div(BACKWARD_PROGRAMS, tiles))
+                partials = sums.new_empty(programs + more, *sums.shape)
+                first = len(partials) * tiles
+            grid = (first + (0 if gradients == "coefficients" else (items + more) * base_tiles),)
+            launch(
+                kernels.many_rows_backward, grid,
+                *grads, *paths, *bases, *found, partials, *end, items, programs, first, **sizes, GRADIENTS=gradients,
+            )  # fmt: skip
     return partials.sum(0), *found
 
 

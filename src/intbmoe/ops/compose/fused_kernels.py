@@ -170,15 +170,16 @@ def _pool_item(
 
 
 @triton.jit
-def pool_gradient(
-    grad, bias_grad, value, gate, pool_grad, bias_pool_grad, factor, size, items,
+def _pool_program(
+    program, grad, bias_grad, value, gate, pool_grad, bias_pool_grad, factor, size, items,
     WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """The gradient of one item of the pool, or of its biases."""
     tiles: tl.constexpr = (E + STEP - 1) // STEP
-    first = tl.program_id(0) % tiles * STEP
-    item = tl.program_id(0) // tiles
+    first = program % tiles * STEP
+    item = program // tiles
     if item < items:
         _pool_item(
             grad, value, gate, pool_grad, factor, size, item, first,
@@ -193,14 +194,11 @@ def pool_gradient(
 
 @triton.jit
 def _coefficient_items(
-    grad, pool, partials, factor, size, first_item, end_item, step_item,
+    grad, pool, partial, factor, size, first_item, end_item, step_item, first_row, first,
     WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tiles: tl.constexpr = (E + STEP - 1) // STEP
-    first = tl.program_id(0) % tiles * STEP
-    first_row = tl.program_id(0) // tiles * ROWS
     total = tl.zeros([ROWS, STEP], dtype=tl.float32)
     for item in tl.range(first_item, end_item, step_item, num_stages=2):
         entry, place, inside = _entries(item, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
@@ -210,27 +208,63 @@ def _coefficient_items(
         matrix = tl.load(source, mask=known, other=0.0).to(tl.float32)
         total = tl.dot(dblocks, tl.trans(matrix), total, input_precision=PRECISION)
     row, base = first_row + tl.arange(0, ROWS), first + tl.arange(0, STEP)
-    partial = partials + (tl.program_id(1).to(tl.int64) * PATHS * BLOCKS + row[:, None]) * E + base[None, :]
-    tl.store(partial, total * factor, mask=(row < PATHS * BLOCKS)[:, None] & (base < E)[None, :])
+    place = partial + row[:, None] * E + base[None, :]
+    tl.store(place, total * factor, mask=(row < PATHS * BLOCKS)[:, None] & (base < E)[None, :])
 
 
 @triton.jit
-def coefficient_gradient(
-    grad, bias_grad, pool, bias, partials, factor, size, items, programs,
+def _coefficient_program(
+    program, grad, bias_grad, pool, bias, partials, factor, size, items, programs,
     WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(1)
-    if program < programs:
+    """A partial sum of one tile of the coefficients' gradient: over some items, or over one of the biases'."""
+    row_tiles: tl.constexpr = (PATHS * BLOCKS + ROWS - 1) // ROWS
+    base_tiles: tl.constexpr = (E + STEP - 1) // STEP
+    first = program % base_tiles * STEP
+    first_row = program // base_tiles % row_tiles * ROWS
+    number = program // (base_tiles * row_tiles)
+    partial = partials + number.to(tl.int64) * PATHS * BLOCKS * E
+    if number < programs:
         _coefficient_items(
-            grad, pool, partials, factor, size, program, items, programs,
+            grad, pool, partial, factor, size, number, items, programs, first_row, first,
             WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
         )  # fmt: skip
     elif bias is not None:
         _coefficient_items(
-            bias_grad, bias, partials, factor, WIDTH, program - programs, program - programs + 1, 1,
+            bias_grad, bias, partial, factor, WIDTH, number - programs, number - programs + 1, 1, first_row, first,
             WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, False, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def many_rows_backward(
+    grad, bias_grad, value, gate, pool, bias, pool_grad, bias_pool_grad, partials, factor, size, items, programs, first,
+    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr, GRADIENTS: tl.constexpr,
+):  # fmt: skip
+    """GRADIENTS: "pool", "coefficients", or "both", where programs from ``first`` on have the pool's."""
+    if GRADIENTS == "coefficients":
+        _coefficient_program(
+            tl.program_id(0), grad, bias_grad, pool, bias, partials, factor, size, items, programs,
+            WIDTH, ROW_STRIDE, BLOCK_STRIDE, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
+        )  # fmt: skip
+    elif GRADIENTS == "pool":
+        _pool_program(
+            tl.program_id(0), grad, bias_grad, value, gate, pool_grad, bias_pool_grad, factor, size, items,
+            WIDTH, ROW_STRIDE, BLOCK_STRIDE, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
+        )  # fmt: skip
+    elif tl.program_id(0) < first:
+        _coefficient_program(
+            tl.program_id(0), grad, bias_grad, pool, bias, partials, factor, size, items, programs,
+            WIDTH, ROW_STRIDE, BLOCK_STRIDE, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
+        )  # fmt: skip
+    else:
+        _pool_program(
+            tl.program_id(0) - first, grad, bias_grad, value, gate, pool_grad, bias_pool_grad, factor, size, items,
+            WIDTH, ROW_STRIDE, BLOCK_STRIDE, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
         )  # fmt: skip
 
 
