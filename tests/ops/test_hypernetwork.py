@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from intbmoe.ops.backend import TRITON
-from intbmoe.ops.hypernetwork import MOST_CODES, coefficients, naive
+from intbmoe.ops.hypernetwork import MOST_CODES, MOST_CODES_IF_NARROW, coefficients, naive
 from interpreter import on_device
 
 if not TRITON:
@@ -14,8 +14,10 @@ SIZES = [  # codes, their width, hidden units, bases
     (8, 32, 16, 8),
     (1, 5, 3, 1),
     (17, 33, 20, 70),
-    (MOST_CODES, 32, 16, 100),
-    (MOST_CODES + 1, 8, 4, 6),
+    (MOST_CODES, 32, 20, 100),
+    (MOST_CODES + 1, 8, 20, 6),
+    (MOST_CODES_IF_NARROW, 32, 16, 1),
+    (MOST_CODES_IF_NARROW + 1, 8, 4, 6),
 ]
 
 

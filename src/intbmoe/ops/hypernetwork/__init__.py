@@ -5,7 +5,8 @@ from torch import Tensor
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.hypernetwork import naive
 
-MOST_CODES = 64  # that one program of the fused backward takes; plain operations are as good for more
+MOST_CODES, MOST_CODES_IF_NARROW = 64, 128  # that one program of the fused backward takes
+NARROW = 16, 32  # at most: hidden units, and numbers of a code
 
 Map = tuple[Tensor, Tensor]  # weight and bias
 
@@ -14,7 +15,9 @@ def coefficients(
     codes: Tensor, trunk: Map, norm: Map, eps: float, value: Map, gate: Map | None, backend: Backend
 ) -> tuple[Tensor, Tensor | None]:
     """As ``naive.coefficients``."""
-    if backend != "fused" or codes.shape[0] > MOST_CODES:
+    narrow = all(size <= most for size, most in zip(trunk[0].shape, NARROW, strict=True))
+    most = MOST_CODES_IF_NARROW if narrow else MOST_CODES
+    if backend != "fused" or codes.shape[0] > most:
         return naive.coefficients(codes, trunk, norm, eps, value, gate)
     from intbmoe.ops.hypernetwork import fused
 

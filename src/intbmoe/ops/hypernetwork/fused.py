@@ -18,7 +18,7 @@ ROWS, BASES, BACKWARD_BASES = 16, 64, 32
 
 
 def coefficients(codes: Tensor, trunk, norm, eps: float, value, gate) -> tuple[Tensor, Tensor | None]:
-    """As ``naive.coefficients``, for at most 64 codes."""
+    """As ``naive.coefficients``, for a few codes."""
     first, second = _coefficients(codes, *trunk, *norm, *value, *(gate or (None, None)), eps)
     return first, None if gate is None else second
 
@@ -146,8 +146,8 @@ def _run_backward(grad, gate_grad, codes, trunk, trunk_bias, gain, shift, value,
     outputs = _allocate_backward(*inputs, eps)
     inputs = [None if tensor is None else tensor.contiguous() for tensor in inputs]
     sizes = _sizes(codes, trunk, value, gate)
-    rows = power_of_2(sizes["K"], 16)
-    launch(_backward, (1,), *inputs, eps, *outputs, **sizes, ROWS=rows, BASES=BACKWARD_BASES)
+    rows, bases = power_of_2(sizes["K"], 16), min(power_of_2(sizes["E"], 16), BACKWARD_BASES)
+    launch(_backward, (1,), *inputs, eps, *outputs, **sizes, ROWS=rows, BASES=bases)
     return outputs
 
 
