@@ -18,12 +18,10 @@ vector for the whole call, joined to every c_b above), ``shared_kind`` and ``sha
 ``BlockLayer.compute`` takes the tokens from router to output, ``parts/blocks.py`` through the blocks. The forward to
 read is ``ops/blocks/naive.py``, a loop over blocks: ``layer.backend = "naive"`` runs it, and every other backend is
 tested against it.
-
-Parameters under the authors' names: ``load_reference_state_dict``, ``to_reference_state_dict``.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
@@ -31,11 +29,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import require, require_state
+from intbmoe.checks import require
 from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing, require_whole
 from intbmoe.ops import native
 from intbmoe.ops.backend import BACKENDS, Backend, choose_backend
 from intbmoe.ops.blocks import Blocks
+from intbmoe.ops.branches import NONE, Branches
 from intbmoe.ops.choose import choose
 from intbmoe.ops.filter_terms import filter_terms
 from intbmoe.parts.blocks import run_blocks
@@ -44,7 +43,7 @@ from intbmoe.parts.hypernetwork import Hypernetwork
 from intbmoe.parts.linear import Linear
 from intbmoe.parts.pool import Pool
 from intbmoe.parts.quantized import all_in_int8, weight_dtype
-from intbmoe.parts.reference import reference_names, unused_in_reference
+from intbmoe.parts.reference import from_reference, to_reference
 from intbmoe.parts.replay import replayed
 from intbmoe.parts.router import MLPRouter, mask_choices
 from intbmoe.parts.shared import SharedKind, make_shared, run_shared
@@ -157,6 +156,9 @@ class BlockLayer(MoELayer):
     """What IntBMoE and its precomposed form share: router, norms, λ, shared expert, and the way of a token."""
 
     Config = IntBMoEConfig
+    blocks: Callable[..., Blocks]
+    """``blocks(dtype, backend, conditioning, branches)``: the K blocks, large tensors in ``dtype``, laid out for
+    ``backend``. Weights and biases may be read once ``branches`` are joined."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -198,23 +200,21 @@ class BlockLayer(MoELayer):
             y = replayed(self, x, mask, self._backend, super().forward)
         return super().forward(x, mask, state, **inputs) if y is None else y
 
-    def blocks(self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None) -> Blocks:
-        """The K blocks, large tensors in ``dtype``, laid out for ``backend``."""
-        raise TypeError(f"{type(self).__name__} does not define blocks()")
-
     def compute(
         self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype, conditioning: Tensor | None = None
     ) -> Result:
         rows = x.reshape(-1, self.config.dim)
         backend = choose_backend(rows, dtype, self._backend, has_native=self.config.has_kernels)
+        branches = Branches(rows)
         scores, tokens = self.router(rows, dtype, backend)
         ids, weights = choose(scores, self.config.top_k, backend)
         if mask is not None:
             ids = mask_choices(ids, mask)
             weights = torch.where(ids < 0, 0, weights)
-        shared = None if self.shared is None else run_shared(self.shared, tokens, backend)
-        blocks = self.blocks(dtype, backend, conditioning)
-        y, load = run_blocks(tokens, ids, weights, shared, blocks, backend, complete=mask is None, dtype=x.dtype)
+        shared = None if self.shared is None else run_shared(self.shared, tokens, backend, branches)
+        blocks = self.blocks(dtype, backend, conditioning, branches)
+        known = {"complete": mask is None, "dtype": x.dtype, "branches": branches}
+        y, load = run_blocks(tokens, ids, weights, shared, blocks, backend, **known)
         return Result(y.view(x.shape), Routing(ids, weights), sums={"load": load})
 
     def quantities(self) -> Quantities:
@@ -274,15 +274,25 @@ class IntBMoE(BlockLayer):
         with autocast_off(self.codebook):
             return self.hypernetwork(self._codes(conditioning)).paths
 
-    def blocks(self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None) -> Blocks:
+    def blocks(
+        self,
+        dtype: torch.dtype,
+        backend: Backend = "tiled",
+        conditioning: Tensor | None = None,
+        branches: Branches = NONE,
+    ) -> Blocks:
         """Compose the K blocks in the wide type; the matrices are then cast once."""
         codes = self._codes(conditioning)
-        coefficients = self.hypernetwork(codes, backend)
+        made, codes = () if codes is self.codebook else (codes,), branches.common(codes)
+        # With ``recompute`` the main branch uses the coefficients too, wherever it composes.
+        with (NONE if self.recompute else branches).branch(*made):
+            coefficients = self.hypernetwork(codes, backend)
+            composed = [pool(coefficients, dtype, backend, self.recompute) for pool in self.pools]
         token_filter = block_filter = None
         if self.filter is not None:
             terms = filter_terms(self.filter.weight, self.filter.bias, codes, dtype, backend)
             token_filter, block_filter = terms[0], terms[1] if backend == "fused" else terms[1].to(dtype)
-        weights, biases = zip(*(pool(coefficients, dtype, backend, self.recompute) for pool in self.pools), strict=True)
+        weights, biases = zip(*composed, strict=True)
         filters = {"token_filter": token_filter, "block_filter": block_filter}
         return Blocks(weights=weights, biases=biases, **filters, **self._row_parameters())
 
@@ -316,21 +326,13 @@ class IntBMoE(BlockLayer):
 
         Unknown keys, missing keys, wrong shapes and twins that differ raise before anything is changed.
         """
-        own, names, unused = self.state_dict(), reference_names(self), unused_in_reference(self)
-        expected = {theirs: own[ours] for ours, found in names.items() for theirs in found}
-        require_state("reference", state, expected | {key: unused[key] for key in unused if key in state})
-        for first, *twins in names.values():
-            for twin in twins:
-                if not torch.equal(state[first], state[twin]):
-                    raise ValueError(f"reference parameters {first!r} and {twin!r} differ: they must be one parameter")
-        self.load_state_dict({ours: state[found[0]] for ours, found in names.items()})
-        return [key for key in unused if key in state]
+        own, unused = from_reference(self, state)
+        self.load_state_dict(own)
+        return unused
 
     def to_reference_state_dict(self) -> dict[str, Tensor]:
         """The parameters under the authors' names, and what their module holds unused as it starts there."""
-        own = self.state_dict()
-        state = {theirs: own[ours].clone() for ours, found in reference_names(self).items() for theirs in found}
-        return state | unused_in_reference(self)
+        return to_reference(self)
 
 
 class ComposedMoE(BlockLayer):
@@ -372,7 +374,9 @@ class ComposedMoE(BlockLayer):
     def weight_dtype(self) -> torch.dtype:
         return weight_dtype(self.block_weights)
 
-    def blocks(self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None) -> Blocks:
+    def blocks(
+        self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None, _: Branches = NONE
+    ) -> Blocks:
         if conditioning is not None:
             raise ValueError("conditioning is part of a precomposed layer: leave it out, or precompose for this one")
         stored = all_in_int8(self.block_weights) if backend == "native" else None

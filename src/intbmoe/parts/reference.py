@@ -1,10 +1,12 @@
 """IntBMoE's parameters under the names of the authors' released module."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from intbmoe.checks import require
+from intbmoe.checks import require, require_state
 from intbmoe.parts.shared import OURS
 
 SHARED = {
@@ -60,3 +62,23 @@ def unused_in_reference(layer: Any) -> dict[str, Tensor]:
         pools = enumerate(c.widths[1:])
         unused |= {f"basis_layers.{place}.bias": like.new_zeros(c.experts, width) for place, width in pools}
     return unused
+
+
+def from_reference(layer: Any, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """The authors' ``state`` under our names, and those of its keys that their module never uses; raises if it does not
+    fit ``layer``."""
+    own, names, unused = layer.state_dict(), reference_names(layer), unused_in_reference(layer)
+    expected = {theirs: own[ours] for ours, found in names.items() for theirs in found}
+    require_state("reference", state, expected | {key: unused[key] for key in unused if key in state})
+    for first, *twins in names.values():
+        for twin in twins:
+            if not torch.equal(state[first], state[twin]):
+                raise ValueError(f"reference parameters {first!r} and {twin!r} differ: they must be one parameter")
+    return {ours: state[found[0]] for ours, found in names.items()}, [key for key in unused if key in state]
+
+
+def to_reference(layer: Any) -> dict[str, Tensor]:
+    """The layer's state under the authors' names, with what their module holds unused as it starts there."""
+    own = layer.state_dict()
+    state = {theirs: own[ours].clone() for ours, found in reference_names(layer).items() for theirs in found}
+    return state | unused_in_reference(layer)
