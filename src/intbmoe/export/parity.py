@@ -31,6 +31,7 @@ from intbmoe.export.artifact import ExportError
 from intbmoe.layer import MoELayer, moe_layers
 from intbmoe.methods.intbmoe import BlockLayer
 from intbmoe.ops.backend import choose_backend
+from intbmoe.ops.branches import Branches
 from intbmoe.parts.blocks import run_blocks
 from intbmoe.parts.quantized import Storage
 from intbmoe.precision import wide
@@ -266,7 +267,8 @@ def _compare_blocks(
         backend = choose_backend(rows, wanted=layer.backend, has_native=layer.config.has_kernels)
         ones = torch.ones(len(ids), 1)
         blocks = layer.blocks(rows.dtype, backend)
-        pair.append(run_blocks(rows, ids, ones, None, blocks, backend, complete=True, dtype=rows.dtype)[0])
+        known = {"complete": True, "dtype": rows.dtype, "branches": Branches(rows)}
+        pair.append(run_blocks(rows, ids, ones, None, blocks, backend, **known)[0])
     error.add(wide(pair[0]), wide(pair[1]), ids, ids)
 
 

@@ -24,6 +24,7 @@ Parameters under the authors' names: ``load_reference_state_dict``, ``to_referen
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
@@ -36,6 +37,7 @@ from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing, re
 from intbmoe.ops import native
 from intbmoe.ops.backend import BACKENDS, Backend, choose_backend
 from intbmoe.ops.blocks import Blocks
+from intbmoe.ops.branches import Branches
 from intbmoe.ops.choose import choose
 from intbmoe.ops.filter_terms import filter_terms
 from intbmoe.parts.blocks import run_blocks
@@ -198,8 +200,17 @@ class BlockLayer(MoELayer):
             y = replayed(self, x, mask, self._backend, super().forward)
         return super().forward(x, mask, state, **inputs) if y is None else y
 
-    def blocks(self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None) -> Blocks:
-        """The K blocks, large tensors in ``dtype``, laid out for ``backend``."""
+    def blocks(
+        self,
+        dtype: torch.dtype,
+        backend: Backend = "tiled",
+        conditioning: Tensor | None = None,
+        branches: Branches | None = None,
+    ) -> Blocks:
+        """The K blocks, large tensors in ``dtype``, laid out for ``backend``.
+
+        With ``branches``, weights and biases may be read once these are joined.
+        """
         raise TypeError(f"{type(self).__name__} does not define blocks()")
 
     def compute(
@@ -207,14 +218,16 @@ class BlockLayer(MoELayer):
     ) -> Result:
         rows = x.reshape(-1, self.config.dim)
         backend = choose_backend(rows, dtype, self._backend, has_native=self.config.has_kernels)
+        branches = Branches(rows)
+        blocks = self.blocks(dtype, backend, conditioning, branches)
         scores, tokens = self.router(rows, dtype, backend)
+        shared = None if self.shared is None else run_shared(self.shared, tokens, backend, branches)
         ids, weights = choose(scores, self.config.top_k, backend)
         if mask is not None:
             ids = mask_choices(ids, mask)
             weights = torch.where(ids < 0, 0, weights)
-        shared = None if self.shared is None else run_shared(self.shared, tokens, backend)
-        blocks = self.blocks(dtype, backend, conditioning)
-        y, load = run_blocks(tokens, ids, weights, shared, blocks, backend, complete=mask is None, dtype=x.dtype)
+        known = {"complete": mask is None, "dtype": x.dtype, "branches": branches}
+        y, load = run_blocks(tokens, ids, weights, shared, blocks, backend, **known)
         return Result(y.view(x.shape), Routing(ids, weights), sums={"load": load})
 
     def quantities(self) -> Quantities:
@@ -274,15 +287,24 @@ class IntBMoE(BlockLayer):
         with autocast_off(self.codebook):
             return self.hypernetwork(self._codes(conditioning)).paths
 
-    def blocks(self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None) -> Blocks:
+    def blocks(
+        self,
+        dtype: torch.dtype,
+        backend: Backend = "tiled",
+        conditioning: Tensor | None = None,
+        branches: Branches | None = None,
+    ) -> Blocks:
         """Compose the K blocks in the wide type; the matrices are then cast once."""
         codes = self._codes(conditioning)
-        coefficients = self.hypernetwork(codes, backend)
         token_filter = block_filter = None
         if self.filter is not None:
             terms = filter_terms(self.filter.weight, self.filter.bias, codes, dtype, backend)
             token_filter, block_filter = terms[0], terms[1] if backend == "fused" else terms[1].to(dtype)
-        weights, biases = zip(*(pool(coefficients, dtype, backend, self.recompute) for pool in self.pools), strict=True)
+        # With ``recompute`` coefficients are used wherever weights are: they stay on the main branch.
+        with branches.branch(codes) if branches and not self.recompute else nullcontext():
+            coefficients = self.hypernetwork(codes, backend)
+            composed = [pool(coefficients, dtype, backend, self.recompute) for pool in self.pools]
+        weights, biases = zip(*composed, strict=True)
         filters = {"token_filter": token_filter, "block_filter": block_filter}
         return Blocks(weights=weights, biases=biases, **filters, **self._row_parameters())
 
@@ -372,7 +394,13 @@ class ComposedMoE(BlockLayer):
     def weight_dtype(self) -> torch.dtype:
         return weight_dtype(self.block_weights)
 
-    def blocks(self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None) -> Blocks:
+    def blocks(
+        self,
+        dtype: torch.dtype,
+        backend: Backend = "tiled",
+        conditioning: Tensor | None = None,
+        branches: Branches | None = None,
+    ) -> Blocks:
         if conditioning is not None:
             raise ValueError("conditioning is part of a precomposed layer: leave it out, or precompose for this one")
         stored = all_in_int8(self.block_weights) if backend == "native" else None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.blocks import Blocks, naive, native
+from intbmoe.ops.branches import Branches
 from intbmoe.ops.composed_mm import multiply
 from intbmoe.ops.eager import transformed
 from intbmoe.ops.permute import Permutation, permute
@@ -28,17 +29,20 @@ def run_blocks(
     *,
     complete: bool,
     dtype: torch.dtype,
+    branches: Branches,
 ) -> tuple[Tensor, Tensor]:
     """(N, d) tokens, (N, k) their blocks (−1: none) and weights → (N, d) weighted sums plus ``shared``, and loads (K,).
 
     ``complete`` says that no id is −1; ``dtype`` is a type that the caller casts to, which a backend may spare it.
+    ``branches`` made ``shared`` and the blocks' weights and biases.
     """
     count = blocks.weights[0].shape[0]
     if backend == "fused" and blocks.has_kernels:
         from intbmoe.ops.blocks import fused
 
         plan = permute(ids, count, backend, complete)
-        return fused.run_blocks(x, weights, shared, blocks, plan, dtype), plan.counts
+        return fused.run_blocks(x, weights, shared, blocks, plan, dtype, branches), plan.counts
+    branches.join(shared, *blocks.weights, *blocks.biases)
     if backend == "native":
         return native.run_blocks(x, ids, weights, shared, blocks)
     if backend == "naive":

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require
 from intbmoe.ops.backend import Backend, choose_backend
+from intbmoe.ops.branches import Branches
 from intbmoe.parts.experts import ExpertsConfig, RoutedLayer, SwiGLU
 from intbmoe.parts.linear import Linear, called
 from intbmoe.precision import cast
@@ -58,10 +59,14 @@ def make_shared(kind: SharedKind, dim: int, hidden: int, count: int) -> nn.Modul
     return makers[kind]() if count == 1 else SummedExperts(makers[kind]() for _ in range(count))
 
 
-def run_shared(expert: nn.Module, x: Tensor, backend: Backend) -> Tensor:
-    """(N, d) tokens in the compute type → (N, d) in it; ``expert`` is one of ours or the user's own module."""
+def run_shared(expert: nn.Module, x: Tensor, backend: Backend, branches: Branches) -> Tensor:
+    """(N, d) tokens in the compute type → (N, d) in it, to be read once ``branches`` are joined.
+
+    ``expert`` is one of ours or the user's own module, which may do anything and therefore is no branch.
+    """
     if isinstance(expert, OURS):
-        return expert(x, backend)
+        with branches.branch(x):
+            return expert(x, backend)
     y = called(x, expert, expert)
     if not isinstance(y, Tensor) or y.shape != x.shape:
         found = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
@@ -98,8 +103,13 @@ class SharedLayer(RoutedLayer):
 
     def run_experts(self, tokens: Tensor, ids: Tensor, weights: Tensor, complete: bool) -> tuple[Tensor, Tensor]:
         """As ``StackedExperts.route``, the shared expert's output added."""
+        if self.shared is None:
+            return self.experts.route(tokens, ids, weights, complete)
+        branches = Branches(tokens)
+        shared = run_shared(self.shared, tokens, choose_backend(tokens), branches)
         y, load = self.experts.route(tokens, ids, weights, complete)
-        return y if self.shared is None else y + run_shared(self.shared, tokens, choose_backend(tokens)), load
+        branches.join(shared)
+        return y + shared, load
 
     @torch.no_grad()
     def start_as(self, module: nn.Module) -> None:

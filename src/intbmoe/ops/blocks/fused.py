@@ -14,16 +14,27 @@ from intbmoe.ops.blocks.fused_combine import gated_combine
 from intbmoe.ops.blocks.fused_filter import filter_rows
 from intbmoe.ops.blocks.fused_gate import gated_rows
 from intbmoe.ops.blocks.naive import LAYER_NORM_EPS
+from intbmoe.ops.branches import Branches
 from intbmoe.ops.composed_mm import multiply
 from intbmoe.ops.permute import Permutation
 
 
 def run_blocks(
-    x: Tensor, weights: Tensor, shared: Tensor | None, blocks: Blocks, plan: Permutation, dtype: torch.dtype
+    x: Tensor,
+    weights: Tensor,
+    shared: Tensor | None,
+    blocks: Blocks,
+    plan: Permutation,
+    dtype: torch.dtype,
+    branches: Branches,
 ) -> Tensor:
-    """(N, d) tokens, (N, k) weights of their choices, (N, d) the shared expert's output → (N, d) sums in ``dtype``."""
+    """(N, d) tokens, (N, k) weights of their choices, (N, d) the shared expert's output → (N, d) sums in ``dtype``.
+
+    ``branches`` made ``shared`` and the blocks' weights and biases, which the filter does not read.
+    """
     token_term = None if blocks.token_filter is None else square_linear(x, blocks.token_filter)
     z = filter_rows(x, token_term, blocks.block_filter, plan)
+    branches.join(shared, *blocks.weights, *blocks.biases)
     last = len(blocks.norms)
     gains = blocks.gains or (None,) * (last + 1)
     for layer, norm in enumerate(blocks.norms):

@@ -1,0 +1,111 @@
+"""Branches of a captured graph change nothing but the time."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import intbmoe
+from intbmoe.ops import branches
+from intbmoe.ops.branches import Branches
+
+DIM = 48
+
+
+class Stack(nn.Module):
+    """Layers of several widths, so that memory that one gives back is taken by another."""
+
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        hidden = (64, 200, 96, 160)
+        layers = [intbmoe.IntBMoE(DIM, width, experts=6, blocks=5, top_k=2) for width in hidden]
+        layers.insert(2, intbmoe.create("deepseek", DIM, 72, experts=5))
+        self.layers = nn.ModuleList(layers)
+        for layer in self.layers:
+            for name, value in options.items():
+                if isinstance(layer, intbmoe.IntBMoE):
+                    setattr(layer, name, value)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(nn.functional.layer_norm(x, (DIM,)))
+        return x
+
+
+def test_without_a_capture_there_are_none():
+    x = torch.randn(3, DIM)
+    found = Branches(x)
+    with mock.patch.object(torch.cuda, "Stream", side_effect=AssertionError("no stream is needed")):
+        with found.branch(x):
+            y = x + 1
+        found.join(y, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"backend": "grouped"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_captured_step_gives_the_same_bits(options, dtype):
+    model = Stack(**options).cuda().train()
+    inputs = [torch.randn(2, 150, DIM, device="cuda") for _ in range(6)]
+    static = inputs[0].clone().requires_grad_()
+    leaves = [static, *model.parameters()]
+
+    def step():
+        with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32, cache_enabled=False):
+            y = model(static)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    expected = []
+    with torch.cuda.stream(side):
+        for x in inputs:
+            static.data.copy_(x)
+            expected.append([value.clone() for value in step()])
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    spy = mock.patch.object(Branches, "_start", autospec=True, side_effect=Branches._start)
+    with spy as started, torch.cuda.graph(graph):
+        found = step()
+    per_layer = 1 if options.get("recompute") else 2
+    assert started.call_count == 4 * per_layer + 1
+    for _ in range(5):
+        for x, values in zip(inputs, expected, strict=True):
+            static.data.copy_(x)
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(found, values, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_captured_forward_gives_the_same_bits():
+    model = Stack().cuda().eval()
+    x = torch.randn(2, 150, DIM, device="cuda")
+    with torch.no_grad():
+        for _ in range(2):
+            model(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        with mock.patch.object(branches, "enabled", False):
+            for _ in range(20):
+                x.copy_(torch.randn_like(x))
+                graph.replay()
+                assert torch.equal(y, model(x))
+
+
+@pytest.mark.gpu
+def test_a_shared_module_of_the_users_own_is_no_branch():
+    layer = intbmoe.IntBMoE(DIM, 64, experts=4)
+    layer.shared = nn.Linear(DIM, DIM)
+    layer, x = layer.cuda().eval(), torch.randn(40, DIM, device="cuda")
+    streams = []
+    layer.shared.register_forward_hook(lambda *_: streams.append(torch.cuda.current_stream()))
+    with torch.no_grad():
+        layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            main = torch.cuda.current_stream()
+            layer(x)
+    assert streams[-1] == main
