@@ -28,6 +28,9 @@ _of_thread = threading.local()
 def _may_branch(x: Tensor | None) -> bool:
     if x is None or torch.compiler.is_compiling() or not (enabled and x.is_cuda and x.numel() < MOST_ENTRIES):
         return False
+    # Sharded training frees gathered weights when the main stream is done with them, whatever other streams still read.
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return False
     return torch.cuda.is_current_stream_capturing()
 
 
@@ -41,6 +44,9 @@ class Branches:
         if _may_branch(x):
             self._main = torch.cuda.current_stream(x.device)
             self._fork = self._main.record_event()
+
+    def __repr__(self) -> str:
+        return "NONE" if self._main is None else f"Branches(started={len(self._sides)})"
 
     def branch(self, *read: Tensor) -> AbstractContextManager[None]:
         """Launch what is inside as a branch, up to ``join``.
