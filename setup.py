@@ -31,8 +31,8 @@ library = Extension(
     sources=[str(FOLDER / "native.c")],
     depends=[str(FOLDER / name) for name in SOURCES],
     define_macros=[("SOURCE", f"{CHECKSUM}u")],
-    # No trap and no errno are looked at; NaN and infinity keep their meaning. Linked without -fopenmp: torch has loaded
-    # its OpenMP, and the library takes that one.
+    # The code checks no traps and no errno; NaN and infinity keep their meaning. It is linked without -fopenmp, because
+    # the library uses the OpenMP that torch has loaded.
     extra_compile_args=[
         "-std=gnu11",
         "-O3",

@@ -1,4 +1,4 @@
-"""What is installed beside intbmoe: name, version and licence of each package, as a table or (--json) as CycloneDX.
+"""Lists the installed packages with name, version and licence, as a table or (--json) as CycloneDX.
 
 A licence is what the package says of itself: an SPDX expression, else its classifiers, else its licence field.
 """

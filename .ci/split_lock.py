@@ -1,4 +1,4 @@
-"""One list of locked packages → locks/torch.txt, cuda.txt (what only a torch built for CUDA needs) and packages.txt.
+"""Splits a list of locked packages into locks/torch.txt, cuda.txt (only for CUDA builds of torch) and packages.txt.
 
 A build of torch for the CPU needs none of CUDA's packages, which are gigabytes, and no marker tells the builds apart.
 ``.ci/install`` looks at the torch that is there.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 CUDA = re.compile(r"(nvidia|cuda)-")
 CPU_BUILDS = {"2.13.0": ["6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"]}
-"""SHA-256 of builds of torch for the CPU that are not where the others are: 2.13.0+cpu for Python 3.11 on x86."""
+"""SHA-256 of CPU builds of torch that are not on the usual index: 2.13.0+cpu for Python 3.11 on x86."""
 HEAD = "# Written by .ci/lock from pyproject.toml and constraints.txt.\n"
 
 

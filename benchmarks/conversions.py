@@ -1,9 +1,9 @@
-"""What conversions of a trained mixture cost: size, error of the layers' outputs, and quality on the test split.
+"""Measures conversions of a trained model: size, error of the layers' outputs, and quality on the test split.
 
     python benchmarks/conversions.py runs/digits/mixtral/0 --steps 1000
 
-Prints a Markdown table: the run as it is, D²-MoE at several ratios, IntBMoE of several sizes fitted to it; of a run of
-``--moe.name swiglu`` Dense2MoE with several k.
+Prints a Markdown table: the run as trained, D²-MoE at several ratios, and IntBMoE of several sizes fitted to it; for a
+run of ``--moe.name swiglu``, Dense2MoE with several k.
 """
 
 import argparse
@@ -26,8 +26,8 @@ SPLIT = 6
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="a finished run of a method whose router chooses among experts")
-    parser.add_argument("--batches", type=int, default=8, help="of the training split, the last to measure the error")
-    parser.add_argument("--steps", type=int, default=1000, help="of fitting an IntBMoE to each layer")
+    parser.add_argument("--batches", type=int, default=8, help="training batches; the last one measures the error")
+    parser.add_argument("--steps", type=int, default=1000, help="steps of fitting each layer")
     given = parser.parse_args()
     run = RunDirectory.existing(given.run)
     recipe, model = run.recipe, load(run)

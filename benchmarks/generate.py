@@ -1,16 +1,17 @@
-"""Continuing texts with the paper's 18-layer decoder: milliseconds per token, and tokens per second as texts get more.
+"""Measures text generation with the paper's 18-layer decoder: ms per token, and tokens per second for many texts.
 
     python benchmarks/generate.py                      # about two minutes on a GPU
     python benchmarks/generate.py --json figures.json  # also every figure
     python benchmarks/generate.py --sections steps     # some of: steps, writer
 
-The decoder has the sizes of the MiniPile recipe and random weights in bfloat16; prompts have 128 tokens; greedy.
+The decoder has the sizes of the MiniPile recipe and random weights in bfloat16. Prompts have 128 tokens, and decoding
+is greedy.
 
-- steps: a token of ``Llama.generate``, captured and uncaptured, and of Hugging Face's ``generate`` on the same weights;
-  the time of the first tokens taken off, captured the median of three calls. "equal" says how many of the captured
-  tokens are those of the uncaptured way with the same weights in float32, where rounding decides less often.
-- writer: what a server's engine does, without HTTP: so many clients, each with its next request as soon as the last is
-  answered. Beside it Hugging Face's ``generate``, with batches of so many requests one after another.
+- steps: time per token of ``Llama.generate``, captured and uncaptured, and of Hugging Face's ``generate`` with the same
+  weights, without the time of the first tokens; captured times are the median of three calls. "equal" is the share of
+  captured tokens that equal the uncaptured ones with the same weights in float32, where rounding matters less often.
+- writer: a server's engine without HTTP. Each client sends its next request as soon as the last one is answered. Next
+  to it is Hugging Face's ``generate``, with one batch after another of as many requests as there are clients.
 
 A dry run without a GPU: python benchmarks/generate.py --device cpu --tiny
 """
@@ -43,18 +44,18 @@ WAYS = ("captured", "uncaptured", "Hugging Face")
 BATCHES, GOALS = (1, 16), {1: 4.0, 16: 5.0}
 CLIENTS = (1, 4, 16, 32, 64)
 ROUNDS = 3
-"""Requests of each client, and captured calls of which the median is taken."""
+"""Requests of each client; also the number of captured calls whose median is taken."""
 
 
 def decoders(device: torch.device, tiny: bool) -> dict[str, tuple[Llama, Llama]]:
-    """In float32 and as served: bfloat16, but for routers."""
+    """Builds each decoder in float32 and as it is served: in bfloat16, except for routers."""
     sizes = LlamaConfig(vocabulary=300, dim=24, depth=2, heads=2, hidden=48) if tiny else LlamaConfig()
     width = 40 if tiny else 2844
     torch.manual_seed(0)
     with torch.device(device):
         mixture = Llama(sizes, lambda: intbmoe.create("intbmoe", sizes.dim, [width], **BLOCKS)).eval()
         dense = Llama(sizes).eval()
-    # Random weights repeat one token for ever; stronger ones do not.
+    # With small random weights the model repeats one token forever; with larger ones it does not.
     with torch.no_grad():
         for model in (mixture, dense):
             for parameter in model.layers.parameters():
@@ -78,7 +79,7 @@ def seconds_of(call: Callable[[int], Tensor], tokens: int, device: torch.device)
 
 
 def step_ms(call: Callable[[int], Tensor], few: int, many: int, device: torch.device, rounds: int) -> dict[str, float]:
-    """Milliseconds per token, of the later tokens alone and of a whole call."""
+    """Measures milliseconds per token: of the later tokens alone, and of a whole call."""
     seconds_of(call, few, device)
     if rounds > 1:
         seconds_of(call, many, device)
@@ -147,7 +148,7 @@ def time_writer(model: Llama, device: torch.device, length: int, many: int) -> d
     writer = Writer(model, ByteVocabulary(-1), CLIENTS[-1], length + many)
     started = time.perf_counter()
     writer.slots.record()
-    say(f"{len(writer.slots.graphs)} graphs recorded in {time.perf_counter() - started:.1f} s")
+    say(f"{len(writer.slots.graphs)} graphs captured in {time.perf_counter() - started:.1f} s")
     for clients in CLIENTS:
         sizes = random.integers(length // 4, length + 1, clients * ROUNDS).tolist()
         requests = [_request(random, size, many) for size in sizes]

@@ -1,11 +1,11 @@
-"""The IntBMoE layer on a GPU: every stage and the whole layer against what the device can do, and against others.
+"""Times the IntBMoE layer on a GPU: each stage and the whole layer, compared with the device's limits and with others.
 
-    python benchmarks/gpu.py                          # two minutes or so, kernels compiled by several processes first
+    python benchmarks/gpu.py                          # about two minutes; several processes compile the kernels first
     python benchmarks/gpu.py --json figures.json      # also every figure
     python benchmarks/gpu.py --sections stages small  # some of: stages layers experts small grid
 
-Times are medians of device events; "graph" is a replayed CUDA graph, "eager" includes the host where it is the slower.
-``benchmarks/README.md`` says what each table means. Ends with status 1 if a backend is wrong.
+Times are medians of device events. "graph" is a replayed CUDA graph; "eager" includes the host where it is the slower
+one. ``benchmarks/README.md`` explains each table. Exits with status 1 if a backend is wrong.
 
 A dry run without a GPU: TRITON_INTERPRET=1 python benchmarks/gpu.py --device cpu --tiny
 """
@@ -64,9 +64,9 @@ EXPERTS = (1, 2, 4, 8, 16, 32, 64, 128)
 SMALL_SHAPES = ("MiniPile", "IntTravel")
 SMALL_TOKENS = (1, 8, 32, 126, 512, 2048)
 FLAT = 1.05
-"""The most by which precomposed times may differ over E."""
+"""Largest allowed ratio between precomposed times over E."""
 SWEEP_CALLS = 8
-"""Of the layer in one graph of the sweep over E: a single one is too short for events."""
+"""Calls of the layer in one graph of the sweep over E; a single call is too short for events."""
 
 REFERENCES: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "MiniPile": {
@@ -87,14 +87,14 @@ REFERENCES: dict[str, dict[str, tuple[float | None, float | None]]] = {
 }
 """Constants: milliseconds, forward and forward+backward, measured on an NVIDIA H200 before these kernels were written.
 
-"sketch" is torch's grouped GEMM under torch.compile, in a graph; "GEMMs alone" are cuBLAS's; "reach" is what was held
-to be possible. On another device they say nothing.
+"sketch" is torch's grouped GEMM under torch.compile, in a graph; "GEMMs alone" are cuBLAS's; "reach" is what we thought
+possible. They mean nothing on another device.
 """
 
 
 @dataclass
 class Run:
-    """What the sections share, and what they found."""
+    """What the sections share, and their results."""
 
     device: torch.device
     tiny: bool
@@ -106,7 +106,7 @@ class Run:
 
     @property
     def backends(self) -> list[str]:
-        """Those that run here, without the naive one."""
+        """The backends that run here, without the naive one."""
         return [
             backend
             for backend in ("fused", "grouped", "tiled")
@@ -118,12 +118,12 @@ class Run:
         return torch.randn(1, count or shape.tokens, shape.config.dim, device=self.device).to(dtype)
 
     def timed(self, section: str) -> None:
-        """Say how long it took so far."""
+        """Prints the time since the start."""
         print(f"[{section}: {time.perf_counter() - self.begin:.0f} s since the start]", flush=True)
 
 
 def time_stages(run: Run) -> None:
-    """Each stage of the fused backend against its floor."""
+    """Times each stage of the fused backend and compares it with its floor."""
     if "fused" not in run.backends:
         print("\nstages: left out, Triton's kernels do not run here (no GPU, and no TRITON_INTERPRET=1)")
         return
@@ -163,14 +163,14 @@ def _stage_row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
 
 
 def title(shape: Shape) -> str:
-    """A shape in words."""
+    """Describes a shape in words."""
     c = shape.config
     widths = "→".join(str(width) for width in c.widths)
     return f"{shape.name} {widths}, E {c.experts}, K {c.blocks}, k {c.top_k}, {shape.tokens:,} tokens"
 
 
 def time_passes(run: Run, module: nn.Module, x: Tensor, autocast: bool, graph: bool = True) -> dict[str, Any]:
-    """Forward and forward+backward: eager and graph milliseconds, and the peak of memory above the parameters."""
+    """Measures forward and forward+backward: eager and graph milliseconds, and peak memory above the parameters."""
     found: dict[str, Any] = {}
     for name, make in (("forward", forward_call), ("both", both_call)):
         module.train(name == "both")
@@ -183,7 +183,7 @@ def time_passes(run: Run, module: nn.Module, x: Tensor, autocast: bool, graph: b
 
 
 def time_layers(run: Run) -> None:
-    """The whole layer in every backend, balanced and Zipf; and Hugging Face's block at the first shape."""
+    """Times the whole layer with every backend, balanced and Zipf; and Hugging Face's block at the first shape."""
     for shape in run.shapes:
         torch.manual_seed(0)
         layer, x = build(shape, run.device), run.tokens(shape)
@@ -259,7 +259,7 @@ def _mixtral_rows(run: Run, shape: Shape, notes: list[str]) -> list[tuple[str, .
 
 
 def sweep_experts(run: Run) -> None:
-    """The precomposed forward over E: it must not grow."""
+    """Times the precomposed forward over E; the time must not grow."""
     times: dict[str, list[float]] = {}
     for shape in run.shapes:
         torch.manual_seed(0)
@@ -281,7 +281,7 @@ def sweep_experts(run: Run) -> None:
 
 
 def time_small(run: Run) -> None:
-    """Few tokens through precomposed layers: which backend is fastest where."""
+    """Times precomposed layers with few tokens, to find the fastest backend for each number."""
     for shape in run.shapes:
         if shape.name not in SMALL_SHAPES:
             continue
@@ -307,22 +307,22 @@ def time_small(run: Run) -> None:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write every figure here")
     parser.add_argument(
         "--sections", nargs="+", choices=SECTIONS, default=SECTIONS[:-1], help="what to measure (default: all but grid)"
     )
-    parser.add_argument("--shapes", nargs="+", choices=[s.name for s in SHAPES], help="at which shapes (default: all)")
-    parser.add_argument("--of", type=Path, metavar="FILE", help="grid: an earlier output, whose worst layers are timed")
+    parser.add_argument("--shapes", nargs="+", choices=[s.name for s in SHAPES], help="which shapes (default: all)")
+    parser.add_argument("--of", type=Path, metavar="FILE", help="grid: time the worst layers of this earlier output")
     parser.add_argument("--worst", type=int, default=19, metavar="N", help="grid: how many of them (default: 19)")
-    parser.add_argument("--workers", type=int, help="processes that compile kernels ahead; 0: none")
+    parser.add_argument("--workers", type=int, help="processes that compile the kernels in advance; 0: none")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a dry run")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, whose figures mean nothing")
     arguments = parser.parse_args()
     begin, device = time.perf_counter(), torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here: --device cpu --tiny makes a dry run")
+        print("there is no CUDA device: use --device cpu --tiny for a dry run")
         return 2
     shapes = tuple(shape for shape in SHAPES if shape.name in (arguments.shapes or [s.name for s in SHAPES]))
     shapes = tuple(shape.tiny() for shape in shapes) if arguments.tiny else shapes
@@ -332,7 +332,7 @@ def main() -> int:
     if workers and set(arguments.sections) != {"grid"}:
         small = [(s, tokens) for s in shapes if s.name in SMALL_SHAPES for tokens in SMALL_TOKENS]
         for failure in compile_ahead(shapes, small if "small" in arguments.sections else [], workers, device):
-            say(f"not compiled ahead: {failure}")
+            say(f"not compiled in advance: {failure}")
     run = Run(device, arguments.tiny, shapes, measure_ceilings(device, arguments.tiny), begin)
     say(str(run.ceilings))
     run.timed("kernels compiled, ceilings measured")

@@ -1,14 +1,14 @@
-"""Our sparse baselines beside other people's code at equal shapes: Hugging Face's Mixtral block, torch's products.
+"""Times our sparse baselines next to third-party code at equal shapes: Hugging Face's Mixtral block, torch's products.
 
     python benchmarks/gpu_baselines.py                      # a minute and a half
     python benchmarks/gpu_baselines.py --json figures.json  # also every figure
     python benchmarks/gpu_baselines.py --device cpu --tiny  # a dry run without a GPU
 
-All have bfloat16 weights and SwiGLU experts. "graph" is a replayed CUDA graph, "eager" includes the host where it is
-the slower. "Experts" are those that a token is sent to, on average, as measured; DeepSeek-V3 has a shared one besides.
-Routers with a threshold are set so that as many are open as top-k methods choose, and ReMoE also at 1/E. "Products"
-are the three grouped products of rows that lie sorted already, and what stands between: nothing is routed. All are in
-evaluation mode: auxiliary losses are not what is timed.
+All have bfloat16 weights and SwiGLU experts. "graph" is a replayed CUDA graph; "eager" includes the host where it is
+the slower one. "Experts" is the measured mean number of experts per token; DeepSeek-V3 also has a shared one. Routers
+with a threshold are set to open as many experts as top-k methods choose; ReMoE is also timed with 1/E of them open.
+"Products" are the three grouped products of already sorted rows and the activation between them, without routing. All
+layers are in evaluation mode, so auxiliary losses are not timed.
 """
 
 import argparse
@@ -41,7 +41,7 @@ TINY = (Sizes(16, 24, 20),)
 
 
 class Products(nn.Module):
-    """The grouped products alone, of rows that are shared out evenly."""
+    """Only the grouped products, with rows divided evenly among the experts."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def ours(method: str, sizes: Sizes, **options: Any) -> MoELayer:
 
 @torch.no_grad()
 def remoe(sizes: Sizes, x: Tensor, wanted: int) -> MoELayer:
-    """With as many open experts as are ``wanted``: the first feature of ``x``, a one, carries the threshold."""
+    """Builds a ReMoE with ``wanted`` open experts per token; the first feature of ``x``, a 1, carries the threshold."""
     layer = ours("remoe", sizes)
     weight = layer.router.weight
     weight[:, 0] = 0
@@ -79,7 +79,7 @@ def dynmoe(sizes: Sizes, x: Tensor) -> MoELayer:
 
 
 def _quantile(scores: Tensor, share: float) -> Tensor:
-    """Of each column."""
+    """Returns the quantile of each column."""
     return scores.sort(dim=0).values[min(len(scores) - 1, int(share * len(scores)))]
 
 
@@ -127,7 +127,8 @@ def time_sizes(sizes: Sizes, device: torch.device) -> tuple[list[tuple[str, ...]
         try:
             with device:
                 module = make().eval()
-            found[name] = time_module(module, x, graph="Face Mixtral, eager" not in name)  # it asks for numbers
+            # The eager block reads numbers back from the device, which a graph cannot do.
+            found[name] = time_module(module, x, graph="Face Mixtral, eager" not in name)
         except Exception as error:
             notes.append(f"{name} left out: {reason(error)}")
             continue

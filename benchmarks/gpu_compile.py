@@ -1,11 +1,11 @@
-"""Compiles the Triton kernels that layers launch for a GPU, on a machine without one.
+"""Compiles the layers' Triton kernels for a GPU, on a machine that need not have one.
 
     python benchmarks/gpu_compile.py sm_90             # half a minute; with --wide some minutes
 
-Triton compiles for any GPU that its driver names. Layers run forward and backward, but each launch ends once its kernel
-has been compiled, down to machine code, and all memory is zeros. That finds what Triton's interpreter cannot see: types
-that do not fit, and tiles that need more shared memory than the GPU has. Whether numbers are right is for the
-interpreter's tests to say.
+Triton compiles for whatever GPU its driver reports. Layers run forward and backward, but each launch ends once its
+kernel has been compiled to machine code, and all memory is zeros. This finds errors that Triton's interpreter cannot
+see: types that do not match, and tiles that need more shared memory than the GPU has. The interpreter's tests check
+that the numbers are right.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import intbmoe
-import intbmoe.ops.blocks.fused  # before kernels are told that they are interpreted
+import intbmoe.ops.blocks.fused  # before INTERPRETING is set
 from intbmoe.ops import backend, launch
 from intbmoe.ops.cross_entropy import cross_entropy
 from intbmoe.ops.scores import fused as scores_fused
 
-SHARED = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes of shared memory that a kernel may ask for, by capability
+SHARED = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes of shared memory that a kernel may use, by capability
 SMALL = [
     ("intbmoe", 96, 384, {"experts": 32, "blocks": 8}, 126),  # IntTravel's
     ("intbmoe", 72, 150, {"experts": 3, "blocks": 20}, 3),
@@ -41,7 +41,7 @@ WIDE = [
 
 
 class AbsentGPU:
-    """As much of a Triton driver as compiling needs."""
+    """The part of a Triton driver that compiling needs."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -57,7 +57,7 @@ class AbsentGPU:
 
 
 class Compiler:
-    """Takes the place of ``JITFunction.run``: compiles and does not launch."""
+    """Replaces ``JITFunction.run``: compiles and does not launch."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -69,7 +69,7 @@ class Compiler:
         name = f"{function.fn.__module__}.{function.fn.__name__}"
         try:
             kernel = self._run(function, *arguments, grid=grid, warmup=True, **constants)
-        except Exception as error:  # of any kind: the next kernels are compiled all the same
+        except Exception as error:  # of any kind, so that the other kernels are still compiled
             self.failures[f"{name} {constants}: {type(error).__name__}: {error}"] = None
             return
         shared = kernel.metadata.shared
@@ -79,7 +79,7 @@ class Compiler:
 
 
 def zero_memory() -> None:
-    """Memory that no kernel has written must not be read as an index."""
+    """Fills new memory with zeros, because memory that no kernel has written must not be read as an index."""
 
     def zeroed(function):
         return lambda *arguments, **named: function(*arguments, **named).zero_()
@@ -99,14 +99,14 @@ def run_layer(method: str, dim: int, hidden, options: dict, tokens: int, dtype: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compile the kernels for a GPU that need not be here.")
+    parser = argparse.ArgumentParser(description="Compile the kernels for a GPU that this machine need not have.")
     parser.add_argument("gpu", choices=[f"sm_{capability}" for capability in SHARED])
-    parser.add_argument("--wide", action="store_true", help="the sizes of large models too")
+    parser.add_argument("--wide", action="store_true", help="also compile for the sizes of large models")
     options = parser.parse_args()
     compiler = Compiler(int(options.gpu.removeprefix("sm_")))
     triton.runtime.driver.set_active(AbsentGPU(compiler.capability))
     JITFunction.run = lambda *arguments, **named: compiler.run(*arguments, **named)
-    backend.INTERPRETING = launch.INTERPRETING = True  # so that layers take their kernels for tensors of the CPU
+    backend.INTERPRETING = launch.INTERPRETING = True  # so that layers use their kernels for CPU tensors
     scores_fused.shared_memory = lambda device: SHARED[compiler.capability]
     zero_memory()
     for layer in SMALL + WIDE * options.wide:

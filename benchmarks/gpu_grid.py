@@ -1,9 +1,9 @@
-"""The whole layer over a grid of sizes: is any far from the sum of its stages' floors?
+"""Times the whole layer over a grid of sizes, to find sizes that are far from the sum of their stages' floors.
 
 ``gpu.py --sections grid`` runs it; ``--worst 19 --of FILE`` times only the worst layers of an earlier output again. A
-cliff is a layer that takes more than ``CLIFF`` times the sum, or, where that sum is below ``SHORT_MS``, more than
-``SHORT_CLIFF`` times: there launches count, whatever one does. Of the worst layers the stages are timed too, to see
-which of them it is.
+cliff is a layer that takes more than ``CLIFF`` times the sum, or, if that sum is below ``SHORT_MS``, more than
+``SHORT_CLIFF`` times, because launches dominate there. For the worst layers the stages are timed too, to find the slow
+one.
 """
 
 import random
@@ -25,13 +25,13 @@ from intbmoe import IntBMoEConfig
 CLIFF, SHORT_CLIFF, SHORT_MS = 2.5, 4.0, 0.05
 WORST = 20
 LOOKED_INTO = 6
-"""Of the worst layers, how many are timed stage by stage."""
+"""How many of the worst layers are timed stage by stage."""
 LARGE_BYTES = 6e9
-"""From which a layer is compiled by this process alone: several at once would not fit into the device's memory."""
+"""Layers larger than this are compiled one at a time: several at once would not fit into the device's memory."""
 
 
 def grid() -> Iterator[tuple[Shape, str]]:
-    """Shapes and routings: one size at a time away from a language model's layer, then mixtures of sizes."""
+    """Returns shapes and routings: a language model's layer with one size changed at a time, then with several."""
 
     def point(dim=768, hidden=None, experts=16, blocks=8, k=2, tokens=8192, routing="balanced"):
         hidden = 4 * dim if hidden is None else hidden
@@ -76,7 +76,7 @@ def describe(shape: Shape, routing: str) -> str:
 
 
 def worst_of(path: Path, count: int) -> list[tuple[Shape, str]]:
-    """The points of the grid that were farthest from their floors in an earlier run's output, a line for each layer."""
+    """Returns the points of the grid that were farthest from their floors in the output of an earlier run."""
     lines = re.findall(r"^(.+): forward ([\d.]+) × both ([\d.]+) ×$", path.read_text(), re.MULTILINE)
     if not lines:
         raise ValueError(f"{path} has no line '<layer>: forward … × both … ×': give the output of --sections grid")
@@ -86,7 +86,7 @@ def worst_of(path: Path, count: int) -> list[tuple[Shape, str]]:
 
 
 def time_point(shape: Shape, routing: str, device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
-    """Milliseconds, floors, TFLOP/s and TB/s of the forward and of forward and backward, in a graph."""
+    """Measures milliseconds, floors, TFLOP/s and TB/s of forward and of forward+backward, in a graph."""
     torch.manual_seed(0)
     layer, x = build(shape, device), torch.randn(1, shape.tokens, shape.config.dim, device=device)
     force_load(layer.router, x, shape.config.top_k, shares(routing, shape.config.blocks))
@@ -110,7 +110,7 @@ def time_point(shape: Shape, routing: str, device: torch.device, ceilings: Ceili
 
 
 def worst_stages(shape: Shape, device: torch.device, ceilings: Ceilings) -> str:
-    """The stages that lose the most time against their floors."""
+    """Lists the stages that lose the most time compared with their floors."""
     every = stages(shape, device, lambda n, choices, k: draw_ids(n, choices, k, device))
     entries = [entry for stage in every for entry in measure(stage, device, ceilings)]
     timed = [entry for entry in entries if "ms" in entry]
@@ -122,12 +122,12 @@ def worst_stages(shape: Shape, device: torch.device, ceilings: Ceilings) -> str:
 def time_grid(
     device: torch.device, ceilings: Ceilings, workers: int, points: list[tuple[Shape, str]]
 ) -> dict[str, Any]:
-    """Time ``points``, print the worst and those that cannot run; returns all figures."""
+    """Times ``points``, prints the worst and those that cannot run, and returns all figures."""
     if workers:
         small = [point for point in points if _bytes(point[0]) < LARGE_BYTES]
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
             for failure in filter(None, pool.map(_compile, *zip(*small, strict=True), [device] * len(small))):
-                say(f"not compiled ahead: {failure}")
+                say(f"not compiled in advance: {failure}")
     found = []
     for shape, routing in points:
         try:
@@ -167,14 +167,14 @@ def _cliffs(entry: dict[str, Any]) -> str:
 
 
 def _bytes(shape: Shape) -> float:
-    """About what a forward and backward hold at once."""
+    """Estimates how much memory a forward and backward need at once."""
     c = shape.config
     rows = shape.tokens * c.top_k * sum(c.widths) * 12
     return 8 * c.experts * c.expert_weights + 8 * c.blocks * c.expert_weights + rows
 
 
 def _compile(shape: Shape, routing: str, device: torch.device) -> str:
-    """Run the layer once both ways, so that its kernels are in Triton's cache; why not, if that failed."""
+    """Runs the layer forward and backward once, to fill Triton's cache; returns the reason if that failed."""
     try:
         layer, x = build(shape, device), torch.randn(1, shape.tokens, shape.config.dim, device=device)
         forward_call(layer, x, True)()

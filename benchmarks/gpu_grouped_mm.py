@@ -1,16 +1,16 @@
-"""The grouped products of one layer on a GPU: tile by tile against torch's grouped GEMM and a dense one.
+"""Times the grouped products of one layer on a GPU: each tile against torch's grouped GEMM and a dense product.
 
     python benchmarks/gpu_grouped_mm.py                  # about a minute
     python benchmarks/gpu_grouped_mm.py --json out.json  # also every figure
 
-First every product is checked against float64 on fresh random inputs; a wrong one ends the run with status 1. Then each
-is timed in bfloat16 by replays of a CUDA graph that holds many calls, over several sets of inputs where one set would
-stay in the L2 cache: microseconds a call, medians over replays, balanced and then Zipf routing. "dense" is one cuBLAS
-product of as many operations, "torch" is F.grouped_mm, "table" what ``fused.mm_tile`` and ``fused.outer_tile`` choose.
- The remaining columns are tiles: 256 is 128 × 256, d reads
-through tensor descriptors, P is persistent. TFLOP/s are those of the fastest tile, balanced.
+First every product is checked against float64 on fresh random inputs; if one is wrong, the script exits with status 1.
+Then each is timed in bfloat16 by replaying a CUDA graph of many calls, over several sets of inputs if one set would
+stay in the L2 cache. Figures are microseconds per call, medians over replays, for balanced and then Zipf routing.
+"dense" is one cuBLAS product of as many operations, "torch" is F.grouped_mm, "table" is what ``fused.mm_tile`` and
+``fused.outer_tile`` choose. The other columns are tiles: 256 is 128 × 256, d reads through tensor descriptors, P is
+persistent. TFLOP/s are those of the fastest tile, balanced.
 
-Processes compile in parallel before anything is timed.
+Several processes compile in parallel before anything is timed.
 """
 
 import argparse
@@ -80,7 +80,7 @@ class Product(NamedTuple):
 
 
 def products() -> list[Product]:
-    """Both internal layers of the three shapes, and the first of MiniPile for one token and one short sequence."""
+    """Returns both internal layers of the three shapes, and MiniPile's first for one token and one short sequence."""
     layers = [
         ("MiniPile", 8192, 768, 2844),
         ("ImageNet", 50176, 192, 768),
@@ -96,7 +96,7 @@ def products() -> list[Product]:
 
 
 class Inputs(NamedTuple):
-    """What a product needs; ``probe`` is the gradient of its output."""
+    """The inputs of a product; ``probe`` is the gradient of its output."""
 
     x: Tensor
     weight: Tensor
@@ -105,7 +105,7 @@ class Inputs(NamedTuple):
 
 
 def ends(routing: str, rows: int, groups: int) -> Tensor:
-    """(groups,) where each group's rows end."""
+    """Returns (groups,), the end of each group's rows."""
     probability = torch.ones(groups)
     if routing == "zipf":
         probability = 1 / torch.arange(1.0, groups + 1)
@@ -119,13 +119,13 @@ def ends(routing: str, rows: int, groups: int) -> Tensor:
 
 
 def normal(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Random numbers in rows that start at multiples of 16 bytes, as the layer lays them out, and NaN behind them."""
+    """Makes random rows that start at multiples of 16 bytes, as in the layer, with NaN behind them."""
     rows = torch.full((*shape[:-1], aligned(shape[-1], dtype)), math.nan, device=DEVICE, dtype=dtype)
     return rows[..., : shape[-1]].copy_(torch.randn(shape, device=DEVICE, dtype=dtype))
 
 
 def draw(product: Product, routing: str, dtype: torch.dtype) -> Inputs:
-    """Fresh random inputs."""
+    """Makes fresh random inputs."""
     rows, i, o = product.rows, product.inputs, product.outputs
     return Inputs(
         normal(rows, i, dtype=dtype),
@@ -136,7 +136,7 @@ def draw(product: Product, routing: str, dtype: torch.dtype) -> Inputs:
 
 
 def run(product: Product, given: Inputs, tile: Tile | None) -> Tensor:
-    """The fused product; the table's tile if none is given."""
+    """Runs the fused product, with the table's tile if none is given."""
     if product.kind == "dw":
         return fused.run_outer(given.x, given.probe, given.offsets, tile=tile)
     if product.kind == "dx":
@@ -145,7 +145,7 @@ def run(product: Product, given: Inputs, tile: Tile | None) -> Tensor:
 
 
 def run_torch(product: Product, given: Inputs) -> Tensor:
-    """torch's grouped GEMM."""
+    """Runs torch's grouped GEMM."""
     if product.kind == "dx":
         return F.grouped_mm(given.probe, given.weight.mT, offs=given.offsets)
     if product.kind == "dw":
@@ -154,14 +154,14 @@ def run_torch(product: Product, given: Inputs) -> Tensor:
 
 
 def run_dense(product: Product, given: Inputs) -> Tensor:
-    """One product of as many operations."""
+    """Runs one dense product of as many operations."""
     if product.kind == "dx":
         return given.probe @ given.weight[0].t()
     return given.x.t() @ given.probe if product.kind == "dw" else given.x @ given.weight[0]
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖; infinite for NaN and wherever one is zero and the other is not."""
+    """Returns ‖found − expected‖ / ‖expected‖; infinite for NaN, or if only one of them is zero."""
     if found.numel() == 0:
         return 0.0 if found.shape == expected.shape else math.inf
     size = expected.norm().item()
@@ -172,14 +172,14 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def expected_of(product: Product, given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Output and gradients in float64."""
+    """Computes output and gradients in float64."""
     x, weight = given.x.detach().double().requires_grad_(), given.weight.detach().double().requires_grad_()
     out = naive.grouped_mm(x, weight, given.offsets)
     return out.detach(), *torch.autograd.grad(out, (x, weight), given.probe.double())
 
 
 def check(task: tuple[Product, str, torch.dtype]) -> tuple[str, float]:
-    """The worst relative error of output and gradients through the op, in units of what its type allows."""
+    """Returns the worst relative error of output and gradients through the op, in units of what its type allows."""
     product, routing, dtype = task
     name = f"{product.rows} rows, {product.inputs}→{product.outputs}, {routing}, {str(dtype)[6:]}"
     try:
@@ -187,7 +187,7 @@ def check(task: tuple[Product, str, torch.dtype]) -> tuple[str, float]:
         given = draw(product, routing, dtype)
         expected = expected_of(product, given)
         x, weight = given.x.requires_grad_(), given.weight.requires_grad_()
-        for shape in (expected[0].shape, x.shape, weight.shape):  # so that what is not written is NaN
+        for shape in (expected[0].shape, x.shape, weight.shape):  # so that memory that is not written is NaN
             normal(*shape, dtype=dtype).fill_(math.nan)
         out = fused.grouped_mm(x, weight, given.offsets, routing != "masked")
         found = (out, *torch.autograd.grad(out, (x, weight), given.probe))
@@ -198,7 +198,7 @@ def check(task: tuple[Product, str, torch.dtype]) -> tuple[str, float]:
 
 
 def check_tile(task: tuple[Product, str]) -> tuple[str, float]:
-    """The error of one tile at the shape it is timed at; also compiles it."""
+    """Returns the error of one tile at the shape at which it is timed; also compiles it."""
     product, tile_name = task
     name = f"{product.name} {product.kind}, tile {tile_name}"
     try:
@@ -214,7 +214,7 @@ def check_tile(task: tuple[Product, str]) -> tuple[str, float]:
 
 
 def checks() -> list[tuple[Product, str, torch.dtype]]:
-    """Routings, types, numbers of rows and widths; rows of no group are in "masked"."""
+    """Returns routings, types, numbers of rows and widths; "masked" has rows that belong to no group."""
     found = []
     for dtype in fused.DTYPES:
         for inputs, outputs in ((192, 384), (187, 61), (284, 572)):
@@ -226,13 +226,13 @@ def checks() -> list[tuple[Product, str, torch.dtype]]:
 
 
 def work(tasks: list) -> list[tuple[str, float]]:
-    """A process's share of the checks."""
+    """Runs one process's share of the checks."""
     return [check(task) if len(task) == 3 else check_tile(task) for task in tasks]
 
 
 def check_everything(workers: int) -> bool:
-    """All checks in parallel; whether all passed."""
-    # Checks that share their kernels go to one process, so that none is compiled twice.
+    """Runs all checks in parallel; returns whether all passed."""
+    # Checks that share kernels go to the same process, so that none is compiled twice.
     by_kernel: dict[object, list] = {}
     for task in checks():
         product = task[0]
@@ -250,7 +250,7 @@ def check_everything(workers: int) -> bool:
 
 
 def microseconds(calls: list[Callable[[], object]]) -> float:
-    """One call's time: ``CALLS`` of them in a graph, round and round over ``calls``, the median of replays."""
+    """Times one call: the median over replays of a graph with ``CALLS`` calls, which cycle through ``calls``."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -271,7 +271,7 @@ def microseconds(calls: list[Callable[[], object]]) -> float:
 
 
 def measure(product: Product, routing: str) -> dict[str, float | None]:
-    """Microseconds of every candidate; None for one that failed."""
+    """Measures the microseconds of every candidate; None for one that failed."""
     first = draw(product, routing, torch.bfloat16)
     size = sum(t.numel() * t.element_size() for t in first)
     sets = [first, *(draw(product, routing, torch.bfloat16) for _ in range(min(7, int(3 * L2_BYTES // size))))]
@@ -296,7 +296,7 @@ def measure(product: Product, routing: str) -> dict[str, float | None]:
 
 
 def report(product: Product, figures: dict[str, dict[str, float | None]]) -> str:
-    """One line: balanced/Zipf microseconds of each candidate, and the rate of the fastest tile."""
+    """Formats one line: balanced/Zipf microseconds of each candidate, and the rate of the fastest tile."""
     balanced, zipf = (figures[routing] for routing in ROUTINGS)
     show = lambda time: "–" if time is None else f"{time:.0f}" if time >= 99.5 else f"{time:.1f}"  # noqa: E731
     cells = [f"{name} {show(balanced[name])}/{show(zipf[name])}" for name in balanced if name != "dense"]
@@ -307,7 +307,7 @@ def report(product: Product, figures: dict[str, dict[str, float | None]]) -> str
 
 
 def main() -> int:
-    """Check, time, print."""
+    """Checks, times and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write every figure here")
     parser.add_argument("--workers", type=int, default=min(12, usable_cores()), help="processes that compile")

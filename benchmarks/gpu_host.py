@@ -1,11 +1,11 @@
-"""Host time of one layer on a GPU: what Python, the dispatcher and the launches take while the device waits.
+"""Measures the host time of one layer on a GPU: Python, the dispatcher and the launches, while the device waits.
 
     python benchmarks/gpu_host.py                 # milliseconds of one call, and the kernels it starts
     python benchmarks/gpu_host.py --graphs        # inference forwards replayed from CUDA graphs (parts/replay.py)
     python benchmarks/gpu_host.py --profile 40    # also where Python's time goes, function by function
 
 A call is timed by the host's clock without waiting for the device, with so few tokens that the device is always
-ahead; so the figure is what an eager loop pays at any size. Medians over rounds in which every call runs ten times.
+faster; so the figure is what an eager loop costs at any size. Figures are medians over rounds of ten calls each.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
     }
     for method in ("dense", "switch", "deepseek", "remoe"):
         with device:
-            other = create(method, dim, shape.config.hidden[0]).eval()  # its losses are not what is timed
+            other = create(method, dim, shape.config.hidden[0]).eval()  # so that its losses are not timed
         found[f"{method}, forward and backward"] = both_call(other, x, autocast=True)
     return found
 
@@ -74,8 +74,8 @@ def kernels(call: Callable[[], object]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="of Python's profile for every call")
-    parser.add_argument("--graphs", action="store_true", help="inference forwards are replayed from CUDA graphs")
+    parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="lines of Python's profile per call")
+    parser.add_argument("--graphs", action="store_true", help="replay inference forwards from CUDA graphs")
     arguments = parser.parse_args()
     replay.enabled = arguments.graphs
     device = torch.device("cuda")

@@ -1,4 +1,4 @@
-"""Layers for ``gpu.py``: with a forced load, precomposed, checked against each other, and Hugging Face's block."""
+"""Builds and checks the layers for ``gpu.py``: with a forced load, precomposed, and Hugging Face's block."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,23 +17,24 @@ from intbmoe.parts.router import MLPRouter, count_choices, top_k
 
 ROUTINGS = ("balanced", "Zipf")
 ALLOWED = 2e-2
-"""Relative difference between backends in bfloat16, by norm: products of rounded factors, in other orders."""
+"""Allowed relative difference between backends in bfloat16, by norm: they sum products of rounded factors in different
+orders."""
 MIXTRAL_EXPERTS, MIXTRAL_TOP, MIXTRAL_HIDDEN = 9, 2, 2048
 
 
 def shares(routing: str, choices: int) -> Tensor:
-    """The load that each block is to get."""
+    """Returns the load that each block should get."""
     load = torch.ones(choices) if routing == "balanced" else 1 / torch.arange(1.0, choices + 1)
     return load / load.sum()
 
 
 def draw_ids(tokens: int, choices: int, k: int, device: torch.device) -> Tensor:
-    """(tokens, k) different choices for each token, uniformly."""
+    """Draws (tokens, k) uniform choices, different ones for each token."""
     return torch.rand(tokens, choices, device=device).topk(k).indices
 
 
 def build(shape: Shape, device: torch.device) -> IntBMoE:
-    """A layer with random biases: they start at zero, and zeros would hide a bias that is left out."""
+    """Builds a layer with random biases, because the initial zeros would hide a forgotten bias."""
     torch.manual_seed(0)
     with device:
         layer = IntBMoE(shape.config)
@@ -44,7 +45,7 @@ def build(shape: Shape, device: torch.device) -> IntBMoE:
 
 
 def precomposed(shape: Shape, experts: int, device: torch.device, router: MLPRouter | None = None) -> ComposedMoE:
-    """A bfloat16 layer composed of ``experts`` bases, with a copy of ``router`` where one is given."""
+    """Builds a bfloat16 layer composed of ``experts`` bases, with a copy of ``router`` if one is given."""
     layer = build(replace(shape, config=replace(shape.config, experts=experts)), device).eval()
     if router is not None:
         layer.router.load_state_dict(router.state_dict())
@@ -53,7 +54,7 @@ def precomposed(shape: Shape, experts: int, device: torch.device, router: MLPRou
 
 @torch.no_grad()
 def force_load(router: MLPRouter, x: Tensor, k: int, wanted: Tensor) -> list[float]:
-    """Move the biases of the scores until blocks get the ``wanted`` shares of ``x``; returns what they do get."""
+    """Changes the biases of the scores until blocks get the ``wanted`` shares of ``x``; returns the actual shares."""
     x, wanted = x.reshape(-1, x.shape[-1]), wanted.to(x.device)
     router.scores.bias.zero_()
     scores = router(x)
@@ -67,7 +68,7 @@ def force_load(router: MLPRouter, x: Tensor, k: int, wanted: Tensor) -> list[flo
 
 
 def largest_difference(layer: IntBMoE, x: Tensor, backends: Sequence[str]) -> float:
-    """Of outputs and gradients of ``backends`` to those of the naive one, relative to their norms."""
+    """Returns how far outputs and gradients of ``backends`` are from the naive ones, relative to their norms."""
     both = both_call(layer, x, autocast=True)
 
     def results(backend: str) -> tuple[Tensor, ...]:
@@ -84,7 +85,7 @@ def largest_difference(layer: IntBMoE, x: Tensor, backends: Sequence[str]) -> fl
 
 
 def mixtral_block(dim: int, hidden: int, experts: int, implementation: str = "grouped_mm") -> nn.Module:
-    """Hugging Face's sparse block, by default over torch's grouped GEMM, in bfloat16."""
+    """Builds Hugging Face's sparse block in bfloat16, by default with torch's grouped GEMM."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -96,7 +97,7 @@ def mixtral_block(dim: int, hidden: int, experts: int, implementation: str = "gr
         experts_implementation=implementation,
     )
     block = MixtralSparseMoeBlock(config)
-    for parameter in block.parameters():  # left uninitialised outside a whole model
+    for parameter in block.parameters():  # only a whole model initialises them
         nn.init.normal_(parameter, std=0.02)
     return block.bfloat16()
 
@@ -104,9 +105,9 @@ def mixtral_block(dim: int, hidden: int, experts: int, implementation: str = "gr
 def compile_ahead(
     shapes: Sequence[Shape], small: Sequence[tuple[Shape, int]], workers: int, device: torch.device
 ) -> list[str]:
-    """Have processes compile every kernel that will be timed, so that all are in Triton's cache; what failed, and why.
+    """Compiles every kernel that will be timed into Triton's cache, in several processes; returns what failed and why.
 
-    One after another would take minutes. Stages come first: whole layers then find most kernels there.
+    One process would take minutes. Stages come first, so that whole layers find most kernels in the cache.
     """
     first = [(_compile_stage, shape, i, device) for shape in shapes for i in range(len(_stages(shape, device)))]
     second = [(_compile_layer, shape, None, device) for shape in shapes]
@@ -117,7 +118,7 @@ def compile_ahead(
 
 
 def default_workers() -> int:
-    """As many processes as have a core, within reason: each takes some GPU memory."""
+    """Returns one process per core, up to a limit, because each takes some GPU memory."""
     return min(12, usable_cores())
 
 
@@ -145,7 +146,7 @@ def _compile_stage(shape: Shape, index: int, device: torch.device) -> None:
 
 
 def _compile_layer(shape: Shape, tokens: int | None, device: torch.device) -> None:
-    """The layer at its full size, both ways and precomposed; or, with ``tokens``, precomposed alone."""
+    """Runs the layer at its full size, forward and backward and precomposed; with ``tokens``, only precomposed."""
     x = torch.randn(1, tokens or shape.tokens, shape.config.dim, device=device)
     backends = ("fused", "grouped", "tiled")
     if tokens is None:

@@ -1,8 +1,8 @@
-"""The stages of one IntBMoE layer on a GPU, by the backend fused: what each computes, and the least it must move.
+"""Defines the stages of one IntBMoE layer in the fused backend: what each computes, and the least it must move.
 
-Letters as in ``methods/intbmoe.py``; ``n`` tokens make ``m = n·k`` rows. Counted are a stage's inputs and outputs as
-the layer passes them on: tokens and rows in bfloat16; parameters, the layer's input and output in float32; indices in
-int64. What a stage writes only to read it again is not counted.
+Letters as in ``methods/intbmoe.py``; ``n`` tokens make ``m = n·k`` rows. A stage's inputs and outputs are counted
+as the layer passes them on: tokens and rows in bfloat16; parameters, the layer's input and output in float32; indices
+in int64. Data that a stage writes only to read it again is not counted.
 """
 
 import math
@@ -30,8 +30,8 @@ from intbmoe.parts.router import MLPRouter
 
 BF16, F32, I64 = 2, 4, 8
 COLD_BYTES = 240e6
-"""Inputs of one graph's calls together: several times an H200's L2 cache (60 MB), so that each call finds its own cold.
-The smallest stages stay in it whatever one does; in the layer they find their inputs there too."""
+"""Total size of the inputs of one graph's calls: several times an H200's L2 cache (60 MB), so that each call's inputs
+are cold. The smallest stages stay in the cache anyway; in the layer, they find their inputs there too."""
 FEWEST_SETS, MOST_SETS, CALLS = 2, 24, 12
 
 
@@ -44,7 +44,7 @@ class Shape:
     config: IntBMoEConfig
 
     def tiny(self) -> "Shape":
-        """The same in small, for a dry run."""
+        """Returns the same layer in small, for a dry run."""
         small = replace(self.config, dim=16, hidden=20, experts=4, shared_hidden=12)
         return Shape(self.name, 24, small)
 
@@ -66,14 +66,14 @@ class Stage:
     name: str
     draw: Callable[[], Given]
     run: Callable[[Given], Any]
-    """Output tensors, those of the floating types first."""
+    """Returns the output tensors, floating-point ones first."""
     cost: Cost
     gradients: dict[str, tuple[tuple[str, ...], Cost]]
-    """By name of the backward stage: the inputs that are differentiated, and its cost."""
+    """For each backward stage by name: the inputs that are differentiated, and its cost."""
 
 
 def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]) -> list[Stage]:
-    """All stages of one layer; ``routing_of(tokens, blocks, k)`` draws the tokens' choices."""
+    """Returns all stages of one layer; ``routing_of(tokens, blocks, k)`` draws the tokens' choices."""
     c = shape.config
     n, d, blocks, bases, shared = shape.tokens, c.dim, c.blocks, c.experts, c.shared_width
     m, layers = n * c.top_k, list(pairwise(c.widths))
@@ -83,7 +83,7 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
         return (torch.randn(*size, device=device) * scale).to(dtype)
 
     def rows(width: int) -> Tensor:
-        """As the products and kernels lay them out: each starts at a multiple of 16 bytes."""
+        """Makes rows as the products and kernels lay them out: each starts at a multiple of 16 bytes."""
         return empty_rows(torch.empty(0, device=device, dtype=compute), m, width).normal_()
 
     def wide(*size: int, scale: float = 1.0) -> Tensor:
@@ -132,7 +132,7 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
         )
 
     def block_stages() -> Iterator[Stage]:
-        """The products, and what is between them."""
+        """Yields the products and the stages between them."""
         for number, (i, o) in enumerate(layers, 1):
             yield product(f"grouped GEMM {number}", i, 2 * o)
             if number < len(layers):
@@ -263,12 +263,12 @@ def stages(shape: Shape, device: torch.device, routing_of: Callable[..., Tensor]
 
 
 def _tensors(given: Any) -> list[Tensor]:
-    """All tensors in inputs, outputs or modules."""
+    """Returns all tensors in inputs, outputs or modules."""
     if isinstance(given, Tensor):
         return [given]
     if isinstance(given, nn.Module):
         return list(given.parameters())
-    if isinstance(given, str | bool):  # beside a plan's tensors
+    if isinstance(given, str | bool):  # a plan has these besides tensors
         return []
     if isinstance(given, dict):
         given = given.values()
@@ -280,7 +280,7 @@ def _bytes(given: Any) -> int:
 
 
 def forward_calls(stage: Stage, device: torch.device, sets: int | None = None) -> list[Call]:
-    """The forward on as many fresh sets of inputs as keep each cold."""
+    """Makes calls of the forward on enough fresh sets of inputs to keep each one cold."""
 
     def call(given: Given) -> Call:
         def run() -> Any:
@@ -293,7 +293,7 @@ def forward_calls(stage: Stage, device: torch.device, sets: int | None = None) -
 
 
 def backward_calls(stage: Stage, name: str, device: torch.device, sets: int | None = None) -> list[Call]:
-    """The gradients called ``name`` likewise, of forwards that have already run."""
+    """Makes calls of the backward stage ``name`` in the same way; their forwards have already run."""
     inputs, _ = stage.gradients[name]
 
     def call(given: Given) -> Call:
@@ -307,7 +307,7 @@ def backward_calls(stage: Stage, name: str, device: torch.device, sets: int | No
 
 
 def _draw(stage: Stage, device: torch.device, sets: int | None) -> list[Given]:
-    """``sets`` sets of inputs; where that is left open, as many as keep each cold."""
+    """Makes ``sets`` sets of inputs; without ``sets``, enough to keep each one cold."""
     first = stage.draw()
     if sets is None:
         sets = max(FEWEST_SETS, min(MOST_SETS, math.ceil(COLD_BYTES / _bytes(first)))) if device.type == "cuda" else 1
@@ -315,7 +315,7 @@ def _draw(stage: Stage, device: torch.device, sets: int | None) -> list[Given]:
 
 
 def measure(stage: Stage, device: torch.device, ceilings: Ceilings) -> list[dict[str, Any]]:
-    """Milliseconds, floor and their ratio of the forward and of each gradient; what fails says why."""
+    """Measures milliseconds, floor and their ratio for the forward and each gradient; a failure is recorded."""
     candidates = [("forward", stage.name, stage.cost, lambda: forward_calls(stage, device))]
     for name, (_, cost) in stage.gradients.items():
         candidates.append(("backward", name, cost, lambda name=name: backward_calls(stage, name, device)))

@@ -1,7 +1,7 @@
 """What the GPU benchmarks share: device events, CUDA graphs, peak memory, the device's ceilings, plain tables.
 
-Without a GPU everything runs on the CPU by the host's clock, and a "graph" is just its calls: enough to see that a
-script works, and nothing else.
+Without a GPU, everything runs on the CPU by the host's clock, and a "graph" is just its calls. This shows only that a
+script works.
 """
 
 import statistics
@@ -22,20 +22,20 @@ MIB = 2**20
 PAGE = 110
 """Columns."""
 SECONDS = 0.12
-"""Given to one measurement after its warm-up, as far as its least number of repetitions allows."""
+"""Time for one measurement after its warm-up; longer if its minimum number of repetitions needs it."""
 
 Call = Callable[[], object]
 
 
 @cache
 def stream() -> torch.cuda.Stream:
-    """The one stream on which graphs are captured: what is differentiated in one must have been computed on it."""
+    """Returns the one stream on which graphs are captured: a captured backward needs its forward on the same stream."""
     return torch.cuda.Stream()
 
 
 @contextmanager
 def capturing_stream(device: torch.device) -> Iterator[None]:
-    """Run what is inside on the stream of the graphs, after all that came before and before all that follows."""
+    """Runs its body on the graphs' stream, after all earlier work and before all later work."""
     if device.type == "cpu":
         yield
         return
@@ -46,7 +46,7 @@ def capturing_stream(device: torch.device) -> Iterator[None]:
 
 
 class Graph:
-    """Calls captured once, to be replayed together; their outputs stay apart, so none is overwritten in the cache."""
+    """Calls captured once and replayed together; each keeps its own output, so none is overwritten in the cache."""
 
     def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
         self.calls = calls
@@ -62,7 +62,7 @@ class Graph:
         del kept
 
     def replay(self) -> None:
-        """All calls once."""
+        """Runs all calls once."""
         if self.device.type == "cpu":
             for call in self.calls:
                 call()
@@ -71,7 +71,7 @@ class Graph:
 
 
 class _HostMark:
-    """An event by the host's clock."""
+    """A replacement for a device event that uses the host's clock."""
 
     def record(self) -> None:
         self.seconds = time.perf_counter()
@@ -81,13 +81,13 @@ class _HostMark:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
+    """Waits for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def interleaved(calls: Sequence[Call], device: torch.device, seconds: float = SECONDS, least: int = 7) -> list[float]:
-    """Milliseconds of each call, medians over rounds in which all run once, with events between them."""
+    """Measures each call in milliseconds: medians over rounds in which all run once, with events between them."""
     rounds = 1
     if device.type == "cuda":
         one_by_one(calls, device)
@@ -107,24 +107,24 @@ def interleaved(calls: Sequence[Call], device: torch.device, seconds: float = SE
 
 
 def one_by_one(calls: Sequence[Call], device: torch.device) -> None:
-    """Every call, and the wait for it."""
+    """Runs every call and waits for it."""
     for call in calls:
         call()
     synchronize(device)
 
 
 def eager_ms(call: Call, device: torch.device, least: int = 7) -> float:
-    """Milliseconds of a call, started operation by operation."""
+    """Measures a call in milliseconds, launched operation by operation."""
     return interleaved([call], device, least=least)[0]
 
 
 def graph_ms(calls: Sequence[Call], device: torch.device) -> float:
-    """Milliseconds of one of ``calls`` when a replayed graph holds them all."""
+    """Measures one of ``calls`` in milliseconds, in a replayed graph of all of them."""
     return interleaved([Graph(calls, device).replay], device)[0] / len(calls)
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:
-    """The most bytes of tensors alive at once during a call, beyond those alive before it; None on the CPU."""
+    """Measures the peak size of live tensors during a call, beyond those alive before it; None on the CPU."""
     if device.type == "cpu":
         call()
         return None
@@ -141,14 +141,14 @@ def peak_bytes(call: Call, device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reached on large, simple work."""
+    """The rates that the device reached on large, simple work."""
 
     bytes_per_s: float
-    """A copy, bytes read and bytes written."""
+    """Of a copy: bytes read plus bytes written."""
     flops: dict[torch.dtype, float]
-    """A square matrix product by torch, by type."""
+    """Of torch's square matrix product, by type."""
     kernel_ms: float
-    """The smallest kernel there is, among others of its kind in a graph."""
+    """Of the smallest possible kernel, among others of its kind in a graph."""
 
     def __str__(self) -> str:
         rates = ", ".join(f"{str(dtype)[6:]} {rate / 1e12:,.1f} TFLOP/s" for dtype, rate in self.flops.items())
@@ -159,7 +159,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, tiny: bool) -> Ceilings:
-    """Copy 2 GiB, and multiply random matrices of 8192 rows and columns."""
+    """Copies 2 GiB, and multiplies random matrices of 8192 rows and columns."""
     source = torch.randn(2**16 if tiny else 2**29, device=device)
     target = torch.empty_like(source)
     copy_ms = eager_ms(lambda: target.copy_(source), device)
@@ -174,7 +174,7 @@ def measure_ceilings(device: torch.device, tiny: bool) -> Ceilings:
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that must be done: each input read once, each output written once, and the arithmetic."""
+    """The minimum work: reading each input once, writing each output once, and the arithmetic."""
 
     bytes: float
     flops: float = 0.0
@@ -182,18 +182,18 @@ class Cost:
     """Of the products."""
 
     def floor_ms(self, ceilings: Ceilings) -> float:
-        """The largest of the times to move the bytes, to multiply, and of the smallest kernel there is."""
+        """Returns the largest of three times: moving the bytes, multiplying, and the smallest possible kernel."""
         work = max(self.bytes / ceilings.bytes_per_s, self.flops / ceilings.flops[self.dtype])
         return max(1e3 * work, ceilings.kernel_ms)
 
 
 def bf16_autocast(device: torch.device) -> AbstractContextManager:
-    """Autocast without its cache of weights, which a graph must not share with what ran before it."""
+    """Returns autocast without its cache of weights, which a graph must not share with earlier code."""
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
 
 
 def forward_call(module: nn.Module, x: Tensor, autocast: bool) -> Call:
-    """One forward without gradients."""
+    """Returns a call of one forward without gradients."""
 
     def run() -> Tensor:
         with torch.no_grad(), bf16_autocast(x.device) if autocast else nullcontext():
@@ -203,7 +203,7 @@ def forward_call(module: nn.Module, x: Tensor, autocast: bool) -> Call:
 
 
 def both_call(module: nn.Module, x: Tensor, autocast: bool) -> Call:
-    """One forward and the gradients of the input and of all parameters."""
+    """Returns a call of one forward and the gradients of the input and of all parameters."""
     x = x.clone().requires_grad_()
     leaves = [x, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
     probe = torch.randn_like(x)
@@ -217,7 +217,7 @@ def both_call(module: nn.Module, x: Tensor, autocast: bool) -> Call:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Returns the facts that the figures depend on."""
     try:
         import triton
 
@@ -235,18 +235,18 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def reason(error: Exception) -> str:
-    """An error in one line."""
+    """Describes an error in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200] if lines else 'no message'}"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A figure for a table; a dash where there is none."""
+    """Formats a figure for a table, or a dash if there is none."""
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
 def say(text: str) -> None:
-    """Print, lines folded to the width of a page."""
+    """Prints text, with lines folded to the width of a page."""
     for line in text.splitlines():
         print(textwrap.fill(line, PAGE, subsequent_indent="  ", break_on_hyphens=False))
     sys.stdout.flush()
@@ -255,7 +255,7 @@ def say(text: str) -> None:
 def print_table(
     title: str, header: Sequence[str], rows: Sequence[Sequence[str]], note: str = "", over: Sequence[str] = ()
 ) -> None:
-    """A plain table: the first column to the left, all others to the right; ``over`` is a line above the header."""
+    """Prints a plain table, the first column aligned left, the others right; ``over`` is a line above the header."""
     heads = [over, header] if over else [header]
     widths = [max(len(row[i]) for row in (*heads, *rows)) for i in range(len(header))]
 

@@ -1,17 +1,18 @@
-"""Training steps on a GPU: the paper's ViT and its 18-layer decoder, dense, with IntBMoE, and with its naive backend.
+"""Times training steps on a GPU: the paper's ViT and 18-layer decoder, dense, with IntBMoE, and with its naive backend.
 
     python benchmarks/gpu_training.py                      # about two minutes
     python benchmarks/gpu_training.py --json figures.json  # also every figure
     python benchmarks/gpu_training.py --models llama --whole
     python benchmarks/gpu_training.py --models llama --ways both --ffns IntBMoE --profile 25  # a step's kernels
 
-A step is what README's training loop does: forward in bf16 autocast with float32 parameters, loss, ``aux_loss``,
-backward, ``before_step``, fused AdamW, ``after_step``, on random data that is already on the device. Times are medians
-of device events over at least ten steps after warm-up (three for the naive backend); memory is the peak of all tensors,
-parameters and optimizer included. Blocks are compiled one by one, and equal ones share a graph, as ``train.compile``
-does; ``--whole`` compiles a model as one. "captured": forward and backward are replayed from a CUDA graph, as
-``train.capture`` does; the optimizer's step is not part of it. "compiled, captured": the graph holds compiled kernels.
-"reduce-overhead": the compiler's mode of that name, which makes CUDA graphs itself; nothing else is captured.
+A step is that of the training loop in docs/layer.md: forward in bf16 autocast with float32 parameters, loss,
+``aux_loss``, backward, ``before_step``, fused AdamW, ``after_step``, on random data that is already on the device.
+Times are medians of device events over at least ten steps after warm-up (three for the naive backend); memory is the
+peak of all tensors, including parameters and optimizer. Blocks are compiled one by one, and equal ones share a graph,
+as with ``train.compile``; ``--whole`` compiles the whole model at once. "captured": forward and backward are replayed
+from a CUDA graph, as with ``train.capture``; the optimizer's step is not part of it. "compiled, captured": the graph
+contains compiled kernels. "reduce-overhead": the compiler's mode of that name, which makes CUDA graphs itself; nothing
+else is captured.
 
 A dry run without a GPU: python benchmarks/gpu_training.py --device cpu --tiny
 """
@@ -51,13 +52,13 @@ WAYS = {
     "reduced": ((DENSE, INTBMOE), REDUCED),
     "naive-compiled": ((NAIVE,), COMPILED),
 }
-"""What is measured, in this order."""
+"""The ways to run a step, in the order of measurement."""
 WITH_COMPILER = (COMPILED, BOTH, REDUCED)
 STEPS, NAIVE_STEPS, WARM_UP, PROFILED = 10, 3, 3, 3
 SECONDS = 1.0
-"""Of steps, where ten take less."""
+"""Minimum time of measured steps, if ten take less."""
 UNROLLING = 60.0
-"""Seconds that must be left to compile the naive backend: its loop over blocks becomes one large graph."""
+"""Seconds that must be left to compile the naive backend, whose loop over blocks becomes one large graph."""
 
 
 @dataclass(frozen=True)
@@ -67,19 +68,19 @@ class Experiment:
     name: str
     sizes: str
     unit: str
-    """What throughput counts."""
+    """The unit of throughput."""
     items: int
-    """Of them in a batch."""
+    """Units per batch."""
     build: Callable[[bool], nn.Module]
-    """The backbone, with IntBMoE or dense."""
+    """Builds the backbone, with IntBMoE or dense."""
     batch: Callable[[torch.device], tuple[Tensor, Tensor]]
-    """Inputs and targets."""
+    """Draws inputs and targets."""
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
-    """Of scores and targets, as the task has it."""
+    """The task's loss, given scores and targets."""
 
 
 def experiments(tiny: bool) -> dict[str, Experiment]:
-    """The paper's two, by name."""
+    """Returns the paper's two backbones by name."""
     images, side = (2, 32) if tiny else (256, 224)
     sizes = {"image_size": 32, "dim": 24, "depth": 2, "hidden": 48, "moe_layers": (0,), "classes": 10} if tiny else {}
     vit = ViTConfig(**sizes)
@@ -115,7 +116,7 @@ def experiments(tiny: bool) -> dict[str, Experiment]:
 
 
 def make_step(model: nn.Module, experiment: Experiment, device: torch.device, how: str) -> Callable[[], Tensor]:
-    """One step of README's loop."""
+    """Returns one step of the training loop in docs/layer.md."""
     inputs, targets = experiment.batch(device)
     measure_loss = experiment.loss
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -147,7 +148,7 @@ def make_step(model: nn.Module, experiment: Experiment, device: torch.device, ho
 
 
 def compile_model(model: nn.Module, whole: bool, fullgraph: bool, mode: str | None) -> None:
-    """Mark the model, or its blocks, to be compiled when they first run."""
+    """Marks the model, or its blocks, to be compiled when they first run."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch._functorch.config.backward_pass_autocast = "off"  # as in training, see ``compile_in_place``
@@ -156,7 +157,7 @@ def compile_model(model: nn.Module, whole: bool, fullgraph: bool, mode: str | No
 
 
 def kernel_table(step: Callable[[], Tensor], name: str, lines: int) -> None:
-    """The kernels that take the most of a step's time."""
+    """Prints the kernels that take the most of a step's time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(PROFILED):
             step()
@@ -175,13 +176,13 @@ def kernel_table(step: Callable[[], Tensor], name: str, lines: int) -> None:
 
 
 def title(experiment: Experiment, ffn: str, how: str) -> str:
-    """A row's first cell."""
+    """Returns a row's first cell."""
     return ", ".join(part for part in (experiment.name, ffn, how) if part)
 
 
 @dataclass
 class Bench:
-    """What all measurements share, and what they found."""
+    """What all measurements share, and their results."""
 
     device: torch.device
     whole: bool
@@ -192,14 +193,14 @@ class Bench:
     results: list[dict[str, Any]] = field(default_factory=list)
 
     def measure(self, experiment: Experiment, ffn: str, how: str) -> None:
-        """One row: a model trained for some steps. What fails or is left out becomes a note."""
+        """Measures one row, a model trained for some steps. A failure or an omission becomes a note."""
         compiled = how in WITH_COMPILER
         name = title(experiment, ffn, how)
         left = self.deadline - time.perf_counter()
         if left < (UNROLLING if compiled and ffn == NAIVE else 0):
             self.notes.append(f"{name}: left out, {max(left, 0):.0f} of --seconds are left")
             return
-        # What breaks the graph at every block would run eagerly between the pieces: only a whole graph counts.
+        # If the graph broke at every block, code would run eagerly between the pieces: only a whole graph counts.
         attempts = [False] if not compiled else [True] if ffn == NAIVE else [True, False]
         for fullgraph in attempts:
             try:
@@ -214,7 +215,7 @@ class Bench:
                     torch.cuda.empty_cache()
 
     def train(self, experiment: Experiment, ffn: str, how: str, fullgraph: bool) -> dict[str, Any]:
-        """Milliseconds of a step, peak memory, seconds until the first step was done, and the last loss."""
+        """Measures a step in milliseconds, peak memory, seconds until the first step was done, and the last loss."""
         torch.manual_seed(0)
         with self.device:
             model = experiment.build(ffn != DENSE).train()
@@ -242,7 +243,7 @@ class Bench:
         return {"ms": ms, "peak_bytes": peak, "first_step_s": first, "loss": loss.item(), "graphs": graphs}
 
     def add(self, experiment: Experiment, ffn: str, how: str, found: dict[str, Any], fullgraph: bool) -> None:
-        """Keep what was found, and its ratios to the dense model run the same way."""
+        """Stores the results, with ratios to the dense model run in the same way."""
         compiled = how in WITH_COMPILER
         entry = {"model": experiment.name, "ffn": ffn, "how": how or "eager", "fullgraph": compiled and fullgraph}
         entry |= {**found, f"{experiment.unit}_per_s": experiment.items / found["ms"] * 1e3}
@@ -267,22 +268,22 @@ class Bench:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write every figure here")
     parser.add_argument("--models", nargs="+", choices=("vit", "llama"), default=("vit", "llama"))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=tuple(WAYS), help="how steps run; without it all")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=tuple(WAYS), help="how steps run (default: all)")
     parser.add_argument("--ffns", nargs="+", choices=(DENSE, INTBMOE, NAIVE), default=(DENSE, INTBMOE, NAIVE))
-    parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="also the kernels of a step")
-    parser.add_argument("--whole", action="store_true", help="compile a model as one, not block by block: minutes")
-    parser.add_argument("--seconds", type=float, default=140, help="start no further measurement after so many")
-    parser.add_argument("--workers", type=int, help="processes that compile kernels ahead; 0: none")
+    parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="also print a step's kernels")
+    parser.add_argument("--whole", action="store_true", help="compile whole models, not block by block: takes minutes")
+    parser.add_argument("--seconds", type=float, default=140, help="start no measurement after this many seconds")
+    parser.add_argument("--workers", type=int, help="processes that compile the kernels in advance; 0: none")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a dry run")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, whose figures mean nothing")
     arguments = parser.parse_args()
     begin, device = time.perf_counter(), torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here: --device cpu --tiny makes a dry run")
+        print("there is no CUDA device: use --device cpu --tiny for a dry run")
         return 2
     facts = describe(device)
     say(", ".join(f"{key} {value}" for key, value in facts.items()))
@@ -292,7 +293,7 @@ def main() -> int:
         shapes = [shape for shape in SHAPES if shape.name in [names[model] for model in arguments.models]]
         shapes = [shape.tiny() for shape in shapes] if arguments.tiny else shapes
         for failure in compile_ahead(shapes, [], workers, device):
-            say(f"not compiled ahead: {failure}")
+            say(f"not compiled in advance: {failure}")
         say(f"[kernels compiled: {time.perf_counter() - begin:.0f} s since the start]")
     bench = Bench(device, arguments.whole, begin + arguments.seconds, arguments.profile)
     chosen = [experiment for name, experiment in experiments(arguments.tiny).items() if name in arguments.models]

@@ -1,18 +1,18 @@
-"""The IntBMoE layer on the CPU: each backend against the naive compose-and-loop, and time against E.
+"""Times the IntBMoE layer on the CPU: each backend against the naive compose-and-loop, and time against E.
 
     python benchmarks/layer.py                     # minutes, on an otherwise idle machine
-    python benchmarks/layer.py --quick             # seconds: does it run?
+    python benchmarks/layer.py --quick             # seconds: a smoke test
     python benchmarks/layer.py --json figures.json
 
 Before anything is timed, every candidate's output (and gradients) must agree with the naive backend's. Candidates then
-run round-robin in a shuffled order, so that whatever else the machine does hits all of them alike; times are medians
+run round-robin in a shuffled order, so that other work on the machine affects all of them equally; times are medians
 over rounds, ratios are between medians of one run. ``benchmarks/README.md`` says how memory is measured.
 """
 
 import os
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces every start,
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # and warns that tensors existed before it: they should
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler announces every start,
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # and warns about tensors that existed before it
 
 import json
 import statistics
@@ -46,7 +46,7 @@ NAIVE = "naive"
 BACKENDS = (NAIVE, "grouped", "tiled")
 INFERENCE_BACKENDS = BACKENDS if native.LIBRARY is None else (*BACKENDS, "native")
 TARGET = 3.0
-"""How many times faster than naive compose-and-loop the precomposed layer must be at the IntTravel shape."""
+"""How many times faster the precomposed layer should be than naive compose-and-loop at the IntTravel shape."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ SWEEP_EXPERTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def build(config: IntBMoEConfig) -> IntBMoE:
-    """A layer with random biases: they start at zero, and zeros would hide a bias that is left out."""
+    """Builds a layer with random biases, because the initial zeros would hide a forgotten bias."""
     torch.manual_seed(0)
     layer = IntBMoE(config)
     with torch.no_grad():
@@ -90,13 +90,13 @@ def forward(layer: nn.Module, x: Tensor, backend: str | None) -> Candidate:
 
 
 def forward_backward(layer: nn.Module, x: Tensor, backend: str | None) -> Candidate:
-    """Output, and the gradients of all parameters."""
+    """Returns the output and the gradients of all parameters."""
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
     return candidate(layer, backend, lambda: layer(x).backward(grad))
 
 
 def make_candidates(shape: Shape) -> dict[str, dict[str, Candidate]]:
-    """By pass ("forward", "forward+backward") and name; the first of each pass is naive compose-and-loop."""
+    """Returns candidates by pass ("forward", "forward+backward") and name; naive compose-and-loop comes first."""
     layer = build(shape.config)
     composed = layer.precompose().eval()
     evaluated = layer.eval()
@@ -111,9 +111,9 @@ def make_candidates(shape: Shape) -> dict[str, dict[str, Candidate]]:
 
 
 def check(shape: Shape) -> float:
-    """The largest relative difference of any candidate to naive compose-and-loop; raises when it is too large.
+    """Returns the largest relative difference of any candidate to naive compose-and-loop; raises if it is too large.
 
-    λ is 0.5 here whatever the shape's, so that the gate counts.
+    λ is 0.5 here for every shape, so that the gate has an effect.
     """
     worst = 0.0
     for candidates in make_candidates(replace(shape, config=replace(shape.config, residual_scale=0.5))).values():
@@ -125,14 +125,14 @@ def check(shape: Shape) -> float:
             expected = found if expected is None else expected
             for mine, naive in zip(found, expected, strict=True):
                 difference = ((mine - naive).abs().max() / naive.abs().max().clamp(min=1e-12)).item()
-                if not difference < 1e-4:  # NaN included
+                if not difference < 1e-4:  # also catches NaN
                     raise AssertionError(f"{shape.name}: {name} differs from naive by {difference:.1e}")
                 worst = max(worst, difference)
     return worst
 
 
 def peak_working_bytes(one: Candidate) -> int:
-    """The most bytes of tensors alive at once during one call, beyond those that were alive before it."""
+    """Measures the peak size of live tensors during one call, beyond those alive before it."""
     one.prepare()
     one.run()
     one.prepare()
@@ -152,7 +152,7 @@ def peak_working_bytes(one: Candidate) -> int:
 
 
 def bench_shape(shape: Shape, seconds: float, rounds: int) -> dict:
-    """Check, time and measure all candidates at one shape; print the table."""
+    """Checks, times and measures all candidates at one shape, and prints the table."""
     error = check(shape)
     c = shape.config
     sizes = f"dim {c.dim}, hidden {c.hidden[0]}, E {c.experts}, K {c.blocks}, k {c.top_k}, {shape.tokens} tokens"
@@ -183,7 +183,7 @@ def bench_shape(shape: Shape, seconds: float, rounds: int) -> dict:
 
 
 def bench_experts(seconds: float, rounds: int) -> list[dict]:
-    """Time of the default backend, composing and precomposed, against E; every layer routes the tokens alike."""
+    """Times the default backend, composing and precomposed, against E; every layer has the same routing."""
     x = torch.randn(1, SWEEP.tokens, SWEEP.config.dim)
     layers = {e: build(replace(SWEEP.config, experts=e)).eval() for e in SWEEP_EXPERTS}
     router = layers[SWEEP_EXPERTS[0]].router.state_dict()
@@ -220,10 +220,10 @@ def main(quick: bool = False, json: Path | None = None, seconds: float = 30.0, t
     """Time the IntBMoE layer on the CPU.
 
     Args:
-        quick: A smoke run: three rounds, without the largest shape; its figures are worth nothing.
-        json: Write the raw figures there.
-        seconds: Time for each table's forwards, and as much again for its backwards; slow shapes take 10 rounds.
-        threads: Threads torch uses; its own choice when left out.
+        quick: Smoke test: three rounds, without the largest shape; its figures mean nothing.
+        json: File for the raw figures.
+        seconds: Time for each table's forwards, and the same again for its backwards; at least 10 rounds.
+        threads: Number of torch's threads; torch's own default if not given.
     """
     if threads is not None:
         torch.set_num_threads(threads)

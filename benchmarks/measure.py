@@ -1,12 +1,12 @@
-"""What the benchmarks share: interleaved timing, peak memory as the operating system sees it, facts of the machine.
+"""What the benchmarks share: interleaved timing, peak memory as the operating system sees it, machine facts.
 
-**Time.** Candidates run round-robin in a shuffled order, so that whatever else the machine does hits all of them alike.
+**Time.** Candidates run round-robin in a shuffled order, so that other work on the machine affects all of them equally.
 Times are medians over rounds; ratios are between medians of one run.
 
-**Memory.** ``peak_growth`` is how far the process's resident set rises above where it stood before the call, by the
-system's own high-water mark, so it counts whatever is really held: tensors, the libraries' work buffers, memory that
-the allocator keeps. Measure in a process that has done nothing else (``in_fresh_process``): memory freed earlier and
-used again would not show. It is good to a few MiB.
+**Memory.** ``peak_growth`` is how far the process's resident set rises above its size before the call, by the system's
+high-water mark. So it counts all memory that is really held: tensors, the libraries' work buffers, memory that the
+allocator keeps. Measure in a fresh process (``in_fresh_process``), because reused memory would not show. It is accurate
+to a few MiB.
 """
 
 import ctypes
@@ -39,11 +39,11 @@ console = Console()
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to time: one way to run one layer."""
+    """One way to run one layer, to be timed."""
 
     layer: nn.Module
     prepare: Callable[[], object]
-    """What must happen before each run and is not timed."""
+    """Called before each run, not timed."""
     run: Callable[[], object]
 
 
@@ -58,7 +58,7 @@ def inference(layer: nn.Module, x: Tensor) -> Callable[[], Tensor]:
 def time_round_robin(
     candidates: Mapping[str, Candidate], seconds: float, rounds: int, label: str
 ) -> dict[str, list[float]]:
-    """Milliseconds of each candidate in each round: at least ``rounds`` rounds, and more while ``seconds`` last."""
+    """Measures each candidate's milliseconds in each round: at least ``rounds`` rounds, more while ``seconds`` last."""
     for candidate in candidates.values():  # warm up
         candidate.prepare()
         candidate.run()
@@ -81,7 +81,7 @@ def time_round_robin(
 
 
 def summary(times: Sequence[float]) -> dict[str, float | int]:
-    """Median and quartiles."""
+    """Returns median and quartiles."""
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
     return {"median_ms": middle, "lower_quartile_ms": low, "upper_quartile_ms": high, "rounds": len(times)}
 
@@ -91,7 +91,7 @@ def weight_bytes(layer: nn.Module) -> int:
 
 
 def figures_table(title: str, first: str, *others: str, **look: Any) -> Table:
-    """A table of names and numbers, the names in the first column."""
+    """Makes a table of names and numbers, with the names in the first column."""
     table = Table(title=title, **look)
     table.add_column(first, no_wrap=True)
     for column in others:
@@ -100,11 +100,11 @@ def figures_table(title: str, first: str, *others: str, **look: Any) -> Table:
 
 
 def peak_growth(*calls: Callable[[], object]) -> list[int]:
-    """How many bytes the resident set has risen at most by the end of each call, from before the first."""
+    """Returns, after each call, by how many bytes the resident set has grown at most since before the first."""
     gc.collect()
     if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)  # hand back what was freed, so that using it again shows
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to the present level
+        ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system, so that reusing it shows
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to the current size
     before = _high_water()
     growth = []
     for call in calls:
@@ -115,9 +115,9 @@ def peak_growth(*calls: Callable[[], object]) -> list[int]:
 
 
 def _high_water() -> int:
-    """The largest resident set so far, in bytes.
+    """Returns the largest resident set so far, in bytes.
 
-    Linux's ru_maxrss will not do: a process inherits it from the one that started it, through fork and exec.
+    Linux's ru_maxrss does not work here: a process inherits it from its parent, through fork and exec.
     """
     if sys.platform != "linux":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
@@ -126,13 +126,13 @@ def _high_water() -> int:
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)`` in a new interpreter, which then ends."""
+    """Runs ``function(*arguments)`` in a new interpreter, which then ends."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def machine(device: str = "cpu") -> dict[str, object]:
-    """What the figures depend on; ``device`` is where the models run."""
+    """Returns the facts that the figures depend on; ``device`` is where the models run."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -153,6 +153,6 @@ def say_facts(facts: Mapping[str, object]) -> None:
 
 
 def write(path: Path, figures: dict) -> None:
-    """Figures as indented JSON."""
+    """Writes figures as indented JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")

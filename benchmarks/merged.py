@@ -1,10 +1,10 @@
-"""The two forms of ``ops/merged_mm``, forward and backward, over the size of a group and the number of matrices.
+"""Compares the two forms of ``ops/merged_mm``, forward and backward, by size of a group and number of matrices.
 
     python benchmarks/merged.py            # on a GPU if there is one; a minute
 
-Each figure is the time with means of matrices divided by that with spread inputs, both in the same rounds: above 1
-spreading is faster. A star marks where ``merged_mm`` spreads. First both forms' gradients are compared with the plain
-ones in the same type.
+Each figure is the time with means of matrices divided by the time with spread inputs, both in the same rounds: above 1,
+spreading is faster. A star marks where ``merged_mm`` spreads. First, the gradients of both forms are compared with the
+plain ones in the same type.
 """
 
 import statistics
@@ -26,7 +26,7 @@ TOKENS = {"cpu": 512, "cuda": 32_768}
 TYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float32)}
 ROUNDS = 5
 LARGEST_ERROR = 0.02
-"""Of a gradient, by its norm: bfloat16 rounds at different places in the two forms."""
+"""Allowed error of a gradient, by its norm: bfloat16 rounds at different places in the two forms."""
 
 
 def main() -> None:

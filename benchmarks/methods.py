@@ -1,16 +1,17 @@
-"""Every method in place of one FFN, at the paper's three layer shapes: time and memory, as ratios to the dense FFN.
+"""Times every method in place of one FFN, at the paper's three layer shapes, and measures its memory.
 
     python benchmarks/methods.py                                      # tens of minutes, on an otherwise idle machine
-    python benchmarks/methods.py --quick                              # does it run?
+    python benchmarks/methods.py --quick                              # a smoke test
     python benchmarks/methods.py --shapes inttravel --methods switch intbmoe --json figures.json
 
-``match_budget`` sizes the layers, so all hold about the same number of parameters; the dense FFN holds one expert's.
-Forward runs in evaluation without gradients; forward+backward in training, with the auxiliary losses and the gradients
-of input and parameters. Routers are as initialised: what ReMoE, DynMoE and MASS cost depends on how many experts a
-trained router opens, and Switch's and the others' balance on how it spreads the tokens.
+Figures are ratios to the dense FFN. ``match_budget`` sizes the layers, so all have about the same number of parameters;
+the dense FFN has those of one expert. Forward runs in evaluation mode without gradients; forward+backward in training
+mode, with the auxiliary losses and the gradients of input and parameters. Routers are as initialised: the cost of
+ReMoE, DynMoE and MASS depends on how many experts a trained router opens, and the balance of Switch and the others on
+how it spreads the tokens.
 
-``measure.py`` says how time and memory are measured. Peaks are beyond weights and input, each method's in a fresh
-process of its own; forward+backward's includes the gradients of all parameters, hence is never less than the weights.
+``measure.py`` says how time and memory are measured. Peaks are beyond weights and input, in a fresh process for each
+method; for forward+backward they include the gradients of all parameters, so they are never less than the weights.
 """
 
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ PRECOMPOSED = "intbmoe_precomposed"
 
 @dataclass(frozen=True)
 class Shape:
-    """One of the paper's backbone FFNs, its E, and the tokens that pass through at once."""
+    """One of the paper's backbone FFNs, its E, and the number of tokens in a forward."""
 
     name: str
     dim: int
@@ -59,16 +60,16 @@ class Shape:
     batch: int
     tokens: int
     soft_tokens: int | None = None
-    """The number of tokens where it is fixed, for Soft MoE's slots."""
+    """The number of tokens if it is fixed, for Soft MoE's slots."""
     intbmoe_hidden: int | None = None
 
     @property
     def baseline(self) -> str:
-        """The dense FFN that all are compared with."""
+        """The dense FFN that all methods are compared with."""
         return "dense" if self.expert == "gelu" else "swiglu"
 
     def build(self, name: str) -> intbmoe.MoELayer:
-        """The method's layer at the paper's budget."""
+        """Builds the method's layer at the paper's budget."""
         torch.manual_seed(0)
         method = "intbmoe" if name == PRECOMPOSED else name
         options = match_budget(
@@ -84,11 +85,11 @@ class Shape:
         return layer.precompose() if name == PRECOMPOSED else layer
 
     def shrunk(self) -> "Shape":
-        """A shape small enough to see whether everything runs."""
+        """Returns a shape small enough for a smoke test."""
         return replace(self, dim=16, hidden=24, batch=1, tokens=8, intbmoe_hidden=None)
 
     def input(self) -> Tensor:
-        """One batch of unit-variance tokens, as a norm before the layer leaves them."""
+        """Draws one batch of tokens with unit variance, like the output of a norm before the layer."""
         return torch.randn(self.batch, self.tokens, self.dim, generator=torch.Generator().manual_seed(1))
 
 
@@ -100,12 +101,12 @@ SHAPES = {
 
 
 def forward(layer: intbmoe.MoELayer, x: Tensor) -> Candidate:
-    """In evaluation; no gradients of an earlier training run take up memory."""
+    """Returns a forward in evaluation mode; gradients of an earlier training pass are freed first."""
     return Candidate(layer, lambda: layer.eval().zero_grad(set_to_none=True), inference(layer, x))
 
 
 def forward_backward(layer: intbmoe.MoELayer, x: Tensor) -> Candidate:
-    """In training: the gradient of the input; the parameters hold theirs."""
+    """Returns a training pass, which computes the gradients of the input and the parameters."""
 
     def run() -> Tensor:
         own = x.detach().requires_grad_()
@@ -119,12 +120,12 @@ PASSES = {"forward": forward, "forward+backward": forward_backward}
 
 
 def passes_of(name: str) -> list[str]:
-    """A precomposed layer is for inference only."""
+    """Returns the passes to time: a precomposed layer is for inference only."""
     return ["forward"] if name == PRECOMPOSED else list(PASSES)
 
 
 def check(shape: Shape, name: str, layer: intbmoe.MoELayer) -> None:
-    """Raise unless output and gradients are finite: a time of something broken means nothing."""
+    """Raises unless output and gradients are finite: the time of a broken layer means nothing."""
     for kind in passes_of(name):
         candidate = PASSES[kind](layer, shape.input())
         candidate.prepare()
@@ -134,9 +135,9 @@ def check(shape: Shape, name: str, layer: intbmoe.MoELayer) -> None:
 
 
 def measure_memory(shape: Shape, name: str, threads: int) -> dict[str, int]:
-    """Peak bytes of each pass beyond weights and input; to be run in a fresh process."""
+    """Returns the peak bytes of each pass beyond weights and input; run it in a fresh process."""
     torch.set_num_threads(threads)
-    # A tiny layer first: it brings the libraries' code and buffers into memory, which are not the method's.
+    # A tiny layer first: it loads the libraries' code and buffers into memory, which must not count.
     tiny = shape.shrunk()
     layers = [(tiny, tiny.build(name)), (shape, shape.build(name))]
     growth: list[int] = []
@@ -152,7 +153,7 @@ def measure_memory(shape: Shape, name: str, threads: int) -> dict[str, int]:
 
 
 def bench_shape(shape: Shape, names: list[str], seconds: float, rounds: int, memory: list[str]) -> dict:
-    """Time all methods, measure the memory of those in ``memory``, print the table."""
+    """Times all methods, measures the memory of those in ``memory``, and prints the table."""
     layers = {name: shape.build(name) for name in names}
     for name, layer in layers.items():
         check(shape, name, layer)
@@ -180,7 +181,7 @@ def bench_shape(shape: Shape, names: list[str], seconds: float, rounds: int, mem
 
 
 def make_table(shape: Shape, figures: dict[str, dict]) -> Table:
-    """One row a method, the dense FFN first, then by the time of forward+backward."""
+    """Makes a table with one row per method, the dense FFN first, then by the time of forward+backward."""
     tokens = f"{shape.batch} × {shape.tokens} tokens"
     sizes = f"dim {shape.dim}, {shape.expert} {shape.hidden}, E = {shape.experts}, {tokens}"
     caption = f"×: ratio to {shape.baseline!r}; peak: MiB beyond the weights, in a fresh process each"
@@ -217,12 +218,12 @@ def main(
     """Time every method on the CPU and measure its memory.
 
     Args:
-        shapes: The layers to stand in.
-        methods: Registry names, and "intbmoe_precomposed"; all when left out. The dense FFN is always among them.
-        quick: A smoke run: tiny layers, three rounds, memory of the dense FFN alone; figures worth nothing.
-        json: Write the raw figures there.
-        seconds: Time for each shape's forwards, and as much again for its backwards; at least 10 rounds.
-        threads: Threads torch uses; its own choice when left out.
+        shapes: The layer shapes.
+        methods: Registry names and "intbmoe_precomposed"; all if not given. The dense FFN is always included.
+        quick: Smoke test: tiny layers, three rounds, memory of the dense FFN only; the figures mean nothing.
+        json: File for the raw figures.
+        seconds: Time for each shape's forwards, and the same again for its backwards; at least 10 rounds.
+        threads: Number of torch's threads; torch's own default if not given.
     """
     if threads is not None:
         torch.set_num_threads(threads)

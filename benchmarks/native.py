@@ -1,12 +1,12 @@
-"""Served layers with and without the compiled library, beside dense ones: float32, evaluation, without gradients.
+"""Times served layers with and without the compiled library, next to dense ones, in float32 without gradients.
 
     python benchmarks/native.py                    # two minutes, on an otherwise idle machine
-    python benchmarks/native.py --seconds 1        # does it run?
+    python benchmarks/native.py --seconds 1        # a smoke test
 
-Each layer runs twice in every round, once by the library and once by torch's operations, in a shuffled order; outputs
-must agree first. Dense layers never take the library: their figure is that of a mixture of one expert. Times are the
-fastest of all rounds: other work on the machine only adds. "dense, 2 ×" is the dense FFN with twice the width, which
-has as many multiplications as a token's two experts.
+Each layer runs twice in every round, once with the library and once with torch's operations, in a shuffled order; first
+their outputs must agree. Dense layers never use the library: their figure is that of a mixture of one expert. A time is
+the fastest of all rounds, because other work on the machine can only add to it. "dense, 2 ×" is the dense FFN with
+twice the width, which has as many multiplications as a token's two experts.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from methods import PRECOMPOSED, SHAPES, Shape
 SIZES = {"inttravel": (1, 126), "imagenet": (1, 196), "minipile": (1, 256)}
 """Sequences and tokens of one request."""
 METHODS = {"switch": 1, "vmoe": 2, "mixtral": 2, "deepseek": 3, PRECOMPOSED: 3}
-"""How many times the dense FFN's multiplications a token has, its shared expert included."""
+"""A token's multiplications as a multiple of the dense FFN's, including the shared expert."""
 LIBRARY = native.LIBRARY
 
 
@@ -45,7 +45,7 @@ def as_mixture_of_one(layer: intbmoe.MoELayer) -> Callable[[Tensor], Tensor]:
 
 
 def bench(shape: Shape, seconds: float) -> None:
-    """One shape and number of tokens: check, time and print."""
+    """Checks, times and prints one shape and number of tokens."""
     x = shape.input()
     widths = sorted(set(METHODS.values()))
     dense = {f"dense, {n} ×": replace(shape, hidden=n * shape.hidden).build(shape.baseline) for n in widths}
@@ -76,8 +76,8 @@ def main(seconds: float = 10.0, threads: tuple[int, ...] = (1, 2), shapes: tuple
     """Time methods with and without the compiled library.
 
     Args:
-        seconds: For each table; at least ten rounds.
-        threads: Numbers of threads, a table each.
+        seconds: Time for each table; at least ten rounds.
+        threads: Numbers of threads, one table for each.
         shapes: The layers.
     """
     say_facts({**machine(), "native_library": native.STATUS})

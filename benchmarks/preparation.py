@@ -1,14 +1,14 @@
-"""Preparing IntTravel's tables: rows a second, and memory against the number of rows.
+"""Measures the preparation of IntTravel's tables: rows per second, and memory against the number of rows.
 
     python benchmarks/preparation.py                             # a minute or two
     python benchmarks/preparation.py --rows 200000 400000        # any sizes
     python benchmarks/preparation.py --json figures.json
 
-For each size the seeded generator writes raw tables, and a fresh process prepares them. Memory is the highest resident
-set beyond what the process held before, libraries included; ``measure.py`` says how. The budget is small, so that even
-the smallest tables are several chunks and shards, and the largest are several times the memory that DuckDB may take:
-memory must then stay where it is as rows grow. Processor time is given beside the time on the clock, because it
-suffers less from whatever else the machine is doing.
+For each size, the seeded generator writes raw tables, and a fresh process prepares them. Memory is the peak resident
+set beyond its size before, including libraries; ``measure.py`` has the details. The budget is small, so that even the
+smallest tables are several chunks and shards, and the largest are several times the memory that DuckDB may take: memory
+must not grow with the number of rows. CPU time is given next to elapsed time, because other work on the machine affects
+it less.
 """
 
 import sys
@@ -32,12 +32,12 @@ BUDGET = Budget(memory_bytes=96 * MIB, threads=1, chunk_bytes=8 * MIB, shard_row
 
 
 def make_tables(folder: Path, rows: int) -> None:
-    """Raw tables with about so many actions, of a city that is always the same."""
+    """Writes raw tables with about this many actions, always of the same city."""
     write_tables(make_journeys(users=max(1, rows // (sum(SESSIONS) // 2)), sessions=SESSIONS), folder)
 
 
 def measure_preparation(source: Path, target: Path) -> dict[str, float | int]:
-    """Seconds, memory and what was counted."""
+    """Prepares the tables; returns seconds, memory and counts."""
     counted: dict = {}
 
     def run() -> None:
@@ -50,11 +50,11 @@ def measure_preparation(source: Path, target: Path) -> dict[str, float | int]:
 
 
 def main(rows: tuple[int, ...] = (200_000, 500_000, 1_000_000, 2_000_000, 4_000_000), json: Path | None = None) -> None:
-    """Prepare tables of growing size, each in a process of its own.
+    """Prepare tables of growing size, each in a separate process.
 
     Args:
-        rows: How many actions, about.
-        json: Write the raw figures there.
+        rows: Approximate numbers of actions.
+        json: File for the raw figures.
     """
     facts = machine()
     say_facts(facts)

@@ -1,11 +1,11 @@
-"""8-bit weights: how small they make the paper's models, what they cost a layer, and what integer products would gain.
+"""Measures 8-bit weights: the size of the paper's models, the time of a layer, and what integer products would gain.
 
     python benchmarks/quantized.py            # on a GPU if there is one; a minute
 
-Bytes are counted of models without memory, so even large ones take no time. Times are those of a precomposed layer with
-random weights, all types in the same rounds. On a CPU "multiplied out" is int8 without the compiled library, which
-reads such weights as they are; and the last table is one product of a block in float32 and in torch's int8, where the
-inputs are rounded to 8 bits too.
+Bytes are counted on the meta device, so even large models take no time. Times are those of a precomposed layer with
+random weights, all types in the same rounds. On a CPU, "multiplied out" is int8 without the compiled library, which
+reads such weights directly; the last table is one product of a block in float32 and in torch's int8, where the inputs
+are also rounded to 8 bits.
 """
 
 import copy
@@ -64,9 +64,9 @@ def sizes(name: str) -> list[str]:
 
 
 def fastest(runs: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Milliseconds, the fastest of all rounds: other work on the machine only adds."""
+    """Returns the milliseconds of the fastest round, because other work on the machine can only add to it."""
     found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(1 + ROUNDS):  # the first warms up
+    for _ in range(1 + ROUNDS):  # the first is a warm-up
         for name, run in runs.items():
             synchronize(device)
             begin = time.perf_counter()

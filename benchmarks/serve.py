@@ -1,13 +1,13 @@
-"""A running server under open-loop load: how many requests a second it holds within its latency budget.
+"""Measures a running server under open-loop load: how many requests per second it answers within its latency budget.
 
     python benchmarks/serve.py                                      # two CPU cores, embedded journeys: half an hour
     python benchmarks/serve.py --variants precomposed --experts --seconds 300 --json figures.json
     python benchmarks/serve.py --recipe inttravel-like --device cuda --dtype bfloat16 --fronts 6 --seconds 560
     python benchmarks/serve.py --variants precomposed --experts --fronts 1 2 --seconds 300     # one front, then two
 
-Each variant is exported and served by ``intbmoe serve`` on loopback, and asked at rising rates until the budget breaks
-(P99, mean or any error), then between the last rate that held and the first that did not. A rate that breaks is tried
-once more before it counts. ``benchmarks/README.md`` says how latency is counted.
+Each variant is exported and served by ``intbmoe serve`` on loopback. Requests are sent at rising rates until the budget
+is exceeded (P99, mean or any error), then at rates between the last good one and the first bad one. A failing rate is
+tried once more before it counts. ``benchmarks/README.md`` says how latency is counted.
 """
 
 import json
@@ -36,18 +36,18 @@ from serve_tables import Measured, Target, plain
 
 console = Console(width=None if sys.stdout.isatty() else 165)
 ENOUGH = 500
-"""Requests that a step should have, where three times its usual length can give them."""
+"""Requests that a step should have, if three times its usual length is enough for them."""
 TRIES = 2
 TARGET = Target(rate=5000, mean_ms=19.0, p99_ms=38.0)
 """The paper's figures."""
 PROBES, ANSWERS = 4, 10
 RESERVE_S = 8.0
-"""For the end of the last server and the tables."""
+"""Time to stop the last server and print the tables."""
 
 
 @dataclass(frozen=True)
 class Usual:
-    """What a recipe is measured with where nothing else is said."""
+    """A recipe's default settings for the measurement."""
 
     rates: tuple[float, ...]
     p99_ms: float
@@ -64,27 +64,27 @@ USUAL = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to measure."""
+    """Settings of the measurement."""
 
     recipe: Literal["journeys", "inttravel-like"] = "journeys"
     """inttravel-like: the paper's travel model with random weights and made-up places."""
     variants: tuple[Literal["dense", "precomposed", "composing"], ...] = ("precomposed", "dense", "composing")
     experts: tuple[int, ...] | None = None
-    """Also with these E, with random weights. Default: 1, 2, … 128 for journeys, none for inttravel-like."""
+    """Also measure these E, with random weights. Default: 1, 2, … 128 for journeys, none for inttravel-like."""
     seconds: float = 1800.0
-    """All ends within this time; what there is no time for is left out."""
+    """Time limit; measurements that do not fit are left out."""
     rates: tuple[float, ...] | None = None
-    """Requests a second to begin with, rising. All variants are compared at the first. Of several --fronts these are
-    for the fewest; with twice as many it begins with twice as much."""
+    """Initial rates in requests per second, rising. All variants are compared at the first. With several --fronts,
+    these are for the smallest number; with twice as many fronts, rates begin twice as high."""
     most_rate: float = 20_000.0
     p99_ms: float | None = None
-    """The budget, which the server is told too. Default: 60, for inttravel-like 38."""
+    """The budget, which is also passed to the server. Default: 60, for inttravel-like 38."""
     mean_ms: float | None = None
     """Default: none, for inttravel-like 19."""
     step_seconds: float = 6.0
     warm_seconds: float = 1.5
     resolution: float = 0.1
-    """The search ends when what holds and what breaks are so close."""
+    """The search ends when the best good rate and the worst bad rate are this close."""
     arrivals: Literal["poisson", "fixed"] = "poisson"
     seed: int = 0
     places: int = 1_000_000
@@ -93,19 +93,19 @@ class Options:
     device: str = "cpu"
     workers: int = 1
     fronts: tuple[int, ...] | None = None
-    """HTTP processes; of several numbers each is tried, one after another."""
+    """HTTP processes; several numbers are tried one after another."""
     connections: int = 64
-    """Kept open by all clients together; more are opened where these do not suffice."""
+    """Connections that all clients together keep open; more are opened if these are not enough."""
     client_rate: float = CLIENT_RATE
-    """Requests a second that one client process sends at most."""
+    """Maximum number of requests per second that one client process sends."""
     serve: str = ""
-    """More options of intbmoe serve, as one string."""
+    """More options for intbmoe serve, as one string."""
     server_log: Path | None = None
-    """Where all that the servers write goes."""
+    """File for the servers' output."""
     artifacts: Path | None = None
-    """Where artifacts and runs are kept and found again. Default: a folder that is removed in the end."""
+    """Folder where artifacts and runs are kept for reuse. Default: a temporary folder."""
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
-    """Where all figures go, after each variant."""
+    """File for all figures, written after each variant."""
 
     @property
     def usual(self) -> Usual:
@@ -124,7 +124,7 @@ class Options:
 
     @property
     def patience_s(self) -> float:
-        """A server gives a request up after ten budgets: what is not answered then never will be."""
+        """How long to wait for answers: a server gives up on a request after ten budgets."""
         return 10 * self.budget.p99_ms / 1000 + 1
 
     def server_options(self, fronts: int | str) -> list[str]:
@@ -143,7 +143,7 @@ class Options:
 
 
 class Bench:
-    """Serves and asks one variant after another."""
+    """Serves and measures one variant after another."""
 
     def __init__(self, options: Options, folder: Path, end: float) -> None:
         self._options, self._end = options, end
@@ -151,17 +151,17 @@ class Bench:
         self._requests = folder / "requests.json"
 
     def run(self, variants: Sequence[Variant], tell: Callable[[list[Measured]], None]) -> list[Measured]:
-        """Measure what there is time for; ``tell`` gets all results so far after each variant."""
+        """Measures as much as there is time for; ``tell`` gets all results so far after each variant."""
         done: list[Measured] = []
         pairs = list(product(variants, self._options.front_counts))
         with Clients(self._requests, self._options.client_rate) as clients:
             for number, (variant, fronts) in enumerate(pairs):
-                # The recipe's own models get twice the time of one of the sweep.
+                # The recipe's own models get twice as much time as those of the sweep.
                 weights = [1 if one.experts else 2 for one, _ in pairs[number:]]
                 now = time.monotonic()
                 until = now + (self._end - now) * weights[0] / sum(weights)
                 if until - now < self._step_seconds(self._options.ladder(fronts)[0]):
-                    console.print(f"no time for {variant.name} with {fronts} fronts and what comes after it")
+                    console.print(f"no time left for {variant.name} with {fronts} fronts and later variants")
                     break
                 measured = Measured(variant, self._models.artifact(variant), fronts)
                 if not self._requests.exists():
@@ -221,7 +221,7 @@ class Bench:
         return {**plain(step), "breach": options.budget.breach(step), "server": watch.end()}
 
     def _probe(self, server: Server) -> None:
-        """Whether it answers as it should, before it is asked thousands of times."""
+        """Checks that the server answers correctly, before it gets thousands of requests."""
         content = json.loads(self._requests.read_text())
         for body in content["bodies"][:PROBES]:
             status, answer = server.post(content["path"], body)
@@ -231,7 +231,7 @@ class Bench:
 
 def main(options: Options) -> None:
     end = time.monotonic() + options.seconds - RESERVE_S
-    # Leaving this way ends the server and the clients too.
+    # sys.exit also ends the server and the clients.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"the {options.seconds:g} s of --seconds are over"))
     signal.setitimer(signal.ITIMER_REAL, options.seconds - RESERVE_S / 2)

@@ -1,12 +1,12 @@
-"""What is served: artifacts of trained runs, and such with random weights where only time is measured.
+"""Makes the artifacts that are served: of trained runs, or with random weights if only time is measured.
 
 journeys         the embedded travel task. "dense", "precomposed" and "composing" (``export --no-precompose``) come from
-                 runs trained as the recipe says; those of the sweep over E have random weights.
-inttravel-like   the paper's travel model with a catalogue and histories that are made up, and random weights.
+                 runs trained with the recipe; those of the sweep over E have random weights.
+inttravel-like   the paper's travel model with a made-up catalogue, made-up histories and random weights.
 texts            the paper's decoder with random weights and a made-up vocabulary, for ``serve_texts.py``.
 
-Models with random weights share everything whose shape does not depend on E, routers included, so that they send tokens
-to the same blocks as nearly as can be.
+Models with random weights share everything whose shape does not depend on E, including routers, so that they send
+tokens to the same blocks as far as possible.
 """
 
 import json
@@ -34,24 +34,24 @@ from intbmoe.tasks.serving import Catalogue, Predictor
 from intbmoe.tasks.travel.examples import HOUR, SCORE_CODES
 
 REQUESTS = 256
-"""Different requests of a load."""
+"""Number of different requests in a load."""
 SWEEP = (1, 2, 4, 8, 16, 32, 64, 128)
 SIZES = {"cells": 60_000, "regions": 3_000, "categories": 400, "weathers": 20, "modes": 8, "actions": 12}
 PROFILE = (4, 10, 400, 12, 6, 30)
-"""Codes of the made-up catalogue; what a request costs depends on none of these."""
+"""Codes of the made-up catalogue; the cost of a request depends on none of them."""
 START = 1_704_096_000_000
 GOLDEN_SHARE = 0.25
-"""Of the largest score: how far golden answers of random weights may be off. They only show that a model answers."""
+"""Tolerance for golden answers with random weights, relative to the largest score: they only show that it answers."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the models that are compared."""
+    """One of the compared models."""
 
     kind: str
     """dense, precomposed or composing."""
     experts: int | None = None
-    """None for the recipe's own."""
+    """None for the recipe's own number."""
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class Variant:
 
 
 def make_variants(kinds: Sequence[str], experts: Sequence[int]) -> list[Variant]:
-    """The recipe's own E first, then the sweep."""
+    """Returns the variants: the recipe's own E first, then the sweep."""
     own = [Variant(kind) for kind in kinds]
     return own + [Variant(kind, many) for many in experts for kind in kinds if kind != "dense"]
 
@@ -86,12 +86,12 @@ class Journeys:
         return make_task(self.recipe)
 
     def artifact(self, variant: Variant) -> Artifact:
-        """Made once, then found again in the folder."""
+        """Makes the artifact once; later calls find it in the folder."""
         to = self._folder / f"journeys-{self._dtype}-{variant.name}"
         if (to / ABOUT).is_file():
             return load_artifact(to)
         if variant.experts is None:
-            from intbmoe.train import train  # random weights need none of its packages
+            from intbmoe.train import train  # here, because random weights do not need its packages
 
             run = train(variant.recipe(self.recipe), root=self._folder / "runs", quiet=True)
             return export_run(run, to, dtype=self._dtype, precompose=variant.precompose)
@@ -101,7 +101,7 @@ class Journeys:
         )
 
     def requests(self, artifact: Artifact) -> list[dict[str, Any]]:
-        """From the validation split: histories as they are."""
+        """Returns unchanged histories from the validation split."""
         return self._task.golden_requests(artifact.encoder(), REQUESTS)
 
 
@@ -125,7 +125,7 @@ class IntTravelLike:
         return Catalogue(about, {"ids": torch.from_numpy(ids), "codes": torch.from_numpy(codes)})
 
     def artifact(self, variant: Variant) -> Artifact:
-        """Made once, then found again in the folder."""
+        """Makes the artifact once; later calls find it in the folder."""
         to = self._folder / f"inttravel-{self._places}-{self._dtype}-{variant.name}"
         if (to / ABOUT).is_file():
             return load_artifact(to)
@@ -133,7 +133,7 @@ class IntTravelLike:
         return write_random(to, recipe, variant, self._dtype, self._catalogue, self._golden, self._device)
 
     def requests(self, artifact: Artifact) -> list[dict[str, Any]]:
-        """Histories as long as the model reads, the sessions' fields all given."""
+        """Returns histories as long as the model reads, with all fields of the sessions."""
         return self._make_requests(artifact.encoder(), REQUESTS)
 
     def _make_requests(self, encoder: Predictor, count: int) -> list[dict[str, Any]]:
@@ -161,10 +161,10 @@ class IntTravelLike:
 
 
 class Texts:
-    """The MiniPile recipe's decoder. Each token is a word of its own, so that each is sent as a piece of its own."""
+    """The MiniPile recipe's decoder. Each token is a separate word, so that each is sent as a separate piece."""
 
     def __init__(self, folder: Path, dtype: str, length: int, device: str, tiny: bool = False) -> None:
-        """``length`` is the most tokens of a prompt, and of new ones."""
+        """``length`` is the maximum number of prompt tokens, and also of new tokens."""
         self._folder, self._dtype, self._device, self._tiny = folder, dtype, device, tiny
         recipe = load_recipe("minipile")
         if tiny:
@@ -174,7 +174,7 @@ class Texts:
         self.recipe = replace(recipe, data=replace(recipe.data, length=length))
 
     def artifact(self, variant: Variant) -> Artifact:
-        """Made once, then found again in the folder."""
+        """Makes the artifact once; later calls find it in the folder."""
         to = self._folder / f"texts-{self.recipe.data.length}-{self._dtype}-{variant.name}{'-tiny' * self._tiny}"
         if (to / ABOUT).is_file():
             return load_artifact(to)
@@ -182,7 +182,7 @@ class Texts:
         return write_random(to, recipe, variant, self._dtype, self._catalogue, self._golden, self._device)
 
     def prompts(self, sizes: Sequence[int]) -> list[str]:
-        """Random words, as many as each size says."""
+        """Returns random words, as many as each size says."""
         generator = np.random.default_rng(0)
         return [" ".join(f"w{number}" for number in generator.integers(self._words, size=size)) for size in sizes]
 
@@ -196,12 +196,12 @@ class Texts:
 
         tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(self._words)}, "w0"))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        # No id ends a text: each gets as many tokens as it asks for.
+        # No id ends a text, so each gets as many tokens as requested.
         return Catalogue({"tokenizer": TOKENIZER, "end_of_text": -1}, files={TOKENIZER: tokenizer.to_str().encode()})
 
     @torch.inference_mode()
     def _golden(self, predictor: Any) -> list[dict[str, Any]]:
-        """One token after the prompt whose likeliest token is furthest ahead: rounding must not change a text."""
+        """Generates one token after the prompt with the clearest winner, so that rounding does not change the text."""
         prompts = self.prompts([16] * 32)
         ids = torch.tensor([predictor.encode({"prompt": prompt}).payload["ids"].tolist() for prompt in prompts])
         best = predictor.model(ids.to(predictor.device))[:, -1].float().topk(2).values
@@ -212,7 +212,7 @@ class Texts:
 
 
 def random_model(recipe: Recipe) -> nn.Module:
-    """A model that is not trained; what does not depend on E is that of one expert."""
+    """Builds an untrained model; everything that does not depend on E is the same as with one expert."""
     torch.manual_seed(0)
     model = make_task(recipe).make_model()
     if not any(isinstance(layer, IntBMoE) for layer in model.modules()):
@@ -234,8 +234,8 @@ def write_random(
     golden: Callable[[Any], list[dict[str, Any]]],
     device: str = "cpu",
 ) -> Artifact:
-    """An artifact of a model with random weights: nothing was trained, so nothing is compared with it."""
-    with torch.device(device):  # where a large model is made sooner
+    """Writes an artifact of a model with random weights; there is no trained model to compare it with."""
+    with torch.device(device):  # a large model is built faster there
         random = random_model(recipe).requires_grad_(False)
     model = cast_model(random, DTYPES[dtype], precompose=variant.precompose)
     about = {
@@ -258,6 +258,6 @@ def write_random(
 
 
 def write_requests(file: Path, requests: Sequence[dict[str, Any]]) -> None:
-    """For the clients."""
+    """Writes the requests for the clients."""
     bodies = [json.dumps(request, separators=(",", ":")) for request in requests]
     file.write_text(json.dumps({"path": "/v1/recommend", "bodies": bodies}))

@@ -1,4 +1,4 @@
-"""The client processes of the load generator (``serve_load.py``), and what all of them saw together."""
+"""Runs the client processes of the load generator (``serve_load.py``) and combines their figures."""
 
 import itertools
 import json
@@ -16,37 +16,37 @@ import serve_load
 from serve_load import Load
 
 HEAD_START_S = 0.6
-"""Between the order and the first arrival: time for the connections."""
+"""Time between starting a step and its first arrival, for opening connections."""
 CLIENT_RATE = 3000
-"""Requests a second that one client process is given at most."""
+"""Maximum number of requests per second for one client process."""
 LATE_MS = 10.0
-"""A generator whose lateness is above this for one request in a hundred does not keep up."""
+"""The generator does not keep up if one request in a hundred is later than this."""
 BUSY = 0.95
-"""Share of a core from which on a client has no time left."""
+"""A client that uses more than this share of a core has no time left."""
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that ``share`` of all do not exceed; NaN of nothing."""
+    """Returns the smallest value that a ``share`` of all values does not exceed; NaN without values."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What all clients saw at one rate."""
+    """The combined figures of all clients at one rate."""
 
     rate: float
     seconds: float
     due: int
     answered: int
     throughput: float
-    """Answers a second within the time that counts."""
+    """Answers per second during the measured time."""
     mean_ms: float
     p50_ms: float
     p95_ms: float
     p99_ms: float
     max_ms: float
     errors: dict[str, int]
-    """By status or reason, of requests that were due in the time that counts."""
+    """By status or reason, for requests that were due during the measured time."""
     lateness_p50_ms: float
     lateness_p99_ms: float
     busiest_client: float
@@ -57,7 +57,7 @@ class Step:
 
     @property
     def generator_kept_up(self) -> bool:
-        """Whether requests went out when they were due, so that the figures are the server's."""
+        """Whether requests were sent when they were due, so that the figures describe the server."""
         return not self.lateness_p99_ms > LATE_MS and self.busiest_client < BUSY
 
 
@@ -112,14 +112,14 @@ class Clients:
         return [process.pid for process in self._processes]
 
     def start_for(self, rate: float) -> int:
-        """Have as many processes as a rate needs; how many those are."""
+        """Starts as many processes as a rate needs; returns their number."""
         count = max(1, math.ceil(rate / self._client_rate))
         while len(self._processes) < count:
             self._processes.append(self._start())
         return count
 
     def step(self, load: Load) -> Step:
-        """Send ``load.rate`` requests a second in all, from ``HEAD_START_S`` from now on."""
+        """Sends ``load.rate`` requests per second in all, starting ``HEAD_START_S`` from now."""
         count = self.start_for(load.rate)
         used = self._processes[:count]
         start = time.monotonic() + HEAD_START_S
@@ -140,7 +140,7 @@ class Clients:
     def _start(self) -> subprocess.Popen:
         command = [sys.executable, serve_load.__file__, str(self._requests)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._read(process)  # it says when it is ready
+        self._read(process)  # waits until it is ready
         return process
 
     @staticmethod

@@ -1,16 +1,16 @@
-"""An open-loop load generator for HTTP/1.1: a request is sent when it is due, whether others were answered or not.
+"""An open-loop load generator for HTTP/1.1: it sends a request when it is due, whether others were answered or not.
 
-**Latency** counts from the moment a request was due. A server that stalls, a generator that is late and a wait for a
-free connection all show in the latency of every request that was due meanwhile: what is not sent is not left out.
+**Latency** counts from the moment when a request was due. A server that stalls, a generator that is late and a wait for
+a free connection all show in the latency of every request that was due during that time, even if it was sent late.
 
 **Arrivals** are a Poisson process or evenly spaced, fixed by a seed before the first is sent.
 
-**Clients** are processes of this file (``python serve_load.py REQUESTS``), started by ``serve_clients.py``, which stay
-for a whole benchmark: each gets a ``Load`` as a line of JSON and answers with a line of figures. Connections are kept
-alive and used in turn, so that the load spreads over all processes that listen on a port.
+**Clients** are processes of this file (``python serve_load.py REQUESTS``), started by ``serve_clients.py`` for a whole
+benchmark: each gets a ``Load`` as a line of JSON and answers with a line of figures. Connections are kept alive and
+used in turn, so that the load spreads over all processes that listen on a port.
 
-**Lateness** of the generator is measured too: how long after it was due a request was noticed. Timers count in
-milliseconds, so it is about half of one where all is well. It is part of the latency.
+**Lateness** of the generator is measured too: how long after its due time a request was handled. Timers count in
+milliseconds, so it is normally about half a millisecond. It is part of the latency.
 """
 
 import asyncio
@@ -39,30 +39,30 @@ NOT_HTTP = "not HTTP"
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one client has to do."""
+    """The work of one client."""
 
     port: int
     rate: float
-    """Requests a second."""
+    """Requests per second."""
     seconds: float
-    """How long requests count."""
+    """How long requests are measured."""
     warm_s: float = 0.0
-    """How long requests are sent before, which do not count."""
+    """How long requests are sent before that without being measured."""
     arrivals: Literal["poisson", "fixed"] = "poisson"
     seed: int = 0
     start: float = 0.0
-    """When the first can be due, on the machine's monotonic clock."""
+    """Earliest due time, on the machine's monotonic clock."""
     phase: float = 0.0
-    """Of evenly spaced arrivals: by which part of a gap the first comes after ``start``."""
+    """For evenly spaced arrivals: the delay of the first after ``start``, as a fraction of a gap."""
     connections: int = 64
     """Opened beforehand."""
     most_connections: int = 512
     patience_s: float = 2.0
-    """How long answers are waited for after the last was due."""
+    """How long to wait for answers after the last request was due."""
 
 
 def due_times(load: Load) -> list[float]:
-    """Seconds from ``start`` at which requests are due."""
+    """Returns the due times of requests, in seconds from ``start``."""
     total = load.warm_s + load.seconds
     if load.arrivals == "fixed":
         return [(number + load.phase) / load.rate for number in range(math.ceil(total * load.rate - load.phase))]
@@ -83,14 +83,14 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time."""
+    """A connection that has one request at a time."""
 
     def __init__(self, client: "Client") -> None:
         self._client = client
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self.asked: int | None = None
-        """The number of the request that is not answered yet."""
+        """The number of the pending request."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -107,7 +107,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def on_message_complete(self) -> None:
-        """The parser has read an answer to its end."""
+        """Called when the parser has read a complete answer."""
         self._end(str(self._parser.get_status_code()))
         if self._parser.should_keep_alive():
             self._client.take_back(self)
@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
         self._client.forget(self)
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Closes the connection and gives up on its pending request."""
         self.asked = None
         self._transport.close()
 
@@ -148,7 +148,7 @@ class Client:
         self._waited_for_connection = 0
 
     async def run(self) -> dict[str, Any]:
-        """Until all are answered, or patience ends; the figures of those that count."""
+        """Runs until all requests are answered or patience ends; returns the figures of the measured ones."""
         loop = asyncio.get_running_loop()
         for _ in range(self._load.connections):
             await self._connect(loop)
@@ -162,7 +162,7 @@ class Client:
                 number += 1
             self._send()
             if number < len(self._due):
-                # Not less than a tick: a wait of nothing would keep a core busy, which the server may need.
+                # At least one tick: not waiting at all would keep a core busy that the server may need.
                 await asyncio.sleep(max(TICK_S, self._due[number] - time.monotonic()))
         busy = (time.process_time() - used) / max(time.monotonic() - begun, 1e-9)
         if self._left:
@@ -177,7 +177,7 @@ class Client:
         return figures
 
     def record(self, number: int, outcome: str) -> None:
-        """A request has ended, with a status or a reason."""
+        """Records that a request has ended, with a status or a reason."""
         self._ended[number] = (outcome, time.monotonic())
         self._left -= 1
         if not self._left:
@@ -188,7 +188,7 @@ class Client:
         self._send()
 
     def forget(self, connection: Connection) -> None:
-        """A connection has ended; another is opened when a request needs it."""
+        """Records that a connection has ended; another is opened when a request needs it."""
         self._open.discard(connection)
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
@@ -196,7 +196,7 @@ class Client:
     def _send(self) -> None:
         while self._unsent and self._idle:
             number = self._unsent.popleft()
-            # The one that has been idle longest: all are used alike, and with them the processes behind them.
+            # Takes the connection that has been idle longest, so that all fronts get the same load.
             self._idle.popleft().ask(number, self._requests[number])
         room = self._load.most_connections - len(self._open) - len(self._opening)
         for _ in range(min(room, len(self._unsent) - len(self._opening))):
@@ -249,8 +249,8 @@ def send(load: Load, requests: Sequence[bytes]) -> dict[str, Any]:
 
 
 def main(requests: str) -> None:
-    """A client process: reads a load per line, prints its figures as a line."""
-    # Not sys.stdout, which with PYTHONUNBUFFERED drops what a full pipe does not take at once.
+    """Runs a client process, which reads a load per line and prints its figures as a line."""
+    # Not sys.stdout: with PYTHONUNBUFFERED, it drops what does not fit into a full pipe.
     out = open(sys.stdout.fileno(), "w", closefd=False)  # noqa: SIM115
     content = json.loads(Path(requests).read_text())
     whole = [post(content["path"], body.encode()) for body in content["bodies"]]

@@ -1,11 +1,11 @@
-"""Where the time of a batch goes in one engine: the paper's travel model with random weights, by stages and sizes.
+"""Shows where the time of a batch goes in one engine: the paper's travel model with random weights, by stage and size.
 
     python benchmarks/serve_profile.py --device cuda --dtype bfloat16 --artifacts /tmp/served --json stages.json
     python benchmarks/serve_profile.py --places 2000 --sizes 1 4 --rounds 2            # a dry run
 
-Milliseconds are medians. Stages between "copy in" and "copy out" are timed by the device where it is a GPU, the others
-by the host. "step" is the whole of ``Engine.step`` with what comes before and after it in an engine's process, from
-messages to messages. "ordinary" is the same answer with kernels started one by one.
+Milliseconds are medians. On a GPU, the device times the stages between "copy in" and "copy out"; the host times the
+others. "step" is all of ``Engine.step`` and the work before and after it in an engine's process, from messages to
+messages. "ordinary" is the same answer with kernels launched one by one.
 """
 
 import logging
@@ -41,19 +41,19 @@ FOREVER = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to profile."""
+    """Settings of the profile."""
 
     variants: tuple[Literal["dense", "precomposed", "composing"], ...] = ("precomposed", "dense")
     places: int = 1_000_000
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
     sizes: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
-    """Requests of a batch."""
+    """Numbers of requests in a batch."""
     rounds: int = 30
     only_make: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Make the artifacts and end."""
+    """Make the artifacts and exit."""
     artifacts: Path | None = None
-    """Where artifacts are kept and found again, as those of serve.py are."""
+    """Folder where artifacts are kept for reuse, like those of serve.py."""
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
 
 
@@ -65,9 +65,9 @@ class Stages:
         self._graphs: CapturedSearch = predictor.captured
         self._on_gpu = predictor.device.type == "cuda"
 
-    @torch.inference_mode()  # as in the engine: what graphs read and write can be written to there only
+    @torch.inference_mode()  # as in the engine: the graphs' buffers can only be written in this mode
     def measure(self, messages: Sequence[bytes]) -> dict[str, float]:
-        """Milliseconds by stage for one batch."""
+        """Measures milliseconds by stage for one batch."""
         batch = _read(messages)
         shape = self._graphs.shape_for(batch[: self._graphs.requests[-1]])
         found = {name: [] for name in STAGES}
@@ -148,7 +148,7 @@ def profile(options: Options, models: IntTravelLike, variant: Variant) -> dict[s
     loaded = time.perf_counter()
     warm_up(engine, artifact.golden)
     warm = time.perf_counter()
-    if predictor.captured is None:  # on a CPU: the same stages, nothing recorded
+    if predictor.captured is None:  # on a CPU: the same stages without graphs
         with torch.inference_mode():
             predictor.captured = CapturedSearch(predictor, most)
     requests = models.requests(artifact)

@@ -1,4 +1,4 @@
-"""The clients of ``serve_texts.py``: they read texts as they are streamed, and note when their tokens come."""
+"""The clients of ``serve_texts.py``, which read streamed texts and record when tokens arrive."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ class Written:
 
 
 class Reader(asyncio.Protocol):
-    """One client: takes the next request as soon as a text has ended, until there is none."""
+    """One client, which sends the next request as soon as a text has ended, until there is none."""
 
     def __init__(self, requests: deque[bytes], written: list[Written]) -> None:
         self._requests, self._written = requests, written
@@ -43,14 +43,14 @@ class Reader(asyncio.Protocol):
         self._parser.feed_data(data)
 
     def on_body(self, part: bytes) -> None:
-        """The parser has read a part of an answer."""
+        """Called when the parser has read a part of an answer."""
         self._last = time.perf_counter()
         if not self._body:
             self._first = self._last
         self._body += part
 
     def on_message_complete(self) -> None:
-        """The parser has read an answer to its end."""
+        """Called when the parser has read a complete answer."""
         status, *lines = self._parser.get_status_code(), *self._body.decode().splitlines()
         if status != 200 or not lines or json.loads(lines[-1]) != END:
             self._fail(f"the server answers {status}: {self._body[-300:]!r}")
@@ -74,7 +74,7 @@ class Reader(asyncio.Protocol):
 
 
 async def read_texts(port: int, clients: int, requests: Sequence[bytes]) -> tuple[list[Written], float]:
-    """All texts, written for so many clients at a time, and the seconds that took."""
+    """Returns all texts, read by this many clients at a time, and the seconds that it took."""
     loop, waiting, written = asyncio.get_running_loop(), deque(requests), []
     started = time.perf_counter()
     pairs = [await loop.create_connection(lambda: Reader(waiting, written), "127.0.0.1", port) for _ in range(clients)]

@@ -1,4 +1,4 @@
-"""When a server's budget is broken, and the highest rate at which it is not."""
+"""Decides when a server exceeds its budget, and finds the highest rate at which it does not."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from serve_clients import Step
 
 GROWTH = 1.6
-"""From one rate to the next, where no more are given."""
+"""Factor from one rate to the next, beyond the given ones."""
 LOWEST = 1.0
-"""Requests a second below which a server holds nothing."""
+"""Lowest rate that is tried, in requests per second."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What every step is held against."""
+    """The limits for every step."""
 
     p99_ms: float
     mean_ms: float | None = None
 
     def breach(self, step: Step) -> str | None:
-        """Why a step breaks the budget; None where it holds it."""
+        """Returns why a step exceeds the budget, or None if it does not."""
         if step.errors:
             return f"{sum(step.errors.values())} of {step.due}: {', '.join(step.errors)}"
         if not step.p99_ms <= self.p99_ms:
@@ -33,10 +33,10 @@ class Budget:
 def find_highest(
     holds: Callable[[float], bool | None], rates: Sequence[float], *, most: float, resolution: float
 ) -> float | None:
-    """The highest rate known to hold: rising along ``rates`` and beyond until one breaks, then between the two.
+    """Finds the highest good rate: rises along ``rates`` and beyond until one fails, then searches between the two.
 
-    ``holds(rate)`` measures; None says that there is no time for it, and ends the search. It ends too at the rate
-    ``most``, or when what holds and what breaks are within a factor of 1 + ``resolution``.
+    ``holds(rate)`` measures a rate; it returns None if there is no time left, which ends the search. The search also
+    ends at the rate ``most``, or when the good and the bad rate are within a factor of 1 + ``resolution``.
     """
     low: float | None = None
     ladder = [rate for rate in rates if rate <= most]
@@ -51,7 +51,7 @@ def find_highest(
     if answer is None:
         return low
     high = rate
-    while low is None:  # not even the first
+    while low is None:  # even the first rate failed
         rate = high / GROWTH**2
         if rate < LOWEST:
             return None

@@ -1,4 +1,4 @@
-"""``intbmoe serve`` as a process of its own on a free port of loopback, with what it says of itself."""
+"""Runs ``intbmoe serve`` as a separate process on a free loopback port, and reads its metrics."""
 
 import http.client
 import json
@@ -24,18 +24,18 @@ HISTOGRAMS = ("intbmoe_batch_requests", "intbmoe_queue_seconds", "intbmoe_comput
 
 
 class Server:
-    """``with Server(artifact, options) as server: server.port``; it is ready inside, and gone after."""
+    """``with Server(artifact, options) as server: server.port``; it is ready inside the block and stopped after it."""
 
     def __init__(self, artifact: Path, options: Sequence[str], fronts: int = 1, log_file: Path | None = None) -> None:
-        """``options`` are those of ``intbmoe serve``, which say that there are so many ``fronts``.
+        """``options`` are those of ``intbmoe serve``; ``fronts`` is the number of fronts that they set.
 
-        ``log_file`` gets all that it writes, after what is there already.
+        The server's output is appended to ``log_file``.
         """
         self._fronts, self._log_file = fronts, log_file
         self.command = [sys.executable, "-m", "intbmoe.cli", "serve", str(artifact), "--port", "0", *options]
         self.port = 0
         self.start_s = 0.0
-        """How long it took to be ready."""
+        """Seconds until the server was ready."""
         self._log: deque[str] = deque(maxlen=40)
 
     def __enter__(self) -> "Server":
@@ -47,7 +47,7 @@ class Server:
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "PYTHONPATH": paths},
-            start_new_session=True,  # Ctrl-C is for the benchmark, which then ends the server
+            start_new_session=True,  # so that Ctrl-C reaches only the benchmark, which then stops the server
         )
         lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
@@ -69,7 +69,7 @@ class Server:
             try:
                 self._process.wait(STOP_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()  # its processes end when it is gone
+                self._process.kill()  # its child processes then exit too
                 self._process.wait()
 
     @property
@@ -84,7 +84,7 @@ class Server:
         return status, json.loads(content)
 
     def figures(self) -> dict[str, float]:
-        """Everything in ``/metrics``, by name with labels."""
+        """Returns all values of ``/metrics``, by name with labels."""
         status, body = self.get("/metrics")
         if status != 200:
             raise RuntimeError(f"/metrics answers {status}: {body[:200]!r}")
@@ -93,11 +93,11 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the process that started the others."""
+        """The id of the supervisor process."""
         return self._process.pid
 
     def _all_ready(self) -> bool:
-        """Each front is ready by itself, and the system chooses one for each connection: so many reach all of them."""
+        """Checks many connections: fronts become ready separately, and the system chooses one for each connection."""
         return all(self.get("/health/ready")[0] == 200 for _ in range(READY_ASKS * self._fronts))
 
     def _ask(self, method: str, path: str, body: bytes | None = None, headers: Mapping = {}) -> tuple[int, bytes]:
@@ -130,7 +130,7 @@ class Server:
 
 
 class Watch:
-    """What the server counted, and who used the machine's cores, between its making and ``end``."""
+    """The server's counts, and the use of the machine's cores, from its creation until ``end``."""
 
     def __init__(self, server: Server, clients: Sequence[int]) -> None:
         """``clients`` are processes that send requests."""
@@ -138,7 +138,7 @@ class Watch:
         self._figures, self._used, self._began = server.figures(), self._cpu_seconds(), time.monotonic()
 
     def _cpu_seconds(self) -> dict[str, float]:
-        """By fronts, engines, clients and all others; empty where the system does not say."""
+        """Returns CPU time of fronts, engines, clients and all others; empty if the system does not report it."""
         if not Path("/proc/stat").exists():
             return {}
         used = dict.fromkeys((*ROLES.values(), "clients"), 0)
@@ -146,7 +146,7 @@ class Watch:
             try:
                 fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
                 command = (folder / "cmdline").read_text()
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
             role = "clients" if int(folder.name) in self._clients else None
             if int(fields[1]) == self._server.pid:
@@ -158,7 +158,7 @@ class Watch:
         return {role: ticks / os.sysconf("SC_CLK_TCK") for role, ticks in used.items()}
 
     def end(self) -> dict[str, Any]:
-        """Batches and their sizes, mean milliseconds in queue and model, cores used."""
+        """Returns batches and their sizes, mean milliseconds in queue and model, and cores used."""
         after, used = self._server.figures(), self._cpu_seconds()
         seconds = time.monotonic() - self._began
         grown = {name: value - self._figures.get(name, 0.0) for name, value in after.items()}
@@ -185,7 +185,7 @@ def _mean(grown: Mapping[str, float], name: str) -> float:
 
 
 def _sizes(grown: Mapping[str, float], name: str) -> dict[str, int]:
-    """How many batches were at most so large, and larger than the bound before."""
+    """Returns how many batches are in each size bucket, up to its bound and above the previous one."""
     found, below = {}, 0.0
     bounds = [(key.split('le="')[1].split('"')[0], value) for key, value in grown.items() if f"{name}_bucket" in key]
     for bound, value in sorted(bounds, key=lambda pair: float(pair[0])):
@@ -196,7 +196,7 @@ def _sizes(grown: Mapping[str, float], name: str) -> dict[str, int]:
 
 
 def _share(grown: Mapping[str, float], use: str) -> float:
-    """Of the tokens computed, those of one use."""
+    """Returns the share of computed tokens that had one use, such as padding."""
     tokens = {key: value for key, value in grown.items() if key.startswith("intbmoe_tokens_total")}
     total = sum(tokens.values())
     return sum(value for key, value in tokens.items() if f'use="{use}"' in key) / total if total else 0.0

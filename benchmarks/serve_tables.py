@@ -1,4 +1,4 @@
-"""What ``serve.py`` found, as data and as tables."""
+"""Results of ``serve.py`` as data and as tables."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ CORES = ("fronts", "engines", "clients", "others")
 
 @dataclass(frozen=True)
 class Target:
-    """What is aimed at: a rate, with these latencies."""
+    """The goal: a rate with these latencies."""
 
     rate: float
     mean_ms: float
@@ -35,29 +35,29 @@ class Measured:
     steps: list[dict[str, Any]] = field(default_factory=list)
     highest: float | None = None
     out_of_time: bool = False
-    """Whether the search ended before it was as close as asked for."""
+    """Whether the search ended before it reached its resolution."""
     reached_most: bool = False
-    """Whether it held the highest rate that was allowed."""
+    """Whether it stayed within the budget at the highest allowed rate."""
     start_s: float = 0.0
     failure: str | None = None
-    """Why it could not be measured to the end."""
+    """Why the measurement ended early."""
 
     @property
     def name(self) -> str:
         return f"{self.variant.name}, {self.fronts} front{'s' * (self.fronts > 1)}"
 
     def at(self, rate: float | None) -> dict[str, Any] | None:
-        """The last step at a rate."""
+        """Returns the last step at a rate."""
         return next((step for step in reversed(self.steps) if step["rate"] == rate), None)
 
     @property
     def is_a_bound(self) -> bool:
-        """Whether the server may hold more than the highest rate that was seen to hold."""
+        """Whether the server may manage more than the highest good rate."""
         return self.out_of_time or self.reached_most or self.generator_is_the_limit
 
     @property
     def generator_is_the_limit(self) -> bool:
-        """Whether every step above the highest rate that broke did so with a generator that was late."""
+        """Whether the generator was late in every failed step above the highest good rate."""
         above = [step for step in self.steps if step["breach"] and step["rate"] > (self.highest or 0)]
         return bool(above) and not any(step["generator_kept_up"] for step in above)
 
@@ -87,7 +87,7 @@ class Measured:
 
 
 def plain(step: Step) -> dict[str, Any]:
-    """A step as JSON, where there is no NaN."""
+    """Returns a step as JSON values, without NaN."""
     figures = asdict(step) | {"generator_kept_up": step.generator_kept_up}
     return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in figures.items()}
 
@@ -102,7 +102,7 @@ def print_about(console: Console, about: Mapping[str, Any], recipe: str) -> None
 
 
 def print_steps(console: Console, measured: Measured, budget: Budget) -> None:
-    """All steps of a variant in the order they were made."""
+    """Prints all steps of a variant in order."""
     weights = "" if measured.artifact.about["metrics"] else ", random weights"
     mean = "" if budget.mean_ms is None else f", mean ≤ {budget.mean_ms:g} ms"
     title = f"{measured.name}{weights}: budget P99 ≤ {budget.p99_ms:g} ms{mean}, no errors"
@@ -132,10 +132,10 @@ def print_steps(console: Console, measured: Measured, budget: Budget) -> None:
 
 def _highest(measured: Measured) -> str:
     if measured.highest is None:
-        return "none that was tried" if measured.steps else "none was tried: time was over"
+        return "none of those tried" if measured.steps else "none was tried: no time left"
     text = f"{measured.highest:.0f}/s"
     if measured.out_of_time:
-        text += ", at least: time was over"
+        text += ", at least: no time left"
     if measured.reached_most:
         text += ", at least: no higher one was allowed"
     if measured.generator_is_the_limit:
@@ -144,7 +144,7 @@ def _highest(measured: Measured) -> str:
 
 
 def print_summary(console: Console, done: Sequence[Measured], common: float) -> None:
-    """One line a variant: what it holds, and how it does at a rate that is common to all."""
+    """Prints one line per variant: its highest good rate, and its latencies at a rate common to all."""
     latencies = ("mean ms", "P50", "P99", "model ms a batch")
     columns = ("variant", "weights MiB", *latencies, "highest rate held", "its mean", "its P99")
     table = figures_table(f"All variants; latencies at {common:g} requests a second", *columns)
@@ -159,7 +159,7 @@ def print_summary(console: Console, done: Sequence[Measured], common: float) -> 
 
 
 def print_target(console: Console, done: Sequence[Measured], target: Target) -> None:
-    """Whether what is aimed at was reached, by which variant."""
+    """Prints which variants reached the goal."""
     for measured in done:
         step = measured.at(measured.highest)
         if step is None:

@@ -1,11 +1,11 @@
-"""A running server that writes texts: tokens a second and the time of the first one, as clients get more.
+"""Measures a running server that generates text: tokens per second and time to the first token, by number of clients.
 
     python benchmarks/serve_texts.py --device cuda --dtype bfloat16 --fronts 4
     python benchmarks/serve_texts.py --tiny --clients 1 2 --rounds 2 --new-tokens 4  # a dry run
 
-The paper's 18-layer decoder with random weights is served by ``intbmoe serve`` on loopback. So many clients, each with
-its next request as soon as the last is answered, read texts as they are streamed. Tokens are drawn at a temperature of
-1, so that texts go different ways through the blocks. ``benchmarks/generate.py`` measures an engine without HTTP.
+``intbmoe serve`` serves the paper's 18-layer decoder with random weights on loopback. Each client reads streamed texts
+and sends its next request as soon as the last one is answered. Tokens are drawn at temperature 1, so that texts take
+different blocks. ``benchmarks/generate.py`` measures an engine without HTTP.
 """
 
 import asyncio
@@ -41,29 +41,29 @@ LINES = "Accept: application/x-ndjson"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to measure."""
+    """Settings of the measurement."""
 
     clients: tuple[int, ...] = (1, 4, 16, 64)
     variant: Literal["precomposed", "dense", "composing"] = "precomposed"
     prompt_tokens: tuple[int, int] = (32, 128)
-    """Fewest and most."""
+    """Smallest and largest number."""
     new_tokens: int = 80
     rounds: int = 6
-    """Texts of each client, on average."""
+    """Texts per client, on average."""
     length: int = 128
-    """Most tokens that the server allows in a prompt, and as many new ones."""
+    """Maximum number of prompt tokens that the server allows, and also of new tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
     fronts: int = 1
     serve: str = ""
-    """More options of intbmoe serve, as one string."""
+    """More options for intbmoe serve, as one string."""
     tiny: bool = False
-    """A tiny decoder, whose figures mean nothing."""
+    """Use a tiny decoder, whose figures mean nothing."""
     server_log: Path | None = None
     artifacts: Path | None = None
-    """Where the artifact is kept and found again. Default: a folder that is removed in the end."""
+    """Folder where the artifact is kept for reuse. Default: a temporary folder."""
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
-    """Where all figures go, after each number of clients."""
+    """File for all figures, written after each number of clients."""
 
     @property
     def server_options(self) -> list[str]:
@@ -88,7 +88,7 @@ def measure(server: Server, texts: Texts, options: Options, clients: int) -> dic
     seen = watch.end()
     tokens = sum(text.tokens for text in written)
     if tokens != len(requests) * options.new_tokens:
-        raise RuntimeError(f"{len(requests)} texts of {options.new_tokens} tokens have {tokens} in all")
+        raise RuntimeError(f"expected {len(requests)} texts of {options.new_tokens} tokens, got {tokens} tokens in all")
     firsts = sorted(1e3 * text.first for text in written)
     return {
         "clients": clients,
@@ -116,7 +116,7 @@ def show(found: Sequence[dict[str, Any]], options: Options) -> None:
 
 
 def main(options: Options) -> None:
-    # Leaving this way ends the server too.
+    # sys.exit also ends the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     about = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -135,7 +135,7 @@ def main(options: Options) -> None:
         console.print(f"artifact ready after {time.monotonic() - started:.1f} s")
         server = stack.enter_context(Server(artifact.path, options.server_options, options.fronts, options.server_log))
         console.print(f"server ready after {server.start_s:.1f} s")
-        stack.callback(lambda: show(found, options))  # also when it ends early
+        stack.callback(lambda: show(found, options))  # also if it ends early
         for clients in options.clients:
             found.append(measure(server, texts, options, clients))
             if options.json_file is not None:

@@ -1,12 +1,12 @@
-"""Forward and backward on the CPU: IntBMoE's and V-MoE's backends beside dense FFNs of equal FLOPs, and a profile.
+"""Times forward and backward on the CPU: IntBMoE and V-MoE next to dense FFNs of equal FLOPs; also prints a profile.
 
     python benchmarks/training.py                 # three minutes, on an otherwise idle machine
     python benchmarks/training.py --profile-rows 12   # also the operations that take longest
 
-The dense FFN of equal FLOPs is as wide as it takes for the FLOPs of forward and backward that torch counts in the layer
-beside it, composition and router included. Each shape runs in two fresh processes, one as Python is started and one
-in which glibc keeps the memory that tensors free (Linux only), as MALLOC_MMAP_THRESHOLD_=2147483647 and
-MALLOC_TRIM_THRESHOLD_=2147483647 make it. Times are the fastest of all rounds: other work on the machine only adds.
+The dense FFN of equal FLOPs is wide enough to have the FLOPs of forward and backward that torch counts in the layer,
+including composition and router. Each shape runs in two fresh processes: one with default settings, and one in which
+glibc keeps the memory that tensors free (Linux only), like MALLOC_MMAP_THRESHOLD_=2147483647 and
+MALLOC_TRIM_THRESHOLD_=2147483647. A time is the fastest of all rounds, because other work can only add to it.
 """
 
 import ctypes
@@ -25,14 +25,14 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 
 
 def keep_freed_memory() -> None:
-    """For the rest of this process glibc returns nothing to the system: neither blocks nor the end of its heap."""
+    """Makes glibc keep all freed memory for the rest of this process, both blocks and the end of its heap."""
     for threshold in (MMAP_THRESHOLD, TRIM_THRESHOLD):
         if ctypes.CDLL(None).mallopt(threshold, 2**31 - 1) != 1:
             raise RuntimeError(f"mallopt refused parameter {threshold}: this table needs glibc")
 
 
 def plain(layer: nn.Module, x: Tensor) -> Candidate:
-    """Forward and backward of a layer without backends to choose from."""
+    """Returns a call of forward and backward of a layer that has no choice of backends."""
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
 
     def run() -> None:
@@ -49,7 +49,7 @@ def flops_of(candidate: Candidate) -> int:
 
 
 def make_candidates(shape: Shape) -> dict[str, Candidate]:
-    """IntBMoE by two backends, V-MoE with as many experts as IntBMoE has bases, and a dense FFN for each of the two."""
+    """Returns IntBMoE with two backends, V-MoE with as many experts as IntBMoE has bases, and a dense FFN for each."""
     c = shape.config
     x = torch.randn(1, shape.tokens, c.dim)
     layer = build(c).train()
@@ -61,7 +61,7 @@ def make_candidates(shape: Shape) -> dict[str, Candidate]:
         "V-MoE, grouped": plain(sparse, x),
     }
     for name in ("IntBMoE, grouped", "V-MoE, grouped"):
-        # Five products of two FLOPs: two forward, three backward, as nobody asks for the gradient of x.
+        # Five products of two FLOPs: two forward and three backward, because x needs no gradient.
         width = round(flops_of(candidates[name]) / (10 * shape.tokens * c.dim))
         dense = plain(intbmoe.create("dense", c.dim, width).train(), x)
         candidates[f"dense, FLOPs of {name.split(',')[0]}"] = dense
@@ -69,7 +69,7 @@ def make_candidates(shape: Shape) -> dict[str, Candidate]:
 
 
 def measure(shape: Shape, keep: bool, seconds: float, threads: int) -> dict[str, tuple[float, float]]:
-    """GFLOPs and fastest milliseconds by candidate; to be run in a fresh process."""
+    """Returns GFLOPs and fastest milliseconds by candidate; run it in a fresh process."""
     torch.set_num_threads(threads)
     if keep:
         keep_freed_memory()
@@ -94,7 +94,7 @@ def bench(shape: Shape, seconds: float, threads: int) -> None:
 
 
 def profile(shape: Shape, rows: int) -> None:
-    """Which operations of IntBMoE's forward and backward take longest, by the shapes of their inputs; one thread."""
+    """Prints the slowest operations of IntBMoE's forward and backward by the shapes of their inputs, on one thread."""
     torch.set_num_threads(1)
     step = make_candidates(shape)["IntBMoE, grouped"]
     for _ in range(2):
@@ -117,15 +117,15 @@ def main(seconds: float = 8.0, threads: int = 2, shapes: tuple[str, ...] = (), p
     """Time training steps of single layers.
 
     Args:
-        seconds: For each shape and process; at least three rounds.
-        threads: Threads torch uses.
-        shapes: ImageNet, MiniPile, IntTravel; all when left out.
+        seconds: Time for each shape and process; at least three rounds.
+        threads: Number of torch's threads.
+        shapes: ImageNet, MiniPile, IntTravel; all if not given.
         profile_rows: How many operations of a profile to print for each shape.
     """
     say_facts(machine() | {"threads": threads})
     for shape in SHAPES:
         if not shapes or shape.name in shapes:
-            # At λ = 0, where IntTravel starts, the gate would have no gradient.
+            # At λ = 0, IntTravel's initial value, the gate would have no gradient.
             shape = replace(shape, config=replace(shape.config, residual_scale=1.0))
             bench(shape, seconds, threads)
             if profile_rows:

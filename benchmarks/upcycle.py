@@ -1,12 +1,12 @@
-"""Dense runs continued as they are, and with their FFNs replaced: loss after equal tokens.
+"""Continues dense runs as they are and with their FFNs replaced, and compares the losses after equally many tokens.
 
     for seed in 0 1 2; do intbmoe train stdlib --moe.name dense --train.seed $seed; done
     python benchmarks/upcycle.py runs/stdlib/dense/0 runs/stdlib/dense/1 runs/stdlib/dense/2 --steps 200 --lr 3e-3
 
 Every variant continues from the same weights, on the same batches in a new order, with a fresh AdamW, a warm-up of 5 %
-and half a cosine. FFNs are replaced by ``intbmoe.replace_ffn``; ``--options`` go to IntBMoE. "wide" is the control for
-parameters: one more dense FFN beside each, likewise starting at zero (DeepSeek with one expert). ``--side-by-side 5``
-runs five continuations at a time, each in a process of its own.
+and half a cosine. ``intbmoe.replace_ffn`` replaces the FFNs; ``--options`` are passed to IntBMoE. "wide" is the control
+for parameters: one more dense FFN next to each, also starting at zero (DeepSeek with one expert). ``--side-by-side 5``
+runs five continuations at a time, each in a separate process.
 """
 
 import argparse
@@ -43,15 +43,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="finished dense runs, one for each seed")
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--lr", type=float, required=True, help="the highest rate of the continuation")
-    parser.add_argument("--options", type=json.loads, default={}, help="of IntBMoE, as JSON: '{\"experts\": 8}'")
+    parser.add_argument("--lr", type=float, required=True, help="peak learning rate of the continuation")
+    parser.add_argument("--options", type=json.loads, default={}, help="IntBMoE's options as JSON: '{\"experts\": 8}'")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--side-by-side", type=int, default=1, help="continuations at a time")
+    parser.add_argument("--side-by-side", type=int, default=1, help="number of continuations at a time")
     given = parser.parse_args()
     jobs = [(run, variant, given.steps, given.lr, given.options) for run in given.runs for variant in given.variants]
     if given.side_by_side == 1:
         losses = [continued(*job) for job in jobs]
-    else:  # one that fails is told at the end, when the others are done
+    else:  # a failure is reported at the end, when the others are done
         with ProcessPoolExecutor(given.side_by_side, get_context("spawn"), max_tasks_per_child=1) as pool:
             begun = [pool.submit(continued, *job) for job in jobs]
         losses = [job.result() for job in begun]
@@ -66,12 +66,12 @@ def main() -> None:
 
 
 def continued(path: str, variant: str, steps: int, lr: float, options: dict[str, Any]) -> float:
-    """The validation loss after ``steps`` more; prints it with what the replacement did."""
+    """Returns the validation loss after ``steps`` more; prints it with the effect of the replacement."""
     run = RunDirectory.existing(path)
     task, model = make_task(run.recipe), intbmoe.load(path)
     plan = plan_batches(len(task.split("train")), replace(run.recipe.train, steps=steps), 1)
     warmup = WARMUP * steps / plan.steps_per_epoch
-    # Another seed than the run's: its batches have been seen in that order.
+    # Not the run's seed: the model has already seen the batches in that order.
     seed = run.recipe.train.seed + 1000
     settings = replace(run.recipe.train, steps=steps, lr=lr, warmup=warmup, seed=seed, workers=0)
     torch.manual_seed(derive_seed(settings.seed, "model"))

@@ -1,11 +1,11 @@
-"""Put a finished run into the zoo, with its card.
+"""Adds a finished run to the zoo, with its card.
 
     python -m benchmarks.zoo runs/digits/intbmoe/0 digits --command "intbmoe train digits" --about "…"
 
-The card's score is measured here and now; ``--half`` stores the weights in half precision. What a hub shows is
-README.md, whose head names licence, library and score; the rest is the run itself, made to work on any machine: in
-float32, and without the path of the data. ``--data FILE.tar`` is for Tiny-ImageNet, which may not be passed on: the
-model gets a stand-in instead (``benchmarks/zoo_stand_in.py``), and its scores on that, which can be checked anywhere.
+This script measures the card's score itself; ``--half`` stores the weights in half precision. A hub shows README.md,
+whose head names licence, library and score; the rest is the run itself, changed to work on any machine: in float32, and
+without the path of the data. ``--data FILE.tar`` is for Tiny-ImageNet, which may not be redistributed: the model gets
+substitute pictures (``benchmarks/zoo_stand_in.py``) and its scores on them, which can be checked anywhere.
 """
 
 import argparse
@@ -50,11 +50,11 @@ model = intbmoe.load("zoo:{name}")
 
 `intbmoe eval zoo:{name}{data}` measures the score again.
 """
-PICTURES, CLASSES = 4, slice(0, None, 20)  # of the stand-in's pictures and of a picture's scores, those that are kept
+PICTURES, CLASSES = 4, slice(0, None, 20)  # which substitute pictures, and which scores of each, are kept
 
 
 def scores_on_stand_in(run: RunDirectory) -> list[list[float]]:
-    """Some of the model's scores of pictures that come with it: they check a model whose data do not."""
+    """Returns some of the model's scores on the substitute pictures, to check a model without its data."""
     task = make_task(run.recipe_on(run.stand_in))
     batch = task.held_out().batch(list(range(PICTURES)), epoch=0, seed=0)
     with torch.inference_mode():
@@ -62,7 +62,7 @@ def scores_on_stand_in(run: RunDirectory) -> list[list[float]]:
 
 
 def portable(recipe: Recipe) -> Recipe:
-    """The recipe for machines without the trainer's GPU and folders; what it decides in training is on the card."""
+    """Returns the recipe for machines without the trainer's GPU and folders; the card has the original settings."""
     train = replace(recipe.train, precision="float32", compile=False, capture=False, workers=0)
     data = replace(recipe.data, path=None) if hasattr(recipe.data, "path") else recipe.data
     return replace(recipe, train=train, data=data)
@@ -72,8 +72,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("name")
-    parser.add_argument("--command", required=True, help="what made the run, as a user types it")
-    parser.add_argument("--about", required=True, help="what the model is, in a sentence or two")
+    parser.add_argument("--command", required=True, help="the command that made the run")
+    parser.add_argument("--about", required=True, help="a description of the model, in a sentence or two")
     parser.add_argument("--data", type=Path, help="Tiny-ImageNet's tar, for a model trained on it")
     parser.add_argument("--half", action="store_true", help="store the weights in half precision")
     given = parser.parse_args()
@@ -90,7 +90,7 @@ def main() -> None:
     if given.data is not None:
         write_stand_in(given.data, folder / STAND_IN)
         result["stand_in"] = scores_on_stand_in(made)
-    result["sha256"] = {"model.safetensors": result["sha256"]["model.safetensors"]}  # the rest stays behind
+    result["sha256"] = {"model.safetensors": result["sha256"]["model.safetensors"]}  # only this file is kept
     (folder / run.result_path.name).write_bytes(to_json(result))
     metric = result["metric"]
     measured = {"type": metric, "value": round(result["test"][metric], 4)}

@@ -1,6 +1,6 @@
-"""Pictures of our own in the form of Tiny-ImageNet, which may not be passed on: a disc or stripes on a slope of colour.
+"""Draws substitute pictures for Tiny-ImageNet, which may not be redistributed: a disc or stripes on a colour gradient.
 
-They are what an export of such a model of the zoo is compared on. Their labels mean nothing.
+An export of the zoo's Tiny-ImageNet models is compared on these pictures. Their labels mean nothing.
 """
 
 import io
@@ -14,11 +14,11 @@ from PIL import Image
 from intbmoe.tasks.vision.class_names import FILE
 from intbmoe.tasks.vision.tiny_imagenet import TILE
 
-SHEETS = {"train": 2, "val": 1}  # pictures of a class: one of train's is held out
+SHEETS = {"train": 2, "val": 1}  # pictures per class; one of train's is held out
 
 
 def write_stand_in(data: Path, target: Path) -> None:
-    """A tar like ``data``, with its names of the classes, and none of its pictures."""
+    """Writes a tar like ``data``, with its class names but none of its pictures."""
     with tarfile.open(data) as real:
         names = real.extractfile(next(one for one in real if one.name.removeprefix("./") == FILE)).read()
     with tarfile.open(target, "w:xz") as tar:
@@ -30,7 +30,7 @@ def write_stand_in(data: Path, target: Path) -> None:
 
 
 def draw(random: np.random.Generator) -> np.ndarray:
-    """(32, 32, 3) bytes."""
+    """Draws one picture as (32, 32, 3) bytes."""
     back, front, far = random.uniform(0, 255, (3, 3))
     row, column = np.mgrid[:TILE, :TILE] / TILE
     picture = back + (far - back) * ((row + column) / 2)[..., None]

@@ -1,8 +1,8 @@
-"""Make what the site consists of: docs/, and pages generated from README.md, the tour, the methods and public names.
+"""Makes the site's pages: docs/, and pages generated from README.md, the tour, the methods and the public names.
 
     python docs/make_site.py [FOLDER]     build/site by default; .ci/site then builds the site from it
 
-A link to a file that is not on the site becomes its text. Equations become MathML here, so that pages need no script.
+Links to files that are not on the site become plain text. Equations become MathML, so that pages need no script.
 """
 
 import inspect
@@ -20,7 +20,7 @@ import latex2mathml.converter
 import torch
 
 HOUSE = Path(__file__).parent.parent
-sys.path.insert(0, str(HOUSE))  # the study's figures are read as its own tables read them
+sys.path.insert(0, str(HOUSE))  # for benchmarks.study, whose functions read the study's figures
 
 from benchmarks.study.plan import RESULTS, read_summaries  # noqa: E402
 from benchmarks.study.studies import REAL  # noqa: E402
@@ -62,7 +62,7 @@ def make(target: Path) -> None:
     nav = ", ".join([METHODS_IN_NAV, *(f'"methods/{name}.md"' for name in list_methods())])
     settings = (HOUSE / "zensical.toml").read_text(encoding="utf-8")
     if METHODS_IN_NAV not in settings:
-        raise ValueError(f"zensical.toml must hold {METHODS_IN_NAV}, beside which the pages of the methods go")
+        raise ValueError(f"zensical.toml must contain {METHODS_IN_NAV} in nav: the methods' pages are added after it")
     (target / "zensical.toml").write_text(settings.replace(METHODS_IN_NAV, nav), encoding="utf-8")
 
 
@@ -70,7 +70,7 @@ def make(target: Path) -> None:
 
 
 def _moved(text: str) -> str:
-    """Links of a page at the top of the repository, seen from docs/."""
+    """Rewrites the links of a page at the top of the repository so that they work from docs/."""
     for source, name in TOP_PAGES.items():
         text = text.replace(f"]({source})", f"]({name})")
     return text.replace("](docs/tour.py)", "](tour.md)").replace("](docs/", "](")
@@ -86,7 +86,7 @@ def _linked(text: str, page: Path) -> str:
 
 
 def with_equations(text: str) -> str:
-    """``$…$`` and ``$$…$$`` outside of code as MathML."""
+    """Converts ``$…$`` and ``$$…$$`` outside of code to MathML."""
     parts = FENCED.split(text)
     parts[::2] = [
         re.sub(r"\$\$(.+?)\$\$|\$([^$\n]+(?:\n[^$\n]+)?)\$", _mathml, part, flags=re.DOTALL) for part in parts[::2]
@@ -102,7 +102,7 @@ def _mathml(found: re.Match[str]) -> str:
 
 
 def tour_page(script: str) -> str:
-    """A notebook in jupytext's percent format as a page; what stands before its first cell is for jupytext."""
+    """Turns a notebook in jupytext's percent format into a page, without the header before its first cell."""
     parts = []
     for cell in re.split(r"^# %%", script, flags=re.MULTILINE)[1:]:
         kind, _, body = cell.partition("\n")
@@ -143,7 +143,7 @@ def method_page(name: str) -> str:
                 "## At a glance",
                 _table(["", ""], list(facts.items())),
                 "Quantities and sizes are those of a layer in place of an FFN 192 → 768 → 192 with the paper's budget "
-                "at E = 16. [Side by side](../baselines.md): what was chosen where its paper and code leave it open.",
+                "at E = 16. [Side by side](../baselines.md) lists the choices that its paper and code leave open.",
                 "## In the study",
                 in_the_study(name),
                 "## Use",
@@ -173,20 +173,20 @@ def _options(config: type, found: Any) -> str:
 
 
 def in_the_study(name: str) -> str:
-    """The method's mean test metric on the study's data, beside dense in a mixture's place and IntBMoE."""
+    """Tabulates the method's mean test metric on the study's data, with dense in a mixture's place and IntBMoE."""
     beside = {PLACED: "Dense in a mixture's place", "intbmoe": "IntBMoE"}
     labels = {name: find_method(name).title, **{label: title for label, title in beside.items() if label != name}}
     rows = []
     for study in REAL:
         found = study_rows(study)
         if name in found:
-            found.setdefault(PLACED, found["dense"])  # on places a dense FFN starts as a mixture does: they are one
+            found.setdefault(PLACED, found["dense"])  # on places, a dense FFN has a mixture's initialisation already
             means = [mean_metric(found[label]) for label in labels]
             rows.append((TITLES[study], *means))
     if not rows:
         return "It is not in the tables of the [study](../results/index.md)."
     told = (
-        "Test split, mean over (seeds); small data, short runs: [the study](../results/index.md) says what they tell."
+        "Test split, mean over (seeds). Data are small and runs short: [the study](../results/index.md) explains them."
     )
     return _table(["", *labels.values()], rows) + f"\n\n{told}"
 
@@ -215,8 +215,8 @@ def methods_page() -> str:
         "\n\n".join(
             [
                 "# Methods",
-                "Each is one file, and its page is what the file says of itself. The three quantities are those at the "
-                "paper's budget on images, E = 16; ~: a trained router decides.",
+                "Each method is one file, and its page is the file's docstring. The three quantities are those at the "
+                "paper's budget on images, E = 16; ~ means that a trained router decides.",
                 "![The three quantities of all methods](../images/quantities.svg)",
                 _table(["method", "participation", "execution", "materialization", "paper"], rows),
                 "[IntBMoE, equation by equation](../method.md) · [the others side by side](../baselines.md)",
@@ -232,7 +232,7 @@ def _table(header: list[str], rows: list[tuple[str, ...]]) -> str:
 
 
 def _docstring(text: str) -> str:
-    """A module's docstring: its first line as a lead, indented lines as equations, double backquotes as code."""
+    """Converts a module's docstring: indented lines become equations, double backquotes become code."""
     parts = []
     for part in re.split(r"\n\s*\n", text):
         lines = part.splitlines()
@@ -250,7 +250,7 @@ def _marked(text: str) -> str:
 
 
 def _equations(lines: list[str]) -> str:
-    """A paragraph a line, which breaks on a phone where the source has two or more spaces."""
+    """Makes each line a paragraph, which may break on a phone where the source has two or more spaces."""
     rows = []
     for line in lines:
         parts = [f"<span>{_indices(part)}</span>" for part in re.split(r"\s{2,}", line.strip())]
@@ -266,11 +266,11 @@ def _indices(text: str) -> str:
     return text
 
 
-# What ``import intbmoe`` offers.
+# The public names.
 
 
 def reference_page() -> str:
-    parts = ["# Reference", "What `import intbmoe` offers; everything else may change."]
+    parts = ["# Reference", "The public names of `import intbmoe`; everything else may change."]
     for name in sorted(intbmoe.__all__, key=str.lower):
         thing = getattr(intbmoe, name)
         parts += [f"## `{name}`", f"```python\n{_signature(name, thing)}\n```", _docstring(inspect.getdoc(thing) or "")]
@@ -284,10 +284,10 @@ def reference_page() -> str:
 
 def _signature(name: str, thing: Any) -> str:
     signature = inspect.signature(thing)
-    if "Annotated[" in str(signature):  # settings, whose meaning is in their texts
+    if "Annotated[" in str(signature):  # settings, which are described in their help texts
         bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
         signature = inspect.Signature(bare)
-    text = re.sub(r"(?:[A-Za-z_]\w*\.)+(\w+)", r"\1", str(signature))  # modules say nothing to a caller
+    text = re.sub(r"(?:[A-Za-z_]\w*\.)+(\w+)", r"\1", str(signature))  # module names mean nothing to a caller
     if len(text) > 90:
         text = "(\n    " + re.sub(r", (?=[*\w]+(?:[:=,)]|$))", ",\n    ", text[1:])
     return f"{'class' if inspect.isclass(thing) else 'def'} {name}{text}"

@@ -7,8 +7,9 @@
 # %% [markdown]
 # # Tour
 #
-# Three minutes on two cores: the layer, where its tokens go, what its blocks are made of, the same without experts, in
-# somebody else's model, and beside other methods. As a notebook: `jupytext --to ipynb docs/tour.py`.
+# This tour takes three minutes on two cores. It shows the layer, where its tokens go, what its blocks are made of, the
+# layer without experts, the layer in another model, and a comparison with other methods. To get a notebook, run
+# `jupytext --to ipynb docs/tour.py`.
 
 # %%
 import subprocess
@@ -26,9 +27,9 @@ torch.manual_seed(3)
 # %% [markdown]
 # ## The layer
 #
-# It takes the place of a feed-forward network. Here it learns four jobs: tokens of the first kind are to be turned
-# round, of the second negated, of the third moved by eight places, of the fourth by sixteen. One of a token's numbers
-# marks its kind.
+# It takes the place of a feed-forward network. Here it learns four jobs: reverse tokens of the first kind, negate those
+# of the second, and shift those of the third and fourth by eight and sixteen places. One of a token's numbers marks its
+# kind.
 
 # %%
 JOBS = {
@@ -56,9 +57,9 @@ print(ffn.quantities())
 # %% [markdown]
 # ## Where tokens go
 #
-# The router sends each token to two of four blocks, and nobody told it about jobs. Of each kind, how many tokens have
-# which block first: nearly all of a kind the same one. Nothing makes it use all blocks in first place: with seeds 0
-# to 4, two or three come first, and kinds share them.
+# The router sends each token to two of four blocks. It was not told about the jobs. The table counts, for each kind,
+# how many tokens have which block as their first choice: nearly all tokens of a kind have the same one. Nothing forces
+# the router to use all blocks as first choices: with seeds 0 to 4, it uses two or three, and kinds share them.
 
 # %%
 with intbmoe.record_routing(ffn) as log:
@@ -84,7 +85,7 @@ for block, row in enumerate(value.detach()):
 # %% [markdown]
 # ## Without experts
 #
-# The coefficients do not depend on the tokens, so that a trained layer is composed once. What is left has four blocks,
+# The coefficients do not depend on the tokens, so a trained layer can be composed once. The result has four blocks,
 # whatever the number of experts was.
 
 # %%
@@ -95,15 +96,15 @@ for name, layer in (("trained", ffn), ("precomposed", fast)):
     print(f"{name}: {sum(p.numel() for p in layer.parameters()):,} parameters")
 
 # %% [markdown]
-# ## In somebody else's model
+# ## In another model
 #
-# `replace_ffn` finds the feed-forward networks of a transformers model. The pretrained one stays inside as the shared
-# expert and the mixture starts at zero, so that the output does not change.
+# `replace_ffn` finds the feed-forward networks of a transformers model. Each pretrained network stays as the shared
+# expert, and the mixture starts at zero, so the output does not change.
 
 # %%
 from intbmoe.foreign import import_torchvision
 
-import_torchvision(required=False)  # transformers imports it where it is there
+import_torchvision(required=False)  # transformers imports it if it is installed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 config = LlamaConfig(
@@ -117,10 +118,10 @@ print(report)
 print(f"largest difference: {(llama(words).logits - before).abs().max().item():.1e}")
 
 # %% [markdown]
-# ## Beside other methods
+# ## Next to other methods
 #
-# One recipe, three methods under one budget, trained for three epochs each. With one seed, differences of a point or
-# two are chance; `--seeds 3` gives intervals.
+# This trains three methods with one recipe and one budget, for three epochs each. With one seed, differences of a point
+# or two are chance; `--seeds 3` gives intervals.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -129,7 +130,7 @@ done = subprocess.run([sys.executable, "-m", "intbmoe.cli", *command], capture_o
 print(done.stdout)
 
 # %% [markdown]
-# The comparison left a page that opens from disk: what won, by how much, how sure that is, and the pictures.
+# The comparison wrote a page that opens from disk: which method won, by how much, how certain that is, and pictures.
 
 # %%
 print(*folder.rglob("report.html"))

@@ -1,7 +1,7 @@
-"""One IntBMoE layer at work: train it, precompose it, measure it, draw it (under a minute).
+"""Trains one IntBMoE layer, precomposes it, measures it and draws it, in under a minute.
 
-The problem: a patchwork of eight fields, each striped in its own direction. Say how bright a point is, from its two
-coordinates. Different rules hold in different places, which is what a mixture is for.
+The problem is a patchwork of eight fields, each striped in its own direction. The model predicts how bright a point is
+from its two coordinates. Different rules hold in different places, which is what a mixture is for.
 """
 
 import math
@@ -31,30 +31,30 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 FIELDS = 8
-PIXELS = 180  # of a side of the patchwork, in the picture
+PIXELS = 180  # per side of the patchwork in the picture
 console = Console()
-torch.set_num_threads(1)  # steady times on a shared machine; matrices this small gain nothing from more
+torch.set_num_threads(1)  # steady times on a shared machine; matrices this small gain nothing from more threads
 
 
 @dataclass(frozen=True)
 class Example:
-    """Train one small IntBMoE layer, precompose it, time it against E, and save a picture."""
+    """Train one small IntBMoE layer, precompose it, time it for several E, and save a picture."""
 
     steps: int = 800
     """Training steps."""
     batch: int = 1024
-    """Points in a training step."""
+    """Points per training step."""
     experts: tuple[int, ...] = (1, 4, 16, 64, 128)
     """The values of E to time."""
     repeats: int = 25
     """Timed forwards for each entry of the table."""
     output: Path = Path("layer.png")
-    """Where the picture goes: .png, or .svg with colours for dark screens too."""
+    """File for the picture: .png, or .svg, which supports dark mode."""
     seed: int = 3
 
 
 class Patchwork:
-    """Eight fields around eight centres; a point belongs to the nearest, which says how its stripes run."""
+    """Eight fields around eight centres; a point belongs to the nearest one, which gives its stripes a direction."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -63,17 +63,17 @@ class Patchwork:
             points = torch.rand(20_000, 2, generator=generator) * 2 - 1
             field = torch.cdist(points, self.centres).argmin(1)
             self.centres = torch.stack([points[field == index].mean(0) for index in range(FIELDS)])
-        angles = torch.arange(FIELDS) * 3 % FIELDS * math.pi / FIELDS  # neighbours in number differ clearly
+        angles = torch.arange(FIELDS) * 3 % FIELDS * math.pi / FIELDS  # consecutive fields differ clearly
         self.directions = torch.stack([angles.cos(), angles.sin()], dim=1)
 
     def brightness(self, points: Tensor) -> Tensor:
-        """(…, 2) points of [−1, 1]² → (…) brightness in [−1, 1]."""
+        """Maps (…, 2) points of [−1, 1]² to (…) brightness in [−1, 1]."""
         field = torch.cdist(points, self.centres).argmin(-1)
         return torch.sin(16 * (points * self.directions[field]).sum(-1))
 
 
 class Painter(nn.Module):
-    """A residual block as in a Transformer, without attention: embed, ``x + ffn(norm(x))``, read out."""
+    """A Transformer's residual block without attention: embed, ``x + ffn(norm(x))``, read out."""
 
     def __init__(self, dim: int = 48) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Painter(nn.Module):
         self.head = nn.Linear(dim, 1)
 
     def forward(self, points: Tensor) -> Tensor:
-        """(B, T, 2) points → (B, T) brightness."""
+        """Maps (B, T, 2) points to (B, T) brightness."""
         phases = points @ self.waves
         x = torch.cat([phases.sin(), phases.cos()], dim=-1)
         x = x + self.ffn(self.norm(x))
@@ -91,7 +91,7 @@ class Painter(nn.Module):
 
 
 def train(model: Painter, patchwork: Patchwork, example: Example) -> list[float]:
-    """The plain training loop of the README; returns the loss of each step."""
+    """Runs the plain training loop of docs/layer.md; returns the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=example.steps + 1)
     losses = []
@@ -111,7 +111,7 @@ def train(model: Painter, patchwork: Patchwork, example: Example) -> list[float]
 
 
 class StepReport:
-    """A progress bar with loss and speed on a terminal; elsewhere a plain line at every tenth of the way."""
+    """A progress bar with loss and speed on a terminal; elsewhere, a plain line after every tenth of the steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -136,7 +136,7 @@ class StepReport:
         self.bar.stop()
 
     def step(self, losses: list[float]) -> None:
-        """Call after every step with the losses so far; shows their recent mean."""
+        """Shows the recent mean loss; call it after every step with all losses so far."""
         done = len(losses)
         loss = statistics.fmean(losses[-20:])
         speed = done / (time.perf_counter() - self.start)
@@ -147,7 +147,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one layer costs: milliseconds of its fastest forward, and megabytes of weights it holds between forwards."""
+    """What one layer costs: the time of its fastest forward, and the size of the weights it keeps between forwards."""
 
     milliseconds: float
     megabytes: float
@@ -158,10 +158,10 @@ DIM, HIDDEN, TOKENS = 192, 768, 128
 
 @torch.inference_mode()
 def measure(experts: tuple[int, ...], repeats: int) -> dict[int, tuple[Cost, Cost]]:
-    """For each number of experts, the cost of the layer as trained and precomposed.
+    """Measures, for each number of experts, the cost of the layer as trained and precomposed.
 
-    All forms run in turns, so that the state of the memory meets them alike; the fastest forward of each counts, which
-    depends least on whatever else the machine does.
+    All forms run in turns, so that caches are in the same state for each. The fastest forward of each counts, because
+    it depends least on other work on the machine.
     """
     layers = [intbmoe.IntBMoE(DIM, HIDDEN, experts=count).eval() for count in experts]
     forms = [form for layer in layers for form in (layer, layer.precompose())]
@@ -177,12 +177,12 @@ def measure(experts: tuple[int, ...], repeats: int) -> dict[int, tuple[Cost, Cos
 
 
 def weight_bytes(layer: nn.Module) -> int:
-    """What the layer's parameters take up in memory."""
+    """Returns the size of the layer's parameters in bytes."""
     return sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters())
 
 
 def cost_table(costs: dict[int, tuple[Cost, Cost]]) -> Table:
-    """E against time and weights, as trained and precomposed."""
+    """Makes a table of time and weights by E, as trained and precomposed."""
     table = Table(title=f"One forward of {TOKENS} tokens, {DIM} → {HIDDEN} → {DIM}, float32, on the CPU")
     headings = ("experts E", "ms as trained", "ms precomposed", "MB as trained", "MB precomposed")
     for heading in headings:
@@ -191,13 +191,13 @@ def cost_table(costs: dict[int, tuple[Cost, Cost]]) -> Table:
         times = (f"{cost.milliseconds:.2f}" for cost in (trained, composed))
         weights = (f"{cost.megabytes:.1f}" for cost in (trained, composed))
         table.add_row(str(experts), *times, *weights)
-    table.caption = "ms: the fastest forward. MB: weights held; as trained, each forward also builds the blocks."
+    table.caption = "ms: the fastest forward. MB: stored weights; as trained, each forward also builds the blocks."
     return table
 
 
 @torch.no_grad()
 def draw(model: Painter, patchwork: Patchwork, losses: list[float], costs: dict[int, tuple[Cost, Cost]]) -> plt.Figure:
-    """Six panels: the problem and the answer, routing and coefficients, learning and cost."""
+    """Draws six panels: the problem and the answer, routing and coefficients, learning and cost."""
     plt.rcParams.update({"font.size": PHONE_POINTS - 1, "axes.titlesize": PHONE_POINTS})
     figure, panels = plt.subplots(3, 2, figsize=(PHONE_INCHES, 8.4), layout="constrained")
     (target, learned), (routing, coefficients), (loss, cost) = panels
@@ -216,7 +216,7 @@ def draw(model: Painter, patchwork: Patchwork, losses: list[float], costs: dict[
     norm = BoundaryNorm([index - 0.5 for index in range(blocks + 1)], blocks)
     image = routing.imshow(first_choice, cmap=ListedColormap(BLOCKS), norm=norm, origin="lower", interpolation="none")
     bar = figure.colorbar(image, ax=routing, ticks=range(blocks), label="block")
-    bar.solids.set_rasterized(True)  # as the image is: its colours are the same on a dark screen
+    bar.solids.set_rasterized(True)  # like the image, so that its colours stay the same in dark mode
     routing.set_title("Each point's first block", loc="left")
     for panel in (target, learned, routing):
         panel.set(xticks=[], yticks=[])
@@ -256,28 +256,28 @@ def draw(model: Painter, patchwork: Patchwork, losses: list[float], costs: dict[
 
 
 def main(example: Example) -> None:
-    """The four acts: train, precompose, measure, draw."""
+    """Trains, precomposes, measures and draws."""
     torch.manual_seed(example.seed)
     patchwork, model = Patchwork(), Painter()
     console.print("[bold]1. Train[/] one IntBMoE layer to paint a patchwork of eight striped fields.")
     losses = train(model, patchwork, example)
-    with warnings.catch_warnings(action="ignore"):  # of a dead block: the next line tells it
+    with warnings.catch_warnings(action="ignore"):  # about dead blocks, which are printed below
         load = intbmoe.load_statistics(model)["ffn"]
     used = len(load.counts) - len(load.dead)
     console.print(
         f"   {used} of {len(load.counts)} blocks in use; the busiest has {load.worst_case:.1f} × the mean load."
     )
 
-    console.print("\n[bold]2. Precompose[/] it: the experts are merged into blocks once, and dropped.")
+    console.print("\n[bold]2. Precompose[/] it: merge the experts into blocks once and drop them.")
     model.eval()
     composed = intbmoe.precompose(model)
     points = torch.rand(1, 10_000, 2) * 2 - 1
     with torch.inference_mode():
         difference = (model(points) - composed(points)).abs().max().item()
-    exact = "" if difference else " (not a bit)"
+    exact = "" if difference else " (they are identical)"
     console.print(f"   Outputs at 10,000 new points differ by at most {difference:.1e}{exact}")
 
-    console.print("\n[bold]3. Measure[/] layers with more and more experts.")
+    console.print("\n[bold]3. Measure[/] layers with growing numbers of experts.")
     costs = measure(example.experts, example.repeats)
     console.print(cost_table(costs))
 

@@ -133,7 +133,7 @@ def test_train_eval_and_load(tmp_path, capsys, monkeypatch):
         (["train", "digits", "--moe.name", "swich"], "did you mean 'switch'?"),
         (["train", "digits", "--moe.options.top-k", "99"], "top_k=99 is not allowed"),
         (["train", "tiny-imagenet"], "path"),
-        (["train", "stdlib", "--moe.name", "soft"], "may not stand in a causal model"),
+        (["train", "stdlib", "--moe.name", "soft"], "cannot be used in a causal model"),
         (["compare", "digits", "--methods", "ablation"], "did you mean 'ablations'?"),
         (["compare", "digits", "--moe.label", "x"], "--name"),
         (["eval", "runs/nothing"], "runs/nothing is not a run directory"),

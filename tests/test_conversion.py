@@ -116,5 +116,5 @@ def test_the_most_important_units_are_the_shared_ones():
     changed, _ = split_dense(model, batches(), loss, experts=3, top_k=1, shared=0.25, steps=0)
     kept = {tuple(row) for row in changed.mlp.shared.down.weight[0].tolist()}
     assert kept == {tuple(row) for row in model.mlp.experts.down.weight[0, [2, 7, 9]].tolist()}
-    with pytest.raises(ValueError, match=r"experts=20.*few enough for 12"):
+    with pytest.raises(ValueError, match=r"experts=20.*small enough for 12"):
         split_dense(model, batches(), loss, experts=20, top_k=1)

@@ -119,7 +119,7 @@ def test_changing_a_plan_is_making_it_anew(plan):
     anew = study_plan.make_plan(["digits"], (*SHORT, "train.lr=0.1"), ["first", "methods"])
     assert [entry.digest for entry in changed] == [entry.digest for entry in anew[:4]]
     assert changed[0].digest != plan[0].digest
-    with pytest.raises(ValueError, match="a setting of train: others need a new plan"):
+    with pytest.raises(ValueError, match="a setting of train; other settings need a new plan"):
         study_plan.change(plan[0], ["model.depth=3"])
 
 

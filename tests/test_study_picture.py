@@ -122,7 +122,7 @@ def test_without_runs_there_is_no_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["picture.py", "--results", str(tmp_path)])
     with pytest.raises(SystemExit):
         study_picture.main()
-    assert "holds no finished run" in capsys.readouterr().err
+    assert "has no finished run" in capsys.readouterr().err
 
 
 def test_shares_are_of_as_many_test_examples_as_the_picture_says():

@@ -137,7 +137,7 @@ def test_all_tokens_may_go_through_the_mixture():
 
 def test_mistakes_say_what_is_allowed():
     with pytest.raises(
-        ValueError, match=r"moe_blocks=\[4\] is not allowed: moe_blocks must be numbers of blocks among 0…3"
+        ValueError, match=r"moe_blocks=\[4\] is not allowed: moe_blocks must be block numbers from 0 to 3"
     ):
         small(moe_blocks=[4])
     with pytest.raises(ValueError, match="fix_init=True is not allowed"):

@@ -81,7 +81,7 @@ def test_lost_data_and_a_disk_that_is_not_writable_are_messages(command, call, t
         monkeypatch.setattr(sys.modules[module], name, fail)
         return refused([command, str(tmp_path)])
 
-    assert f"gone\n(data.path is the one in {tmp_path}/config.yaml" in fail_with(DataError("gone"))
+    assert f"gone\n(data.path comes from {tmp_path}/config.yaml" in fail_with(DataError("gone"))
     assert "Read-only file system: 'x'" in fail_with(OSError(30, "Read-only file system", "x"))
 
 

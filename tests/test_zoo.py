@@ -78,14 +78,14 @@ def test_a_model_that_came_without_its_data_asks_for_them(tmp_path):
     shutil.copytree(find_in_zoo("zoo:digits"), tmp_path / "run")
     (tmp_path / "run" / STAND_IN).touch()
     with (
-        pytest.raises(DataError, match=r"run comes without its data: say where it is with --data\n\(no images\)"),
+        pytest.raises(DataError, match=r"run comes without its data: give its path with --data\n\(no images\)"),
         moved_data_is_explained(tmp_path / "run"),
     ):
         raise DataError("no images")
 
 
 def test_a_misspelt_name_is_answered():
-    with pytest.raises(TrainingError, match="zoo:digit: no model of the zoo is called so: did you mean 'digits'"):
+    with pytest.raises(TrainingError, match="zoo:digit: the zoo has no such model: did you mean 'digits'"):
         intbmoe.load("zoo:digit")
 
 

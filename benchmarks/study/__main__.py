@@ -1,13 +1,13 @@
 """The command line of the study.
 
     python -m benchmarks.study --write-plan plan.json                   # resolve the plan once: a minute, no GPU
-    python -m benchmarks.study --choose-rates                           # after --stages tune: rates, by validation
-    python -m benchmarks.study --plan plan.json --list                  # what is done, what is left, how long it takes
+    python -m benchmarks.study --choose-rates                           # after --stages tune: the best rates
+    python -m benchmarks.study --plan plan.json --list                  # finished and remaining runs, and their time
     python -m benchmarks.study --plan plan.json --seconds 560 --jobs 5 --data tiny-imagenet=FILE.tar
     python -m benchmarks.study --only digits --set train.epochs=1 --seconds 60 --output /tmp/dry         # a dry run
 
-Runs go in the plan's order. One whose summary lies in ``--output`` is not run again; one that would not end in time is
-not started. The moment a run ends its summary is written, and ``--pack`` gets a tar of all summaries of this call.
+Runs start in the plan's order. A run that has a summary in ``--output`` is not repeated; a run that would not end in
+time is not started. When a run ends, its summary is written, and ``--pack`` gets a tar of all summaries of this call.
 """
 
 import argparse
@@ -54,27 +54,27 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Run the study, as much of it as fits into the time.")
+    parser = argparse.ArgumentParser(description="Run as much of the study as fits into the time.")
     add = parser.add_argument
-    add("--only", nargs="+", choices=list(STUDIES), help="only these studies; without it the four of the report")
+    add("--only", nargs="+", choices=list(STUDIES), help="only these studies (default: the four of the report)")
     add("--stages", nargs="+", choices=[*plan.STAGES, plan.TUNING], help="only these stages")
-    add("--set", action="append", default=[], help="key=value or study:key=value, for all methods alike")
-    add("--plan", type=Path, help="a plan written before")
+    add("--set", action="append", default=[], help="key=value or study:key=value, for all methods")
+    add("--plan", type=Path, help="a plan from --write-plan")
     add("--write-plan", type=Path, help="write the plan and stop")
     add("--list", action="store_true", help="show the plan and stop")
-    add("--choose-rates", action="store_true", help="of the finished stage tune, print the best rates and stop")
+    add("--choose-rates", action="store_true", help="print the best rates of the finished stage tune and stop")
     add("--data", action="append", default=[], help="study=PATH of its data")
-    add("--run-with", action="append", default=[], help="key=value of a setting that changes no result: train.capture")
-    add("--seconds", type=float, default=540.0, help="when all must be over")
-    add("--jobs", type=int, default=4, help="runs side by side on the GPU, or on the CPU where there is none")
-    add("--cpu-jobs", type=int, default=0, help="beside them, small studies on cores of their own")
+    add("--run-with", action="append", default=[], help="key=value that changes no result, such as train.capture")
+    add("--seconds", type=float, default=540.0, help="time limit for the whole call")
+    add("--jobs", type=int, default=4, help="parallel runs on the GPU, or on the CPU if there is none")
+    add("--cpu-jobs", type=int, default=0, help="additional parallel runs of small studies on spare cores")
     add("--output", type=Path, default=plan.RESULTS, help="where summaries are kept")
-    add("--pack", type=Path, help="folder for what travels back: study.tar, failures.txt, weights")
+    add("--pack", type=Path, help="folder for the files to copy back: study.tar, failures.txt, weights")
     add("--root", type=Path, default=Path("runs/study"), help="where runs are trained")
-    add("--weights", nargs="+", default=[], help="ids (study/label/seed) that are packed whole, in half precision")
-    add("--commit", help="of the source, where it was copied from a checkout")
-    add("--unfinished", action="store_true", help="start also what cannot end: a later call with --root goes on")
-    add("--mps", action="store_true", help="share the GPU through NVIDIA's MPS, where it is installed")
+    add("--weights", nargs="+", default=[], help="ids (study/label/seed) whose weights to pack, in half precision")
+    add("--commit", help="the commit of the source, if this is a copy of a checkout")
+    add("--unfinished", action="store_true", help="also start runs that cannot end; a later call resumes them")
+    add("--mps", action="store_true", help="share the GPU through NVIDIA's MPS, if it is installed")
     return parser.parse_args()
 
 
@@ -106,7 +106,7 @@ def show(entries: Sequence[plan.Entry], finished: Set[str], clock: Clock, lanes:
 
 
 def run_all(waiting: list[plan.Entry], lanes: Sequence[StudyLane], clock: Clock, options: argparse.Namespace) -> int:
-    """Until the plan or the time is over; the exit status is 1 if a run failed."""
+    """Runs until the plan or the time is over; the exit status is 1 if a run failed."""
     settings = {
         **{name: getattr(options, name) for name in ("root", "output", "pack", "weights")},
         "run_with": plan.free_settings(options.run_with),

@@ -1,4 +1,4 @@
-"""FLOPs of summaries, with attention's score and value products."""
+"""Adds attention's score and value products to the FLOPs of summaries."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -9,11 +9,11 @@ from intbmoe.recipes import recipe_from_dict
 from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import MoESettings, Recipe, TrainSettings
 
-WITH_ATTENTION = 2  # the format of summaries from which on FLOPs have them
+WITH_ATTENTION = 2  # the first format of summaries whose FLOPs include them
 
 
 def count_attention(summaries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Summaries with attention's products in their FLOPs: those of early ones left them out, equal for all methods."""
+    """Adds attention's products to the FLOPs of early summaries, which left them out equally for all methods."""
     found = []
     for summary in summaries:
         if summary["format"] < WITH_ATTENTION:
@@ -25,11 +25,11 @@ def count_attention(summaries: Iterable[Mapping[str, Any]]) -> list[dict[str, An
     return found
 
 
-_known_attention: list[tuple[Recipe, int]] = []  # of backbones; recipes hold lists and dicts, so they cannot be keys
+_known_attention: list[tuple[Recipe, int]] = []  # by backbone; recipes contain lists and dicts, so cannot be keys
 
 
 def _attention(recipe: Recipe) -> int:
-    """FLOPs of attention's score and value products, for one example in the recipe's backbone."""
+    """Counts the FLOPs of attention's score and value products, for one example in the recipe's backbone."""
     for known, flops in _known_attention:
         if known == recipe:
             return flops

@@ -1,9 +1,9 @@
-"""Which differences of the study are more than chance, as tables: each method against some of the others.
+"""Makes tables that show which differences of the study are more than chance: each method against some of the others.
 
-Pairs are over the seeds that both methods have, as in ``intbmoe compare`` (``intbmoe/compare/pairs.py``). Chance among
-trainings comes from the seeds' spread, pooled over all methods of the study. Chance among test examples comes from a
-bootstrap, where both kept their outcomes (``STEM.npz`` beside a summary; runs before 2026-11-17 did not). All chances
-are two-sided, and corrected by Holm's rule for all pairs of a table.
+Pairs are compared over the seeds that both methods have, as in ``intbmoe compare`` (``intbmoe/compare/pairs.py``). The
+variance between trainings comes from the seeds, pooled over all methods of the study. The variance between test
+examples comes from a bootstrap, if both runs kept their outcomes (``STEM.npz`` next to a summary; runs before
+2026-11-17 did not). All p-values are two-sided, with Holm's correction for all pairs of a table.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,16 +28,16 @@ SURE = 0.05
 
 
 def values_text(rows: Rows, split: str, metric: str) -> dict[str, str]:
-    """Each row's mean, ± the 95 % interval, for which the rows are taken together."""
+    """Returns each row's mean ± 95 % interval; the variance is pooled over the rows."""
     values = [[run[split][metric] for run in found] for found in rows.values()]
     cells = zip(rows, values, confidence_intervals(values), strict=True)
     return {label: format_metric(metric, fmean(found), interval) for label, found, interval in cells}
 
 
 def claims_text(rows: Rows, bases: Mapping[str, str], study: Rows, metric: str | None = None) -> str:
-    """A table of ``rows`` against those in ``bases`` (label → heading), and what its marks mean.
+    """Returns a table of ``rows`` against those in ``bases`` (label → heading), and an explanation of its marks.
 
-    The spread of the seeds is that of all rows of the ``study``, and of these.
+    The variance between seeds is pooled over these rows and all rows of the ``study``.
     """
     bases = {label: heading for label, heading in bases.items() if label in rows}
     if len(rows) < 2 or not bases:
@@ -60,7 +60,7 @@ def claims_text(rows: Rows, bases: Mapping[str, str], study: Rows, metric: str |
 def differences(
     rows: Rows, bases: Sequence[str], metric: str, spread: tuple[float | None, int]
 ) -> tuple[dict[tuple[str, str], Difference], int]:
-    """By label and base; and of how many the chance among test examples is known."""
+    """Returns differences by label and base, and for how many the variance between test examples is known."""
     values = {label: {run["seed"]: np.array([run["test"][metric]]) for run in runs} for label, runs in rows.items()}
     drawn, found, known = _resampled(rows, metric), {}, 0
     for base in bases:
@@ -72,7 +72,7 @@ def differences(
             known += whole
             one, other = ({s: (drawn if whole else values)[name][s] for s in seeds} for name in (label, base))
             found[label, base] = judge(paired(one, other), len(seeds), spread)
-    pairs = {frozenset(pair): difference.p for pair, difference in found.items()}  # either way round it is one claim
+    pairs = {frozenset(pair): difference.p for pair, difference in found.items()}  # one claim in either direction
     corrected = dict(zip(pairs, holm(list(pairs.values())), strict=True))
     return {pair: replace(one, p_holm=corrected[frozenset(pair)]) for pair, one in found.items()}, known
 

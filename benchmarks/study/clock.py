@@ -1,7 +1,7 @@
-"""How long a run of the study will take: nothing is started that cannot end in time.
+"""Estimates how long a run of the study will take, so that no run is started that cannot end in time.
 
-A step takes what it takes alone on the device (measured by ``timing.py``, or guessed), times how much the runs
-beside it slow it down, which is guessed until it is seen.
+The time of a step is its time alone on the device (measured by ``timing.py``, or guessed), times the slow-down by other
+runs, which is guessed until it has been observed.
 """
 
 import json
@@ -12,7 +12,7 @@ from benchmarks.study.plan import TIMING, Entry
 
 MARGIN = 1.08
 START_SECONDS = {"cuda": 25.0, "cpu": 9.0}
-"""Imports, reading data, compiling kernels, and at the end the test split and counting."""
+"""Time for imports, reading data and compiling kernels, and at the end for the test split and counting."""
 GUESSED_MS = {
     "cuda": {"tiny-imagenet": 12.0, "wikipedia": 40.0, "foursquare": 25.0, "foursquare-us": 25.0, "yelp": 25.0},
     "cpu": {
@@ -27,7 +27,7 @@ GUESSED_MS = {
     },
 }
 UNKNOWN_MS = 1000.0
-GUESSED_CROWDING = 0.5  # how much longer a step on a GPU takes for each run beside it
+GUESSED_CROWDING = 0.5  # how much longer a step on a GPU takes for each other run
 RECENT = 12
 
 
@@ -49,16 +49,16 @@ class Clock:
         return start + MARGIN * entry.steps * self.step_seconds(entry, device) * crowding
 
     def learn(self, entry: Entry, device: str, observed: float) -> None:
-        """A step of ``entry`` was seen to take ``observed`` seconds."""
+        """Records that a step of ``entry`` took ``observed`` seconds."""
         self.seen[device].append(observed / self.step_seconds(entry, device))
 
     def learn_start(self, entry: Entry, device: str, seconds: float, step: float) -> None:
-        """A finished run took ``seconds`` in all, and ``step`` for each of its steps."""
+        """Records that a finished run took ``seconds`` in all and ``step`` seconds per step."""
         self.starts[device].append(max(0.0, seconds - entry.steps * step))
 
 
 def read_timings(output: Path) -> dict[tuple[str, str, str], float]:
-    """(device, study, label) → seconds of a step alone, from the files of ``timing.py``."""
+    """Reads the files of ``timing.py``: (device, study, label) → seconds of a step alone."""
     found = {}
     for path in sorted(output.glob(TIMING.format("*"))):
         timing = json.loads(path.read_text(encoding="utf-8"))

@@ -1,11 +1,11 @@
-"""Pictures of what is inside the study's best IntBMoE on images, from the numbers that are kept of its analysis.
+"""Draws the analysis of the study's best IntBMoE on images, from its stored numbers.
 
     python -m benchmarks.study.inside                       # docs/images/study/*.svg
     python -m benchmarks.study.inside --images ARCHIVE      # also examples.svg; ARCHIVE is Tiny-ImageNet's
 
 ``intbmoe analyse`` draws coefficients and routing in the same way. When this run was analysed, removals of bases were
-measured by accuracy alone, without standard errors, and so they are drawn. The routing of single images was not kept:
-examples.svg shows it in the zoo's smaller model.
+measured only by accuracy, without standard errors, so they are drawn that way. The routing of single images was not
+stored: examples.svg shows it for the zoo's smaller model.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SHOWN = ("goldfish", "cougar", "barn", "dumbbell", "police van", "trolleybus")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw what is inside the study's IntBMoE on images.")
+    parser = argparse.ArgumentParser(description="Draw the analysis of the study's IntBMoE on images.")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--images", type=Path, help="Tiny-ImageNet's archive, for examples.svg")
     options = parser.parse_args()
@@ -52,7 +52,7 @@ def draw_examples(archive: Path, output: Path) -> None:
 
 
 def draw_drops(data: Mapping[str, Any]) -> list[Picture]:
-    """What accuracy loses without each base, in percentage points."""
+    """Draws the loss of accuracy without each base, in percentage points."""
     layers = [_in_points(layer) for layer in data["layers"]]
     width = bars_width(max(len(layer["rises"]) for layer in layers))
     figure, panels = make_panels(len(layers), width, 3.0, "loss of accuracy (points)")

@@ -1,9 +1,9 @@
-"""One run of the study, from a job file to one small summary, with the outcomes of the test examples beside it.
+"""Runs one run of the study, from a job file to a small summary and the outcomes of the test examples.
 
     python benchmarks/study/job.py JOB.json
 
-Started by the study, one process per run. Trains as ``intbmoe train`` does, counts the trained model, and writes the
-summary when all is known. What it measures beside: the peak of GPU memory.
+The study starts one process per run. It trains like ``intbmoe train``, counts the trained model's parameters and FLOPs,
+measures the peak of GPU memory, and writes the summary at the end.
 """
 
 import importlib.util
@@ -37,11 +37,11 @@ LAST_ROWS = 10  # lines of metrics that the load statistics are averaged over
 KEPT = (".yaml", ".json", ".jsonl", ".npz")
 PART_BYTES = 15 * 2**20
 FORMAT = 2
-"""From 2 on, FLOPs have attention's score and value products in them."""
+"""From 2 on, FLOPs include attention's score and value products."""
 
 
 def main() -> None:
-    belongs_to_another()  # nobody trains on after the study was killed
+    belongs_to_another()  # so that training stops if the study is killed
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     without_tensorboard()
     recipe = recipe_from_dict(job["entry"]["recipe"])
@@ -49,7 +49,7 @@ def main() -> None:
     summary = summarise_run(recipe, run, job)
     Path(job["summary"]).parent.mkdir(parents=True, exist_ok=True)
     kept = run.outcomes_path
-    if summary["test"] is not None and kept.is_file():  # the test split of a tuning run is not looked at
+    if summary["test"] is not None and kept.is_file():  # the test split of a tuning run is not used
         replace_file(Path(job["summary"]).with_suffix(kept.suffix), kept.read_bytes())
     replace_file(Path(job["summary"]), to_json(summary))
     if job["weights"]:
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def without_tensorboard() -> None:
-    """Where TensorBoard is not installed nothing is written for it: the summary has what matters."""
+    """Writes nothing for TensorBoard if it is not installed: the summary has what matters."""
     if importlib.util.find_spec("tensorboard") is not None:
         return
 
@@ -81,11 +81,11 @@ def summarise_run(recipe: Recipe, run: RunDirectory, job: dict[str, Any]) -> dic
     memory = torch.cuda.max_memory_allocated() if on_gpu else None
     row, *composed = summarise([Job(Variant(entry["title"], recipe.moe), recipe, run)])
     environment = read_json(run.path / "environment.json")
-    # The command that repeats the run is the entry's; this process's, and where its data lay, name a machine's folders.
+    # The entry has the command that repeats the run; this process's command and data path name a machine's folders.
     last = {key: value for key, value in environment[-1].items() if key != "command"}
     recipe_without_path = {**entry["recipe"], "data": {**entry["recipe"]["data"], "path": None}}
     rows = run.metrics()
-    tuning = entry["stage"] == "tune"  # only the validation split may be looked at
+    tuning = entry["stage"] == "tune"  # only the validation split may be used
     return {
         "format": FORMAT,
         **{name: entry[name] for name in ("study", "stage", "title", "label", "seed", "digest", "shared_digest")},
@@ -109,7 +109,7 @@ def summarise_run(recipe: Recipe, run: RunDirectory, job: dict[str, Any]) -> dic
         "load": _load(rows),
         "curve": _curve(rows, "train"),
         "curve_valid": _curve(rows, "valid", result["metric"]),
-        # The same beside every method.
+        # The same for every method.
         "floors": make_task(recipe).floors() if recipe.moe.name == "dense" else None,
         "ceilings": make_task(recipe).ceilings() if recipe.moe.name == "dense" else None,
         "starts": len(environment),
@@ -137,9 +137,9 @@ def _curve(rows: list[dict[str, Any]], split: str, name: str = "loss") -> list[l
 
 
 def write_run(run: RunDirectory, stem: Path) -> None:
-    """The finished run with its weights in half precision, as a tar in parts that can be carried.
+    """Packs the finished run, with weights in half precision, into a tar split into parts of limited size.
 
-    ``cat STEM.part* | tar x`` makes a run directory of it again.
+    ``cat STEM.part* | tar x`` restores the run directory.
     """
     files = {path.name: path.read_bytes() for path in run.path.iterdir() if path.suffix in KEPT} | halve(run)
     packed = io.BytesIO()

@@ -1,4 +1,4 @@
-"""What the study found beside what the paper reports: methods against dense, ablations against the whole."""
+"""Compares the study's results with the paper's: methods against dense, ablations against the full method."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -8,7 +8,7 @@ from intbmoe.report.numbers import NOTHING
 from intbmoe.report.tables import Table
 
 COUNTERPARTS = {"tiny-imagenet": ("Tiny-ImageNet", "ImageNet"), "wikipedia": ("Wikipedia", "MiniPile")}
-"""Which of the paper's experiments a study repeats on other data."""
+"""The experiment of the paper that each study repeats on other data."""
 FIGURES = """
 dense               0.6640  2.8131
 switch              0.7004  2.7156
@@ -38,16 +38,16 @@ PAPER = {
     label: {study: None if value == "-" else float(value) for study, value in zip(COUNTERPARTS, values, strict=True)}
     for label, *values in map(str.split, FIGURES.strip().split("\n"))
 }
-ABLATION = "intbmoe-"  # how labels of ablations begin
+ABLATION = "intbmoe-"  # prefix of the labels of ablations
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def gains(found: Mapping[str, Rows], bases: Mapping[str, str]) -> Table:
-    """By how much methods, or ablations where a base is IntBMoE, are better than the bases.
+    """Tabulates how much better methods are than the bases; if a base is IntBMoE, its ablations are compared.
 
-    ``found`` has the runs of a study by label, ``bases`` what the columns against each are called; the paper's column
-    is against the first. A method is compared over the seeds that it and the base both have. Accuracies in points,
-    losses in nats; above zero is better.
+    ``found`` has the runs of a study by label, ``bases`` the heading of the column against each base; the paper's
+    column is against the first. A method is compared over the seeds that both have. Accuracies are in points, losses in
+    nats; above zero is better.
     """
     titles = {label: runs[0]["title"] for rows in found.values() for label, runs in rows.items()}
     wanted = [label for label in PAPER if label not in bases and label.startswith(ABLATION) == ("intbmoe" in bases)]

@@ -1,9 +1,9 @@
-"""The picture of docs/results/: what each method reaches and what compute it takes, a panel for each study.
+"""Draws the picture of docs/results/: each method's score and compute, with a panel for each study.
 
     python -m benchmarks.study.picture                      # docs/images/study.svg
 
-It shows the runs that the tables of ``tables.py`` show, without the ablations: a line for each method, the best on top.
-A study without runs has no panel. It is as wide as a phone can show, and has colours for dark screens.
+It shows the runs in the tables of ``tables.py``, without the ablations: a line for each method, the best on top. A
+study without runs has no panel. The picture is narrow enough for a phone and supports dark mode.
 """
 
 import argparse
@@ -38,8 +38,8 @@ from intbmoe.report.style import FAMILIES, ORANGE, PHONE_INCHES, PHONE_POINTS
 
 OUTPUT = Path(__file__).parents[2] / "docs" / "images" / "study.svg"
 TESTED = {"tiny-imagenet": (10_000, "images"), "foursquare": (1_081, "users"), "foursquare-us": (4_874, "users")}
-"""What an accuracy or a hit rate on the test split is a share of: summaries do not say it."""
-LINE = 0.215  # inches of a method's line
+"""Number and kind of the test examples behind an accuracy or a hit rate, which summaries do not record."""
+LINE = 0.215  # height of a method's line in inches
 SOFT = "#555555"
 HOLLOW = {"color": SOFT, "marker": "o", "mfc": "white", "ms": 7}
 MARKS = {
@@ -48,7 +48,7 @@ MARKS = {
     "IntBMoE ± one standard\nerror of the test split": {"color": ORANGE, "lw": 9, "ls": "-", "alpha": 0.2},
     "no learning": {"color": SOFT, "lw": 1, "ls": "--"},
 }
-"""What the legend explains beside the families of methods."""
+"""What the legend explains besides the families of methods."""
 
 
 class Point(NamedTuple):
@@ -61,8 +61,8 @@ class Point(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One study, accuracies in per cent; ``floor`` is the best of what needs no learning, ``error`` IntBMoE's standard
-    error by the number of test examples (0 where the metric is no share of them)."""
+    """One study, with accuracies in per cent. ``floor`` is the best baseline that learns nothing, ``error`` is
+    IntBMoE's standard error by the number of test examples (0 if the metric is not a share of them)."""
 
     study: str
     metric: str
@@ -79,14 +79,14 @@ def main() -> None:
     options = parser.parse_args()
     panels = gather(count_attention(read_summaries(options.results)))
     if not panels:
-        parser.error(f"{options.results} holds no finished run of {', '.join(REAL)}")
+        parser.error(f"{options.results} has no finished run of {', '.join(REAL)}")
     title = "What each method reaches, and what compute it takes"
     see, how = "The best method is on top.", "From the summaries of the study's runs."
     save_picture(Picture("study", title, see, how, draw(panels)), options.output)
 
 
 def gather(summaries: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """A panel for each study that has runs, with the runs of the settings that its tables show."""
+    """Returns a panel for each study that has runs, with the runs that its tables show."""
     rows = {study: find_rows(study, summaries)[0] for study in REAL}
     return [panel for study, found in rows.items() if found and (panel := _panel(study, found)).points]
 
@@ -120,7 +120,7 @@ def _short(title: str) -> str:
 
 
 def draw(panels: Sequence[Panel]) -> Figure:
-    """The panels below each other, each as high as its methods need."""
+    """Draws the panels below each other, each as high as its methods need."""
     heights = [LINE * len(panel.points) + 0.95 for panel in panels]
     figure = Figure(figsize=(PHONE_INCHES, sum(heights) + 1.2), layout="constrained")
     figure.get_layout_engine().set(h_pad=0.08)
@@ -141,7 +141,7 @@ def _marker(family: str) -> dict[str, Any]:
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
-    """A line for each method; at its end the FLOPs, of a training example, as a multiple of dense's."""
+    """Draws a line for each method, with the FLOPs of a training example at its end, as a multiple of dense's."""
     low, high = _span(panel)
     own, dense = panel.points.get("intbmoe"), panel.points.get("dense")
     axes.set(xlim=(low, high), ylim=(len(panel.points) - 0.4, -0.6))
@@ -149,7 +149,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     measured = f"{panel.metric}{' in %' * panel.metric.startswith('accuracy')} on {tested}"
     tidy(axes, xlabel=f"{measured}, better →" if panel.higher_is_better else f"← better, {measured}", grid="x")
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
-    across = blended_transform_factory(axes.figure.transFigure, axes.transAxes)  # from the picture's edge: it is long
+    across = blended_transform_factory(axes.figure.transFigure, axes.transAxes)  # long, so from the picture's edge
     axes.text(0.01, 1.02, TITLES[panel.study], transform=across, fontsize=PHONE_POINTS, fontweight="bold")
     axes.set_title("FLOPs, × dense's" if dense else " ", loc="right", fontsize=PHONE_POINTS - 1)
     if own:
@@ -178,7 +178,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
 
 
 def _span(panel: Panel) -> tuple[float, float]:
-    """Of the axis: a method far from all others stands at its edge, so that the others can be told apart."""
+    """Returns the limits of the axis: an outlier is drawn at its edge, so that the others can be told apart."""
     first, third = np.quantile([point.mean for point in panel.points.values()], (0.25, 0.75))
     reach = 3 * (third - first) + panel.error
     near = [point for point in panel.points.values() if first - reach <= point.mean <= third + reach]

@@ -1,8 +1,8 @@
-"""Which runs the study consists of, in the order in which they matter.
+"""Lists the runs of the study in order of importance.
 
-A plan is a list of entries, plain data that is written here and run elsewhere: resolving it builds and counts models,
-which takes a minute that a rented GPU should not wait for. An entry's digest covers every setting that can change its
-result, so a finished run is recognised, and one of other settings is never mistaken for it.
+A plan is a list of entries, plain data that can be written on one machine and run on another: resolving it builds and
+counts models, which takes a minute that a rented GPU should not spend waiting. An entry's digest covers every setting
+that can change its result, so a finished run is recognised and never confused with one that has other settings.
 """
 
 import hashlib
@@ -28,20 +28,20 @@ RESULTS = Path(__file__).parents[1] / "results" / "study"
 STAGES = ("first", "methods", "compute", "ablations", "seeds", "rest")
 """first       dense, IntBMoE and the baselines expected to be best, first seed
 methods     all other methods, first seed
-compute     IntBMoE's compute, dense networks of its one-layer form's, and the backbone's FFN as a mixture, first seed
-ablations   of IntBMoE, first seed
-seeds       two more seeds of dense (in both places), IntBMoE, the wide ones and the two best baselines by validation
+compute     models with IntBMoE's compute, dense ones with that of its one-layer form, dense in its place, first seed
+ablations   ablations of IntBMoE, first seed
+seeds       two more seeds of dense (in both places), IntBMoE, wide networks and the two best baselines by validation
 rest        two more seeds of everything else"""
 TUNING = "tune"
-"""A stage of its own, only on demand: short runs over learning rates, whose test metrics are thrown away."""
+"""A separate stage, run only on demand: short runs over learning rates, whose test metrics are thrown away."""
 TUNED = ("dense", "intbmoe")
 NOT_IN_DIGEST = (*FREE_TO_CHANGE, "data.path", "train.capture", "train.compile")
-"""Settings that are about speed. A captured step has the kernels of an ordinary one; a compiled one rounds elsewhere
-and draws other random numbers, as another GPU would."""
+"""Settings that affect only speed. A captured step runs the kernels of an ordinary one; a compiled one rounds and draws
+random numbers differently, as another GPU would."""
 BASELINES_REPEATED = 2
 TIMING = "timing--{}.json"
 CLASS_TOKEN = "dense-class_token"
-"""Dense in its place with the backbone's start: of what a mixture gets there, the class token's FFN alone."""
+"""Dense with a separate FFN for the class token, as a mixture has it, but with the backbone's initialisation."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Entry:
     seed: int
     steps: int
     digest: str
-    shared_digest: str  # of the settings that all methods of the study have in common: rows of one table agree in it
+    shared_digest: str  # of the settings that all methods of the study share; equal for all rows of a table
     recipe: dict[str, Any]
     command: str
     on_cpu: bool
@@ -73,7 +73,7 @@ def make_plan(
     stages: Sequence[str] = STAGES,
     summaries: Iterable[Mapping[str, Any]] = (),
 ) -> list[Entry]:
-    """The runs of ``studies``, stage by stage; ``summaries`` of finished runs say which baselines are best."""
+    """Returns the runs of ``studies``, stage by stage; ``summaries`` of finished runs say which baselines are best."""
     summaries = list(summaries)
     entries = [entry for name in studies for entry in _entries(name, overrides, stages, summaries)]
     return sorted(entries, key=lambda entry: ((TUNING, *STAGES).index(entry.stage), entry.seed))
@@ -105,9 +105,9 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
 
 
 def _labelled(name: str, study: Study, recipe: Recipe, given: Mapping[str, Any]) -> list[Entry]:
-    """The study's labels, the first seed of all of them before the others, or its sets, the first seed alone.
+    """Returns runs of the study's labels, all first seeds before the others, or of its sets, only the first seed.
 
-    What the study that it is part of has trained is not trained again: IntBMoE's default of a sweep, the common rate.
+    Runs that the parent study has are not repeated: IntBMoE's default of a sweep, or the common rate.
     """
     recipe = with_settings(recipe, {"name": name})
     if study.sets:
@@ -133,7 +133,7 @@ def _labelled(name: str, study: Study, recipe: Recipe, given: Mapping[str, Any])
 
 
 def _equal_time(study: Study, label: str) -> dict[str, Any]:
-    """How long ``label`` trains in the time of ``study.as_long_as``."""
+    """Returns how long ``label`` trains in the time of ``study.as_long_as``."""
     if not study.as_long_as:
         return {}
     rows = json.loads((RESULTS / TIMING.format(study.recipe)).read_text(encoding="utf-8"))["rows"]
@@ -157,7 +157,7 @@ def _labelled_variants(recipe: Recipe, first: Sequence[str], labels: Sequence[st
 
 def _class_token(recipe: Recipe) -> list[Variant]:
     if recipe.task != "vision":
-        return []  # elsewhere there is none, and the start is the whole difference
+        return []  # other tasks have no class token, so only the initialisation differs
     options = {"hidden": recipe.model.hidden, "std": recipe.model.ffn_std}
     moe = MoESettings("dense", recipe.moe.experts, options, label=CLASS_TOKEN)
     return [Variant("Dense, the class token's FFN apart", moe)]
@@ -170,7 +170,7 @@ def _narrow(recipe: Recipe) -> list[Variant]:
 
 
 def _repeated(entries: Sequence[Entry], summaries: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Labels that get three seeds first: chosen by the validation split, so that the test split decides nothing."""
+    """Returns the labels that get three seeds first, chosen by validation so that the test split decides nothing."""
     always = {"dense", "intbmoe", "dense-wide", "swiglu-wide", PLACED}
     methods = {entry.digest: entry.label for entry in entries if entry.stage in ("first", "methods")}
     found = [summary for summary in summaries if methods.get(summary["digest"], "dense") not in always]
@@ -203,7 +203,7 @@ def _entry(study: str, stage: str, recipe: Recipe, variant: Variant, seed: int, 
 
 
 def digests(recipe: Recipe) -> dict[str, str]:
-    """Of all settings, and of those that the methods and seeds of a study share."""
+    """Returns the digests of all settings, and of those that the methods and seeds of a study share."""
     shared = replace(recipe, moe=MoESettings(experts=recipe.moe.experts), train=replace(recipe.train, seed=0))
     return {"digest": digest(recipe), "shared_digest": digest(shared)}
 
@@ -218,19 +218,19 @@ def _facts(study: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def change(entry: Entry, overrides: Sequence[str]) -> Entry:
-    """The entry with other settings of the training, as ``make_plan`` would have made it."""
+    """Returns the entry with other training settings, as ``make_plan`` would have made it."""
     settings = parse_overrides(entry.study, overrides)
     if not settings:
         return entry
     for key in settings:
-        require(key.startswith("train."), "set", key, "a setting of train: others need a new plan")
+        require(key.startswith("train."), "set", key, "a setting of train; other settings need a new plan")
     added = "".join(f" --{key.replace('_', '-')} {value}" for key, value in settings.items())
     facts = _facts(entry.study, with_settings(recipe_from_dict(entry.recipe), settings))
     return replace(entry, command=entry.command + added, **facts)
 
 
 def choose_rates(summaries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Of each study the learning rate of stage ``tune`` with the best mean over ``TUNED`` on the validation split."""
+    """Returns each study's learning rate of stage ``tune`` with the best validation mean over ``TUNED``."""
     found: dict[tuple[str, float], list[float]] = {}
     for summary in summaries:
         if summary["stage"] == TUNING and summary["label"] in TUNED:
@@ -241,10 +241,10 @@ def choose_rates(summaries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def own_rates(name: str, summaries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Of each label of a study of rates the one that is best on the validation split, once all have been tried.
+    """Returns, for each label of a study of rates, the best rate on the validation split, once all have been tried.
 
-    By the first seed, trained as long as in the study that it is part of: where 200 steps of text preferred half the
-    rate, 1,000 did not.
+    It uses the first seed, trained as long as in the parent study: on text, half the rate was better after 200 steps
+    but not after 1,000.
     """
     rates = STUDIES[STUDIES[name].recipe].rates
     found = rates_of(name, summaries)
@@ -253,7 +253,7 @@ def own_rates(name: str, summaries: Iterable[Mapping[str, Any]]) -> dict[str, fl
 
 
 def rates_of(name: str, summaries: Iterable[Mapping[str, Any]]) -> dict[str, dict[float, Mapping[str, Any]]]:
-    """The first seed's runs of a study of rates by label and rate; those at the common rate are the other study's."""
+    """Returns the first seeds of a study of rates by label and rate; its parent has those at the common rate."""
     study = STUDIES[name]
     recipe = with_settings(load_recipe(study.recipe), study.settings)
     seed = recipe.seeds[0]
@@ -271,9 +271,9 @@ def _goodness(summary: Mapping[str, Any]) -> float:
 
 
 def digest(recipe: Recipe) -> str:
-    """SHA-256 of all settings that can change a result and are not at their default.
+    """Returns the SHA-256 of all settings that can change a result and differ from their default.
 
-    So a setting that is added to the program later, with a default that changes nothing, leaves finished runs known.
+    So if the program gets a new setting, with a default that changes nothing, finished runs are still recognised.
     """
     essential = _essential(recipe, "")
     return hashlib.sha256(json.dumps(essential, sort_keys=True).encode()).hexdigest()
@@ -304,7 +304,7 @@ def _command(study: Study, variant: Variant, seed: int, settings: Mapping[str, A
 
 
 def parse_overrides(study: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """``train.epochs=5`` for every study, ``digits:train.epochs=5`` for one of them."""
+    """Reads settings: ``train.epochs=5`` for every study, ``digits:train.epochs=5`` for one of them."""
     found = {}
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -317,10 +317,10 @@ def parse_overrides(study: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def free_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """``key=value`` of settings that a plan leaves open, because they change no result."""
+    """Reads ``key=value`` of settings that a plan leaves open, because they change no result."""
     found = parse_overrides("", texts)
     for key in found:
-        require(key in NOT_IN_DIGEST, "run-with", key, f"one of {', '.join(NOT_IN_DIGEST)}: others are the plan's")
+        require(key in NOT_IN_DIGEST, "run-with", key, f"one of {', '.join(NOT_IN_DIGEST)}; the plan sets the others")
     return found
 
 
@@ -338,7 +338,7 @@ def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
 
 
 def read_summaries(folder: Path) -> list[dict[str, Any]]:
-    """All summaries in a folder, with the digests that their settings have now: the program may have changed since."""
+    """Reads all summaries in a folder and recomputes their digests, because the program may have changed since."""
     found = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*--*--*--*.json"))}
     return [
         {**summary, "file": str(path), **digests(recipe_from_dict(summary["recipe"]))}
@@ -352,6 +352,6 @@ def write_plan(entries: Sequence[Entry], path: Path) -> None:
 
 
 def read_plan(path: Path) -> list[Entry]:
-    """What ``write_plan`` wrote, with digests as they are now."""
+    """Reads what ``write_plan`` wrote and recomputes the digests."""
     found = json.loads(path.read_text(encoding="utf-8"))
     return [Entry(**{**entry, **digests(recipe_from_dict(entry["recipe"]))}) for entry in found]

@@ -1,4 +1,4 @@
-"""``intbmoe.compare.jobs`` with a deadline: the runs of the study that fit into the time, and what they leave."""
+"""Extends ``intbmoe.compare.jobs`` with a deadline: starts the runs that fit into the time and collects their files."""
 
 import io
 import json
@@ -23,24 +23,24 @@ from intbmoe.machine import usable_cores
 from intbmoe.recipes import recipe_from_dict, recipe_to_dict
 
 JOB = Path(__file__).parent / "job.py"
-STOP_SECONDS = 12  # kept back at the end of a call, for runs that are asked to stop to save
+STOP_SECONDS = 12  # reserved at the end of a call, so that stopped runs can save
 TAIL_LINES = 6
 MOST_THREADS = 4
 
 
 @dataclass(frozen=True)
 class StudyLane(Lane):
-    small_only: bool = False  # whether only studies small enough for a core run here
-    leaves_small: bool = False  # whether another lane takes those
+    small_only: bool = False  # whether it takes only studies that are small enough for a core
+    leaves_small: bool = False  # whether it leaves those to another lane
 
     def suits(self, entry: Entry) -> bool:
         return entry.on_cpu if self.small_only else not (entry.on_cpu and self.leaves_small)
 
 
 class StudyScheduler(Scheduler):
-    """Starts what ends in time, learns how long steps take, and keeps the summaries of what has ended.
+    """Starts runs that can end in time, learns how long steps take, and keeps the summaries of finished runs.
 
-    ``settings`` hold for all runs of the call: root, output, pack, weights, run_with, data, side_by_side, commit.
+    ``settings`` apply to all runs of the call: root, output, pack, weights, run_with, data, side_by_side, commit.
     """
 
     grace_seconds = STOP_SECONDS - 2
@@ -52,13 +52,13 @@ class StudyScheduler(Scheduler):
         self.deadline = float("inf")
         self.done: list[Process] = []
         self.steps: dict[str, list[tuple[float, int]]] = {}
-        """Of each run, when its first and its last line of metrics were seen, and their steps."""
+        """For each run, when its first and its last line of metrics were seen, and their steps."""
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began:6.0f} s  {text}", flush=True)
 
     def run(self, waiting: list[Entry], deadline: float = float("inf")) -> None:
-        """As ever; then those that were at their end when they were asked to stop count as finished."""
+        """Runs the jobs; runs that had just finished when they were asked to stop count as finished."""
         self.deadline = deadline
         try:
             super().run(waiting, deadline)
@@ -118,7 +118,7 @@ class StudyScheduler(Scheduler):
             self.clock.learn(process.job, process.lane.device, seconds)
 
     def step_seconds(self, process: Process) -> float | None:
-        """As observed since its first line of metrics: compiling and loading are not in it. None before a third."""
+        """Returns seconds per step after the first line of metrics, without compiling and loading; None at first."""
         seen = self.steps.get(process.job.id)
         if not seen or seen[-1][1] < 3 * seen[0][1]:
             return None
@@ -155,7 +155,7 @@ class StudyScheduler(Scheduler):
         return f"finished  {process.job.id}: {shown}, {summary['steps_per_second']:.1f} steps/s{gpu}"
 
     def pack(self) -> None:
-        """Summaries, outcomes and what failed runs said last, where few files travel back."""
+        """Packs summaries, outcomes and the last output of failed runs into a few files that can be copied back."""
         if self.settings["pack"] is not None:
             summaries = [self.summary(one.job) for one in self.done if self.finished(one)]
             outcomes = [path for summary in summaries if (path := summary.with_suffix(".npz")).is_file()]
@@ -164,7 +164,7 @@ class StudyScheduler(Scheduler):
 
 
 def pack(folder: Path, files: Sequence[Path], failures: Sequence[str] = ()) -> None:
-    """All files in one tar, beside those of earlier calls."""
+    """Adds all files to one tar, next to those of earlier calls."""
     folder.mkdir(parents=True, exist_ok=True)
     target, beside = folder / "study.tar", folder / ".study.tar.part"
     contents = {}
@@ -184,11 +184,11 @@ def pack(folder: Path, files: Sequence[Path], failures: Sequence[str] = ()) -> N
 
 @contextmanager
 def sharing_by_mps(wanted: bool, say: Callable[[str], None]) -> Iterator[None]:
-    """Let kernels of several processes run at the same time, by NVIDIA's service for that, if it can be started."""
+    """Starts NVIDIA's MPS, if possible, so that kernels of several processes run at the same time."""
     program = shutil.which("nvidia-cuda-mps-control") if wanted else None
     if program is None:
         if wanted:
-            say("no nvidia-cuda-mps-control here: runs take turns on the GPU")
+            say("nvidia-cuda-mps-control is not installed: runs take turns on the GPU")
         yield
         return
     os.environ["CUDA_MPS_PIPE_DIRECTORY"] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = tempfile.mkdtemp(prefix="mps-")

@@ -1,4 +1,4 @@
-"""What is trained on which data, for how long; ``plan.py`` makes runs of it."""
+"""Defines what is trained on which data and for how long; ``plan.py`` turns this into runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,28 +7,28 @@ from typing import Any
 from intbmoe.recipes.sets import PLACED
 
 ONE_LAYER = "intbmoe-one_layer"
-"""The ablation that costs much less: it has dense networks of its own compute beside it."""
+"""The ablation that costs much less; it is also compared with dense networks of its own compute."""
 
 
 @dataclass(frozen=True)
 class Study:
     recipe: str
-    settings: Mapping[str, Any]  # dotted settings on top of the recipe's
+    settings: Mapping[str, Any]  # dotted settings that override the recipe's
     first: tuple[str, ...]
-    epoch_steps: int  # optimizer steps of an epoch, for estimates of time
+    epoch_steps: int  # optimizer steps per epoch, for estimates of time
     rates: tuple[float, ...] = ()  # learning rates for the stage ``tune``
     tuning: Mapping[str, Any] = field(default_factory=dict)  # further settings of that stage
-    on_cpu: bool = False  # so small that a core is enough
+    on_cpu: bool = False  # whether it is small enough for a core
     needs_data: bool = True
-    tuned: tuple[str, ...] = ()  # variants for that stage, beside dense and IntBMoE
-    labels: tuple[str, ...] = ()  # only these variants, all seeds, in place of the stages' own
-    sets: str = ""  # only the variants of these sets, the first seed
-    as_long_as: str = ""  # a label: each variant trains for as much time as that one, by the measured time of a step
-    own_rates: bool = False  # each label at all rates of the recipe's study, then at its best with more seeds
+    tuned: tuple[str, ...] = ()  # variants for that stage, besides dense and IntBMoE
+    labels: tuple[str, ...] = ()  # only these variants, with all seeds, instead of the stages' own
+    sets: str = ""  # only the variants of these sets, with the first seed
+    as_long_as: str = ""  # a label: each variant trains for as much time as this one, by the measured time of a step
+    own_rates: bool = False  # whether each label has all rates of the recipe's study, then more seeds at its best rate
 
 
 GPU = {"train.checkpoint_every": 1_000_000, "train.keep_checkpoints": 1}
-"""A run lasts minutes: it is saved when it ends or is asked to stop."""
+"""A run takes minutes, so it is saved only when it ends or is asked to stop."""
 
 IMAGES = {
     **GPU,
@@ -40,10 +40,10 @@ IMAGES = {
 }
 ON_CORES = {**GPU, "train.workers": 0}
 NEXT_PLACE = ("dense", "swiglu-wide", "switch", "deepseek", "remoe", "intbmoe")
-"""Dense is in the mixture's place already, and one as wide as IntBMoE's compute stands beside it."""
+"""Dense is already in the mixture's place; a dense network as wide as IntBMoE's compute allows is added."""
 IMAGES_STEPS = 95_000 // 512
 WIKIPEDIA_STEPS = 40_000_000 // (32 * 512)  # the first 40 M of the 93.5 M tokens
-TEXT = {**GPU, "train.batch": 32, "train.steps": 1000, "train.lr": 2e-3, "train.workers": 1}  # the rate by stage tune
+TEXT = {**GPU, "train.batch": 32, "train.steps": 1000, "train.lr": 2e-3, "train.workers": 1}  # rate from stage tune
 
 RATED = ("dense", "intbmoe", PLACED, "swiglu-wide", ONE_LAYER, "switch", "deepseek", "remoe")
 TUNED_TEXT = (*RATED[2:], "dynmoe", "mass", "lory", "remoe-more", "soft_causal", "smear_token")
@@ -81,8 +81,8 @@ STUDIES = {
         epoch_steps=157,
         rates=(1e-3, 3e-3, 1e-2),
     ),
-    # What survives: parts of the first ones again, with one thing changed; ``labels`` are all there is of them.
-    "tiny-imagenet-start": Study(  # dense in its place, but for the class token's own FFN
+    # Follow-ups: parts of the first studies again with one change; they have only ``labels``.
+    "tiny-imagenet-start": Study(  # dense in its place, except for the class token's own FFN
         "tiny-imagenet", {**IMAGES, "model.class_token_ffn": False}, (), IMAGES_STEPS, labels=(PLACED,)
     ),
     "tiny-imagenet-time": Study(
@@ -136,7 +136,7 @@ STUDIES = {
         needs_data=False,
         labels=NEXT_PLACE,
     ),
-    # Dry runs: they need no data and no GPU, and are part of no table.
+    # Dry runs, which need no data and no GPU and are in no table.
     "digits": Study("digits", {}, ("dense", "intbmoe", "vmoe"), 20, (1e-3, 2e-3), on_cpu=True, needs_data=False),
     "stdlib": Study("stdlib", {}, ("dense", "intbmoe", "deepseek"), 600, (5e-3, 1e-2), on_cpu=True, needs_data=False),
 }

@@ -1,6 +1,6 @@
-"""The sweeps of K, k, E and L in pictures: how far from IntBMoE's default each other value is.
+"""Draws the sweeps of K, k, E and L: how far each value is from IntBMoE's default.
 
-    python -m benchmarks.study.sweep                      # docs/images/study/sweep-STUDY.svg, where there are runs
+    python -m benchmarks.study.sweep                      # docs/images/study/sweep-STUDY.svg, if there are runs
 
 The numbers are those of the sweep's table (``tables.py``): differences from the default over the seeds that both have,
 with their 95 % intervals. Below each value are its FLOPs as a multiple of the default's.
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def gather(rows: Rows, swept: Rows) -> dict[str, list[Point]]:
-    """The points of each panel, the default among them."""
+    """Returns the points of each panel, including the default."""
     default = rows["intbmoe"]
     metric, higher = default[0]["metric"], default[0]["higher_is_better"]
     factor = axis_scale(metric)[0] * (1 if higher else -1)
@@ -95,7 +95,7 @@ def draw(study: str, panels: Mapping[str, Sequence[Point]], swept: Rows) -> Pict
 
 
 def _draw_panel(axes: Axes, title: str, points: Sequence[Point]) -> None:
-    """The values at equal distances: each is about twice the one before."""
+    """Draws the values at equal distances, because each is about twice the one before."""
     axes.axhline(0, color=GREY, linewidth=1)
     for place, point in enumerate(points):
         if point.interval:

@@ -1,12 +1,12 @@
-"""The tables of docs/results/ and README.md, from the summaries of the study.
+"""Makes the tables of docs/results/ and README.md from the summaries of the study.
 
-    python -m benchmarks.study.tables                       # into the pages, between their markers
-    python -m benchmarks.study.tables --print               # on the screen
+    python -m benchmarks.study.tables                       # writes them into the pages, between their markers
+    python -m benchmarks.study.tables --print               # prints them
 
-For each study: equal parameters, equal compute (with IntBMoE's one-layer form too), dense in the mixture's place,
-ablations, and the commands of all rows. A table holds runs whose settings agree in everything but the method and the
-seed; if there are several such groups the one that is best on the validation split is shown, and the others stand in
-the table of other settings. ``claims.py`` says which differences are more than chance.
+For each study: equal parameters, equal compute (also for IntBMoE's one-layer form), dense in the mixture's place,
+ablations, and the commands of all rows. The runs of a table agree in all settings except the method and the seed. If
+there are several such groups, the best on the validation split is shown, and the others are in the table of other
+settings. ``claims.py`` says which differences are more than chance.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from intbmoe.report.tables import Table
 HOUSE = Path(__file__).parents[2]
 PAGES = (*sorted((HOUSE / "docs" / "results").glob("*.md")), HOUSE / "README.md")
 SECOND = {"accuracy": "accuracy5", "loss": "perplexity", "HR@10": "HR@10 new", "HR@5": "HR@1"}
-"""What is shown beside the metric that decides."""
+"""What is shown besides the main metric."""
 ORDER = {label: place for place, label in enumerate(dict.fromkeys((*TABLE_1, *TABLE_2)))}
 TITLES = {
     "tiny-imagenet": "Images: Tiny-ImageNet",
@@ -51,7 +51,7 @@ TITLES = {
 PARAMETERS, COMPUTE, ABLATIONS = "Equal parameters", "Equal compute", "Ablations"
 NARROW, CONTROL = "Equal compute with one layer", "The backbone's FFN in the mixture's place"
 BESIDE = {PARAMETERS: "intbmoe", COMPUTE: "intbmoe", NARROW: ONE_LAYER, CONTROL: "dense", ABLATIONS: "intbmoe"}
-"""Which row of another table stands in a table too, in the order of the tables."""
+"""Rows that a table repeats from another one, in the order of the tables."""
 BASES = {"dense": "over dense", PLACED: "over dense in its place", "intbmoe": "over IntBMoE"}
 Rows = dict[str, list[dict[str, Any]]]
 
@@ -60,7 +60,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Make the study's tables from its summaries.")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--pages", type=Path, nargs="+", default=PAGES)
-    parser.add_argument("--print", action="store_true", help="on the screen, and change no file")
+    parser.add_argument("--print", action="store_true", help="print the tables and change no file")
     options = parser.parse_args()
     parts = make_parts(options.results)
     if options.print:
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def make_parts(results: Path) -> dict[str, str]:
-    """What stands between the markers of each name."""
+    """Returns the text between the markers of each name."""
     summaries = count_attention(read_summaries(results))
     earlier = count_attention(read_summaries(results / "earlier"))
     parts = {study: study_text(study, summaries, read_timing(results, study)) for study in TITLES}
@@ -89,7 +89,7 @@ def make_parts(results: Path) -> dict[str, str]:
         ablated = {label: runs for label, runs in rows.items() if label.startswith("intbmoe")}
         parts[f"claims-{study}"] = claims_text(shown, BASES, rows)
         parts[f"ablated-{study}"] = claims_text(ablated, {"intbmoe": "over the full method"}, rows)
-        if study not in ("tiny-imagenet", "wikipedia"):  # whose metrics can tell methods apart
+        if study not in ("tiny-imagenet", "wikipedia"):  # their metrics can tell methods apart
             parts[f"loss-{study}"] = claims_text(shown, BASES, rows, "loss")
     parts["place"] = claims_text(_place_rows(found), {"dense": "over dense"}, found["tiny-imagenet"])
     for study in ("tiny-imagenet", "wikipedia"):
@@ -106,7 +106,7 @@ def make_parts(results: Path) -> dict[str, str]:
 
 
 def _place_rows(found: Mapping[str, Rows]) -> Rows:
-    """Dense, what a mixture's place gives it one by one, and both together."""
+    """Returns dense, dense with each part of a mixture's place separately, and with both."""
     images, start = found["tiny-imagenet"], found["tiny-imagenet-start"].get(PLACED)
     started = {"dense-start": _retitled(start, "Dense, a mixture's start alone")} if start else {}
     rows = {label: images[label] for label in ("dense", CLASS_TOKEN) if label in images}
@@ -118,7 +118,7 @@ def _retitled(runs: Sequence[Mapping[str, Any]], title: str | None = None) -> li
 
 
 def fill(page: Path, parts: Mapping[str, str]) -> None:
-    """Replace what lies between the markers that the page has."""
+    """Replaces the text between the page's markers."""
     text = page.read_text(encoding="utf-8")
     for name in re.findall("<!-- study:(.*?) -->", text):
         if name not in parts:
@@ -128,7 +128,7 @@ def fill(page: Path, parts: Mapping[str, str]) -> None:
 
 
 def put(text: str, name: str, part: str, where: Path) -> str:
-    """``text`` with what lies between the markers of ``name`` replaced."""
+    """Returns ``text`` with the part between the markers of ``name`` replaced."""
     begin, end = f"<!-- study:{name} -->", f"<!-- /study:{name} -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f"{where} must hold {begin} and {end} once each")
@@ -164,7 +164,7 @@ def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mappi
 
 
 def table_of(label: str) -> str:
-    """Which table a variant stands in; IntBMoE itself stands in others too."""
+    """Returns the table of a variant; IntBMoE itself is in others too."""
     if label in (PLACED, CLASS_TOKEN):
         return CONTROL
     if label.endswith("-narrow"):
@@ -175,11 +175,11 @@ def table_of(label: str) -> str:
 
 
 def find_rows(study: str, summaries: Sequence[Mapping[str, Any]]) -> tuple[Rows, int]:
-    """The runs by which a study goes on, label by label in the paper's order, and how many others there are."""
+    """Returns the runs of a study's tables, by label in the paper's order, and the number of other runs."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for summary in summaries:
         if summary["study"] == study and summary["stage"] != TUNING:
-            one = STUDIES[study]  # whose variants may differ in steps, rates or the number of experts
+            one = STUDIES[study]  # its variants may differ in steps, rates or the number of experts
             shared = "" if one.as_long_as or one.own_rates or one.sets else summary["shared_digest"]
             groups.setdefault(shared, []).append(summary)
     chosen = max(groups.values(), key=_standing, default=[])
@@ -190,7 +190,7 @@ def find_rows(study: str, summaries: Sequence[Mapping[str, Any]]) -> tuple[Rows,
 
 
 def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each study that has IntBMoE: beside dense in both places, the best other method by validation, and
+    """Makes a line for each study that has IntBMoE, with dense in both places, the best other method by validation, and
     equal compute."""
     dense, lines = ["Dense", "Dense in the mixture's place"], []
     header = ["Test", *dense, "Best other method", "IntBMoE", "Dense SwiGLU, IntBMoE's FLOPs"]
@@ -210,14 +210,14 @@ def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]
 
 
 def _standing(group: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
-    """By which of several settings the study goes on: dense and IntBMoE's mean on validation, then how many runs."""
+    """Ranks groups of settings: by the validation mean of dense and IntBMoE, then by the number of runs."""
     sign = 1 if group[0]["higher_is_better"] else -1
     found = [[sign * run["valid"][run["metric"]] for run in group if run["label"] == label] for label in TUNED]
     return fmean(map(fmean, found)) if all(found) else -math.inf, len(group)
 
 
 def _place(summary: Mapping[str, Any]) -> tuple[bool, int, list[str | int]]:
-    """The paper's order, then by name, with numbers as numbers."""
+    """Sorts in the paper's order, then by name, with numbers compared as numbers."""
     parts = [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", summary["label"])]
     return summary["label"] not in ORDER, ORDER.get(summary["method"], len(ORDER)), parts
 
@@ -241,9 +241,9 @@ def _spread(rows: Rows) -> str:
 
 
 def table(rows: Rows, timing: Mapping[str, Any], values: Mapping[tuple[str, str], Mapping[str, str]]) -> str:
-    """One row a variant, the best by its mean in bold, unless it has a single seed: one value is no claim.
+    """Makes one row per variant, with the best mean in bold unless it is of a single seed: one value is no claim.
 
-    ``values`` are texts by (split, metric) and label: their intervals come from all rows of a study.
+    ``values`` are texts by (split, metric) and label; their intervals come from all rows of a study.
     """
     first = next(iter(rows.values()))[0]
     metric, second = first["metric"], SECOND.get(first["metric"])
@@ -334,7 +334,7 @@ def tuning_text(summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def rates_text(name: str, summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Each method at the same rates, first seed, on the validation split; its best in bold once all are known."""
+    """Tabulates each method at the same rates, first seed, on validation; its best is bold once all are known."""
     rates, found = STUDIES[STUDIES[name].recipe].rates, rates_of(name, summaries)
     best, lines = own_rates(name, summaries), []
     for label in STUDIES[name].labels:
@@ -349,7 +349,7 @@ def rates_text(name: str, summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def settings_text(summaries: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]) -> str:
-    """Whole runs at settings that the tables do not show; rows of methods in an earlier form say so."""
+    """Tabulates complete runs at settings that the other tables do not show, including earlier forms of methods."""
     lines = []
     for study in REAL:
         shown = {run["digest"] for runs in find_rows(study, summaries)[0].values() for run in runs}
@@ -376,7 +376,7 @@ def _mixed(run: Mapping[str, Any]) -> float:
 
 
 def mixing_text(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """What the share of mixed batches was chosen by: full runs, on the validation split."""
+    """Tabulates the runs by which the share of mixed batches was chosen, on the validation split."""
     found: dict[float, dict[str, float]] = {}
     for summary in summaries:
         if summary["study"] == "tiny-imagenet" and summary["stage"] == "first" and summary["seed"] == 0:

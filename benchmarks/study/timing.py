@@ -1,9 +1,9 @@
-"""Training steps of the study's variants, alone on the device: milliseconds, and whether they run at all.
+"""Times training steps of the study's variants, alone on the device, and records which of them fail.
 
     python -m benchmarks.study.timing --plan plan.json --only tiny-imagenet --data tiny-imagenet=FILE.tar
 
-One batch of real data, over and over. Runs of the study share the GPU, so that their seconds say little about a
-method; these do. the study plans with them, and the tables show them.
+Each step uses the same batch of real data. Runs of the study share the GPU, so their times say little about a method;
+these times do. The study plans with them, and the tables show them.
 """
 
 import argparse
@@ -43,10 +43,10 @@ def main() -> None:
     add("--data", action="append", default=[], help="study=PATH of its data")
     add("--run-with", action="append", default=[], help="key=value of a setting that changes no result")
     add("--output", type=Path, default=RESULTS)
-    add("--pack", type=Path, help="a second folder for the file, that travels back")
-    add("--seconds", type=float, default=120.0, help="when to stop; what is missing is measured by the next call")
+    add("--pack", type=Path, help="a second folder for the file, to copy back")
+    add("--seconds", type=float, default=120.0, help="time limit; the next call measures the rest")
     add("--steps", type=int, default=STEPS)
-    add("--commit", help="of the source, where it was copied from a checkout")
+    add("--commit", help="the commit of the source, if this is a copy of a checkout")
     options = parser.parse_args()
     began = time.monotonic()
     entries = [entry for entry in read_plan(options.plan) if entry.study == options.only]
@@ -82,7 +82,7 @@ def _recipe(entry: Entry, path: str | None, run_with: list[str]) -> Recipe:
 def _measure(recipe: Recipe, examples: Examples, steps: int) -> dict[str, Any]:
     try:
         return _time(recipe, examples, steps)
-    except Exception:  # the next method is measured all the same, and the file says what happened
+    except Exception:  # the file records it, and the next method is still measured
         return {"error": traceback.format_exc()}
     finally:
         torch.cuda.empty_cache()

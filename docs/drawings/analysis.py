@@ -1,7 +1,7 @@
 """Draws docs/images/analysis/*.svg, the pictures of docs/analysis.md: python docs/drawings/analysis.py
 
-It trains the recipes that the page names, unchanged, and takes the pictures that ``intbmoe analyse`` makes of them: two
-minutes on one core.
+It trains the recipes that the page names, unchanged, and copies the pictures that ``intbmoe analyse`` draws of them.
+This takes two minutes on one core.
 """
 
 import shutil

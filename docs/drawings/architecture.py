@@ -1,7 +1,7 @@
 """Draws docs/images/architecture.svg, the layer of docs/method.md: python docs/drawings/architecture.py
 
-One file for light and dark screens, portrait, with letters that a phone can still show. Blue is what precomposition
-stores, a dashed outline what it makes needless, orange what is computed for each token.
+One portrait file for light and dark screens, with letters large enough for a phone. Blue is what a precomposed layer
+stores, a dashed outline is what it no longer needs, and orange is what is computed for each token.
 """
 
 import re
@@ -31,7 +31,7 @@ STYLE = """
 
 
 def rich(text: str) -> str:
-    """``W_{b}^{l}`` with its index low and its exponent high; the line goes on at its own height."""
+    """Sets ``W_{b}^{l}`` with a lowered index and a raised exponent, then returns to the base line."""
     parts, height = [], 0
     for piece in re.split(r"([_^]\{[^}]*\})", text):
         index = re.fullmatch(r"([_^])\{([^}]*)\}", piece)
@@ -48,7 +48,7 @@ def write(x: float, y: float, text: str, kind: str = "", anchor: str = "middle")
 
 
 def box(x: float, y: float, width: float, height: float, kind: str, *lines: str, sheets: int = 0) -> str:
-    """Lines in the middle of a box, the first one strong; ``sheets`` more lie behind it."""
+    """Draws a box with centred lines of text, the first one bold, and ``sheets`` more boxes behind it."""
     shape = f'width="{width}" height="{height}" rx="7" class="box {kind}"'
     drawn = [f'<rect x="{x + 7 * n}" y="{y - 7 * n}" {shape}/>' for n in range(sheets, -1, -1)]
     top = y + height / 2 - 12 * (len(lines) - 1) + 6
@@ -63,7 +63,7 @@ def arrow(*points: tuple[float, float], kind: str = "") -> str:
 def compose() -> list[str]:
     """The upper half: weights only."""
     return [
-        write(20, 34, "From codes to blocks: no token is seen", "head", "start"),
+        write(20, 34, "From codes to blocks, without tokens", "head", "start"),
         box(20, 62, 162, 86, "gone", "K codes", "c_{1} … c_{K}, learned"),
         arrow((182, 105), (212, 105)),
         box(216, 62, 190, 86, "gone", "hypernetwork", "one for all blocks"),

@@ -1,6 +1,6 @@
 """Takes docs/images/server.png, the server's page with an answer: python docs/drawings/server.py
 
-It serves zoo:journeys and asks the page's own example in chromium. The window is as narrow as two columns allow, so
+It serves zoo:journeys and sends the page's own example in chromium. The window is as narrow as two columns allow, so
 that the letters can be read on a phone.
 """
 
@@ -49,7 +49,7 @@ def _take(page: Page) -> None:
     page.get_by_role("button", name="Use the example").click()
     page.get_by_role("button", name="Ask", exact=True).click()
     page.wait_for_selector("ol.results li")
-    page.get_by_text("Now", exact=True).click()  # folds it: the picture is to be low
+    page.get_by_text("Now", exact=True).click()  # folds this section to keep the picture low
     page.wait_for_selector(".token")
     page.screenshot(path=OUTPUT, full_page=True)
 

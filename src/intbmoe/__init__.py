@@ -39,12 +39,12 @@ def __dir__() -> list[str]:
 
 
 def load(run: str | PathLike[str]) -> nn.Module:
-    """The trained model of a finished run directory, or of the zoo ("zoo:digits"), on the CPU in evaluation mode."""
+    """Load the trained model of a finished run directory, or of the zoo ("zoo:digits"), on the CPU in eval mode."""
     return _training().load(run)
 
 
 def _training() -> ModuleType:
-    """``intbmoe.train``, imported when it is asked for: its packages are an extra."""
+    """Import ``intbmoe.train`` on first use: the packages it needs are an optional extra."""
     try:
         return import_module("intbmoe.train")
     except ModuleNotFoundError as error:

@@ -1,36 +1,37 @@
-"""The paper's rule for a fair comparison: what each method gets in place of one backbone FFN.
+"""The paper's rule for a fair comparison: the options each method gets in place of one backbone FFN.
 
     layer = create("switch", 192, **match_budget("switch", 192, 768, experts=16))
 
-Everywhere else arguments are literal; only here does ``experts`` mean the paper's E, and only here is known what a
-method makes of it. With a backbone FFN of weights W (2·d·h for GELU, 3·d·h for SwiGLU; biases are not counted):
+Everywhere else arguments are literal; only this module reads ``experts`` as the paper's E and knows how each method
+uses it. For a backbone FFN with W weights (2·d·h for GELU, 3·d·h for SwiGLU; biases are not counted):
 
     experts       E routed and one shared in a method with a shared path (IntBMoE, DeepSeek-V3), E + 1 in all others
-    widths        each expert has W weights; IntBMoE's and μMoE's two-layer blocks too, DeepSeek-V3's and Lory's experts
-                  are SwiGLU on every backbone, and so is IntBMoE's shared expert unless ``shared_kind`` says otherwise
+    widths        each expert has W weights, and so have IntBMoE's and μMoE's two-layer blocks; DeepSeek-V3's and
+                  Lory's experts are SwiGLU on every backbone, and so is IntBMoE's shared expert unless ``shared_kind``
+                  says otherwise
     pools         DynMoE and MASS start with E/2 of their E + 1 experts (the paper's 8, 4, 16 at E = 16, 8, 32); MASS
                   follows its authors' script for the ``domain``
-    slots         Soft MoE has tokens/experts slots per expert, rounded as in its authors' code, where ``tokens`` is
-                  given; else one, as its causal form
-    segments      Lory's have 16 tokens, and half the input where ``tokens`` says that 16 would swallow it
-    ranks         μMoE's rank brings the module's number of parameters as near as possible to Switch's
+    slots         Soft MoE has tokens/experts slots per expert, rounded as in its authors' code, if ``tokens`` is given;
+                  otherwise one, like its causal form
+    segments      Lory's have 16 tokens, or half the input if ``tokens`` says that one segment of 16 would cover it
+    ranks         μMoE's rank is chosen to bring the module's parameter count as close as possible to Switch's
 
-Of the methods that the paper names without measuring them:
+For the methods that the paper names but does not measure:
 
-    deepseek_v1   the E + 1 experts are split into 4(E + 1) small ones, one of them shared, 7 of the others chosen
-    ple           (E + 1)/2 experts on each of two levels, their width such that all have the weights of E + 1
-    hypermoe      E experts, and a hypernetwork that brings the parameters as near as possible to Switch's
-    mobe          (E + 1)/4 bases of half the token's width, and as many experts as Switch's parameters allow
+    deepseek_v1   the E + 1 experts are split into 4(E + 1) small ones; one is shared, 7 of the others are chosen
+    ple           (E + 1)/2 experts on each of two levels, sized so that together they have the weights of E + 1
+    hypermoe      E experts, and a hypernetwork that brings the parameter count as close as possible to Switch's
+    mobe          (E + 1)/4 bases of half the token's width, and as many experts as Switch's parameter count allows
 
-Three points where the paper disagrees with itself or with code, and what is done here:
+Three points where the paper disagrees with itself or with the code, and what this module does:
 
-- Its appendix says that μMoE's ranks are solved for IntBMoE's total. The totals it prints (24.070 M and 24.065 M, where
-  IntBMoE has 24.295 M) are those nearest to Switch's 24,070,312: R = 2594 for CP and R_3 = 654 for TR. The table is
-  followed.
-- It says that matching gives IntBMoE the width 2844 on MiniPile, which are the weights of a SwiGLU of width 1896
-  (2·768·2844 = 3·768·1896), and does not state the backbone's width. The released code's backbone has 2048, matched by
-  3072: the paper's blocks have 7.4 % fewer weights. The recipe has the released 2048 for the backbone and all baselines
-  and the paper's 2844 (``intbmoe_hidden=2844``); with ``hidden=1896`` everything follows from the paper's number.
+- The appendix says that μMoE's ranks are solved for IntBMoE's total. The totals it prints (24.070 M and 24.065 M, while
+  IntBMoE has 24.295 M) are the ones nearest to Switch's 24,070,312: R = 2594 for CP and R_3 = 654 for TR. We follow the
+  table.
+- The paper says that matching gives IntBMoE a width of 2844 on MiniPile, which has the weights of a SwiGLU of width
+  1896 (2·768·2844 = 3·768·1896), and does not state the backbone's width. The released code's backbone has width 2048,
+  whose match is 3072: the paper's blocks have 7.4 % fewer weights. The recipe uses the released 2048 for the backbone
+  and all baselines, and the paper's 2844 (``intbmoe_hidden=2844``); with ``hidden=1896`` everything follows from 2844.
 - On ImageNet Soft MoE's authors would round 196/17 to 12 slots; the paper's printed parameters fit 11 (``slots=11``).
 """
 
@@ -48,24 +49,24 @@ Expert = Literal["gelu", "swiglu"]
 Domain = Literal["vision", "language"]
 
 SEGMENTS = 4
-"""m, into how many DeepSeekMoE's paper splits an expert."""
+"""m, the number of small experts that DeepSeekMoE's paper splits each expert into."""
 
 TABLE_1 = (
     "dense", "switch", "deepseek", "remoe", "vmoe", "expert_choice", "dynmoe", "mass", "soft", "smear", "lory",
     "mumoe_cp", "mumoe_tr", "intbmoe",
 )  # fmt: skip
-"""The methods of the paper's table on images, in its order."""
+"""The methods in the paper's image table, in its order."""
 
 TABLE_2 = (
     "dense", "switch", "deepseek", "remoe", "dynmoe", "mass", "soft_causal", "smear_token", "lory",
     "mumoe_cp", "mumoe_tr", "intbmoe",
 )  # fmt: skip
-"""The methods of its table on language and travel: those that do not look ahead, two of them in a causal form."""
+"""The methods in the paper's language and travel table. None looks ahead; two are in their causal form."""
 
 NAMED = (
     "mixture", "shazeer", "gshard", "mixtral", "deepseek_v1", "lapsum", "hypermoe", "mobe", "mmoe", "ple", "dsfnet",
 )  # fmt: skip
-"""Methods that the paper names without measuring them; none of them looks ahead."""
+"""Methods that the paper names but does not measure; none of them looks ahead."""
 
 
 def match_budget(
@@ -81,14 +82,15 @@ def match_budget(
     tasks: int | None = None,
     shared_kind: SharedKind = "swiglu",
 ) -> dict[str, Any]:
-    """Options for ``create(name, dim, **options)`` that match the paper's budget.
+    """Return options for ``create(name, dim, **options)`` that match the paper's budget.
 
-    ``hidden`` and ``expert`` describe the backbone's FFN, ``experts`` is the paper's E. ``tokens``, where their number
-    is fixed, sets Soft MoE's slots and bounds Lory's segment; ``domain`` says which of its authors' scripts MASS
-    follows ("language" for any sequence model); ``intbmoe_hidden`` overrules the matching width of IntBMoE's blocks.
-    ``tasks`` is for a head of several: methods that take a vector (``conditioning_dim``) tell them apart by it.
-    ``shared_kind`` is of IntBMoE's shared expert, whose width is matched to it; a linear map has no width to match. A
-    method that the paper does not have counts as one without a shared path, with experts like the backbone's FFN.
+    ``hidden`` and ``expert`` describe the backbone's FFN; ``experts`` is the paper's E. ``tokens``, if the number of
+    tokens is fixed, sets Soft MoE's slots and limits Lory's segment; ``domain`` says which of its authors' scripts MASS
+    follows ("language" for any sequence model); ``intbmoe_hidden`` overrides the matched width of IntBMoE's blocks.
+    ``tasks`` is the number of tasks of a multi-task head: methods with a ``conditioning_dim`` tell tasks apart by that
+    vector. ``shared_kind`` is the kind of IntBMoE's shared expert, and its width is matched accordingly; a linear map
+    has no width to match. A method that is not in the paper is treated as having no shared path and experts like the
+    backbone's FFN.
     """
     for argument, value in (("dim", dim), ("hidden", hidden), ("experts", experts)):
         require_positive_int(argument, value)
@@ -151,23 +153,23 @@ def match_budget(
 
 
 def within_budget(name: str, dim: int, hidden: int, options: Mapping[str, Any], **backbone: Any) -> dict[str, Any]:
-    """``match_budget``, overruled by ``options``; the widths follow the kinds of experts that these ask for."""
+    """``match_budget`` with ``options`` taking precedence; widths are matched to the kinds of experts they ask for."""
     shared_kind = options.get("shared_kind", "swiglu")
     matched = match_budget(name, dim, hidden, shared_kind=shared_kind, **backbone)
     kind = options.get("expert", matched.get("expert"))
-    if kind != matched.get("expert"):  # the width of the other kind that has as many weights
+    if kind != matched.get("expert"):  # the width at which the other kind has as many weights
         matched["hidden"] = max(1, round(matched["hidden"] * (2 / 3 if kind == "swiglu" else 3 / 2)))
     return {**matched, **options}
 
 
 def _levels(hidden: int, experts: int, tasks: int) -> dict[str, int]:
-    """PLE's experts on each of two levels, at least one for each task and one that they share, and their width."""
+    """PLE's experts on each of two levels (at least one per task and one shared), and their width."""
     each = max(tasks + 1, (experts + 1) // 2)
     return {"experts": each, "hidden": max(1, round(hidden * (experts + 1) / (2 * each)))}
 
 
 def _solve_size(name: str, dim: int, options: dict[str, Any], size: str, like_backbone: dict[str, Any]) -> int:
-    """The value of an option, in which the parameters are linear, that brings them nearest to Switch's."""
+    """Find the value of option ``size`` that brings the parameter count, linear in it, closest to Switch's."""
     target = _parameters("switch", dim, like_backbone)
     one, two = (_parameters(name, dim, {**options, size: value}) for value in (1, 2))
     return max(1, 1 + round((target - one) / (two - one)))

@@ -1,8 +1,8 @@
 """The command line. A new command is one function in ``commands/`` and one entry in ``COMMANDS``.
 
-``train``, ``compare`` and ``plan`` take a recipe and any of its settings as options, so their parser depends on the
-recipe: they get their arguments unparsed (``overrides.py``). ``--plugin FILE``, anywhere, names a Python file with
-tasks or methods of your own (docs/adding-a-task.md).
+``train``, ``compare`` and ``plan`` take a recipe and any of its settings as options. Their parser depends on the
+recipe, so they get their arguments unparsed (``overrides.py``). ``--plugin FILE``, anywhere on the line, names a Python
+file with tasks or methods of your own (docs/adding-a-task.md).
 """
 
 import os
@@ -42,9 +42,9 @@ TAKE_A_RECIPE = ("train", "compare", "plan")
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line on ``args``, by default those the process was given."""
+    """Run the command line on ``args``, by default the process's own arguments."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: a letter is no reason to stop midway
+        sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: an unprintable character must not stop us
     try:
         try:
             _run(list(sys.argv[1:] if args is None else args))
@@ -53,7 +53,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         if not _nobody_reads(sys.stdout.fileno()):
             raise
-        # ``head`` and the like have seen enough. What is left goes nowhere, or Python would complain at its end.
+        # The reader (``head``, say) has closed the pipe. Discard the rest, or Python complains when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
@@ -89,14 +89,14 @@ def _run(args: Sequence[str]) -> None:
 def _help() -> str:
     commands = [fitted(about(run).partition("\n\n")[0], f"  {name:10}") for name, run in COMMANDS.items()]
     more = (
-        "intbmoe COMMAND --help says more, intbmoe --version which version this is. Every command takes --plugin FILE, "
-        "a Python file with tasks or methods of your own (docs/adding-a-task.md)."
+        "Run intbmoe COMMAND --help for details and intbmoe --version for the version. Every command takes --plugin "
+        "FILE, a Python file with tasks or methods of your own (docs/adding-a-task.md)."
     )
     return "\n".join(["usage: intbmoe COMMAND …", "", *commands, "", fitted(more)])
 
 
 def _take_plugins(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments less ``--plugin FILE``, and the files."""
+    """Split the arguments into those without ``--plugin FILE`` and the plugin files."""
     rest, files, values = [], [], iter(args)
     for argument in values:
         option, given, value = argument.partition("=")

@@ -1,14 +1,14 @@
-"""MoE layers inside somebody else's model: the padding mask reaches them, their losses reach the model's loss.
+"""Connect MoE layers with a host model: pass them its padding mask, and add their losses to its loss.
 
-A host model hands its FFNs the tokens alone, and its trainer knows of one loss. ``connect(model, optimizer)`` closes
-both gaps from outside, by hooks, whatever the framework:
+A host model passes only tokens to its FFNs, and its trainer knows only one loss. ``connect(model, optimizer)`` closes
+both gaps from outside, with hooks that work in any framework:
 
     mask     the model's ``attention_mask`` (batch, tokens) goes to every MoE layer that is called without a mask
     loss     a training forward that returns a loss returns it with the layers' auxiliary losses added, unless the
-             model has done so itself, which it says by ``collects_aux_loss = True``
+             model adds them itself and says so with ``collects_aux_loss = True``
     steps    ``before_step`` and ``after_step`` run around the optimizer's step
 
-In a training loop of one's own, ``steps.py`` does the last two and ``layer(x, mask)`` the first: no connection needed.
+Your own training loop needs no connection: call ``layer(x, mask)`` and the functions of ``steps.py``.
 """
 
 import inspect
@@ -25,14 +25,14 @@ from intbmoe.steps import after_step, aux_loss, before_step
 
 DECODER_MASK = "decoder_attention_mask"
 MASKS = ("attention_mask", DECODER_MASK, "padding_mask", "mask")
-"""Arguments of a host's forward that may say which tokens are valid: 1 or True for those that are."""
+"""Arguments of a host's forward that may hold a padding mask: 1 or True marks a valid token."""
 
 
 def connect(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> "Connection":
     """Connect ``model``'s MoE layers with the model around them, until ``Connection.remove`` is called.
 
-    A model has one connection: another call, as by a notebook's cell that is run again, takes the place of the first.
-    Where a framework makes the optimizer later, pass it then: ``connection.step_with(optimizer)``.
+    A model has one connection: calling this again, for example by rerunning a notebook cell, replaces the first one.
+    If the framework creates the optimizer later, pass it then: ``connection.step_with(optimizer)``.
     """
     connection = Connection(model)
     if optimizer is not None:
@@ -46,7 +46,7 @@ class Connection:
     def __init__(self, model: nn.Module) -> None:
         layers = [layer for _, layer in moe_layers(model)]
         if not layers:
-            raise ValueError(f"{type(model).__name__} holds no MoE layer: put them in first (intbmoe.create makes one)")
+            raise ValueError(f"{type(model).__name__} holds no MoE layer: put one in first (intbmoe.create makes it)")
         for hook in list(model._forward_hooks.values()):
             earlier = getattr(hook, "__self__", None)
             if isinstance(earlier, Connection):  # two would collect the losses twice
@@ -54,7 +54,7 @@ class Connection:
         self.model = model
         self._names = list(inspect.signature(model.forward).parameters)
         self._masks: dict[str, Tensor] = {}
-        both = DECODER_MASK in self._names  # an encoder and a decoder, each with a mask of its own
+        both = DECODER_MASK in self._names  # an encoder and a decoder, each with its own mask
         self._of_decoder = {layer for name, layer in moe_layers(model) if both and "decoder" in name.split(".")}
         self._forwards, self._backward = 0, False  # forwards with different masks since the last recomputation
         self._again: Callable[[], Any] | None = None
@@ -65,9 +65,9 @@ class Connection:
         self._hooks += [layer.register_forward_pre_hook(self._give_mask, with_kwargs=True) for layer in layers]
 
     def step_with(self, optimizer: Any) -> None:
-        """Run ``before_step`` and ``after_step`` around ``optimizer.step()``, also of an optimizer inside a wrapper."""
+        """Run ``before_step`` and ``after_step`` around ``optimizer.step()``; the optimizer may be wrapped."""
         while (inner := getattr(optimizer, "optimizer", None)) is not None:
-            optimizer = inner  # accelerate's wrapper says that it is an Optimizer, but has no hooks
+            optimizer = inner  # accelerate's wrapper claims to be an Optimizer, but has no hooks
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
         self._hooks += [
@@ -76,7 +76,7 @@ class Connection:
         ]
 
     def remove(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._masks, self._again = [], {}, None
@@ -84,7 +84,7 @@ class Connection:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]] | None:
-        """A closure runs forward and backward inside the step (as Lightning does): then we run at its end."""
+        """Run ``before_step`` now, or after the backward if the step runs a closure (as in Lightning)."""
         closure = options.get("closure", arguments[1] if len(arguments) > 1 else None)  # arguments[0] is the optimizer
         if closure is None:
             before_step(self.model, optimizer, self._reevaluate)
@@ -113,14 +113,14 @@ class Connection:
             self._backward = True
             if self._forwards > 1:
                 raise RuntimeError(
-                    "activation checkpointing runs a layer again, but the model has since run with another mask: call "
-                    "backward after each forward, or hand the layers their mask yourself"
+                    "activation checkpointing reruns a layer, but the model has run with another mask since: call "
+                    "backward after each forward, or pass the layers their mask yourself"
                 )
         mask = self._fitting(arguments[0] if arguments else options["x"], layer)
         return None if mask is None else (arguments, {**options, "mask": mask})
 
     def _fitting(self, x: Tensor, layer: MoELayer) -> Tensor | None:
-        """The mask of the tokens ``x``: of the whole text, or of its last tokens where earlier ones are in a cache."""
+        """The mask for the tokens ``x``: the whole text's, or its last entries if earlier tokens are in a cache."""
         masks = [mask for name, mask in self._masks.items() if (name == DECODER_MASK) == (layer in self._of_decoder)]
         for mask in masks:
             if x.dim() == 3 and x.shape[0] == mask.shape[0] and x.shape[1] <= mask.shape[1]:
@@ -130,7 +130,7 @@ class Connection:
         if masks and not torch.compiler.is_compiling():
             warnings.warn(
                 f"the model's mask of shape {tuple(masks[0].shape)} does not fit the tokens {tuple(x.shape[:-1])} of a "
-                f"{type(layer).__name__}: padding among them counts; hand such a layer its mask yourself",
+                f"{type(layer).__name__}, which now treats padding as tokens: pass this layer its mask yourself",
                 stacklevel=2,
             )
         return None
@@ -140,13 +140,13 @@ class Connection:
             return None
         loss = _loss_of(output)
         if loss is None:
-            return None  # whoever computes the loss adds intbmoe.aux_loss(model)
+            return None  # the caller computes the loss, and must add intbmoe.aux_loss(model)
         return _with_loss(output, loss + aux_loss(model))
 
     def _reevaluate(self) -> Tensor:
-        """The loss of the last forward once more, as ``before_step`` asks for it."""
+        """Recompute the loss of the last forward, for ``before_step``."""
         if self._again is None:
-            raise RuntimeError("the optimizer stepped before the model ran forward in training mode")
+            raise RuntimeError("the optimizer stepped before any forward in training mode: run the model first")
         loss = _loss_of(self._again())
         if loss is None:
             raise RuntimeError("the model returned no loss: give it labels, or call intbmoe.before_step yourself")
@@ -154,7 +154,7 @@ class Connection:
 
 
 def _loss_of(output: Any) -> Tensor | None:
-    """The loss in what a model returned: the output itself, its field ``loss``, or the first of a tuple."""
+    """The loss in a model's output: the output itself, its field ``loss``, or the first item of a tuple."""
     if isinstance(output, tuple) and not hasattr(output, "loss"):
         output = output[0] if output else None
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output)

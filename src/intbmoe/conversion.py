@@ -1,28 +1,29 @@
-"""A trained mixture made smaller or made an IntBMoE, a dense model made a mixture: each with a report of its error.
+"""Shrink a trained mixture, turn it into an IntBMoE, or turn a dense model into a mixture, and report the error.
 
-share_base    D²-MoE: experts become one base that all share and a low-rank difference each. Gu et al., "Delta
+share_base    D²-MoE: experts become one base that all share, plus a low-rank difference each. Gu et al., "Delta
               Decompression for MoE-based LLMs Compression", 2025 (arXiv 2502.17298), official code lliai/D2MoE:
 
                   W̄ = Σ_e F_e W_e / Σ_e F_e          F_e: √(mean squared gradient) of each input, times e's load
                   W_e ≈ W̄ + A_e B_e                  of rank ⌊ratio · i·o/(i + o)⌋, the best for e's own inputs X_e:
                   L^T (W_e − W̄) = U Σ V^T            L L^T = X_e^T X_e;  A = L^{−T} U √Σ, B = √Σ V^T, largest ones
 
-              Biases stay. Their pruning of the base's columns, which depends on the batch, is left out.
-split_dense   Dense2MoE: a dense FFN's inner units are shared out among experts. Zheng et al., "Dense2MoE: Restructuring
+              Biases stay. The authors' batch-dependent pruning of the base's columns is left out.
+split_dense   Dense2MoE: a dense FFN's inner units are split among experts. Zheng et al., "Dense2MoE: Restructuring
               Diffusion Transformer to MoE for Efficient Text-to-Image Generation", ICCV 2025 (arXiv 2510.09094):
 
                   importance of unit i   |Σ_t z_{t,i} ∂loss/∂z_{t,i}|          Taylor's first term; z: inner units
                   y = f_s(x) + Σ_{e ∈ top-k} E·p_e f_e(x),  p = softmax(W_r x)   s: the most important, always on
 
-              There is no code, and the abstract says no more than initialisation by Taylor and distillation. Ours are:
-              the other units are dealt to the experts in turn, by importance; the weight E·p_e, with which k = E and
-              W_r = 0 is the FFN itself; W_r starts as the regression of the experts' output norms, and is then fitted
-              with the experts to the FFN's outputs. The mixture of whole blocks and the balancing loss are left out.
+              There is no public code, and the abstract mentions only Taylor initialisation and distillation. Our own
+              choices: the other units are dealt to the experts in turn, by importance; the weight is E·p_e, so that
+              k = E and W_r = 0 give the FFN itself; W_r starts as the regression of the experts' output norms and is
+              then fitted, with the experts, to the FFN's outputs. The mixture of whole blocks and the balancing loss
+              are left out.
 fit_intbmoe   each mixture is replaced by an IntBMoE that is fitted to its outputs by gradient descent: E experts become
-              bases and K blocks. IntBMoE's blocks are another function than an FFN, so nothing closed-form would do.
+              bases and K blocks. IntBMoE's blocks are not FFNs, so there is no closed form.
 
-All take ``batches`` and a function that runs the model on one, and return a copy; the model stays as it is. Everything
-is measured on the last batch, which nothing is fitted to.
+All three take ``batches`` and a function that runs the model on one, and return a copy; the model is not changed.
+Errors are measured on the last batch, to which nothing is fitted.
 """
 
 import copy
@@ -49,16 +50,16 @@ from intbmoe.settings import AtMost, PositiveInt
 Batches = Sequence[Any]
 Layers = dict[str, MoELayer]
 Loss = Callable[[nn.Module, Any], Tensor]
-"""The model and a batch → a number to differentiate; running it runs the model."""
+"""Runs the model on a batch and returns a number to differentiate."""
 
 FIT_BATCH = 512  # tokens
 GRAM_EPS = 1e-6
-"""What is added to a Gram matrix's diagonal, relative to its mean: experts see few tokens, or none."""
+"""Added to a Gram matrix's diagonal, relative to its mean, because some experts see few tokens or none."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """One mixture, before and after: parameters, and ‖y' − y‖/‖y‖ of its outputs on the last batch."""
+    """One layer before and after: its parameter counts, and ‖y' − y‖/‖y‖ of its outputs on the last batch."""
 
     layer: str
     parameters: int
@@ -67,7 +68,7 @@ class Converted:
 
 
 def share_base(model: nn.Module, batches: Batches, loss: Loss, *, ratio: float) -> tuple[nn.Module, list[Converted]]:
-    """D²-MoE: ``ratio`` is the share of an expert's matrix that its low-rank difference keeps, in parameters."""
+    """D²-MoE: a low-rank difference has ``ratio`` times the parameters of an expert's full matrix."""
     require(0 < ratio <= 1, "ratio", ratio, "a number in (0, 1]")
     changed, layers = _copy(model, batches)
     maps = [part for layer in layers.values() for part in layer.experts.modules() if isinstance(part, StackedLinear)]
@@ -83,7 +84,7 @@ def share_base(model: nn.Module, batches: Batches, loss: Loss, *, ratio: float) 
     changed.zero_grad()
     for part in maps:
         _, inputs, outputs = part.weight.shape
-        as_many = inputs * outputs / (inputs + outputs)  # the rank at which two factors have as many numbers
+        as_many = inputs * outputs / (inputs + outputs)  # the rank at which two factors have as many entries
         parts = seen[part].factors(max(1, int(ratio * as_many)))
         parametrize.register_parametrization(part, "weight", _SharedBase(parts), unsafe=True)
     return changed, _report(model, changed, layers, batches[-1], loss)
@@ -92,7 +93,10 @@ def share_base(model: nn.Module, batches: Batches, loss: Loss, *, ratio: float) 
 def fit_intbmoe(
     model: nn.Module, batches: Batches, loss: Loss, *, steps: int = 1000, lr: float = 3e-3, **options: Any
 ) -> tuple[nn.Module, list[Converted]]:
-    """``options`` are IntBMoE's, ``experts`` and ``blocks`` above all; ``hidden`` is the experts' own if left out."""
+    """Replace each mixture by an IntBMoE fitted to its outputs.
+
+    ``options`` are IntBMoE's, most importantly ``experts`` and ``blocks``; ``hidden`` defaults to the experts' width.
+    """
     changed, layers = _copy(model, batches)
     tokens = _inputs(changed, layers, batches[:-1], loss)
     for name, layer in layers.items():
@@ -118,7 +122,10 @@ def split_dense(
     steps: int = 1000,
     lr: float = 1e-3,
 ) -> tuple[nn.Module, list[Converted]]:
-    """Dense2MoE: ``shared`` is the share of inner units that every token passes, and what the experts cannot divide."""
+    """Dense2MoE: replace each dense layer by experts and units that every token uses.
+
+    ``shared`` is the fraction of inner units that are always on, plus those that do not divide among the experts.
+    """
     require(0 <= shared < 1, "shared", shared, "a number in [0, 1)")
     changed, layers = _copy(model, batches, dense=True)
     units = {name: torch.zeros(layer.config.hidden, dtype=torch.float64) for name, layer in layers.items()}
@@ -152,13 +159,13 @@ class SplitConfig(ExpertsConfig):
     """``hidden`` is the width of one of the routed experts."""
 
     top_k: Annotated[PositiveInt, AtMost("experts")] = 2
-    """k, routed experts of a token."""
+    """k, the number of routed experts per token."""
     shared_hidden: PositiveInt = 1
-    """Inner units that every token passes."""
+    """The number of inner units that every token uses."""
 
 
 class SplitFFN(RoutedLayer):
-    """An FFN whose inner units are shared out: some always on, the others in experts. ``split_dense`` makes it."""
+    """An FFN split into inner units that are always on and experts that hold the rest. ``split_dense`` makes it."""
 
     Config = SplitConfig
 
@@ -172,7 +179,7 @@ class SplitFFN(RoutedLayer):
     def of(cls, dense: Dense, importance: Tensor, experts: int, top_k: int, share: float, x: Tensor) -> "SplitFFN":
         c = dense.config
         width = int((c.hidden - max(1, round(share * c.hidden))) // experts)
-        require(width > 0, "experts", experts, f"few enough for {c.hidden} inner units, of which some are shared")
+        require(width > 0, "experts", experts, f"small enough for {c.hidden} inner units, some of which are shared")
         order = importance.argsort(descending=True).to(x.device)
         always, rest = order.split([c.hidden - width * experts, width * experts])
         config = SplitConfig(c.dim, width, experts=experts, expert=c.expert, top_k=top_k, shared_hidden=len(always))
@@ -219,7 +226,7 @@ def _fit(layer: MoELayer, x: Tensor, y: Tensor, steps: int, lr: float) -> None:
 
 
 def _copy(model: nn.Module, batches: Batches, dense: bool = False) -> tuple[nn.Module, Layers]:
-    """A copy in evaluation, and its mixtures of experts that a router chooses from, or its dense layers."""
+    """Copy the model in eval mode; return the copy and its layers with routed experts, or its dense layers."""
     require(len(batches) >= 2, "batches", f"{len(batches)} of them", "at least two: the last one measures the error")
     require_whole(model, "cannot convert")
     changed = copy.deepcopy(unwrap(model)).eval()
@@ -230,7 +237,7 @@ def _copy(model: nn.Module, batches: Batches, dense: bool = False) -> tuple[nn.M
         and isinstance(getattr(layer, "experts", None), StackedExperts)
     }
     if not layers and dense:
-        raise ValueError("the model has no dense layer of ours (create('dense', …), create('swiglu', …))")
+        raise ValueError("the model has no dense layer of intbmoe (create('dense', …), create('swiglu', …))")
     if not layers:
         raise ValueError("the model has no mixture whose router chooses among experts (switch, mixtral, deepseek, …)")
     return changed, layers
@@ -269,7 +276,7 @@ def _report(before: nn.Module, after: nn.Module, names: Iterable[str], batch: An
 
 
 class _Seen:
-    """What a stacked map has seen: each expert's inputs as a Gram matrix, its load, its squared gradients."""
+    """Collects each expert's inputs as a Gram matrix, its load and its squared gradients for one stacked map."""
 
     def __init__(self, part: StackedLinear) -> None:
         experts, inputs, _ = part.weight.shape
@@ -280,7 +287,7 @@ class _Seen:
 
     def look(self, part: nn.Module, args: tuple[Any, ...]) -> None:
         z, way, plan = args
-        require(way == "rows" and isinstance(plan, Permutation), "way", way, "'rows': experts that tokens are sent to")
+        require(way == "rows" and isinstance(plan, Permutation), "way", way, "'rows': tokens sent to their experts")
         for e in range(len(self.load)):
             rows = z.detach()[plan.group[: len(z)] == e].cpu().double()
             self.grams[e] += rows.t() @ rows
@@ -290,7 +297,7 @@ class _Seen:
         self.squares += self.part.weight.grad.cpu().double().square().mean(-1)
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Base (i, o), left (E, i, rank) and right (E, rank, o)."""
+        """Return the base (i, o) and the factors left (E, i, rank) and right (E, rank, o)."""
         weight = self.part.weight.detach()
         exact = weight.cpu().double()
         importance = self.squares.sqrt() * self.load.unsqueeze(-1)
@@ -307,14 +314,14 @@ class _Seen:
 
 
 class _SharedBase(nn.Module):
-    """A parametrisation: the owner's weights (E, i, o) are computed from a base and low-rank differences."""
+    """A parametrisation that computes the owner's weights (E, i, o) from a base and low-rank differences."""
 
     def __init__(self, parts: tuple[Tensor, Tensor, Tensor]) -> None:
         super().__init__()
         self._parts: tuple[Tensor, ...] | None = parts
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Called once, when the parametrisation is put on: what was fitted to the weight, not the weight."""
+        """Called once, when the parametrisation is registered: returns the factors fitted to the weight."""
         parts, self._parts = self._parts, None
         return parts
 

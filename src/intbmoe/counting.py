@@ -1,7 +1,7 @@
-"""What one forward costs: FLOPs by torch's counter, bytes by the tensors alive. Both are measured by running.
+"""Measure the cost of one forward by running it: FLOPs with torch's counter, bytes by following live tensors.
 
-Neither needs numbers: a model too large for this machine is built and run under torch's ``FakeTensorMode``, where every
-operation runs on shapes and types alone. Only how many experts a router gives a token must then be known beforehand.
+Neither needs actual values: a model too large for this machine is built and run under torch's ``FakeTensorMode``, where
+every operation works on shapes and types alone. Only the number of experts per token must then be given.
 """
 
 import weakref
@@ -41,22 +41,22 @@ _GROUPED = torch.ops.intbmoe.grouped_mm
 class Flops:
     """2 × multiply-adds of linear maps, convolutions and matrix products; norms and activations count 0."""
 
-    executed: int  # what ran, attention's score and value products left out
-    attention: int  # those products
-    formulation: int  # what the papers' formulation needs beyond that, see ``formulation_difference``
+    executed: int  # everything that ran except attention's score and value products
+    attention: int  # attention's score and value products
+    formulation: int  # what the papers' formulation needs in addition, see ``formulation_difference``
 
     def total(self, attention: bool = False) -> int:
-        """By the papers' formulation, with or without attention's products."""
+        """FLOPs in the papers' formulation, with or without attention's products."""
         return self.executed + self.formulation + (self.attention if attention else 0)
 
 
 class Shares(NamedTuple):
-    """``layer.quantities()`` of a model, as means over its layers; a plain FFN is one expert that every token has."""
+    """``layer.quantities()`` averaged over a model's layers; a plain FFN is one expert that every token uses."""
 
     participation: float
     execution: float
     materialization: float  # weight sets that one layer builds for the inputs
-    materialization_per: Unit | None  # what their number grows with; None where it is fixed
+    materialization_per: Unit | None  # the unit that their number grows with; None if the number is fixed
 
     def materialization_text(self) -> str:
         unit = self.materialization_per
@@ -78,7 +78,7 @@ def count(
     active: float | None = None,
     attention: bool = False,
 ) -> Counts:
-    """Run ``model`` once on a batch of one; ``set_aside`` parameters are used by none of its routed tokens."""
+    """Run ``model`` once on a batch of one and count; no routed token uses the ``set_aside`` parameters."""
     flops = count_flops(model, *inputs, active=active)
     params = _parameters(model)
     idle = sum(_idle_parameters(layer, active) for _, layer in moe_layers(model))
@@ -87,7 +87,7 @@ def count(
 
 
 def shares_of(model: nn.Module, inputs: tuple[Any, ...], active: float | None = None) -> Shares:
-    """On ``inputs``; with ``active`` experts where the trained router decides on their number."""
+    """The model's ``Shares`` on ``inputs``; pass ``active`` if the trained router decides the number of experts."""
     found = {layer: layer.quantities() for _, layer in moe_layers(model)}
     if not found:
         return Shares(1, 1, 0, None)
@@ -99,7 +99,7 @@ def shares_of(model: nn.Module, inputs: tuple[Any, ...], active: float | None = 
 
 
 def _token_shapes(model: nn.Module, inputs: tuple[Any, ...]) -> dict[nn.Module, tuple[int, ...]]:
-    """(…, T) of each MoE layer's input."""
+    """Run the model and return the shape (…, T) of each MoE layer's input."""
     shapes: dict[nn.Module, tuple[int, ...]] = {}
     hooks = [
         layer.register_forward_pre_hook(lambda layer, args: shapes.update({layer: tuple(args[0].shape[:-1])}))
@@ -119,7 +119,7 @@ def _parameters(module: nn.Module) -> int:
 
 
 def _idle_parameters(layer: MoELayer, active: float | None) -> int:
-    """Parameters of ``layer`` that one token does not use, with ``active`` experts where that number is assumed."""
+    """Parameters of ``layer`` that one token does not use, assuming ``active`` experts per token if given."""
     if active is None:
         return _parameters(layer) - layer.active_parameters()
     stacks = [module for module in layer.modules() if isinstance(module, StackedExperts)]
@@ -127,14 +127,14 @@ def _idle_parameters(layer: MoELayer, active: float | None) -> int:
 
 
 def count_flops(model: nn.Module, *inputs: Tensor, active: float | None = None, **named: Tensor) -> Flops:
-    """Run ``model(*inputs, **named)`` once, without gradients, and count.
+    """Run ``model(*inputs, **named)`` once, without gradients, and count its FLOPs.
 
-    ``active`` is for methods whose router decides how many experts a token has: an untrained router's number says
-    nothing, so the experts' part is scaled from the assignments there were to ``active`` per token.
+    ``active`` is for methods whose router decides how many experts a token gets. An untrained router's number means
+    nothing, so the experts' FLOPs are scaled from the assignments it made to ``active`` per token.
     """
     layers = dict(moe_layers(model))
     if any(layer.weight_dtype == torch.float64 for layer in layers.values()):
-        raise ValueError("in float64 layers run tiles, whose padding would be counted: count model.float() instead")
+        raise ValueError("float64 layers compute in tiles, whose padding would be counted: count model.float() instead")
     formulas = {_CPU_ATTENTION: _attention_formula, _GROUPED: _grouped_formula(scaled=active is not None)}
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     with record_routing(model) if layers else nullcontext({}) as log, torch.no_grad(), counter:
@@ -148,26 +148,26 @@ def count_flops(model: nn.Module, *inputs: Tensor, active: float | None = None, 
 
 
 def _mean_active(log: dict[str, RecordedRouting]) -> float:
-    """Experts that ran for a token, on average over tokens and layers; of tensors without numbers, all choices ran."""
+    """The mean number of experts that ran per token; with fake tensors, all choices are assumed to have run."""
     choices = [record.ids for record in log.values()]
     assigned = sum(ids.numel() if isinstance(ids, FakeTensor) else int((ids >= 0).sum()) for ids in choices)
     if not assigned:
-        raise ValueError("the router activated no expert, so the cost of an assignment is unknown")
+        raise ValueError("the router activated no expert, so the cost of one assignment is unknown")
     return assigned / sum(len(ids) for ids in choices)
 
 
 def _attention_formula(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """torch has no formula for the CPU's fused attention, and would count nothing."""
+    """Count the CPU's fused attention, for which torch has no formula and would count nothing."""
     return sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
 def _grouped_formula(scaled: bool) -> Callable[..., int]:
     def formula(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool, **_: Any) -> int:
-        # Rows after the last group (choices of none) are computed by no expert. Without numbers nobody knows where
-        # the last group ends: all rows count, and must be ``scaled`` afterwards.
+        # Rows after the last group belong to no expert and are not computed. Fake tensors do not say where the last
+        # group ends, so all rows count and the result must be ``scaled`` afterwards.
         unknown = not complete and isinstance(offsets, FakeTensor)
         if unknown and not scaled:
-            raise ValueError("how many experts run depends on numbers, which these tensors do not hold: pass `active`")
+            raise ValueError("how many experts run depends on values, which fake tensors do not hold: pass `active`")
         rows = x.shape[0] if complete or unknown else int(offsets[-1])
         return 2 * rows * weight.shape[1] * weight.shape[2]
 
@@ -175,18 +175,18 @@ def _grouped_formula(scaled: bool) -> Callable[..., int]:
     return formula
 
 
-# The counter's mark for formulas that want the tensors and not their shapes alone.
+# Tells the counter that the formula wants the tensors, not just their shapes.
 _attention_formula._get_raw = True
 
 
 def formulation_difference(layer: MoELayer, tokens: int) -> int:
-    """FLOPs that a layer as its paper writes it needs beyond what ours executes, on ``tokens`` tokens.
+    """FLOPs that the paper's formulation of a layer needs beyond what ours executes on ``tokens`` tokens.
 
-    The only place where a count is corrected. Two methods compute a map in another, equal form than it is written:
+    This is the only place where a count is corrected. For two methods we compute a map in an equivalent, cheaper form:
 
-    IntBMoE   W_f[x ‖ c] for each chosen block; ours is W_x x once per token and W_c c once per block (the latter not at
-              all in a precomposed layer)
-    μMoE      the bias as a last input row that meets an appended 1; ours adds it
+    IntBMoE   the paper has W_f[x ‖ c] for each chosen block; ours is W_x x once per token and W_c c once per block (the
+              latter not at all in a precomposed layer)
+    μMoE      the paper has the bias as a last input row, multiplied by an appended 1; ours adds it
 
     Both forms of the map are run under the counter, on tensors without storage.
     """
@@ -207,7 +207,7 @@ def _product(rows: int, inputs: int, outputs: int) -> int:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Adds up the storages that operations create, and takes them off as they are freed."""
+    """Adds up the storages that operations create, and subtracts them as they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,8 +238,8 @@ class _LiveBytes(TorchDispatchMode):
 def peak_memory(model: nn.Module, *inputs: Any) -> int:
     """Peak bytes of one forward without gradients: parameters, buffers, inputs and all tensors alive at once.
 
-    Measured by following every operation's outputs from creation to release, so it is the same on every machine. A
-    kernel's own scratch space (cuBLAS keeps some MiB on a GPU) and an allocator's rounding are not in it.
+    It is measured by following every operation's outputs from creation to release, so it is the same on every machine.
+    A kernel's own scratch space (cuBLAS keeps some MiB on a GPU) and the allocator's rounding are not included.
     """
     meter = _LiveBytes()
     for tensor in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)):

@@ -1,6 +1,6 @@
-"""Files and folders that a reader finds old or new, but always whole: written beside their place, then renamed.
+"""Replace files and folders atomically: write beside the target, then rename, so readers see the old or the new one.
 
-With ``sync`` that holds after a power cut too, and costs the time the disk needs.
+With ``sync`` this also survives a power cut, at the cost of waiting for the disk.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 
 def to_json(value: Any) -> bytes:
-    """Indented JSON; numbers come back as they were, and NaN is refused."""
+    """Encode as indented JSON; numbers survive the round trip exactly, and NaN is refused."""
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
@@ -34,21 +34,21 @@ def file_digest(path: Path) -> str:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write and wait until it is on the disk."""
+    """Write a file and wait until it is on the disk."""
     with open(path, "wb") as file:
         file.write(content)
         _sync(file)
 
 
 def replace_file(path: Path, content: bytes, *, sync: bool = True) -> None:
-    """Write beside and rename: ``path`` is never half written."""
+    """Write to a temporary file and rename it to ``path``, which is never half written."""
     with replacing_file(path, sync=sync) as file:
         file.write(content)
 
 
 @contextmanager
 def replacing_file(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
-    """A file open for writing that takes the place of ``path`` once it is written; if that fails, the old one stays."""
+    """Open a file for writing that replaces ``path`` once it is written; if writing fails, the old file stays."""
     beside = path.with_name(f".{path.name}.part")
     try:
         with open(beside, "wb") as file:
@@ -67,15 +67,15 @@ def replacing_file(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
 def replacing_folder(
     folder: Path, check: Callable[[Path], None] = lambda folder: None, *, sync: bool = False
 ) -> Iterator[Path]:
-    """An empty folder that takes the place of ``folder`` once it is filled; if that fails, the old one stays.
+    """Yield an empty folder that replaces ``folder`` once it is filled; if filling fails, the old folder stays.
 
-    ``check`` gets ``folder`` right before what is there goes, and may raise. What a kill leaves beside is removed by
-    the next one that replaces ``folder``.
+    ``check`` is called with ``folder`` right before the old one is removed, and may raise. If the process is killed,
+    the temporary folder it leaves behind is removed the next time ``folder`` is replaced.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = _aside(folder)
     if aside.exists() and not folder.exists():
-        os.rename(aside, folder)  # a kill came between the two renames of a system that cannot exchange folders
+        os.rename(aside, folder)  # a process was killed between the two renames of a system without an atomic swap
     with private_folder(folder.parent, f".{folder.name}.", ".part") as beside:
         yield beside
         make_public(beside)
@@ -93,10 +93,10 @@ def replacing_folder(
 
 @contextmanager
 def private_folder(parent: Path, prefix: str, suffix: str) -> Iterator[Path]:
-    """A new folder ``parent``/``prefix``…``suffix`` that is gone afterwards, unless it was renamed.
+    """Make a temporary folder ``parent``/``prefix``…``suffix``, and remove it afterwards unless it was renamed.
 
-    Its maker holds a lock on it: a folder so named without one was left by a process that was killed, and is removed
-    here. Folders of other users, and links, are left alone.
+    The process that makes it holds a lock on it. Folders of this pattern without a lock were left by processes that
+    were killed; they are removed here. Other users' folders, and links, are left alone.
     """
     for found in parent.glob(f"{glob.escape(prefix)}{'[0-9a-z_]' * 8}{glob.escape(suffix)}"):
         descriptor = _lock_folder(found)
@@ -104,7 +104,7 @@ def private_folder(parent: Path, prefix: str, suffix: str) -> Iterator[Path]:
             shutil.rmtree(found, ignore_errors=True)
             os.close(descriptor)
     descriptor = None
-    while descriptor is None:  # another process may take the new folder for a left one, until it is locked
+    while descriptor is None:  # until the new folder is locked, another process may remove it as abandoned
         folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=parent))
         descriptor = _lock_folder(folder, new=True)
     try:
@@ -115,9 +115,10 @@ def private_folder(parent: Path, prefix: str, suffix: str) -> Iterator[Path]:
 
 
 def _lock_folder(folder: Path, new: bool = False) -> int | None:
-    """A descriptor that holds the lock of a folder of ours until it is closed; None where another process has it.
+    """Lock a folder that this user owns and return a descriptor that holds the lock; None if another process has it.
 
-    Where the file system has no locks, nobody can tell who left a folder: a new one does without, others stay.
+    If the file system has no locks, abandoned folders cannot be recognised: a new folder goes without a lock, and
+    existing ones stay.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -138,15 +139,15 @@ def _lock_folder(folder: Path, new: bool = False) -> int | None:
 
 
 def make_public(folder: Path) -> None:
-    """A temporary folder is its maker's alone; give it the rights of any other."""
+    """Give a temporary folder, which only its owner may read, the usual permissions."""
     os.umask(mask := os.umask(0))
     folder.chmod(0o777 & ~mask)
 
 
 def _exchange(new: Path, folder: Path) -> None:
-    """Put ``new`` in the place of ``folder`` and remove what was there; at no moment is the place empty on Linux."""
+    """Replace ``folder`` by ``new`` and remove the old one; on Linux ``folder`` exists at every moment."""
     if _swap(new, folder):
-        return  # the old one now has the temporary folder's name, and goes with it
+        return  # the old folder now has the temporary folder's name, and is removed with it
     before = _set_aside(folder)
     try:
         os.rename(new, folder)
@@ -157,7 +158,7 @@ def _exchange(new: Path, folder: Path) -> None:
 
 
 def _swap(one: Path, other: Path) -> bool:
-    """Exchange two names at once; False where the system or the file system cannot."""
+    """Exchange two names atomically; False if the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
     if rename is None:
         return False
@@ -171,7 +172,7 @@ def _swap(one: Path, other: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename first: a kill in the middle leaves no folder that looks whole."""
+    """Remove a folder. It is renamed first, so that a killed process leaves no folder that looks complete."""
     shutil.rmtree(_set_aside(folder))
 
 

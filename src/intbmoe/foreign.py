@@ -1,4 +1,4 @@
-"""Other people's packages, where importing them takes more than the word."""
+"""Import third-party packages that need more than an import statement."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ _schemas: list[torch.library.Library] = []  # a schema lives as long as the libr
 
 
 def import_extra(module: str, purpose: str, extra: str) -> ModuleType:
-    """The module; where it is missing, the error says what needs it and which extra of this package brings it."""
+    """Import a module; if it is missing, the error says what needs it and which extra of this package installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -19,12 +19,12 @@ def import_extra(module: str, purpose: str, extra: str) -> ModuleType:
 
 
 def import_torchvision(required: bool = True) -> None:
-    """Import torchvision; beside a CPU torch the usual wheel needs help.
+    """Import torchvision, and repair the import if a CUDA build of it is installed next to a CPU build of torch.
 
-    That wheel's compiled half is for CUDA and does not load there, so the operators ``nms`` and ``qnms`` are missing,
-    and its Python half, which only annotates them, raises. With their schemas declared the transforms work, which are
-    plain Python; calling one of the two operators would still be an error. timm and transformers import torchvision
-    where it is there: call this first. Without ``required`` it need not be there.
+    The compiled part of such a wheel does not load, so the operators ``nms`` and ``qnms`` are missing, and the Python
+    part, which only annotates them, raises. Once their schemas are declared, the transforms work, as they are plain
+    Python; calling either operator is still an error. timm and transformers import torchvision if it is installed, so
+    call this before importing them. With ``required=False``, torchvision may be missing.
     """
     try:
         importlib.import_module("torchvision")

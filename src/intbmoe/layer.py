@@ -1,11 +1,11 @@
-"""The one contract that every MoE method obeys.
+"""The contract that every MoE method follows.
 
 Letters used throughout: ``B`` sequences, ``T`` tokens each, ``N = B·T``, ``d`` width, ``E`` experts or expert bases,
 ``K`` blocks, ``k`` chosen for a token.
 
 A method's file defines a Config and a subclass of ``MoELayer`` with ``compute``. The base class checks and reshapes
-the input, keeps padding out, and leaves what else a forward produces with its ``statistics``; ``steps.py`` collects
-that for a whole model.
+the input, keeps padding out, and stores a forward's losses and counts in its ``statistics``; ``steps.py`` collects
+them for a whole model.
 """
 
 import math
@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LayerConfig(Checked):
-    """The options every method has. Subclasses add their own fields, keyword-only; annotations say what they may be."""
+    """The options every method has. Subclasses add keyword-only fields, whose annotations say what values they take."""
 
     dim: PositiveInt
     """d, the width of a token."""
@@ -50,26 +50,26 @@ class OnePer(NamedTuple):
 
     unit: Unit
     tokens: int | None = None
-    """Tokens of a segment."""
+    """Tokens per segment."""
 
     def __str__(self) -> str:
         return f"1 per {self.unit}"
 
     def sets(self, examples: int, tokens: int) -> int:
-        """How many there are in ``examples`` sequences of ``tokens`` tokens."""
+        """The number of weight sets for ``examples`` sequences of ``tokens`` tokens."""
         per_example = {"example": 1, "segment": -(-tokens // (self.tokens or 1)), "token": tokens}
         return examples * per_example[self.unit]
 
 
 class Quantities(NamedTuple):
-    """The three quantities that a method sets at one layer, by its definition; shared experts are left out."""
+    """The three quantities that a method's definition fixes for one layer; shared experts are left out."""
 
     participation: int
     """Experts that contribute to one token's output."""
     execution: int
     """Experts (or composed blocks) computed for one token."""
     materialization: int | OnePer
-    """Expert-sized weight sets built from experts for an input: none, a fixed number, or one per unit of it."""
+    """Expert-sized weight sets built from experts for an input: none, a fixed number, or one per unit of the input."""
 
     def sets(self, examples: int, tokens: int) -> int:
         """The materialization for ``examples`` sequences of ``tokens`` tokens, as a number."""
@@ -78,20 +78,20 @@ class Quantities(NamedTuple):
 
 
 class MoELayer(nn.Module):
-    """A mixture-of-experts layer in place of a Transformer's FFN: ``layer(x, mask)`` is the tensor alone.
+    """A mixture-of-experts layer that replaces a Transformer's FFN; ``layer(x, mask)`` returns only the output tensor.
 
     Build one from its Config, or from the Config's fields: ``Layer(dim, hidden, experts=16)``.
     """
 
     Config: ClassVar[type[LayerConfig]] = LayerConfig
     KEPT_WIDE: ClassVar[tuple[str, ...]] = ("router",)
-    """What decides where tokens go: a half-precision copy for serving keeps its type, see ``kept_wide``."""
+    """Attributes that decide where tokens go; a half-precision copy for serving keeps their type (``kept_wide``)."""
     DECAY_GROUPS: ClassVar[Mapping[str, str]] = {"router": "routers"}
-    """Attribute → what ``train.undecayed`` calls its parameters, where neither a name (bias) nor a shape says it."""
+    """Attribute → its group in ``train.undecayed``, for parameters not identified by name (bias) or shape."""
     REFUSES: ClassVar[Mapping[str, str]] = {
-        "experts": "a token's output needs all of its experts, so there is none that the token could be sent to"
+        "experts": "a token's output needs all of its experts, so there is no single expert to send the token to"
     }
-    """Ways of ``train.parallel`` that the method has no form for, and why."""
+    """Modes of ``train.parallel`` that the method does not support, and why."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -108,19 +108,19 @@ class MoELayer(nn.Module):
 
     @classmethod
     def make_config(cls, dim: int, hidden: Any, **options: Any) -> LayerConfig:
-        """This method's Config; an option it does not have is an error that names the nearest one."""
+        """Make this method's Config; for an unknown option the error suggests the nearest one."""
         known = [f.name for f in fields(cls.Config)]
         for option in options:
             if option not in known:
                 raise TypeError(f"{cls.__name__} has no option {option!r}: {did_you_mean(option, known)}")
         return cls.Config(dim, hidden, **options)
 
-    # What a method defines.
+    # To be defined by a method.
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
-        """(B, T, d) tokens and (B, T) validity (None: all valid) → ``Result``. Masked tokens arrive as zeros.
+        """Map (B, T, d) tokens and (B, T) validity (None: all valid) to a ``Result``. Masked tokens arrive as zeros.
 
-        Runs with autocast off; ``dtype`` is the type for the large matrix products. A method may take keywords besides.
+        Runs with autocast off; ``dtype`` is the type for the large matrix products. A method may take more keywords.
         """
         raise TypeError(f"{type(self).__name__} does not define compute()")
 
@@ -134,28 +134,28 @@ class MoELayer(nn.Module):
 
     @property
     def open_choices(self) -> Tensor | None:
-        """(choices,) bool, which of them a growing pool has open; None when all are."""
+        """(choices,) bool: which choices are open in a growing pool; None if all are."""
         return None
 
     def active_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
     def new_state(self, batch: int) -> Any:
-        """Decoding state for ``batch`` sequences; None for a method whose tokens need no earlier ones."""
+        """Decoding state for ``batch`` sequences; None for a method whose tokens do not need earlier tokens."""
         reason = self.config.noncausal_reason()
         if reason is not None:
             raise ValueError(f"{type(self).__name__} with this configuration cannot decode token by token: {reason}")
         return None
 
     def start_as(self, module: nn.Module) -> None:
-        """Compute what ``module`` does: it becomes the shared expert, and the mixture beside it starts at zero."""
+        """Start out equal to ``module``: it becomes the shared expert, and the mixture beside it starts at zero."""
         raise ValueError(
-            f"{type(self).__name__} has no shared expert that the given module could become: start='copy' copies it "
-            f"into all experts; intbmoe and deepseek have a shared one"
+            f"{type(self).__name__} has no shared expert that the given module could become: use start='copy', which "
+            f"copies it into all experts, or a method with a shared expert (intbmoe, deepseek)"
         )
 
     def plan_steps(self, total: int) -> None:
-        """Called once, before training, with the run's number of optimizer steps: shares of it become steps here."""
+        """Called once, before training, with the run's number of optimizer steps; turns fractions of it into steps."""
 
     @classmethod
     def family_before_step(cls, layers: Sequence[Self], optimizer: Any, reevaluate: Any) -> None:
@@ -166,21 +166,21 @@ class MoELayer(nn.Module):
         """Runs after the optimizer's step, with each layer's ``sums`` over the step's global batch."""
 
     def fit_state(self, state: dict[str, Tensor], prefix: str) -> None:
-        """Called before ``state`` is loaded, with the layer's entries under ``prefix``.
+        """Called before ``state`` is loaded; the layer's entries start with ``prefix``.
 
-        A layer whose buffers follow from the length of a run takes on their shapes here, and adds to ``state`` what
-        runs of earlier versions do not have.
+        A layer whose buffer shapes depend on the length of a run adopts the shapes found here, and adds entries to
+        ``state`` that runs of earlier versions lack.
         """
 
-    # What every method shares.
+    # Common to all methods.
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Start anew, parameters and buffers, as a layer that is just built from this Config starts.
+        """Reset parameters and buffers to the values of a layer newly built from this Config.
 
-        What a host's own initialisation has written is undone, and a layer that was built on the meta device and then
-        given memory (``to_empty``) gets its start. Whatever a constructor draws is drawn in the same order. Parts that
-        the user has put in, which no new layer has, stay as they are.
+        This undoes a host's own initialisation, and initialises a layer that was built on the meta device and then
+        given memory (``to_empty``). Random numbers are drawn in the constructor's order. Parts that the user has added,
+        which a new layer does not have, stay as they are.
         """
         own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         for device in {tensor.device for tensor in own.values()}:
@@ -196,12 +196,12 @@ class MoELayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, state: Any = None, **inputs: Any) -> Tensor:
-        """(…, T, d) tokens, (…, T) bool validity (True: valid) → (…, T, d); masked tokens give zero.
+        """Map (…, T, d) tokens and (…, T) bool validity (True: valid) to (…, T, d); masked tokens give zero.
 
-        ``inputs`` go to ``compute``: what some methods take besides, such as a ``conditioning``.
+        ``inputs`` are passed on to ``compute``: extra arguments of some methods, such as ``conditioning``.
         """
         self._check_input(x, mask)
-        tokens = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])  # no −1: there may be no token
+        tokens = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])  # not −1: there may be no tokens
         if mask is not None:
             mask = mask.reshape(tokens.shape[:-1])
             # Padding may hold anything, NaN included: zero it before any arithmetic sees it.
@@ -219,10 +219,10 @@ class MoELayer(nn.Module):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """The type the large weights are stored in, which inputs must have outside autocast."""
-        experts = getattr(self, "experts", None)  # a router may be kept in another
+        """The type the large weights are stored in; outside autocast, inputs must have the same type."""
+        experts = getattr(self, "experts", None)  # the router may have another type
         weights = (experts if isinstance(experts, nn.Module) else self).parameters()
-        return next(weight.dtype for weight in weights if weight.is_floating_point())  # 8-bit ones have a scale beside
+        return next(weight.dtype for weight in weights if weight.is_floating_point())  # 8-bit: the type of the scale
 
     def kept_wide(self) -> Iterator[Tensor]:
         for name in self.KEPT_WIDE:
@@ -249,7 +249,7 @@ class MoELayer(nn.Module):
             found = mask.dtype if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
             raise TypeError(f"mask is {found}: expected torch.bool, True where a token is valid (mask.bool())")
         if mask.shape != x.shape[:-1]:
-            raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {tuple(x.shape[:-1])}, as x without dim")
+            raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {tuple(x.shape[:-1])} (x without dim)")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -263,23 +263,23 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def require_whole(model: nn.Module, wanted: str) -> None:
-    """Raises where a parameter is sharded, a DTensor, as FSDP2 and tensor parallelism make them."""
+    """Raise if a parameter is sharded (a DTensor), as under FSDP2 and tensor parallelism."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "full_tensor"):
             raise RuntimeError(
                 f"{wanted}: {name} is sharded. Gather first, on all ranks: state = get_model_state_dict(model, "
                 f"options=StateDictOptions(full_state_dict=True)) from torch.distributed.checkpoint.state_dict; then "
-                f"load the state into a model that is not sharded, and take that one"
+                f"load the state into a model that is not sharded, and use that model"
             )
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, all or a slice; sharing its memory."""
+    """The part of a tensor that this rank holds, all or a slice of it, in the same memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor, without importing it
 
 
 def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
-    """Every MoE layer of a model with its name, as the model's author sees it: wrappers leave no trace."""
+    """Yield every MoE layer of a model with its name as the model's author sees it, without wrappers."""
     wrappers = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
     for name, module in unwrap(model).named_modules():
         if isinstance(module, MoELayer):

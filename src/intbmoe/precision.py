@@ -1,8 +1,8 @@
-"""Which type a number is computed in.
+"""Choose the type in which each quantity is computed.
 
 Router logits, softmax, composition, losses and the combine are computed in the *wide* type: the wider of the
-input's type and float32. The large matrix products run in the *compute* type: autocast's where it is on, else
-the input's. A layer switches autocast off inside itself and casts explicitly, so that both are what they say.
+input's type and float32. The large matrix products run in the *compute* type: autocast's if it is on, otherwise
+the input's. A layer switches autocast off inside itself and casts explicitly, so that both types are certain.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)``, but free where there is nothing to do: the call alone costs as much as a small operation."""
+    """``x.to(dtype)``, skipped if nothing changes: the call alone costs as much as a small operation."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -22,7 +22,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Autocast's type on the device of ``x``; None where it is off or absent (meta), and for float64, as in torch."""
+    """Autocast's type on the device of ``x``; None if it is off or absent (meta), and for float64, as in torch."""
     device = x.device.type
     if device != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -35,7 +35,7 @@ def autocast_off(x: Tensor) -> AbstractContextManager:
 
 
 def bfloat16_is_slow(device: torch.device | str) -> bool:
-    """Whether the device is a CPU without instructions for bfloat16; False where torch has no oneDNN to ask."""
+    """Whether the device is a CPU without bfloat16 instructions; False if torch was built without oneDNN."""
     on_cpu = torch.device(device).type == "cpu" and torch.backends.mkldnn.is_available()
     return on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

@@ -10,10 +10,10 @@ from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 
 
 def precompose(model: nn.Module, dtype: torch.dtype | None = None, conditioning: Tensor | None = None) -> nn.Module:
-    """A copy of ``model`` with every IntBMoE replaced by its precomposed form; the pools are not copied.
+    """Return a copy of ``model`` with every IntBMoE replaced by its precomposed form; the pools are not copied.
 
-    With a ``dtype`` the whole copy is cast to it, except what decides where tokens go: routers and their state. Layers
-    that take a conditioning are all composed for this one.
+    If ``dtype`` is given, the whole copy is cast to it, except routers and their state, which decide where tokens go.
+    All layers that take a conditioning are composed for the given ``conditioning``.
     """
     model = unwrap(model)
     layers = [module for module in model.modules() if isinstance(module, IntBMoE)]
@@ -29,12 +29,12 @@ def precompose(model: nn.Module, dtype: torch.dtype | None = None, conditioning:
 
 
 def has_one_precomposed_form(model: nn.Module) -> bool:
-    """Whether its blocks are the same at every call: no layer takes a conditioning."""
+    """Whether the model's blocks are the same at every call, that is, no layer takes a conditioning."""
     return not any(getattr(layer.config, "conditioning_dim", 0) for _, layer in moe_layers(model))
 
 
 def cast_for_serving(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast ``model`` in place, except what decides where tokens go, and precomposed layers, which have their types."""
+    """Cast ``model`` in place, except routers and their state, and precomposed layers, which have their types."""
     spared = {id(tensor) for _, layer in moe_layers(model) for tensor in layer.kept_wide()}
     for layer in (module for module in model.modules() if isinstance(module, ComposedMoE)):
         spared |= {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}

@@ -1,8 +1,8 @@
-"""8-bit weights for serving: ``intbmoe.quantize(model, "int8")`` stores what is large in a quarter of the memory.
+"""8-bit weights for serving: ``intbmoe.quantize(model, "int8")`` stores large weights in a quarter of the memory.
 
-Weight-only: tokens keep their type, and a weight is multiplied out where it is used (``parts/quantized.py``); on a CPU
-the compiled library reads blocks and experts in int8 as they are stored. Routers stay as they are, so that tokens go
-where they went.
+Only weights are quantised: tokens keep their type, and a weight is dequantised where it is used
+(``parts/quantized.py``); on a CPU the compiled library reads int8 blocks and experts as they are stored. Routers are
+not quantised, so routing does not change.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,18 +23,18 @@ ROUTING = "decides where tokens go"
 EMBEDDING = "embedding, or tied to one"
 SHARED = "used in several places"
 SMALL = "vector, or too small to gain"
-OTHER = "no weight of a linear map"
+OTHER = "not the weight of a linear map"
 
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What was quantised and what was not: every parameter and buffer of the model stands in one of the two."""
+    """What was quantised and what was not: every parameter and buffer of the model is listed under one of the two."""
 
     storage: Storage
     quantized: dict[str, tuple[int, int]]
     """Name → bytes before and after, scales included."""
     kept: dict[str, tuple[str, int]]
-    """Name → why it was left as it is, and its bytes."""
+    """Name → why it was not quantised, and its bytes."""
 
     @property
     def bytes_before(self) -> int:
@@ -49,7 +49,7 @@ class QuantizationReport:
         return sum(size for _, size in self.kept.values())
 
     def describe(self) -> dict[str, Any]:
-        """As plain data, which ``lines_of`` puts in words."""
+        """The report as plain data, which ``lines_of`` turns into text."""
         kept: dict[str, dict[str, Any]] = {}
         for name, (reason, size) in self.kept.items():
             entry = kept.setdefault(reason, {"bytes": 0, "names": []})
@@ -63,7 +63,7 @@ class QuantizationReport:
 
 
 def lines_of(description: Mapping[str, Any]) -> list[str]:
-    """What was quantised and what was not, a line for each reason."""
+    """Say what was quantised and what was not, with one line per reason."""
     before, after, count = (description[key] for key in ("bytes_before", "bytes_after", "quantized"))
     lines = [f"{description['storage']}: {len(count)} tensors, {before:,} → {after:,} bytes ({after / before:.1%})"]
     for reason, kept in description["kept"].items():
@@ -73,29 +73,29 @@ def lines_of(description: Mapping[str, Any]) -> list[str]:
 
 @torch.no_grad()
 def quantize(model: nn.Module, storage: Storage = "int8") -> QuantizationReport:
-    """Store the weights of every linear map of ``model`` in 8 bits, in place, and say what was and was not.
+    """Store the weights of every linear map of ``model`` in 8 bits, in place, and report what was and was not.
 
-    Those are the blocks of precomposed layers, the experts of other methods, and every ``nn.Linear`` around them. Cast
-    the model first: ``precompose(model, torch.bfloat16)`` gives a model that computes in bfloat16. What is quantised is
-    not trained any more, and is saved as a ``state_dict``.
+    Linear maps are the blocks of precomposed layers, the experts of other methods, and every ``nn.Linear`` around them.
+    Cast the model first: ``precompose(model, torch.bfloat16)`` gives a model that computes in bfloat16. Quantised
+    weights can no longer be trained; save the model as a ``state_dict``.
     """
     require(storage in get_args(Storage), "storage", storage, f"one of {', '.join(get_args(Storage))}")
     model = unwrap(model)
     pools = [name for name, layer in moe_layers(model) if isinstance(layer, IntBMoE)]
     if pools:
-        raise ValueError(f"{pools[0] or 'the model'} composes its blocks at every call: quantize(precompose(model))")
+        raise ValueError(f"{pools[0] or 'the model'} composes blocks at every call: use quantize(precompose(model))")
     if any(isinstance(module, Quantized) for module in model.modules()):
-        raise ValueError(f"{type(model).__name__} is quantised already: start from the model that is not")
+        raise ValueError(f"{type(model).__name__} is already quantised: start from the original model")
     require_whole(model, "cannot quantise")
     reasons = _reasons_to_keep(model)
     wanted = {name: (owner, key) for name, owner, key, weight in _weights(model) if id(weight) not in reasons}
     if not wanted:
-        raise ValueError(f"{type(model).__name__} has no weight of a linear map that could be quantised")
+        raise ValueError(f"{type(model).__name__} has no linear map whose weight could be quantised")
     names = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name in wanted:
         if names[name].device.type != "meta" and not names[name].isfinite().all():
             raise ValueError(
-                f"{name} holds numbers that are not finite: 8 bits cannot hold them, and the model is broken"
+                f"{name} holds values that are not finite: 8 bits cannot store them, and the model is broken"
             )
     kept = {
         name: (reasons.get(id(tensor), SMALL if tensor.dim() < 2 else OTHER), tensor.nbytes)
@@ -126,7 +126,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
 
 
 def _reasons_to_keep(model: nn.Module) -> dict[int, str]:
-    """By the id of a tensor, why it is not quantised though it may be the weight of a linear map."""
+    """Tensor id → why the tensor is not quantised even though it may be the weight of a linear map."""
     reasons = {id(tensor): ROUTING for _, layer in moe_layers(model) for tensor in layer.kept_wide()}
     tables = (nn.Embedding, nn.EmbeddingBag)
     reasons |= {id(module.weight): EMBEDDING for module in model.modules() if isinstance(module, tables)}

@@ -1,14 +1,14 @@
-"""The ground floor: methods and tasks register themselves here and are found by name.
+"""The registry: methods and tasks register themselves here and are looked up by name.
 
     @register("switch", title="Switch Transformer", paper="Fedus et al., 2022", participation="sparse")
     class Switch(MoELayer): ...
 
     layer = create("switch", dim=192, hidden=768, experts=17)
 
-One file may register several names, each with presets for its Config. What others need to know about a method is a
-trait here, never guessed from its name. Methods are imported when one is first looked up: every module of
-``intbmoe.methods``, and what installed packages name as entry points of the group ``intbmoe.methods``. A task is a
-folder in ``intbmoe.tasks`` that does the same (below).
+One file may register several names, each with presets for its Config. What other code needs to know about a method is a
+trait here, and is never guessed from its name. Methods are imported when one is first looked up: every module of
+``intbmoe.methods``, and the entry points that installed packages declare in the group ``intbmoe.methods``. A task is a
+folder in ``intbmoe.tasks`` that registers itself in the same way (below).
 """
 
 import functools
@@ -33,27 +33,27 @@ PLUGIN_HINT = f"intbmoe --plugin FILE …, or {PLUGINS}"
 
 @dataclass(frozen=True)
 class Method:
-    """One registered name: the layer class, the presets that make it this name, and its traits."""
+    """One registered name: the layer class, the presets that define this name, and its traits."""
 
     name: str
     layer: type
     title: str
     paper: str
     participation: Participation
-    """Whether a token's output depends on all experts or on some."""
+    """Whether a token's output depends on all experts or only on some."""
     dynamic: bool = False
     """The trained router decides how many experts a token gets."""
     composes: bool = False
     """Blocks are built from a pool, independently of the input, so the layer can be precomposed."""
     presets: dict[str, Any] = field(default_factory=dict)
     code: str | None = None
-    """The authors' repository on GitHub; None where there is none."""
+    """The authors' repository on GitHub; None if there is none."""
 
     def config(self, dim: int, hidden: Any, **options: Any) -> Any:
         return self.layer.make_config(dim, hidden, **{**self.presets, **options})
 
     def noncausal_reason(self) -> str | None:
-        """Why the method, with its presets, may not stand in a causal model; None when it may."""
+        """Why the method, with its presets, cannot be used in a causal model; None if it can."""
         return self.config(dim=8, hidden=8).noncausal_reason()
 
 
@@ -61,7 +61,7 @@ _methods: dict[str, Method] = {}
 
 
 def _require_free(kind: str, name: str, known: type, new: type) -> None:
-    """Raise if ``known``, which has the name, is another class; by its full name, as a module may be loaded again."""
+    """Raise if ``known``, which has the name, is another class. Full names are compared: a module may be reloaded."""
     taken, wanted = (f"{found.__module__}.{found.__qualname__}" for found in (known, new))
     if taken != wanted:
         raise ValueError(f"the {kind} name {name!r} is taken by {taken}")
@@ -89,7 +89,7 @@ def register(
 
 
 def _discover(room: str) -> None:
-    """Import what registers itself: a room of this package, others' packages, and the files that the user names."""
+    """Import everything that registers itself: ``room`` of this package, other packages, the user's plugin files."""
     _import_room(room)
     for file in plugin_files():
         load_plugin(file)
@@ -103,7 +103,7 @@ def _import_room(room: str) -> None:
     for entry in entry_points(group=package.__name__):
         try:
             entry.load()
-        except Exception as error:  # someone else's package: ours must work without it
+        except Exception as error:  # a third-party package: this one must work without it
             owner = entry.dist.name if entry.dist else "an unknown package"
             warnings.warn(
                 f"{room} of {owner} are missing: its entry point {entry.name} = {entry.value!r} in the group "
@@ -118,23 +118,23 @@ def list_methods() -> list[str]:
 
 
 def find_method(name: str) -> Method:
-    """The registered method of that name; a misspelt name is an error with a suggestion."""
+    """The method registered under ``name``; for a misspelt name the error suggests the right one."""
     if name not in list_methods():
         found = did_you_mean(name, _methods)
-        hint = f" (one of your own: {PLUGIN_HINT})" if found.startswith("known") else ""
+        hint = f" (a method of your own: {PLUGIN_HINT})" if found.startswith("known") else ""
         raise KeyError(f"no method is called {name!r}: {found}{hint}")
     return _methods[name]
 
 
 def method_of(layer: Any) -> Method | None:
-    """What ``layer`` is registered as: of the names of its class the one with most presets, all of which it has."""
+    """The method ``layer`` is registered as: of the names whose class and presets match, the one with most presets."""
     methods = [method for method in map(find_method, list_methods()) if method.layer is type(layer)]
     fits = [m for m in methods if all(getattr(layer.config, key) == value for key, value in m.presets.items())]
     return max(fits, key=lambda method: len(method.presets), default=None)
 
 
 def method_family(name: str) -> str:
-    """Under which heading pictures show a method."""
+    """The heading under which figures show a method."""
     method = find_method(name)
     if name == "intbmoe":
         return "IntBMoE"
@@ -144,7 +144,7 @@ def method_family(name: str) -> str:
 
 
 def create(name: str, dim: int, hidden: Any, **options: Any) -> Any:
-    """Build a layer by its method's name. Arguments are literal: ``experts=17`` makes 17 experts."""
+    """Build a layer from its method's name. Arguments are literal: ``experts=17`` makes 17 experts."""
     method = find_method(name)
     return method.layer(method.config(dim, hidden, **options))
 
@@ -154,10 +154,10 @@ def create(name: str, dim: int, hidden: Any, **options: Any) -> Any:
 #     @register_task("vision")
 #     class VisionTask(Task): ...
 #
-# The folders of ``intbmoe.tasks`` are imported the first time a task is looked up. So are tasks of others: those that
-# an installed package names as an entry point of the group "intbmoe.tasks", and those in files that the user names, by
-# ``intbmoe --plugin FILE …`` or in the environment, where child processes find them too. No other code is ever run:
-# a run or an artifact says which task it needs, never where to load it from.
+# The folders of ``intbmoe.tasks`` are imported the first time a task is looked up. So are third-party tasks: those that
+# an installed package declares as an entry point of the group "intbmoe.tasks", and those in files that the user names,
+# with ``intbmoe --plugin FILE …`` or in the environment, where child processes find them too. No other code is ever
+# run: a run or an artifact says which task it needs, never where to load it from.
 
 
 _tasks: dict[str, type] = {}
@@ -194,28 +194,28 @@ def plugin_files() -> list[Path]:
 
 
 def plugin_options() -> list[str]:
-    """What a command that is printed, to be typed next, needs to know these files too."""
+    """The options to add to a command that we suggest to the user, so that it loads the same plugins."""
     return [word for file in plugin_files() for word in ("--plugin", os.path.relpath(file))]
 
 
 def describe_plugins() -> dict[str, str]:
-    """The SHA-256 of each of these files by name, for the record of a run."""
+    """Plugin file name → SHA-256, for the record of a run."""
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in plugin_files()}
 
 
 def add_plugin(file: str | Path) -> None:
-    """Import a Python file that registers tasks or methods, in this process and in those it starts."""
+    """Import a Python file that registers tasks or methods, in this process and in the processes it starts."""
     path = Path(file).expanduser().absolute()
     load_plugin(path)
     os.environ[PLUGINS] = os.pathsep.join(dict.fromkeys(map(str, [*plugin_files(), path])))
 
 
 def load_plugin(path: Path) -> None:
-    """Import a file under its own name, once; its folder joins the path, so that processes that are spawned find it."""
+    """Import a file once, under its own name; its folder is added to the path so that spawned processes find it."""
     if str(path) in _loaded:
         return
     if path.suffix != ".py" or not path.is_file() or not path.stem.isidentifier():
-        raise ValueError(f"plugin {path} is no Python file: give the path of one, such as my_task.py")
+        raise ValueError(f"plugin {path} is not a Python file: give the path of one, such as my_task.py")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     module = importlib.import_module(path.stem)

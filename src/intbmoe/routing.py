@@ -1,4 +1,4 @@
-"""Seeing where tokens go: ``record_routing`` for single forwards, ``load_statistics`` for a training window."""
+"""See where tokens go: ``record_routing`` for single forwards, ``load_statistics`` for a training window."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from intbmoe.statistics import LoadStatistics, RoutedForward, load_statistics_of
 
 
 class RecordedRouting:
-    """What one layer's router decided while ``record_routing`` was on, forwards one after another."""
+    """What one layer's router decided while ``record_routing`` was on, one forward after another."""
 
     def __init__(self, calls: list[RoutedForward], choices: int | None, opened: Tensor | None) -> None:
         self._calls = calls
@@ -43,7 +43,7 @@ class RecordedRouting:
 
     @property
     def tokens(self) -> int:
-        """Valid tokens of all forwards: of the N rows, those that are no padding."""
+        """Valid tokens of all forwards: the N rows without padding."""
         return sum(int(call.count) for call in self._calls)
 
     def load_statistics(self) -> LoadStatistics:
@@ -73,9 +73,9 @@ class RecordedRouting:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[Mapping[str, RecordedRouting]]:
-    """``with record_routing(model) as log: model(x)``; then ``log["blocks.0.ffn"].ids`` and so on.
+    """Record where tokens go: ``with record_routing(model) as log: model(x)``, then ``log["blocks.0.ffn"].ids``.
 
-    What other threads run meanwhile is not recorded, unless the model is compiled.
+    Forwards that other threads run in the meantime are not recorded, unless the model is compiled.
     """
     layers = dict(moe_layers(model))
     if not layers:
@@ -88,16 +88,16 @@ def record_routing(model: nn.Module) -> Iterator[Mapping[str, RecordedRouting]]:
 
 
 def load_statistics(model: nn.Module, *, reset: bool = True) -> dict[str, LoadStatistics]:
-    """Each choosing layer's load over all steps since the last call, by module name, over all ranks.
+    """The load of each layer whose router chooses, by module name, over all ranks and all steps since the last call.
 
-    Call it where you log, after ``after_step``, which is what ends a step. A block that got no token in the whole
-    window is warned about, once.
+    Call it where you log, after ``after_step``, which ends a step. A block that got no token in the whole window
+    causes a warning, once.
     """
     loads = {}
     for name, layer in moe_layers(model):
         statistics = layer.statistics
         if statistics.pending and not statistics.window:
-            raise RuntimeError(f"layer {name!r} has counts of an unfinished step only: call intbmoe.after_step(model)")
+            raise RuntimeError(f"layer {name!r} has only counts of an unfinished step: call intbmoe.after_step(model)")
         load = statistics.load(layer.open_choices)
         if load is None:
             continue

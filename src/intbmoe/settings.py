@@ -1,4 +1,4 @@
-"""Settings say in their annotations what they may be; one reader checks and converts them, from Python and from YAML.
+"""Settings whose annotations say which values are allowed; values from Python and from YAML are checked and converted.
 
     @dataclass(frozen=True)
     class RouterSettings(Checked):
@@ -8,8 +8,8 @@
 
     RouterSettings(top_k=9)    # ValueError: top_k=9 is not allowed: top_k must be at most experts (8)
 
-``from_plain`` makes settings of the dicts, lists, strings and numbers that YAML and JSON hold, and ``to_plain`` is its
-exact inverse. An error says where: ``train.epoch: no such setting: did you mean 'epochs'?``.
+``from_plain`` makes settings from the dicts, lists, strings and numbers that YAML and JSON hold, and ``to_plain`` is
+its exact inverse. Errors say where the problem is: ``train.epoch: no such setting: did you mean 'epochs'?``.
 """
 
 import math
@@ -26,7 +26,7 @@ from intbmoe.checks import did_you_mean, require
 
 @dataclass(frozen=True)
 class MustBe:
-    """In an annotation: what a value must be, in words and as a test. Of several, the last one's words are shown."""
+    """In an annotation: what a value must be, in words and as a test. Errors show the last one if there are several."""
 
     words: str
     test: Callable[[Any], bool] = lambda value: True
@@ -34,7 +34,7 @@ class MustBe:
 
 @dataclass(frozen=True)
 class AtMost:
-    """In an annotation: the value may not exceed that of another field."""
+    """In an annotation: the value may not exceed the value of another field."""
 
     field: str
 
@@ -51,7 +51,7 @@ _NAMES = {int: "an integer", float: "a finite number", str: "a string", bool: "T
 
 @dataclass(frozen=True)
 class Checked:
-    """Base of frozen dataclasses whose fields are checked, and converted, by their annotations when one is made."""
+    """Base of frozen dataclasses that check and convert their fields by the annotations when an object is made."""
 
     def __post_init__(self) -> None:
         hints = field_types(type(self))
@@ -87,7 +87,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any, where: str) -> Any:
-    """``value`` as ``kind``, a type or an annotation; ``where`` is its place for error messages."""
+    """Convert ``value`` to ``kind``, a type or an annotation; ``where`` names the setting in error messages."""
     origin, arguments = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return value if isinstance(value, kind) else _settings(kind, value, where)
@@ -121,7 +121,7 @@ def _settings(kind: type, value: Any, where: str) -> Any:
     converted = {key: from_plain(hints[key], entry, f"{inside}{key}") for key, entry in value.items()}
     try:
         return kind(**converted)
-    except ValueError as error:  # of fields that do not go together, which names the field, not where it stands
+    except ValueError as error:  # fields that contradict each other: the error names the field, but not its path
         raise ValueError(f"{where}: {error}" if where else str(error)) from error
 
 
@@ -164,7 +164,7 @@ def _scalar(kind: type, value: Any, where: str) -> Any:
     if kind in (str, Path) and isinstance(value, str | Path):
         return kind(value)
     if kind is float:
-        # YAML reads 1e-3, without a point, as a string; what a person means is a number.
+        # YAML reads 1e-3, which has no decimal point, as a string; people mean a number.
         written = isinstance(value, str) and "e" in value.lower()
         with suppress(ValueError, OverflowError):
             if written or (isinstance(value, int | float) and not isinstance(value, bool)):

@@ -1,7 +1,7 @@
-"""What a layer's forwards leave beside their outputs, and how evenly experts are used.
+"""What a layer's forwards produce besides their outputs, and how evenly experts are used.
 
-``LayerStatistics`` is the only owner of that bookkeeping: ``layer.py`` hands it each forward, ``steps.py`` collects
-losses and counts for a whole model, ``routing.py`` shows where tokens went.
+``LayerStatistics`` alone does this bookkeeping: ``layer.py`` passes it each forward, ``steps.py`` collects losses and
+counts for a whole model, and ``routing.py`` shows where tokens went.
 """
 
 import math
@@ -16,20 +16,20 @@ from torch import Tensor
 
 
 def recomputing() -> bool:
-    """Whether a backward is under way: then a forward is one that activation checkpointing runs again."""
+    """Whether a backward is running: a forward inside it is a recomputation by activation checkpointing."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class Routing(NamedTuple):
     ids: Tensor | None
-    """(N, k_max), −1 where a token has no further choice or is masked; None for a method that does not choose."""
+    """(N, k_max), −1 if a token has no further choice or is masked; None for a method that does not choose."""
     weights: Tensor | None
-    """(N, k_max), the weight of each choice, 0 where there is none."""
+    """(N, k_max), the weight of each choice, 0 if there is none."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """All that ``MoELayer.compute`` returns: the output, and what the contract may ask about it."""
+    """What ``MoELayer.compute`` returns: the output, and its routing, losses and statistics."""
 
     y: Tensor
     """(B, T, d)."""
@@ -37,7 +37,7 @@ class Result:
     losses: dict[str, Tensor] = field(default_factory=dict)
     """Auxiliary losses, coefficients applied."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Statistics that add up over micro-batches and ranks, such as ``load``: assignments of each expert."""
+    """Statistics that add up over micro-batches and ranks, such as ``load``: assignments per expert."""
 
 
 @dataclass
@@ -66,35 +66,35 @@ class RoutedForward(NamedTuple):
 
 
 class LayerStatistics:
-    """The bookkeeping of one layer, a plain attribute of it: no submodule, no buffer, not in the ``state_dict``.
+    """The bookkeeping of one layer: a plain attribute, not a submodule or buffer, and not in the ``state_dict``.
 
-    A training forward overwrites the record; ``aux_loss`` takes it and adds its counts to those of the unfinished step;
-    ``after_step`` ends the step, which adds them to the window; ``load_statistics`` reads the window and clears it.
+    A training forward overwrites the record. ``aux_loss`` takes it and adds its counts to the unfinished step's;
+    ``after_step`` ends the step and adds them to the window; ``load_statistics`` reads the window and clears it.
     """
 
     def __init__(self) -> None:
         self.record: Record | None = None  # of the last training forward, until it is taken
         self.pending: dict[str, Tensor] = {}  # counts of the step that is not finished yet, on this rank
         self.window: dict[str, Tensor] = {}  # counts of all steps since the window was last cleared, over all ranks
-        self.warned: set[int] = set()  # dead experts that a warning has named
-        self._recordings: dict[int, list[RoutedForward]] = {}  # by the thread whose forwards they are
-        self._uncollected = False  # whether gradients went through a forward whose losses nobody took
+        self.warned: set[int] = set()  # dead experts that were already warned about
+        self._recordings: dict[int, list[RoutedForward]] = {}  # thread id → its recorded forwards
+        self._uncollected = False  # whether gradients went through a forward whose losses were never collected
 
-    # What a forward does.
+    # Called by a forward.
 
     def wants(self, training: bool) -> bool:
-        # Activation checkpointing runs forwards again during backward: these were counted the first time.
+        # Activation checkpointing reruns forwards during backward: they were counted the first time.
         return not recomputing() and (training or self._recording is not None)
 
     def keep(self, result: Result, count: Tensor, shape: tuple[int, ...], training: bool, layer: str) -> None:
-        """A forward of ``count`` valid tokens in (…, T) = ``shape``; ``layer`` is what an error calls the layer."""
+        """Keep the result of a forward of ``count`` valid tokens and shape (…, T); errors call the layer ``layer``."""
         if training:
             if self._uncollected:
                 self._uncollected = False
                 raise RuntimeError(
                     f"{layer} was trained without its auxiliary losses: add intbmoe.aux_loss(model) to the loss once "
-                    f"per forward, or have intbmoe.connect(model) do so, and use a layer once in each forward; "
-                    f"gradients that are not for training are taken in evaluation mode"
+                    f"per forward, or let intbmoe.connect(model) do so, and use each layer once per forward; if the "
+                    f"gradients were not for training, compute them in evaluation mode"
                 )
             self.record = Record(result.losses, {"tokens": count, **result.sums}, torch.is_grad_enabled())
             self._watch(result.y, self.record)
@@ -106,7 +106,7 @@ class LayerStatistics:
             calls.append(RoutedForward(routing, shape, count, sums))
 
     def _watch(self, y: Tensor, record: Record) -> None:
-        """Notice when gradients go through ``y`` though nobody has collected the losses that belong to it."""
+        """Notice when gradients go through ``y`` before the losses of the same forward are collected."""
 
         def notice(_: Tensor) -> None:
             self._uncollected |= not record.taken
@@ -126,18 +126,18 @@ class LayerStatistics:
     def add(self, sums: Mapping[str, Tensor]) -> None:
         for key, value in sums.items():
             value = value.detach()
-            # A copy: under torch.compile(mode="reduce-overhead") the next forward writes over what this one returned.
+            # A copy: under torch.compile(mode="reduce-overhead") the next forward overwrites what this one returned.
             self.pending[key] = self.pending[key] + value if key in self.pending else value.clone()
 
     def exchange_pending(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Put ``counts`` in place of the unfinished step's, and return those."""
+        """Replace the unfinished step's counts by ``counts`` and return the old ones."""
         before, self.pending = self.pending, counts
         return before
 
     def end_step(self) -> None:
         for key, value in self.exchange_pending({}).items():
             self.window[key] = self.window[key] + value if key in self.window else value
-        self.record = None  # left behind by checkpointing's recomputation
+        self.record = None  # may be left from a recomputation by checkpointing
 
     def load(self, opened: Tensor | None) -> "LoadStatistics | None":
         if "load" not in self.window:
@@ -158,7 +158,7 @@ class LayerStatistics:
 
     @contextmanager
     def recording(self) -> Iterator[list[RoutedForward]]:
-        """A list that every forward of this thread inside the context is added to."""
+        """Yield a list to which every forward of this thread is added inside the context."""
         thread, calls = threading.get_ident(), []
         outer = self._recordings.get(thread)
         self._recordings[thread] = calls
@@ -166,58 +166,58 @@ class LayerStatistics:
             yield calls
         finally:
             del self._recordings[thread]
-            if outer is not None:  # contexts nest: what the inner one saw, the outer one saw too
+            if outer is not None:  # contexts nest: the outer one also gets what the inner one recorded
                 outer.extend(calls)
                 self._recordings[thread] = outer
 
     @property
     def _recording(self) -> list[RoutedForward] | None:
-        """Where this thread's forwards are recorded; None where they are not."""
+        """The list to which this thread's forwards are added; None if they are not recorded."""
         if not self._recordings:
             return None
-        if torch.compiler.is_compiling():  # a graph cannot ask for its thread
+        if torch.compiler.is_compiling():  # a graph cannot ask which thread it runs on
             return list(self._recordings.values())[-1]
         return self._recordings.get(threading.get_ident())
 
     def repeat(self, calls: Iterable[RoutedForward]) -> None:
-        """A replayed graph overwrote the tensors of ``calls``: whoever records gets copies."""
+        """Record ``calls`` again after a replayed graph has overwritten their tensors; a recording gets copies."""
         recording = self._recording
         if recording is not None:
             recording.extend(call.copy() for call in calls)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Non-leaf tensors in an attribute break deepcopy and pickle; they belong to a forward, not to the layer.
+        # Non-leaf tensors in an attribute break deepcopy and pickle. They belong to a forward, not to the layer.
         return {**self.__dict__, "record": None, "_recordings": {}}
 
 
 @dataclass(frozen=True)
 class LoadStatistics:
-    """Load over some window of tokens. One assignment is one token sent to one expert or block."""
+    """Load over a window of tokens. One assignment is one token sent to one expert or block."""
 
     counts: tuple[int, ...]
-    """Assignments of each expert or block."""
+    """Assignments per expert or block."""
     tokens: int
-    """Valid tokens; padding is never among them."""
+    """Valid tokens, without padding."""
     utilisation: float
-    """Share of the experts that got at least one assignment."""
+    """Fraction of the experts that got at least one assignment."""
     worst_case: float
-    """Largest load over mean load: 1 is perfect balance, the number of experts is collapse."""
+    """Largest load divided by mean load: 1 is perfect balance, the number of experts is collapse."""
     entropy: float
-    """Entropy of the loads over its maximum: 1 is perfect balance, 0 is collapse."""
+    """Entropy of the loads divided by its maximum: 1 is perfect balance, 0 is collapse."""
     dead: tuple[int, ...]
     """Experts without a single assignment."""
     dropped: float = 0.0
-    """Share of the wanted assignments that found their expert full."""
+    """Fraction of the wanted assignments that were dropped because the expert was full."""
     untaken: float | None = None
-    """Share of the tokens that no expert took; None if the method does not count them, or assigned nothing."""
+    """Fraction of the tokens that no expert took; None if the method does not count them, or nothing was assigned."""
 
 
 def load_statistics_of(
     counts: Tensor, tokens: int, dropped: int = 0, opened: Tensor | None = None, untaken: int | None = None
 ) -> LoadStatistics:
-    """Statistics of (E,) assignment counts and ``dropped`` ones; without any assignment every ratio is NaN.
+    """Compute statistics from (E,) assignment counts; without any assignment every ratio is NaN.
 
-    ``opened`` (E,) says which experts a pool has open: others without load are neither idle nor dead, but not there.
+    ``opened`` (E,) says which experts are open in a growing pool: closed ones without load do not count as dead.
     """
     loads = [int(count) for count in counts.tolist()]
     present = [index for index in range(len(loads)) if opened is None or bool(opened[index]) or loads[index]]

@@ -1,4 +1,4 @@
-"""What a training loop calls, for a whole model: ``plan_steps``, ``aux_loss``, ``before_step``, ``after_step``.
+"""The functions a training loop calls on a whole model: ``plan_steps``, ``aux_loss``, ``before_step``, ``after_step``.
 
 intbmoe.plan_steps(model, total_steps)                   # once, before the first step
 loss = task_loss(model(x)) + intbmoe.aux_loss(model)     # once per micro-batch
@@ -20,9 +20,9 @@ from intbmoe.layer import MoELayer, moe_layers
 
 
 def plan_steps(model: nn.Module, total: int) -> None:
-    """Tell every layer how many optimizer steps the run has; call once, before it (and before DDP wraps the model).
+    """Tell every layer how many optimizer steps the run has; call once, before training and before wrapping in DDP.
 
-    MASS and DynMoE change their pools in a share of the run only. A layer that has begun keeps the steps it has.
+    MASS and DynMoE change their pools only during part of the run. A layer that has started training keeps its plan.
     """
     require_positive_int("total", total)
     for _, layer in moe_layers(model):
@@ -32,7 +32,7 @@ def plan_steps(model: nn.Module, total: int) -> None:
 def aux_loss(model: nn.Module) -> Tensor:
     """The sum of all layers' auxiliary losses for the last forward; call once per micro-batch, before backward.
 
-    Also adds the layers' load counts to what ``after_step`` hands on. Layers in evaluation mode are passed over.
+    Also adds the layers' load counts to the step's counts, which ``after_step`` uses. Layers in eval mode are skipped.
     """
     layers = list(moe_layers(model))
     if not layers:
@@ -44,8 +44,8 @@ def aux_loss(model: nn.Module) -> Tensor:
         record = layer.statistics.take_record()
         if record is None:
             raise RuntimeError(
-                f"{_called(name, layer)} left no record: run the model forward in training mode before each call of "
-                f"aux_loss, and call it once per forward"
+                f"{_called(name, layer)} left no record: run a forward in training mode before each call of aux_loss, "
+                f"and call aux_loss once per forward"
             )
         if record.losses and torch.is_grad_enabled() and not record.differentiable:
             raise RuntimeError(
@@ -65,7 +65,7 @@ def before_step(model: nn.Module, optimizer: Any, reevaluate: Callable[[], Tenso
 
 
 def after_step(model: nn.Module, optimizer: Any = None) -> None:
-    """Call after ``optimizer.step()``: moves the state that gradients do not, from the step's global counts."""
+    """Call after ``optimizer.step()``: updates the state that has no gradients, from the step's global counts."""
     layers = {name: layer for name, layer in moe_layers(model) if layer.training}
     for name, layer in layers.items():
         if not layer.statistics.pending:
@@ -84,7 +84,7 @@ def _called(name: str, layer: MoELayer) -> str:
 
 
 def _families(model: nn.Module) -> Iterable[tuple[type[MoELayer], list[MoELayer]]]:
-    """The model's training layers by class, so that a method with one state per model sees all its layers."""
+    """The model's layers in training mode, by class, so that a method with one state per model sees all its layers."""
     families: dict[type[MoELayer], list[MoELayer]] = {}
     for _, layer in moe_layers(model):
         if layer.training:
@@ -93,7 +93,7 @@ def _families(model: nn.Module) -> Iterable[tuple[type[MoELayer], list[MoELayer]
 
 
 def _all_reduce(sums: list[dict[str, Tensor]]) -> None:
-    """Replace local sums by their totals over all ranks, in one message. Float64 holds every count exactly."""
+    """Replace local sums by their totals over all ranks, in one message. Float64 represents every count exactly."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
     entries = [(entry, key) for entry in sums for key in sorted(entry)]

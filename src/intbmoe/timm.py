@@ -1,12 +1,12 @@
-"""Vision Transformers with mixtures, by name, in timm: ``import intbmoe.timm``, then ``timm.create_model``.
+"""Vision Transformers with mixtures as timm models: ``import intbmoe.timm``, then ``timm.create_model``.
 
-    intbmoe_vit_tiny_patch16_224     the paper's: DeiT-Tiny cut to eight blocks, a mixture in every other one
-    intbmoe_vit_small_patch16_224    ViT-Small of twelve blocks, likewise
-    switch_vit_tiny_patch16_224, …   the same with any other registered method, by the paper's budget
+    intbmoe_vit_tiny_patch16_224     the paper's: DeiT-Tiny cut to eight blocks, with a mixture in every other one
+    intbmoe_vit_small_patch16_224    ViT-Small with twelve blocks, a mixture in every other one
+    switch_vit_tiny_patch16_224, …   the same with any other registered method, within the paper's budget
 
-As in the paper, patches go through the mixture and the class token (and registers) through an FFN of its own, so that
-with equal weights logits equal those of ``models/vit.py``; ``class_token_apart=False`` sends all tokens through it.
-Training needs ``intbmoe.aux_loss`` and the step hooks as everywhere (``docs/in-your-framework.md``).
+As in the paper, patches go through the mixture, and the class token (and registers) through a separate FFN, so that
+with equal weights the logits equal those of ``models/vit.py``; ``class_token_apart=False`` sends all tokens through the
+mixture. Training needs ``intbmoe.aux_loss`` and the step hooks, as always (``docs/in-your-framework.md``).
 """
 
 import re
@@ -50,7 +50,7 @@ SIZES = {
 }
 
 
-@register_notrace_module  # torch.fx takes it as one operation: how many rows an expert gets depends on numbers
+@register_notrace_module  # torch.fx treats it as one operation: how many rows an expert gets depends on the data
 class PatchMixture(nn.Module):
     """A block's feed-forward part: patches through ``moe``, the ``prefix`` tokens before them through ``mlp``."""
 
@@ -64,12 +64,12 @@ class PatchMixture(nn.Module):
         return torch.cat([self.mlp(x[:, : self.prefix]), self.moe(x[:, self.prefix :])], dim=1)
 
     def init_weights(self) -> None:
-        """timm calls this after it has written its own start into the parts: the mixture keeps its own."""
+        """Called by timm after its own initialisation, which this replaces by the mixture's."""
         self.moe.reset_parameters()
 
 
 class MoEVisionTransformer(VisionTransformer):
-    """timm's ViT with a mixture in some blocks; arguments that are not here are timm's."""
+    """timm's ViT with a mixture in some blocks; all other arguments are timm's."""
 
     def __init__(
         self,
@@ -83,14 +83,14 @@ class MoEVisionTransformer(VisionTransformer):
         fix_init: bool = False,
         **arguments: Any,
     ) -> None:
-        """``experts`` is the paper's E, from which ``match_budget`` makes the layers' options; ``moe_options`` add to
-        them or overrule them. ``moe_blocks``: every other block, from the first on, unless given."""
-        require(not fix_init, "fix_init", fix_init, "False: it rescales FFNs that are not there")
+        """``experts`` is the paper's E, from which ``match_budget`` derives the layers' options; ``moe_options`` add to
+        them or override them. ``moe_blocks`` defaults to every other block, starting with the first."""
+        require(not fix_init, "fix_init", fix_init, "False: it would rescale FFNs that mixtures have replaced")
         super().__init__(**arguments, weight_init="skip")
         depth = len(self.blocks)
         chosen = range(0, depth, 2) if moe_blocks is None else moe_blocks
         known = all(block in range(depth) for block in chosen)
-        require(known, "moe_blocks", moe_blocks, f"numbers of blocks among 0…{depth - 1}")
+        require(known, "moe_blocks", moe_blocks, f"block numbers from 0 to {depth - 1}")
         prefix = self.num_prefix_tokens if class_token_apart else 0
         tokens = self.patch_embed.num_patches + self.num_prefix_tokens - prefix
         own, budget = moe_options or {}, {"experts": experts, "tokens": tokens}
@@ -106,7 +106,7 @@ class MoEVisionTransformer(VisionTransformer):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """timm's, and what the paper's recipe spares beside vectors and biases: routers."""
+        """timm's parameters without weight decay, plus routers, which the paper's recipe does not decay either."""
         spared = {
             f"{name}.{parameter}"
             for name, layer in moe_layers(self)
@@ -117,9 +117,10 @@ class MoEVisionTransformer(VisionTransformer):
 
 
 def checkpoint_filter_fn(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Weights of a run (``models/vit.py``) under the names they have here; all others as timm reads them.
+    """Rename the weights of a run (``models/vit.py``) to the names used here; other checkpoints go to timm's filter.
 
-    There a mixture is ``blocks.0.moe`` and the class token's FFN ``blocks.0.mlp``; here both are in ``blocks.0.mlp``.
+    In a run the mixture is ``blocks.0.moe`` and the class token's FFN ``blocks.0.mlp``; here both are in
+    ``blocks.0.mlp``.
     """
     mixed = {match[1] for key in state if (match := re.match(r"blocks\.(\d+)\.moe\.", key))}
     if not mixed:
@@ -144,7 +145,7 @@ def _entry_point(name: str, method: str, size: str) -> Callable[..., nn.Module]:
         )
 
     build.__name__ = build.__qualname__ = name
-    build.__doc__ = f"ViT-{size.title()} of 16 × 16 patches with {method} in every other block."
+    build.__doc__ = f"ViT-{size.title()} with 16 × 16 patches and {method} in every other block."
     return build
 
 

@@ -1,10 +1,10 @@
-"""Which version of the package this is."""
+"""The version of this package."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 
 def program_version() -> str:
-    """As installed; ``source`` where the package's folder is used as it is, without having been installed."""
+    """The installed version, or ``source`` if the package is used from its folder without being installed."""
     try:
         return version("intbmoe")
     except PackageNotFoundError:

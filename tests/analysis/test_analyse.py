@@ -194,7 +194,7 @@ def test_numbers_come_without_matplotlib_and_are_drawn_elsewhere(run, analysed, 
         with pytest.raises(SystemExit, match="matplotlib"):
             main(["analyse", str(run), "--examples", "24"])
         main(["analyse", str(run), "--examples", "24", "--numbers-only"])
-        with pytest.raises(SystemExit, match="give one of them"):
+        with pytest.raises(SystemExit, match="give only one of them"):
             main(["analyse", str(run), "--numbers-only", "--redraw"])
     assert f"draw it: intbmoe analyse {run} --redraw" in capsys.readouterr().out
     assert [path.name for path in (run / "analysis").iterdir()] == ["data"]
@@ -279,7 +279,7 @@ def test_an_analysis_of_an_earlier_version_is_refused_with_the_command_that_make
     data = run / "analysis" / "data"
     data.mkdir(parents=True)
     (data / "analysis.json").write_text(json.dumps({"run": {}, "parts": ["recipes"], "left_out": {}}))
-    again = f"earlier version of intbmoe: intbmoe analyse {run} makes it anew"
+    again = f"earlier version of intbmoe: run intbmoe analyse {run}"
     with pytest.raises(TrainingError, match=again):
         redraw(run / "analysis")
     (data / "analysis.json").write_text(json.dumps({"run": {}, "parts": ["participation"], "left_out": {}}))

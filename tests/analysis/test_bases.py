@@ -161,7 +161,7 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_nothing_to_remove_is_an_error():
-    with pytest.raises(ValueError, match="without its only base"):
+    with pytest.raises(ValueError, match="cannot lose its only base"):
         without_base(make(experts=1), 0)
     with pytest.raises(ValueError, match="only those have bases"):
         measure_participation(OneLayer(torch.nn.Identity()), sample_of(LayerTask(tokens(4, 4))))

@@ -89,7 +89,7 @@ def test_classes_that_cannot_be_chosen_are_told():
     with pytest.raises(ValueError, match=r"no class is called 'clas 2': did you mean 'class 2'\?"):
         choose(model, sample_of(task), classes=["clas 2"])
     task.views = lambda: [View("kind", ("a",), None), View("position", ("b",), None)]
-    with pytest.raises(ValueError, match="the task 'layer' has none; its tokens are told apart by kind, position"):
+    with pytest.raises(ValueError, match="the task 'layer' has none; its tokens are grouped by kind, position"):
         choose(model, sample_of(task), classes=["1"])
     with pytest.raises(ValueError, match="the tokens of this model do not choose experts"):
         choose(torch.nn.Identity(), sample_of(task), layers=["1"])
@@ -106,7 +106,7 @@ def test_words_for_classes():
     with pytest.raises(ValueError, match="2 labels of class are called 'ox': give a number, 0, 2"):
         class_view(("ox", "cow", "ox"), ("0", "1", "2")).places_of(["ox"])
     many = class_view([f"animal {n}" for n in range(1000)], [str(n) for n in range(1000)])
-    with pytest.raises(ValueError, match=r"there are 1000, such as animal 0, .* 0 to 999 will do too"):
+    with pytest.raises(ValueError, match=r"there are 1000, such as animal 0, .* 0 to 999 work too"):
         many.places_of(["xyz"])
 
 

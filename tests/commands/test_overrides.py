@@ -162,7 +162,7 @@ def test_the_help_shows_every_setting_with_its_text(capsys):
         assert option in shown
     assert "Peak learning rate. (default: 0.0005)" in shown
     assert "coefficient of the load-balancing loss" in shown
-    assert "E, how many experts. (default: 17)" in shown  # what the budget makes of --moe.experts 16
+    assert "E, the number of experts. (default: 17)" in shown  # what the budget makes of --moe.experts 16
     assert "(unset by default)" not in shown
 
 

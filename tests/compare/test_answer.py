@@ -104,7 +104,7 @@ def test_one_seed_is_no_claim_however_large_the_difference():
 def test_one_contender_with_one_seed_leaves_it_open():
     found = answer(question(), [contender("A", 0.1), contender("B", 0.9, 0.9), contender("C", 0.2, 0.2)])
     assert found.verdict == "no claim"
-    assert texts(found)[4].startswith("No claim: one seed only of A.")
+    assert texts(found)[4].startswith("No claim: there is only one seed of A.")
     assert texts(found)[0].endswith("; 1 to 2 seeds, 5 runs.")
 
 

@@ -199,7 +199,7 @@ def test_an_interrupted_comparison_saves_and_goes_on(tmp_path):
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 130, output
-    assert "The same command goes on from there" in output
+    assert "The same command resumes from there" in output
     saved = list((tmp_path / "runs/digits/dense/0/checkpoints").glob("step-*"))
     assert len(saved) == 1, "the run was asked to save, not killed"
 
@@ -353,7 +353,7 @@ def test_it_is_said_that_nothing_is_left_to_compare(tmp_path, monkeypatch, capsy
     with pytest.raises(SystemExit) as ended:
         main(["compare", "stdlib", "--methods", "soft"])
     assert ended.value.code == 1
-    assert "Nothing is left of --methods soft to compare" in capsys.readouterr().out
+    assert "--methods soft leaves nothing to compare" in capsys.readouterr().out
 
 
 def test_variants_of_a_set_are_compared_like_methods(recipe, tmp_path):

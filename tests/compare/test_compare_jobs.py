@@ -65,7 +65,7 @@ def test_a_run_that_another_process_has_is_said_to_be_waited_for(plan):
     assert "waiting" not in start(plan)[1]
     with locked_by_another(run.path) as (holder, _):
         said = start(plan)[1]
-    assert f"waiting  Dense, seed 0: process {holder.pid} trains into {run.path}" in said
+    assert f"waiting  Dense, seed 0: process {holder.pid} is training in {run.path}" in said
 
 
 def test_settings_of_runs_that_never_began_may_be_corrected(plan, tmp_path):

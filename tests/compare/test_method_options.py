@@ -35,8 +35,8 @@ def test_they_reach_the_methods_row_and_its_title_and_no_other():
         ("--options.vmoe.topk 3", "--options.vmoe.topk: vmoe has no such option: did you mean 'top_k'"),
         ("--options.vmoe.top-k 99", "--options.vmoe: top_k=99 is not allowed"),
         ("--options.vmoe 3", "--options.vmoe.OPTION VALUE"),
-        ("--options.intbmoe.top-k 1", "the recipe's own method: --moe.options.top_k"),
-        ("--options.mass.top-p 0.9", "--options.mass: not among --methods dense,vmoe: add mass there"),
+        ("--options.intbmoe.top-k 1", "this is the recipe's method: use --moe.options.top_k"),
+        ("--options.mass.top-p 0.9", "--options.mass: mass is not among --methods dense,vmoe: add it there"),
     ],
 )
 def test_mistakes_are_named_with_the_remedy(words, message, tmp_path, monkeypatch):

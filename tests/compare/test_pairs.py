@@ -126,5 +126,5 @@ def test_the_spread_within_groups_leaves_their_means_out():
 
 def test_other_examples_are_refused(random):
     other = {name: values[:-1] for name, values in outcomes(random).items()}
-    with pytest.raises(ValueError, match="only runs on the same are compared"):
+    with pytest.raises(ValueError, match="so they cannot be compared"):
         compare_in_pairs({"dense": {0: outcomes(random)}, "other": {0: other}}, "dense", accuracy)

@@ -105,7 +105,7 @@ def test_edits_that_fit_the_other_files_are_refused(folder, change):
     about = json.loads((folder / ABOUT).read_bytes())
     change(folder, about)
     (folder / ABOUT).write_text(json.dumps(about))
-    with pytest.raises(ArtifactError, match=r"artifact\.json is altered, its checksum does not fit.*export"):
+    with pytest.raises(ArtifactError, match=r"artifact\.json is altered: its checksum does not match.*export"):
         load_artifact(folder)
     del about["checksum"]  # as artifacts of old are
     (folder / ABOUT).write_text(json.dumps(about))
@@ -116,16 +116,16 @@ def test_what_is_no_artifact_is_refused(folder, tmp_path):
     with pytest.raises(ArtifactError, match=r"not an artifact.*intbmoe export RUN"):
         load_artifact(tmp_path)
     edit(folder, format_version=2)
-    with pytest.raises(ArtifactError, match="format_version 2, this program reads 1"):
+    with pytest.raises(ArtifactError, match="format_version 2, but this program reads 1"):
         load_artifact(folder)
     edit(folder, format_version=1, files={"../secret": "0"})
     with pytest.raises(ArtifactError, match="outside its folder"):
         load_artifact(folder)
     edit(folder, files={}, dtype="float8")
-    with pytest.raises(ArtifactError, match="not what an export writes"):
+    with pytest.raises(ArtifactError, match="was not written by an export"):
         load_artifact(folder)
     (folder / ABOUT).write_text("{")
-    with pytest.raises(ArtifactError, match="not whole JSON"):
+    with pytest.raises(ArtifactError, match="not complete JSON"):
         load_artifact(folder)
 
 
@@ -133,7 +133,7 @@ def test_weights_of_another_model_are_refused(folder):
     recipe = json.loads((folder / ABOUT).read_bytes())["recipe"]
     recipe["model"]["depth"] = 3
     edit(folder, recipe=recipe)
-    with pytest.raises(ArtifactError, match="of another model"):
+    with pytest.raises(ArtifactError, match="belongs to another model"):
         load_artifact(folder).model()
     recipe["model"]["depht"] = 3
     edit(folder, recipe=recipe)

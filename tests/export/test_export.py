@@ -114,7 +114,7 @@ def test_what_lies_beside_an_artifact_is_not_lost(tmp_path, monkeypatch):
 
     monkeypatch.setattr(exporting, "make_golden", while_it_is_exported)
     for _ in range(2):  # at the end, and then at the beginning
-        with pytest.raises(ExportError, match=r"holds more than the artifact it is \(notes.txt\): move that"):
+        with pytest.raises(ExportError, match=r"holds other files besides an artifact \(notes.txt\): move them"):
             export_run(run, to, dtype="bfloat16")
         assert (to / "notes.txt").read_text() == "mine"
         assert load_artifact(to).version == version

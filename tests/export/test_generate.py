@@ -250,8 +250,8 @@ def test_the_command_continues_a_prompt(language, capsys):
         (["--prompt", "x" * 129], "prompt"),
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens=0"),
         (["--prompt", "x", "--temperature", "-1"], "temperature=-1"),
-        (["--prompt", "x", "--device", "foo"], "device='foo' is no device: give cpu, cuda or"),
-        (["--prompt", "x", "--device", "cuda:99"], "device='cuda:99' is not there"),
+        (["--prompt", "x", "--device", "foo"], "device='foo' is not a device: use cpu, cuda or"),
+        (["--prompt", "x", "--device", "cuda:99"], "device='cuda:99' does not exist"),
     ],
 )
 def test_the_command_says_what_is_wrong(language, options, message):

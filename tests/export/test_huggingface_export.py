@@ -78,6 +78,6 @@ def test_what_cannot_be_exported_is_said_at_once(tmp_path):
         export_huggingface(run, run.path)
     with pytest.raises(ValueError, match="huggingface alone"):
         export_huggingface(run, tmp_path / "to", formats=("onnx", "huggingface"))
-    with pytest.raises(ExportError, match="no form of the task 'travel'"):
+    with pytest.raises(ExportError, match="the task 'travel' has no transformers form"):
         export_huggingface(small_run("travel", tmp_path / "other"), tmp_path / "to")
     assert not (tmp_path / "to").exists()

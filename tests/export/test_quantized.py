@@ -80,7 +80,7 @@ def test_what_cannot_be_quantised_is_said_at_once(tmp_path):
     run = small_run("vision", tmp_path)
     with pytest.raises(ExportError, match="leave out --no-precompose"):
         export_run(run, tmp_path / "to", dtype="int8", precompose=False)
-    with pytest.raises(ExportError, match="ONNX would hold int8 weights written out in full"):
+    with pytest.raises(ExportError, match="ONNX would store int8 weights in full precision"):
         export_run(run, tmp_path / "to", dtype="int8", formats=["onnx"])
     with pytest.raises(ValueError, match="compute='bfloat16' is not allowed: compute must be left out"):
         export_run(run, tmp_path / "to", compute="bfloat16")
@@ -93,5 +93,5 @@ def test_types_that_do_not_fit_are_refused(tmp_path):
     artifact = export_run(small_run("vision", tmp_path), tmp_path / "to", dtype="int8")
     for change in ({"compute": None}, {"compute": "int8"}, {"dtype": "float32"}):
         (artifact.path / ABOUT).write_text(json.dumps({**artifact.about, **change}), encoding="utf-8")
-        with pytest.raises(ArtifactError, match="not what an export writes"):
+        with pytest.raises(ArtifactError, match="was not written by an export"):
             load_artifact(artifact.path)

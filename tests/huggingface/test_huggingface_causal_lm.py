@@ -109,7 +109,7 @@ def test_a_method_with_a_memory_says_that_a_cache_is_not_enough():
     with pytest.raises(ValueError, match=r"'lory' needs more of earlier tokens.*use_cache=False"):
         model(prompts(), use_cache=True)
     ids, mask = left_padded(prompts(), [9, 1, 6])
-    with pytest.raises(ValueError, match=r"'lory' counts positions.*prompts of one length"):
+    with pytest.raises(ValueError, match=r"'lory' counts positions.*use prompts of equal length"):
         model.generate(ids, attention_mask=mask.long(), max_new_tokens=2)
 
 
@@ -366,7 +366,7 @@ def test_what_does_not_fit_is_said():
         hf.IntBMoETextConfig(method_options={"expert": 3})
     with pytest.raises(ValueError, match="precomposed=True is not allowed"):
         hf.IntBMoETextConfig(method="switch", precomposed=True)
-    with pytest.raises(ValueError, match="may not stand in a causal model"):
+    with pytest.raises(ValueError, match="cannot be used in a causal model"):
         hf.IntBMoEForCausalLM(text_config("expert_choice"))
     with pytest.raises(ValueError, match="heads"):
         hf.IntBMoETextConfig(hidden_size=100, num_attention_heads=12)

@@ -109,7 +109,7 @@ def test_the_trainer_and_a_loop_of_ones_own_give_the_same_weights(method, parts,
 
 
 def test_a_method_that_needs_steps_is_not_trained_without_them(tmp_path):
-    with pytest.raises(RuntimeError, match=r"DeepSeek moves state between optimizer steps.*MixtureCallback"):
+    with pytest.raises(RuntimeError, match=r"DeepSeek updates state between optimizer steps.*MixtureCallback"):
         train(language_model("deepseek"), tmp_path, callbacks=False, per_device_train_batch_size=2)
     train(language_model("switch"), tmp_path, callbacks=False, per_device_train_batch_size=2)
 

@@ -105,5 +105,5 @@ def test_a_method_with_a_memory_says_that_vllm_packs_its_sequences(monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "vllm", eager_attention_forward)  # as vLLM does
     config = model_of("lory", experts=4).config
     config._attn_implementation = "vllm"
-    with pytest.raises(ValueError, match=r"'lory' needs earlier tokens.*vLLM"):
+    with pytest.raises(ValueError, match=r"'lory' needs the earlier tokens.*vLLM"):
         hf.IntBMoETextModel(config)

@@ -47,7 +47,7 @@ def test_a_task_that_is_missing_or_misshapen_is_told(name):
     with pytest.raises(ValueError, match=r"shape \(2,\).*conditioning_dim=3"):
         layer(X, conditioning=torch.ones(2))
     plain = intbmoe.create(name, DIM, HIDDEN, **TASKS[name]).double()
-    with pytest.raises(ValueError, match="None where conditioning_dim is 0"):
+    with pytest.raises(ValueError, match="None if conditioning_dim is 0"):
         plain(X, conditioning=torch.ones(3))
 
 

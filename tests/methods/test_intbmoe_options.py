@@ -160,7 +160,7 @@ def test_a_wrong_conditioning_is_named():
             call()
     with pytest.raises(ValueError, match=r"shape \(1, 2\).*one for the whole call"):
         layer(x, conditioning=vector().unsqueeze(0))
-    with pytest.raises(ValueError, match=r"shape \(2,\).*None where conditioning_dim is 0"):
+    with pytest.raises(ValueError, match=r"shape \(2,\).*None if conditioning_dim is 0"):
         make()(x, conditioning=vector())
     with pytest.raises(TypeError, match="conditioning"):
         intbmoe.create("switch", 8, 12)(x.float(), conditioning=vector())
@@ -244,10 +244,10 @@ def test_a_shared_expert_of_the_users_own():
     assert composed.shared is not own
     layer(x).sum().backward()
     assert own.map.weight.grad.abs().sum() > 0
-    with pytest.raises(ValueError, match=r"shared=.*Own.*of a kind that the authors have"):
+    with pytest.raises(ValueError, match=r"shared=.*Own.*one of the authors' kinds"):
         layer.to_reference_state_dict()
     layer.shared = Own(7).double()
-    with pytest.raises(ValueError, match=r"layer.shared \(Own\) gave shape \(10, 7\) for tokens \(10, 8\)"):
+    with pytest.raises(ValueError, match=r"layer.shared \(Own\) returned shape \(10, 7\) for tokens \(10, 8\)"):
         layer(x)
 
 

@@ -201,7 +201,7 @@ def test_with_a_capacity_the_layer_is_not_causal():
     """How much an expert takes depends on how many tokens follow, so even first choices in order are not causal."""
     assert make().config.noncausal_reason() is None
     layer = make(top_k=1, eval_capacity_factor=0.5, capacity_multiple=1).eval()
-    assert "capacity grows" in layer.config.noncausal_reason()
+    assert "capacity depends" in layer.config.noncausal_reason()
     x = tokens(4, 40)
     assert not torch.allclose(layer(x)[:, :20], layer(x[:, :20]), atol=1e-6)
 

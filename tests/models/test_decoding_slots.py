@@ -41,7 +41,7 @@ def test_which_models_have_slots():
     for name in MODELS:
         assert (why_not_captured(shared(name)) is None) == (name in TOKENWISE)
     tokens = ids()
-    with pytest.raises(ValueError, match=r"capture=True .*Lory \(layers\.0\.mlp\) keeps a state"):
+    with pytest.raises(ValueError, match=r"capture=True .*Lory \(layers\.0\.mlp\) keeps its own state"):
         shared("lory").generate(tokens, max_new_tokens=2, capture=True)
     model = make("switch").float()
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="autocast"):

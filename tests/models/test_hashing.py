@@ -98,5 +98,5 @@ def test_concatenated_rows_are_the_remainders_laid_end_to_end():
     vectors.sum().backward()
     assert (table.tables.grad[-1] == 0).all()
     assert ConcatenatedHashEmbedding((5003, 5009), 4, std=0.001).tables.std().item() == pytest.approx(0.001, rel=0.05)
-    with pytest.raises(ValueError, match=r"moduli=\(5, 7\).*divide dim \(3\)"):
+    with pytest.raises(ValueError, match=r"moduli=\(5, 7\).*divides dim \(3\)"):
         ConcatenatedHashEmbedding((5, 7), 3)

@@ -150,7 +150,7 @@ def test_every_ffn_and_the_head_are_mixtures():
 @pytest.mark.parametrize("method", ["soft", "smear", "expert_choice"])
 def test_a_method_that_looks_ahead_is_refused(method):
     reason = intbmoe.create(method, 12, 8).config.noncausal_reason()
-    with pytest.raises(ValueError, match=f"'{method}'.* may not stand in a causal model: ") as error:
+    with pytest.raises(ValueError, match=f"'{method}'.* cannot be used in a causal model: ") as error:
         small(method)
     assert reason in str(error.value)
 

@@ -177,7 +177,7 @@ def test_mixtures_stand_in_every_ffn_and_the_head_and_can_be_precomposed(config)
 
 
 def test_a_layer_that_looks_ahead_is_refused():
-    with pytest.raises(ValueError, match=r"may not stand in a causal model"):
+    with pytest.raises(ValueError, match=r"cannot be used in a causal model"):
         make("expert_choice")
 
 

@@ -150,7 +150,7 @@ def test_cells_are_the_same_for_users_and_places():
 
 
 def test_a_method_that_looks_ahead_is_refused():
-    with pytest.raises(ValueError, match="may not stand in a causal model"):
+    with pytest.raises(ValueError, match="cannot be used in a causal model"):
         small("soft")
 
 

@@ -258,7 +258,7 @@ def test_logits_are_timms_own():
     [
         ({"patch_size": 15}, r"patch_size=15.*image_size \(224\)"),
         ({"heads": 5}, r"heads=5.*dim \(192\)"),
-        ({"moe_layers": (0, 8)}, r"moe_layers=\(0, 8\).*0…7"),
+        ({"moe_layers": (0, 8)}, r"moe_layers=\(0, 8\).*from 0 to 7"),
         ({"drop_path": 1.0}, r"drop_path=1.0"),
         ({"depth": 0}, r"depth=0"),
     ],

@@ -112,10 +112,10 @@ def test_a_rank_without_examples_serves_the_others(counted):
 
 def test_what_cannot_be_shared_out_says_so(counted):
     again, composed, copied, none = counted[0][-1]
-    assert "mixture: its experts are shared out already, call shard_experts once" in again
-    assert "no experts to share out (IntBMoE: a token's output needs all of its experts" in composed
+    assert "mixture: its experts are already sharded: call shard_experts once" in again
+    assert "no experts to shard (IntBMoE: a token's output needs all of its experts" in composed
     assert "MASS: it copies experts" in copied
-    assert "Linear has no experts to share out (it holds no MoE layer)" in none
+    assert "Linear has no experts to shard (it holds no MoE layer)" in none
 
 
 def test_the_guide_names_the_methods_that_can():

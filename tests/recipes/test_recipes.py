@@ -117,7 +117,7 @@ def test_a_base_that_is_not_there_or_is_the_recipe_itself(tmp_path):
         load_recipe(own)
     own.write_text(f"base: {other}\nname: own\n")
     other.write_text(f"base: {own}\nname: other\n")
-    with pytest.raises(ValueError, match="is built on this recipe itself"):
+    with pytest.raises(ValueError, match="is itself based on this recipe"):
         load_recipe(own)
 
 

@@ -86,7 +86,7 @@ def test_redrawn_experts_differ_in_that_share_of_their_units():
 @pytest.mark.parametrize("name", ["gpt2", "opt", "t5-gated"])
 def test_other_networks_are_refused(name):
     model, _ = transformers_model(name)
-    with pytest.raises(ValueError, match="cannot be copied: experts are GELU networks"):
+    with pytest.raises(ValueError, match="cannot be copied: experts can only be GELU networks"):
         intbmoe.replace_ffn(model, "switch", start="copy", experts=4)
 
 

@@ -142,7 +142,7 @@ def test_compare_tells_damaged_runs_and_ends_with_a_report(small_recipe, runs, c
     html = report.read_text()
     assert "1 run left out, named below" in html
     assert f"Switch Transformer, seed 1 ({damaged})" in html
-    assert "No claim: one seed only of Switch Transformer" in html
+    assert "No claim: there is only one seed of Switch Transformer" in html
 
 
 def test_sound_runs_have_no_flaw(trained):
@@ -275,7 +275,7 @@ def test_names_in_the_cost_picture_never_cover_each_other(number):
 def test_equal_costs_have_no_panel_and_are_told():
     rows = [made_up_row(f"M{i}", f"m{i}", 0.5 + 0.01 * i, flops=10**6 * (i + 1), seconds=1.0 + i) for i in range(4)]
     (cost,) = draw_comparison(made_up(*rows), [])
-    assert [axes.get_xlabel() for axes in cost.figure.axes] == ["FLOPs of one example (M)", "training, seconds a run"]
+    assert [axes.get_xlabel() for axes in cost.figure.axes] == ["FLOPs of one example (M)", "training, seconds per run"]
     assert "Not drawn, because it is about the same for all: parameters (M), 0.5." in cost.see
     several = [{**row, "params": 10**6 * (place + 1)} for place, row in enumerate(rows)]
     assert len(draw_comparison(made_up(*several), [])[0].figure.axes) == 3
@@ -315,7 +315,7 @@ def test_intbmoe_has_a_star_in_the_table(tmp_path):
     assert [cells(table, "Method")[place] for place in sorted(table.starred)] == [
         "IntBMoE", "IntBMoE, w/o gate", "IntBMoE, precomposed"
     ]  # fmt: skip
-    assert "★: IntBMoE and its forms." in table.notes
+    assert "★: IntBMoE and its variants." in table.notes
     assert render(page).count(' starred"') == 3
     (without,) = sections(comparison_page(made_up(rows[0]), tmp_path))["results"].blocks
     assert not without.starred

@@ -94,7 +94,7 @@ def test_the_answer_of_a_run_makes_no_claim():
     answer = answer_run(summary, parts)
     what, on_what, result, inside, sure = (text for _, text in answer.lines)
     assert answer.verdict == "one run"
-    assert "one run" in what
+    assert "a single run" in what
     assert "8 of 9 valid examples" in on_what
     assert result == "loss 1.5000 on the test split, lower is better. Also accuracy 50.00 %."
     assert inside == (

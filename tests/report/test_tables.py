@@ -51,7 +51,7 @@ def test_a_narrow_terminal_does_without_spare_columns_and_says_so():
         console = Console(file=StringIO(), width=width)
         console.print(table.terminal(width))
         shown[width] = console.file.getvalue()
-    assert shown[80].split()[-5:] == ["for", "a", "wider", "terminal:", "more"]
+    assert shown[80].split()[-6:] == ["shown", "in", "a", "wider", "terminal:", "more"]
     assert "wider" not in shown[120]
     assert re.search(r"one +1 *\n", shown[80])
     assert re.search(r"one +1 +2 *\n", shown[120])

@@ -81,7 +81,7 @@ def test_a_heavy_bomb_keeps_no_light_request_waiting(encode):
 def test_memory_is_limited(encode):
     [(refused, _), (light, _)] = encode([EAT], [1])
     assert (refused.status, light.tokens) == (422, 1)
-    assert "more memory than it may" in refused.content["message"]
+    assert "more memory than allowed" in refused.content["message"]
 
 
 def test_heavy_work_that_nobody_waits_for_is_ended(encode):

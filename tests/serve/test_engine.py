@@ -171,7 +171,7 @@ def test_golden_requests_are_checked_and_teach_the_cost(clock, tmp_path):
     warm_up(engine, opened.golden)
     assert engine.batcher.cost.seconds(3) == pytest.approx(0.002)
     opened = open_artifact(write_artifact(tmp_path, wrong_golden=True))
-    with pytest.raises(BrokenModelError, match="it has 2 results, at export 0"):
+    with pytest.raises(BrokenModelError, match="it has 2 results; at export it had 0"):
         warm_up(Engine(opened.encoder, Settings(artifact="")), opened.golden)
     with pytest.raises(BrokenModelError, match="no golden requests"):
         warm_up(engine, [])

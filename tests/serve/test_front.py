@@ -103,7 +103,7 @@ def test_deep_json_is_refused_without_an_error_of_the_server():
 
 @pytest.mark.parametrize("body", [b'{"a":1,"a":1}', b'{"b":[{"a":1,"c":2,"a":[]}]}'])
 def test_a_field_that_comes_twice_is_refused(body):
-    with pytest.raises(HttpError, match="the field 'a' comes twice"):
+    with pytest.raises(HttpError, match="the field 'a' appears twice"):
         parse_json(body)
 
 

@@ -20,7 +20,7 @@ def test_comments_are_no_keys(tmp_path):
     settings = Settings(artifact="", api_key_file=str(file))
     assert settings.api_keys() == (b"one", b"three")
     file.write_text("# none\n\n")
-    with pytest.raises(ValueError, match="a file with a key on a line"):
+    with pytest.raises(ValueError, match="a file with one key per line"):
         settings.api_keys()
 
 
@@ -35,7 +35,7 @@ def test_the_supervisor_hands_out_the_keys_and_keeps_them_without_their_file(tmp
         told.clear()
         supervisor._read_keys()
         assert told == ([] if keys is None else [{"do": "keys", "keys": keys}] * 2)
-        assert ("the old keys stay" in caplog.text) == (keys is None)
+        assert ("keeping the old keys" in caplog.text) == (keys is None)
     assert supervisor._keys == (b"two",)
 
 
@@ -56,7 +56,7 @@ def test_keys_change_for_all_fronts_at_once_and_outlive_their_file(tmp_path):
         assert statuses("one") == statuses("# since today") == {401}
         file.unlink()
         server.process.send_signal(signal.SIGUSR1)
-        server.until(lambda: any("the old keys stay" in line for line in server.log), 5)
+        server.until(lambda: any("keeping the old keys" in line for line in server.log), 5)
         before = server.front_pids()
         os.kill(before[0], signal.SIGKILL)
         server.until(lambda: len(set(server.front_pids()) - {before[0]}) == 2, 10)

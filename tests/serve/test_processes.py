@@ -77,7 +77,7 @@ def test_sighup_reloads(tmp_path):
     with Server(artifact=write_artifact(tmp_path)) as server:
         write_artifact(tmp_path, version="two", broken="its weights are torn")
         server.process.send_signal(signal.SIGHUP)
-        server.until(lambda: any("the old version serves on" in line for line in server.log), 60)
+        server.until(lambda: any("the old version keeps serving" in line for line in server.log), 60)
         assert any("its weights are torn" in line for line in server.log)
         write_artifact(tmp_path, version="two")
         server.process.send_signal(signal.SIGHUP)

@@ -56,7 +56,7 @@ def test_bfloat16_where_it_is_slow_is_told_with_the_remedy(tmp_path, monkeypatch
         export_run(run, tmp_path / dtype, dtype=dtype)
         caplog.clear()
         open_artifact(str(tmp_path / dtype), "cpu")
-        assert ("export it with --dtype float32" in caplog.text) == (slow and dtype == "bfloat16")
+        assert ("export with --dtype float32" in caplog.text) == (slow and dtype == "bfloat16")
 
 
 def test_a_stream_is_the_whole_text(artifact):

@@ -75,7 +75,7 @@ def test_what_one_front_does_not_serve_no_front_serves(two_fronts, what, why):
     answers = load_during(server if what == "refuses" else Persistent(server), reload)
     point_to(server, "one")
     [said] = [line for line in server.log if f"cannot serve version {what}" in line]
-    assert "version one serves on: front " in said
+    assert "version one keeps serving: front " in said
     assert why in said
     number, pid = said.split("front ")[1].split(")")[0].split(" (process ")
     assert number in ("1", "2")
@@ -172,7 +172,7 @@ def test_a_front_that_refuses_or_is_silent_leaves_all_as_it_was(monkeypatch):
     for second, why in ((refused, "no room"), (None, "it did not answer within 0.1 s")):
         result, old, new, fronts = reload([PREPARED], [second])
         assert result["ok"] is False
-        assert f"version one serves on: front 2 (process 7) cannot serve version two: {why}" in result["why"]
+        assert f"version one keeps serving: front 2 (process 7) cannot serve version two: {why}" in result["why"]
         assert [front.told for front in fronts] == [["prepare", "abandon"]] * 2
         assert (old.state, new.state) == ("new", "killed")
 
@@ -202,7 +202,7 @@ def test_a_reload_does_not_begin_before_all_fronts_have_started(monkeypatch):
         return result, owner._fronts[0].told
 
     result, told = asyncio.run(run())
-    assert result == {"ok": False, "why": "the server is being started, reloaded or ended: try again later"}
+    assert result == {"ok": False, "why": "the server is starting, reloading or shutting down: try again later"}
     assert told == ["serve"]
 
 
@@ -231,7 +231,7 @@ def test_too_long_a_path_for_sockets_is_named_with_what_to_do(tmp_path, monkeypa
     folder = tmp_path / ("x" * 90)
     folder.mkdir()
     monkeypatch.setattr(supervising.tempfile, "tempdir", str(folder))
-    with pytest.raises(OSError, match=f"{folder}.* has too long a path for sockets: set TMPDIR to a shorter one"):
+    with pytest.raises(OSError, match=f"{folder}.* has too long a path for sockets: set TMPDIR to a shorter path"):
         supervising.serve(Settings(artifact=""), print)
     assert list(folder.iterdir()) == []
 

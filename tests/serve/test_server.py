@@ -311,7 +311,7 @@ def test_reload_under_load_fails_no_request(recommender):
     ("about", "why"),
     [
         pytest.param({"broken": "its weights are torn"}, "its weights are torn", marks=pytest.mark.slow),
-        ({"wrong_golden": True}, "serves on: golden request 0"),
+        ({"wrong_golden": True}, "keeps serving: golden request 0"),
     ],
 )
 def test_a_broken_artifact_leaves_the_old_one_serving(recommender, about, why):
@@ -325,7 +325,7 @@ def test_a_broken_artifact_leaves_the_old_one_serving(recommender, about, why):
             answer = recommender.post("/v1/reload", {}, timeout=90)
     assert answer.status == 409
     assert why in answer.json["error"]["message"]
-    assert f"version {serving} serves on" in answer.json["error"]["message"]
+    assert f"version {serving} keeps serving" in answer.json["error"]["message"]
     assert recommender.post(PATH, {"history": [1]}).headers["x-model-version"] == serving
     assert len(recommender.engine_pids()) == 2
 

@@ -125,7 +125,7 @@ def test_a_task_in_one_file_is_trained_compared_analysed_exported_and_served(fol
     del registry._tasks["wine"]  # as in a process that was not told of the file
     os.environ[registry.PLUGINS] = ""
     registry._loaded.discard(str(folder / "wine_task.py"))
-    with pytest.raises(ArtifactError, match=r"of the task 'wine', which comes from wine_task.*--plugin FILE"):
+    with pytest.raises(ArtifactError, match=r"for the task 'wine', which comes from wine_task.*--plugin FILE"):
         load_artifact(folder / "wine-artifact").encoder()
     with pytest.raises(SystemExit, match=r"task='wine' is not allowed.*--plugin FILE"):
         cli.main(["train", "wine.yaml"])
@@ -135,8 +135,8 @@ def test_a_task_in_one_file_is_trained_compared_analysed_exported_and_served(fol
     ("words", "message"),
     [
         (["methods", "--plugin"], "--plugin needs the path of a Python file"),
-        (["methods", "--plugin", "nothing.py"], "nothing.py is no Python file"),
-        (["--plugin=notes.txt", "methods"], "notes.txt is no Python file"),
+        (["methods", "--plugin", "nothing.py"], "nothing.py is not a Python file"),
+        (["--plugin=notes.txt", "methods"], "notes.txt is not a Python file"),
         (["methods", "--plugin", "json.py"], r"the module name 'json' is taken by .*rename the file"),
     ],
 )

@@ -104,7 +104,7 @@ def test_a_failure_is_told_and_leaves_no_process(tmp_path):
     assert Processes(2).run("x", Touch(tmp_path), [3, 1, 2], silent) == [30, 10, 20]
     with pytest.raises(DataError, match="row 7 is bad"):
         Processes(2).run("x", Touch(tmp_path, fail=5), range(20), silent)
-    with pytest.raises(DataError, match=r"x: a process was killed.*the same command goes on"):
+    with pytest.raises(DataError, match=r"x: a process was killed.*the same command resumes"):
         Processes(2).run("x", Touch(tmp_path, kill=30), [30, 31], silent)
     assert not multiprocessing.active_children()
 

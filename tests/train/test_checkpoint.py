@@ -113,7 +113,7 @@ def test_state_with_another_value_is_refused(folder):
 def test_all_damaged_is_an_error_not_a_fresh_start(folder):
     for step in folder.steps():
         truncate(folder.folder(step) / "model.safetensors")
-    with pytest.raises(DamagedFileError, match="no checkpoint is whole"):
+    with pytest.raises(DamagedFileError, match="no checkpoint is intact"):
         folder.load_newest(lambda _: None)
 
 

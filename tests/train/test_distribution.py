@@ -196,12 +196,12 @@ def replace_parallel(recipe, parallel):
 
 def test_what_cannot_be_sharded_says_so(runs):
     for refusals in runs[1]:
-        assert "train.parallel='pools' does not fit this model, take 'ddp' or 'fsdp' or 'experts'" in refusals["switch"]
+        assert "train.parallel='pools' does not fit this model, use 'ddp' or 'fsdp' or 'experts'" in refusals["switch"]
         assert (
-            "train.parallel='experts' does not fit this model, take 'ddp' or 'fsdp' or 'pools'" in refusals["composed"]
+            "train.parallel='experts' does not fit this model, use 'ddp' or 'fsdp' or 'pools'" in refusals["composed"]
         )
-        assert "train.parallel='fsdp' does not fit this model, take 'ddp' or 'experts'" in refusals["dynmoe"]
-        assert "train.parallel='fsdp' does not fit this model, take 'ddp': MASS" in refusals["mass"]
+        assert "train.parallel='fsdp' does not fit this model, use 'ddp' or 'experts'" in refusals["dynmoe"]
+        assert "train.parallel='fsdp' does not fit this model, use 'ddp': MASS" in refusals["mass"]
 
 
 def go_on(rank, world, recipe, root, last):
@@ -268,4 +268,4 @@ def test_a_signal_to_the_group_of_torchrun_saves(tmp_path):
     run = RunDirectory.of(tiny_recipe(), tmp_path / "two")
     stopped = sorted((run.path / "checkpoints").iterdir())[-1]
     assert stopped.name in ("step-00000004", "step-00000005"), done.stderr
-    assert "the same command goes on from there" in done.stderr
+    assert "the same command resumes from there" in done.stderr

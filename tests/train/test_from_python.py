@@ -183,10 +183,10 @@ def test_mistakes_are_named_and_leave_nothing(tmp_path, recipe, data, message):
 
 def test_recipes_that_take_no_data(tmp_path):
     with pytest.raises(
-        ValueError, match=r"'digits' reads data\.source='digits', not data from Python: take 'images' or"
+        ValueError, match=r"'digits' reads data\.source='digits', not data from Python: use 'images' or"
     ):
         train("digits", Tensors(), tmp_path, {})
-    with pytest.raises(ValueError, match="the task 'travel' takes no data from Python"):
+    with pytest.raises(ValueError, match="the task 'travel' does not accept data from Python"):
         train("journeys", Tensors(), tmp_path, {})
     with pytest.raises(ValueError, match=r"data\.path='here' and data= were both given"):
         train("images", Tensors(), tmp_path, {"data.path": "here"})
@@ -215,7 +215,7 @@ def test_a_run_whose_data_has_changed_is_refused(tmp_path, monkeypatch):
     settings = {**SEQUENCES, "data.path": str(tmp_path / "a.csv")}
     run = intbmoe.train("sequences", tmp_path / "runs", quiet=True, settings=settings)
     (tmp_path / "a.csv").write_text("\n".join([*lines, "u,1,99"]) + "\n")
-    with pytest.raises(RunConflictError, match="The data itself is not what it was when that run began"):
+    with pytest.raises(RunConflictError, match="The data itself has changed since that run began"):
         intbmoe.train("sequences", tmp_path / "runs", quiet=True, settings=settings)
     with pytest.raises(DataError, match="is not what this run was trained on"):
         evaluate(run)

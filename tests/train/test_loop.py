@@ -105,7 +105,7 @@ def test_a_run_that_another_process_has_is_waited_for(tmp_path):
         (run.path / "seen by the other").write_text("begun" if run.config_path.is_file() else "nothing")
 
     def wait(message):
-        assert message == f"process {holder.pid} trains into {run.path}: waiting for its end"
+        assert message == f"process {holder.pid} is training in {run.path}: waiting for it to end"
         assert not run.begun
         let_go.set()
 
@@ -210,7 +210,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, monkey
             train(tiny_recipe(), tmp_path / "stopped")
     assert caught.value.code == code
     assert signal.getsignal(signum) is handler
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command resumes" in capsys.readouterr().err
     assert (tmp_path / "stopped/tiny/switch/0/checkpoints/step-00000005").is_dir()
     run = train(tiny_recipe(), tmp_path / "stopped", quiet=True)
     assert run.model_path.read_bytes() == straight.model_path.read_bytes()

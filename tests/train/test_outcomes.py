@@ -68,7 +68,7 @@ def test_what_is_not_whole_is_refused(tmp_path, run):
     path = tmp_path / "outcomes.npz"
     whole = run.outcomes_path.read_bytes()
     path.write_bytes(whole[:-30])
-    with pytest.raises(DamagedFileError, match="not a whole file of outcomes"):
+    with pytest.raises(DamagedFileError, match="not a complete file of outcomes"):
         read_outcomes(path)
     with pytest.raises(DamagedFileError, match="SHA-256"):
         read_outcomes(path, run.result["sha256"]["outcomes.npz"])

@@ -24,7 +24,7 @@ def shown(terminal, quiet):
 
 def test_plain_lines_in_a_log():
     lines = shown(terminal=False, quiet=False).splitlines()
-    assert lines[0] == "digits/switch/0: 10 steps, going on after step 4"
+    assert lines[0] == "digits/switch/0: 10 steps, resuming after step 4"
     assert lines[1].startswith("digits/switch/0  step 5/10  train  loss 0.25  lr 0.001  ")
     assert "examples/s" in lines[1]
     assert lines[1].endswith("left")

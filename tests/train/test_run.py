@@ -105,7 +105,7 @@ def test_data_is_found_from_any_working_directory(tmp_path, monkeypatch):
     run.claim(recipe("data/some.npz"))
     with pytest.raises(RunConflictError, match=r"If the same data has moved, set data\.path in .*config\.yaml"):
         run.claim(recipe("some.npz"))
-    with pytest.raises(DataError, match=r"^gone\n.*the one in .*run/config\.yaml"), moved_data_is_explained(run.path):
+    with pytest.raises(DataError, match=r"^gone\n.*comes from .*run/config\.yaml"), moved_data_is_explained(run.path):
         raise DataError("gone")
     run.config_path.write_text(run.config_path.read_text().replace(str(tmp_path / "data/some.npz"), "data/some.npz"))
     run.claim(recipe("data/some.npz"))  # as runs of old have it
@@ -146,7 +146,7 @@ def test_metrics_are_cut_back_to_the_checkpoint(run):
     assert [row["step"] for row in run.metrics()] == [1, 2]
     MetricsFile(run.metrics_path, length).close()
     assert run.metrics() == [{"step": 1, "loss": 0.5}]
-    with pytest.raises(DamagedFileError, match="the checkpoint knows of 9999"):
+    with pytest.raises(DamagedFileError, match="the checkpoint expects 9999"):
         MetricsFile(run.metrics_path, 9999)
     run.metrics_path.write_text('nonsense\n{"step": 1}\n')
     with pytest.raises(DamagedFileError, match="line 1"):
@@ -207,7 +207,7 @@ def test_two_processes_do_not_train_into_one_directory(tmp_path):
     holder = FORK.Process(target=hold, args=(tmp_path, held))
     holder.start()
     assert held.wait(30)
-    with pytest.raises(RunConflictError, match=f"process {holder.pid} trains"), run_lock(tmp_path):
+    with pytest.raises(RunConflictError, match=f"process {holder.pid} is training"), run_lock(tmp_path):
         pass
     holder.kill()
     holder.join()

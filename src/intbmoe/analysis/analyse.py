@@ -1,10 +1,10 @@
-"""``intbmoe analyse RUN``: look inside a trained model, and leave data and pictures in RUN/analysis.
+"""``intbmoe analyse RUN``: look inside a trained model, and write data and pictures to RUN/analysis.
 
-data/analysis.json      what was analysed, on what, and which parts were left out, with the reason
+data/analysis.json      what was analysed, on what, and which parts were left out and why
 data/PART.json, .csv    raw numbers of each of ``PARTS``
-pictures/*.png, *.svg   drawn from the JSON files alone; ``redraw`` does it again
+pictures/*.png, *.svg   drawn from the JSON files alone; ``redraw`` draws them again
 pictures/*.json         captions: title, what to see, how it was computed
-report.html             one page with all of it (``page.py``)
+report.html             one page with everything (``page.py``)
 """
 
 import shlex
@@ -40,11 +40,11 @@ from intbmoe.zoo import in_zoo
 
 FOLDER = "analysis"
 PARTS = ("training", "load_training", "load", "routing", "examples", "coefficients", "participation", "cost")
-OF_CHOICES = ("load_training", "load", "routing", "examples")  # need tokens that choose
+OF_CHOICES = ("load_training", "load", "routing", "examples")  # only for methods whose tokens choose
 OF_BASES = {
     "coefficients": "only IntBMoE composes blocks from expert bases",
     "participation": "only IntBMoE composes blocks from expert bases",
-    "cost": "only IntBMoE can be composed beforehand; intbmoe compare counts what every method costs",
+    "cost": "only IntBMoE can be precomposed; intbmoe compare counts what every method costs",
 }
 Tell = Callable[[str], None]
 
@@ -52,12 +52,12 @@ Tell = Callable[[str], None]
 @dataclass(frozen=True)
 class AnalyseOptions:
     split: str = "valid"
-    examples: int = 1000  # at most so many, evenly spread over the split
+    examples: int = 1000  # at most this many, evenly spread over the split
     classes: tuple[str, ...] = ()
-    """Of the routing shares, by name or number; all if empty. They are then counted on examples of these classes."""
-    layers: tuple[str, ...] = ()  # of the routing shares, by name or number; all if empty
+    """Classes for the routing shares, by name or number; all if empty. Only examples of these classes are counted."""
+    layers: tuple[str, ...] = ()  # layers for the routing shares, by name or number; all if empty
     draw: bool = True
-    """Without it the numbers alone are left, which needs no matplotlib; ``redraw`` draws them, elsewhere too."""
+    """If False, only data is written, which needs no matplotlib; ``redraw`` can draw it later, also elsewhere."""
 
 
 class LeftOut(Exception):  # noqa: N818 — not an error: a part that does not apply
@@ -67,7 +67,7 @@ class LeftOut(Exception):  # noqa: N818 — not an error: a part that does not a
 def analyse(
     run: RunDirectory | str | Path, options: AnalyseOptions | None = None, tell: Tell = lambda line: None
 ) -> Path:
-    """Analyse a finished run; returns the folder, in which an earlier analysis is replaced as a whole."""
+    """Analyse a finished run; return the folder. An earlier analysis is replaced as a whole."""
     options = options or AnalyseOptions()
     if options.draw:
         require_matplotlib()
@@ -79,7 +79,7 @@ def analyse(
     model = model.to(ranks.device)
     size = min(recipe.train.device_batch or recipe.train.batch, BATCH)
     sample = Sample(task, options.split, options.examples, ranks, size)
-    chosen = choose(model, sample, options.classes, options.layers)  # first, so that a wrong name is reported at once
+    chosen = choose(model, sample, options.classes, options.layers)  # first, to report a wrong name at once
     found, left_out = {}, {}
     for name in PARTS:
         tell(name)
@@ -103,7 +103,7 @@ def analyse(
 
 
 def redraw(folder: str | Path) -> list[Path]:
-    """Draw the pictures of an analysis again, from its data alone; returns their paths."""
+    """Draw the pictures of an analysis again, from its data alone; return their paths."""
     require_matplotlib()
     folder = Path(folder)
     if not (folder / "data" / "analysis.json").is_file():
@@ -112,7 +112,7 @@ def redraw(folder: str | Path) -> list[Path]:
     of_accuracy = "participation" in summary["parts"] and "sure" not in read_json(folder / "data/participation.json")
     if "run" not in summary or "recipes" in (*summary["parts"], *summary["left_out"]) or of_accuracy:
         again = shlex.join(["intbmoe", "analyse", str(folder.parent)])
-        raise TrainingError(f"{folder} is of an earlier version of intbmoe: {again} makes it anew")
+        raise TrainingError(f"{folder} is from an earlier version of intbmoe: run {again}")
     with full_disk_is_explained(folder, "free some space and draw again"):
         with replacing_folder(folder / "pictures") as beside:
             _draw(folder / "data", beside)
@@ -121,7 +121,7 @@ def redraw(folder: str | Path) -> list[Path]:
 
 
 def _open(run: RunDirectory) -> tuple[Recipe, Task, nn.Module]:
-    """What a run was and what came of it; anything wrong with its files is said in one sentence."""
+    """Load a run's recipe, task and model; raise a one-sentence error if its files are damaged."""
     recipe = run.recipe
     try:
         return recipe, make_task(recipe), load(run)
@@ -152,7 +152,7 @@ def _describe(run: RunDirectory, recipe: Recipe, sample: Sample) -> dict[str, An
 def _compute(
     name: str, run: RunDirectory, recipe: Recipe, model: nn.Module, sample: Sample, chosen: Chosen, tell: Tell
 ) -> Any:
-    """One part, as a dataclass that can be written as JSON and, by its ``rows``, as CSV."""
+    """Compute one part, as a dataclass that can be written as JSON and, with its ``rows``, as CSV."""
     layers, task = [layer for _, layer in moe_layers(model)], sample.task
     if name in OF_CHOICES and not choosing_layers(model):
         none = "its tokens do not choose experts" if layers else "the model has no MoE layer"
@@ -167,13 +167,13 @@ def _compute(
     if name == "load_training":
         if lines := run.loads():
             return load_history(lines, unit_of(model))
-        raise LeftOut("loads.jsonl is missing or empty: runs trained by older versions kept means over the layers only")
+        raise LeftOut("loads.jsonl is missing or empty: older versions kept only means over the layers")
     if name == "load":
         return evaluated_load(model, sample)
     if name == "routing":
         if chosen.views:
             return routing_shares(model, chosen)
-        raise LeftOut(f"the task {task.name!r} defines no views, which tell its tokens apart")
+        raise LeftOut(f"the task {task.name!r} defines no views, which group its tokens")
     if name == "examples":
         if shown := task.shown(sample.source):
             return example_routing(model, sample, shown)
@@ -182,9 +182,9 @@ def _compute(
         return collect_coefficients(model)
     if name == "participation":
         if min(bases) == 1:
-            raise LeftOut("a layer has a single expert base, without which nothing is left")
+            raise LeftOut("a layer has a single expert base, and removing it would leave nothing")
         if not task.has_outcomes():
-            raise LeftOut(f"the task {task.name!r} defines no evaluate_examples, the loss of each example by itself")
+            raise LeftOut(f"the task {task.name!r} defines no evaluate_examples, which gives the loss of each example")
         return measure_participation(model, sample, tell)
     found = measure_run_cost(recipe, sample.ranks.device)
     if not found.sweep:
@@ -201,5 +201,5 @@ def _draw(data: Path, pictures: Path) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What an analysis says of itself: run, method, metric, split, parts, left_out."""
+    """The summary of an analysis: run, method, metric, split, parts, left_out."""
     return read_json(folder / "data" / "analysis.json")

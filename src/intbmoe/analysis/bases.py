@@ -1,19 +1,19 @@
 """Expert bases: how much of each goes into each block, and what a trained model loses without one of them.
 
-A base is taken out of all block compositions of one MoE layer at a time, without retraining, and the loss of every
-example is taken again:
+A base is removed from all block compositions of one MoE layer at a time, without retraining, and the loss of every
+example is measured again:
 
     linear coefficients     α_e = 0, and 1/√E becomes 1/√(E−1), as in the paper: fewer terms, same magnitude
-    softmax coefficients    α_e = 0, and the others are divided by their sum: the softmax over the bases that are left
+    softmax coefficients    α_e = 0, and the others are divided by their sum: the softmax over the remaining bases
 
-Both are what a layer with the E−1 other bases would compute. The change of the factor has an effect of its own, which a
-base with zero coefficients shows alone; ``factor_alone`` says how large it is, so that it is not taken for a base's.
+Both are what a layer with the other E−1 bases would compute. The changed factor has its own effect, which is all that
+happens for a base with zero coefficients; ``factor_alone`` measures it, so that it is not attributed to a base.
 
 The rise of the loss is that of the mean, Δ = Σ(s′ᵢ − sᵢ) / Σnᵢ over examples with losses sᵢ of nᵢ units (an image is
-one unit, a text has its tokens). Its standard error is a paired one, as both models see the same examples: it comes
-from the residuals of the differences, √(N/(N−1) Σ(s′ᵢ − sᵢ − Δnᵢ)²) / Σnᵢ. Whole examples count as independent, not the
-tokens of a text. The deciding metric is taken too, but of few examples it cannot show small effects: an accuracy moves
-by whole images.
+one unit, a text has one per token). Its standard error is paired, as both models see the same examples: it comes from
+the residuals of the differences, √(N/(N−1) Σ(s′ᵢ − sᵢ − Δnᵢ)²) / Σnᵢ. Whole examples count as independent, not the
+tokens of a text. The deciding metric is measured too, but with few examples it cannot show small effects: an accuracy
+changes by whole images.
 """
 
 import math
@@ -40,8 +40,8 @@ from intbmoe.report.numbers import axis_scale
 from intbmoe.tasks import Task
 
 PATHS = ("value", "gate")
-ROUNDING = 1e-6  # of the loss: no standard error is taken to be smaller
-LEVEL = 0.05  # how often all sure claims together may be wrong
+ROUNDING = 1e-6  # the smallest standard error assumed, relative to the loss
+LEVEL = 0.05  # the probability that any of the sure claims is wrong
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LayerCoefficients:
     layer: str
     path: str
     coefficients: list[list[float]]  # (K, E), as they multiply the bases
-    normalised: list[list[float]]  # the same, each block's row of length 1; a row of zeros stays
+    normalised: list[list[float]]  # the same, each block's row scaled to length 1; a row of zeros stays
     mean_cosine: float | None  # over all pairs of blocks; None with a single block
 
 
@@ -70,7 +70,7 @@ class ModelCoefficients:
 
 
 def collect_coefficients(model: nn.Module) -> ModelCoefficients:
-    """Of every IntBMoE layer: value path and, where there is one, gate path."""
+    """Collect the coefficients of every IntBMoE layer: the value path and, if there is one, the gate path."""
     found = []
     for name, layer in moe_layers(model):
         if not isinstance(layer, IntBMoE):
@@ -85,7 +85,7 @@ def collect_coefficients(model: nn.Module) -> ModelCoefficients:
 
 
 def mean_cosine(rows: Tensor) -> float | None:
-    """(K, E) → the mean cosine over all pairs of different rows; None for a single row. Zero rows are like no other."""
+    """(K, E) → the mean cosine over all pairs of rows; None for a single row. A zero row has cosine 0 with others."""
     blocks = len(rows)
     if blocks < 2:
         return None
@@ -97,13 +97,13 @@ def mean_cosine(rows: Tensor) -> float | None:
 @dataclass(frozen=True)
 class LayerParticipation:
     layer: str
-    rises: list[float]  # how much higher the mean loss is without each base; below 0 it is lower
-    errors: list[float | None]  # paired standard errors; None of a single example
+    rises: list[float]  # how much higher the mean loss is without each base; negative if lower
+    errors: list[float | None]  # paired standard errors; None for a single example
     drops: list[float]  # how much worse the deciding metric is
     mean: float  # of the rises
     smallest: float
     factor_alone: float
-    """The rise with 1/√(E−1) and all bases; 0 with softmax coefficients, which take no factor."""
+    """The rise with 1/√(E−1) and all bases; 0 with softmax coefficients, which have no factor."""
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class Participation:
     full_loss: float
     coefficients: str
     hurting: int  # removals that raise the loss by more than two standard errors
-    helping: int  # that lower it by more than two
+    helping: int  # removals that lower it by more than two
     sure: int
-    """Those that raise it for sure: by Holm's procedure all of these claims together are wrong in 5 % of cases."""
+    """Removals that certainly raise it: by Holm's procedure, the chance that any of these claims is wrong is 5 %."""
     layers: list[LayerParticipation]
 
     def rows(self) -> list[dict[str, Any]]:
         factor, unit = axis_scale(self.metric)
-        drop = f"{self.metric}_drop{'_points' if unit else ''}"  # as the page has it, not in another unit
+        drop = f"{self.metric}_drop{'_points' if unit else ''}"  # in the same unit as on the page
         return [
             {"layer": of.layer, "base": base, "loss_rise": of.rises[base], "standard_error": of.errors[base]}
             | {drop: factor * of.drops[base]}
@@ -144,7 +144,7 @@ def paired_rise(whole: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> tup
 
 
 def count_sure(rises: Sequence[float], errors: Sequence[float | None], examples: int) -> int:
-    """How many rises are above 0 at 5 %, one-sided by Student's t, after Holm's correction for all of them."""
+    """How many rises are above 0 at 5 %, by a one-sided Student's t-test with Holm's correction for all of them."""
     if examples < 2:
         return 0
     chances = sorted(
@@ -156,7 +156,7 @@ def count_sure(rises: Sequence[float], errors: Sequence[float | None], examples:
 
 
 class _ChangedCoefficients(nn.Module):
-    """A hypernetwork whose coefficients leave out one base (None: none) and follow the factor of one base fewer."""
+    """A hypernetwork whose coefficients leave out one base (None: none) and have the factor of one base fewer."""
 
     def __init__(self, hypernetwork: Hypernetwork, base: int | None) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class _ChangedCoefficients(nn.Module):
         if self.base is not None:
             bases = torch.arange(coefficients.shape[1], device=coefficients.device)
             coefficients = torch.where(bases == self.base, 0, coefficients)
-        if softmax:  # rows sum to 1 again; where the base that is gone had everything, they stay zero
+        if softmax:  # rows sum to 1 again; if the removed base had all the weight, they stay zero
             coefficients = coefficients / coefficients.sum(1, keepdim=True).clamp(
                 min=torch.finfo(coefficients.dtype).tiny
             )
@@ -180,10 +180,10 @@ class _ChangedCoefficients(nn.Module):
 
 
 def without_base(layer: IntBMoE, base: int | None) -> ComposedMoE:
-    """The layer composed without ``base``, or, for None, with all bases and the factor of one fewer."""
+    """The layer composed without ``base`` or, for None, with all bases and the factor of one fewer."""
     experts = layer.config.experts
-    require(experts > 1, "experts", experts, "at least 2: without its only base a layer has none")
-    require(base is None or 0 <= base < experts, "base", base, f"None or one of 0…{experts - 1}")
+    require(experts > 1, "experts", experts, "at least 2: a layer cannot lose its only base")
+    require(base is None or 0 <= base < experts, "base", base, f"None or a number from 0 to {experts - 1}")
     own = layer.hypernetwork
     layer.hypernetwork = _ChangedCoefficients(own, base)
     try:
@@ -195,9 +195,9 @@ def without_base(layer: IntBMoE, base: int | None) -> ComposedMoE:
 def measure_participation(
     model: nn.Module, sample: Sample, tell: Callable[[str], None] = lambda line: None
 ) -> Participation:
-    """Take out each base of each IntBMoE layer in turn; ``model`` is left as it was.
+    """Remove each base of each IntBMoE layer in turn and measure the loss; ``model`` is not changed.
 
-    All runs are of one precomposed copy in which a single layer is exchanged: a removal is composed once, not once a
+    All runs use one precomposed copy in which a single layer is replaced: a removal is composed once, not once per
     batch, and differs from the whole model in nothing else.
     """
     task = sample.task
@@ -209,7 +209,7 @@ def measure_participation(
     sign = 1 if task.higher_is_better else -1
 
     def rise(name: str, composed: ComposedMoE) -> tuple[float, float | None, float]:
-        """Of the loss, with its error, and the drop of the metric."""
+        """The rise of the loss, its error, and the drop of the metric."""
         own = served.get_submodule(name)
         served.set_submodule(name, composed)
         try:
@@ -227,7 +227,7 @@ def measure_participation(
         alone = rise(name, without_base(layer, None))[0] if linear else 0.0
         found.append(LayerParticipation(name, losses, errors, drops, fmean(losses), min(losses), alone))
     full_loss = float(whole["loss"].sum() / whole["count"].sum())
-    # A base that does nothing changes the last bits of every loss, and all alike: that is no effect, however regular.
+    # A base that does nothing changes the last bits of every loss in the same way: consistent, but not an effect.
     pairs = [
         (rise, max(error, ROUNDING * abs(full_loss)))
         for of in found

@@ -1,14 +1,14 @@
-"""The cost columns of the paper's tables, measured: parameters, parameters a token activates, FLOPs.
+"""Measure the cost columns of the paper's tables: parameters, parameters that a token activates, FLOPs.
 
 A ``Setting`` is a backbone with its paper's figures (``settings.py`` has the three); ``measure`` builds one row of it
 and runs it at batch size 1, ``sweep_experts`` grows IntBMoE's pool. ``intbmoe cost`` prints and draws them
 (``cost_report.py``).
 
 Params      trainable parameters of the model.
-Activated   those that one routed token uses: all but what the backbone keeps for other tokens and what the layer leaves
-            idle (``layer.active_parameters()``).
+Activated   those that one routed token uses: all except what the backbone keeps for other tokens and what the layer
+            leaves idle (``layer.active_parameters()``).
 FLOPs       ``flops`` follows the papers' formulation; ``flops_executed`` is what the fast path runs. Attention's score
-            and value products are left out, as the paper does in most of its rows, unless asked for.
+            and value products are left out, as in most of the paper's rows, unless requested.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,14 +26,14 @@ from intbmoe.precomposition import precompose
 from intbmoe.registry import find_method
 
 PRECOMPOSED = "intbmoe_precomposed"
-UNITS = {"params": 1e6, "activated": 1e6, "flops": 1e9}  # what one printed unit of each column is
+UNITS = {"params": 1e6, "activated": 1e6, "flops": 1e9}  # the unit of each printed column
 SWEEP = (1, 2, 4, 8, 16, 32, 64, 128)
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a paper prints for one method, in M, M and G; None where it prints nothing."""
+    """A paper's figures for one method, in M, M and G; None if it prints none."""
 
     params: float | None = None
     activated: float | None = None
@@ -42,26 +42,26 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One of the paper's experiments: a backbone, the methods compared on it, and the figures printed for them."""
+    """One of the paper's experiments: a backbone, the methods compared on it, and the paper's figures for them."""
 
     name: str
     title: str
     build: Callable[[str, int], nn.Module]  # method and the paper's E → the model
-    inputs: Callable[[], tuple[Tensor, ...]]  # what the model is run on: a batch of one
+    inputs: Callable[[], tuple[Tensor, ...]]  # the model's inputs, a batch of one
     experts: int  # the paper's E
     methods: tuple[str, ...]  # registry names, and ``PRECOMPOSED``, in the order of the paper's table
     set_aside: Callable[[nn.Module], int] = lambda model: 0
-    """Parameters that the backbone keeps for tokens which no mixture sees."""
+    """Parameters that the backbone keeps for tokens that no mixture sees."""
     paper: Mapping[str, Figures] = field(default_factory=dict)
     active: Mapping[str, float] = field(default_factory=dict)
-    """Experts a token has on average, for methods where that depends on a trained router: assumed."""
+    """Assumed mean number of experts per token, for methods where that depends on a trained router."""
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What a reader of a method's row must know: above all, why it differs from the paper's."""
+    """What a reader of a method's row must know, above all why it differs from the paper's."""
     remarks: tuple[str, ...] = ()  # what a reader of any row must know
     without_storage: bool = False
-    """Build and run on tensors without numbers, for models too large to hold: same counts, no memory."""
+    """Build and run on fake tensors, for models too large for memory: the counts are the same."""
     paper_sweep: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """Figures printed for some E, by the column names of ``sweep_experts``, in G and MiB."""
+    """The paper's figures for some E, by the column names of ``sweep_experts``, in G and MiB."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,18 @@ class Row:
     flops_executed: int
     shares: Shares
     paper: Figures
-    assumed_active: float | None  # experts a token was assumed to have on average; None where the method fixes it
+    assumed_active: float | None  # assumed mean number of experts per token; None if the method fixes it
     notes: tuple[str, ...]
 
     @property
     def agrees(self) -> dict[str, bool | None]:
-        """Whether each column rounds to the digits the paper prints; None where it prints nothing."""
+        """Whether each column rounds to the digits the paper prints; None if it prints none."""
         printed = asdict(self.paper)
         ours = {column: f"{getattr(self, column) / unit:.3f}" for column, unit in UNITS.items()}
         return {name: None if printed[name] is None else ours[name] == f"{printed[name]:.3f}" for name in ours}
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, whose order of names is this one."""
+        """The row for JSON, with its names in this order."""
         counts = {name: getattr(self, name) for name in ("method", "params", "activated", "flops", "flops_executed")}
         beside = {"assumed_active": self.assumed_active, "notes": list(self.notes)}
         return {**counts, **self.shares._asdict(), "paper": asdict(self.paper), "agrees": self.agrees, **beside}
@@ -116,14 +116,14 @@ def measure(setting: Setting, method: str, *, attention: bool = False) -> Row:
 
 @contextmanager
 def _bench(setting: Setting) -> Iterator[None]:
-    """Where a setting's models are built and run: seeded, and on tensors without storage where it says so."""
+    """The context in which a setting's models are built and run: seeded, and with fake tensors if it says so."""
     with torch.random.fork_rng(devices=[]), FakeTensorMode() if setting.without_storage else nullcontext():
         torch.manual_seed(0)
         yield
 
 
 def _precomposed(setting: Setting, model: nn.Module) -> nn.Module:
-    """``precompose(model)``; without numbers there is nothing to compose, and the layers are replaced in place."""
+    """``precompose(model)``; with fake tensors there is nothing to compose, and the layers are replaced in place."""
     if not setting.without_storage:
         return precompose(model)
     for name, module in list(model.named_modules()):
@@ -134,7 +134,7 @@ def _precomposed(setting: Setting, model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Swept:
-    """IntBMoE with E expert bases, as trained and precomposed: FLOPs of one sample, peak bytes of its inference."""
+    """IntBMoE with E expert bases, as trained and precomposed: FLOPs of one sample, peak bytes of inference."""
 
     experts: int
     flops: int

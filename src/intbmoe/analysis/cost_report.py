@@ -29,14 +29,14 @@ def print_cost(setting_name: str, *, form: Form = "text", attention: bool = Fals
 
 
 def cost_table(setting: Setting, rows: Sequence[Row], *, attention: bool) -> Table:
-    notes = list(dict.fromkeys(note for row in rows for note in row.notes))  # every note once, in the order of the rows
+    notes = list(dict.fromkeys(note for row in rows for note in row.notes))  # each note once, in the order of the rows
     body = [_cells(row, [str(1 + notes.index(note)) for note in row.notes]) for row in rows]
     below = [
-        "paper: what it prints, ✓ where ours rounds to the same digits, ✗ where not. run: the FLOPs our fast path "
-        "executes, where they differ from the papers' formulation. ~: with an assumed number of active experts.",
+        "paper: the paper's figure, ✓ if ours rounds to the same digits, ✗ if not. run: the FLOPs our fast path "
+        "executes, if they differ from the papers' formulation. ~: with an assumed number of active experts.",
         "FLOPs are 2 × multiply-adds of linear maps, convolutions and matrix products in one forward at batch size 1; "
         + (
-            "attention's score and value products are counted in every row, the paper leaves them out in most."
+            "attention's score and value products are counted in every row; the paper leaves them out in most."
             if attention
             else "attention's score and value products are left out (--attention counts them)."
         ),
@@ -67,7 +67,7 @@ def _cells(row: Row, notes: list[str]) -> tuple[str, ...]:
 
 def print_sweep(setting_name: str, picture: Path, *, form: Form = "text", attention: bool = False) -> None:
     setting = find_setting(setting_name)
-    require_matplotlib()  # this and the next before the measuring, which takes its time
+    require_matplotlib()  # this and the format are checked first, because measuring takes a while
     from intbmoe.analysis.drawing.bases import draw_sweep
     from intbmoe.report.canvas import require_format, save_picture
 
@@ -98,15 +98,15 @@ def sweep_table(setting: Setting, rows: Sequence[Swept], *, attention: bool) -> 
     for name in ("FLOPs (G)", "precomposed (G)", "memory (MiB)", "precomposed (MiB)"):
         header += [name, "paper"]
     notes = [
-        f"FLOPs as in the cost table, in the paper's formulation{', attention counted' if attention else ''}.",
-        "Memory is the peak of one forward in float32: parameters, input and all tensors alive at once, followed from "
-        "operation to operation. Our composition briefly holds a second copy of a composed matrix, while it lays value "
-        "and gate path side by side.",
+        f"FLOPs are as in the cost table, in the paper's formulation{', with attention' if attention else ''}.",
+        "Memory is the peak of one forward in float32: parameters, input and all live tensors, followed from operation "
+        "to operation. Our composition briefly holds a second copy of a composed matrix, while it puts value and gate "
+        "path side by side.",
     ]
     if setting.paper_sweep:
         notes.append(
-            "The paper measured memory on an accelerator: its figures fit MiB, and fit best with about 8 MiB of "
-            "workspace of the matrix library, which is no tensor."
+            "The paper measured memory on an accelerator: its figures fit MiB, and fit best if the matrix library has "
+            "about 8 MiB of workspace, which is not a tensor."
         )
     notes += setting.remarks
     title = f"IntBMoE against the number of expert bases E: {setting.title}"

@@ -1,9 +1,9 @@
 """Loads and losses: how training went, and how evenly the model uses its experts or blocks.
 
-Over training, from ``metrics.jsonl``, whose loads are means over the layers that choose, and from ``loads.jsonl``,
-which training writes for methods whose tokens choose: assignments of each expert or block of each layer between two
-lines of metrics, from which all ratios are computed again. Of the trained model, loads of single experts, how many of
-them a token has, and what was left out are counted on examples of a split.
+The history of training comes from two files. ``metrics.jsonl`` has loads as means over the layers that choose.
+``loads.jsonl``, which training writes for methods whose tokens choose, has the assignments of each expert or block of
+each layer between two lines of metrics; all ratios are computed from them again. For the trained model, the loads of
+single experts, the number of experts per token and the assignments left out are counted on examples of a split.
 """
 
 import math
@@ -20,7 +20,7 @@ from intbmoe.methods.intbmoe import BlockLayer
 from intbmoe.routing import RecordedRouting
 from intbmoe.statistics import LoadStatistics, load_statistics_of
 
-PLACE = ("step", "epoch", "split")  # what a line of metrics begins with; the rest are names with values
+PLACE = ("step", "epoch", "split")  # the first fields of a line of metrics; the others are metrics
 RATIOS = ("utilisation", "worst_case", "entropy")
 
 
@@ -40,7 +40,7 @@ class TrainingCurves:
     lines: list[dict[str, Any]]  # the lines themselves, for CSV
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each line of metrics, all with the same columns; None where a line has no such value."""
+        """A row for each line of metrics, all with the same columns; None if a line has no such value."""
         columns = dict.fromkeys(name for line in self.lines for name in line)
         return [{name: line.get(name) for name in columns} for line in self.lines]
 
@@ -58,22 +58,22 @@ def training_curves(lines: Sequence[dict[str, Any]], metric: str, higher_is_bett
 
 @dataclass(frozen=True)
 class LayerHistory:
-    """One layer; every list has an entry for each of the steps."""
+    """One layer; every list has one entry per window."""
 
     layer: str
     steps: list[int]  # the last steps of the windows
     tokens: list[int]  # valid tokens of each window
     counts: list[list[int | None]]
-    """Assignments of each expert or block; None where a growing pool did not have it open."""
+    """Assignments of each expert or block; None if a growing pool did not have it open."""
     utilisation: list[float | None]
     worst_case: list[float | None]
     entropy: list[float | None]  # ratios as ``LoadStatistics`` has them; None in a window without assignments
-    dead: list[int]  # how many of those there were got no token
-    active: list[float]  # assignments for each token
+    dead: list[int]  # the number of open experts or blocks without a token
+    active: list[float]  # assignments per token
     dropped: list[float]
-    """Share of the wanted assignments that found their expert full; 0 for a method without capacity."""
+    """Fraction of the wanted assignments that were dropped at a full expert; 0 for a method without capacity."""
     untaken: list[float] | None
-    """Share of the tokens that no expert took; None for a method that does not count them in training."""
+    """Fraction of the tokens that no expert took; None for a method that does not count them in training."""
 
 
 @dataclass(frozen=True)
@@ -125,16 +125,16 @@ def _statistics(window: Mapping[str, Any]) -> LoadStatistics:
 class LayerLoad:
     layer: str
     counts: list[int]  # assignments of each expert or block
-    present: list[int]  # which of them there are: a growing pool has others in reserve
+    present: list[int]  # the open ones: a growing pool has others in reserve
     tokens: int  # valid tokens; padding is not counted
-    active: float  # experts or blocks that a token has, on average
+    active: float  # mean number of experts or blocks per token
     utilisation: float | None
     worst_case: float | None
     entropy: float | None
     dead: list[int]
     dropped: float | None
-    """Share of the wanted assignments that found their expert full; None for a method that never drops any."""
-    untaken: float  # share of the tokens that ended up without any expert or block
+    """Fraction of the wanted assignments that were dropped at a full expert; None for a method that never drops any."""
+    untaken: float  # fraction of the tokens without any expert or block
     tokens_by_choices: list[int]  # how many tokens have 0, 1, 2, … experts or blocks
 
 
@@ -158,13 +158,13 @@ def choosing_layers(model: nn.Module) -> dict[str, MoELayer]:
 
 
 def unit_of(model: nn.Module) -> str:
-    """What the tokens of the model's layers are sent to."""
+    """What the model's tokens are sent to: "block" or "expert"."""
     blocks = any(isinstance(layer, BlockLayer) for layer in choosing_layers(model).values())
     return "block" if blocks else "expert"
 
 
 def present_choices(layer: MoELayer, counts: Sequence[int]) -> list[int]:
-    """The experts or blocks that a layer has open, or that got a token."""
+    """The experts or blocks of a layer that are open or got a token."""
     opened = layer.open_choices
     return [index for index, count in enumerate(counts) if opened is None or bool(opened[index]) or count]
 
@@ -180,7 +180,7 @@ def evaluated_load(model: nn.Module, sample: Sample) -> EvaluatedLoad:
 
 
 class _Counted:
-    """What adds up over batches, for one layer."""
+    """The counts of one layer, summed over batches."""
 
     def __init__(self, choices: int) -> None:
         self.counts = torch.zeros(choices, dtype=torch.int64)
@@ -198,7 +198,7 @@ class _Counted:
             self.dropped = (self.dropped or 0) + record.dropped
 
     def tokens_by_choices(self) -> list[int]:
-        """Valid tokens by their number of choices. Padding has none, like tokens that were left out."""
+        """The number of valid tokens with 0, 1, 2, … choices; padding, which also has none, is not counted."""
         counts = self.by_choices.tolist()
         counts[0] = self.tokens - sum(counts[1:])
         most = max((number for number, count in enumerate(counts) if count), default=0)

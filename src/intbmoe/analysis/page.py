@@ -1,7 +1,7 @@
-"""The page of RUN/analysis: whatever parts and pictures are there, with where they come from.
+"""The page of RUN/analysis: all parts and pictures in the folder, and where they come from.
 
-Made from the folder alone. Pictures are found by their captions and tables by their data files, so that a new part of
-the analysis appears here by itself; ``THEMES`` only says in which order, and what each asks.
+It is made from the folder alone. Pictures are found by their captions and tables by their data files, so that a new
+part of the analysis appears by itself; ``THEMES`` only gives the order and the question that each theme answers.
 """
 
 import csv
@@ -24,13 +24,13 @@ THEMES = {
     "examples": ("Examples", "Where did each patch or token of single examples go?"),
     "coefficients": ("Coefficients", "How is each block composed?"),
     "load": ("Load", "How many tokens does each expert or block get, and how did that change over training?"),
-    "cost": ("Cost", "What does inference take, and how does it grow with the experts?"),
-    "training": ("Training", "How did loss and metric go?"),
+    "cost": ("Cost", "What does inference cost, and how does it grow with the experts?"),
+    "training": ("Training", "How did the loss and the metric change?"),
 }
 SINGLE = (str, int, float)
-ONE_SIDED = 0.0228  # of a normal distribution, beyond two standard deviations on one side
+ONE_SIDED = 0.0228  # the share of a normal distribution beyond two standard deviations on one side
 COLUMN_TITLES = {
-    "active": "experts a token",
+    "active": "experts per token",
     "worst_case": "largest load / mean",
     "smallest": "smallest rise of the loss",
     "mean": "mean rise of the loss",
@@ -58,7 +58,7 @@ def run_page(folder: Path) -> Page:
 
 
 def theme_of(name: str) -> str:
-    """The first word of a part's or a picture's name: what begins alike stands together."""
+    """The first word of a part's or a picture's name, by which they are grouped."""
     return re.split("[-_]", name)[0]
 
 
@@ -71,26 +71,26 @@ def answer_run(summary: Mapping[str, Any], parts: Mapping[str, Any]) -> Answer:
     inside = [told_participation(parts["participation"])] if "participation" in parts else []
     inside += [told_load(parts["load"])] if "load" in parts else []
     lines = (
-        ("What", f"{summary['title']}, seed {summary['seed']}: one run, compared with nothing."),
+        ("What", f"{summary['title']}, seed {summary['seed']}: a single run, without a comparison."),
         (
             "On what",
-            f"{summary['recipe']} ({summary['task']}); what is inside, on {share} {summary['split']} examples.",
+            f"{summary['recipe']} ({summary['task']}); analysed on {share} {summary['split']} examples.",
         ),
         (
             "Result",
             f"{metric} {format_metric(metric, summary['test'][metric])} on the test split, {better} is better.{also}",
         ),
-        ("Inside", " ".join(inside) or "This method has nothing to choose or to compose: its curves are below."),
+        ("Inside", " ".join(inside) or "This method does not choose experts or compose blocks: its curves are below."),
         ("How sure", "One seed says nothing about the method; intbmoe compare with --seeds 3 gives intervals."),
     )
     return Answer("one run", f"{summary['title']} on {summary['recipe']}, seed {summary['seed']}", lines)
 
 
 def told_participation(found: Mapping[str, Any]) -> str:
-    """How many removals hurt, by standard errors, and what of that is chance."""
+    """Say how many removals hurt by more than two standard errors, and how many would by chance."""
     cases = sum(len(layer["rises"]) for layer in found["layers"])
     if found["examples"] < 2:
-        return "A single example has no standard error: nothing can be said of what a base does."
+        return "A single example has no standard error, so nothing can be said about what a base does."
     sure = f"{found['sure'] or 'none'} of the rises {'is' if found['sure'] == 1 else 'are'} certain"
     return (
         f"Without one expert base the loss rises by more than two standard errors in {found['hurting']} of {cases} "
@@ -107,7 +107,7 @@ def told_load(load: Mapping[str, Any]) -> str:
 
 
 def _section(folder: Path, theme: str, parts: Mapping[str, Any], captions: Sequence[Path]) -> Section:
-    """Pictures first, then what parts say of each layer, then their numbers."""
+    """A theme's section: pictures first, then a table of layers for each part, then the parts' numbers."""
     title, question = THEMES.get(theme, (theme.capitalize(), ""))
     own = [part for part in parts if theme_of(part) == theme]
     source = ", ".join(f"data/{part}.json" for part in own)
@@ -123,7 +123,7 @@ def _section(folder: Path, theme: str, parts: Mapping[str, Any], captions: Seque
 
 
 def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table | None:
-    """What a part says of each layer in single numbers; None if it says nothing but the layer's name."""
+    """A table of a part's single numbers for each layer; None if there is only the layer's name."""
     names = dict.fromkeys(name for layer in layers for name, value in layer.items() if isinstance(value, SINGLE))
     records = [{name: layer.get(name) for name in names} for layer in layers]
     if all("dead" in layer and "present" in layer for layer in layers):
@@ -134,7 +134,7 @@ def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table | None:
 
 
 def _data_table(folder: Path, part: str) -> list[Table]:
-    """The part's CSV file as a folded table; of a long file nothing, the caption names it."""
+    """The part's CSV file as a folded table; nothing for a long file, which the caption names."""
     path = folder / "data" / f"{part}.csv"
     if not path.is_file():
         return []
@@ -170,7 +170,7 @@ def _source(summary: Mapping[str, Any]) -> Section:
         ("Code", Cell((trace["commit"] or NOTHING)[:12], code=True)),
         ("Command", Cell(trace["command"] or "not recorded", code=True)),
     ]
-    lead = "Every number on this page comes from this run; all digits are in data/ beside the page."
+    lead = "Every number on this page comes from this run; all digits are in data/ next to the page."
     return Section("source", "Where this comes from", lead, [Facts(pairs)])
 
 

@@ -1,4 +1,4 @@
-"""The three quantities of every method at one budget, the paper's on images: what its Figure 1 compares.
+"""The three quantities of every method at the paper's budget on images, as compared in its Figure 1.
 
 ``intbmoe methods`` prints them, and draws them on request.
 """
@@ -15,12 +15,12 @@ from intbmoe.registry import Method, method_family
 
 TOKENS = ViTConfig().patches
 BATCH = 64
-"""Images of the batch for which the picture counts weight sets beside those of one image."""
+"""The batch size for which the picture counts weight sets, besides those of one image."""
 
 
 @dataclass(frozen=True)
 class MethodQuantities:
-    """One method at the paper's E = 16; numbers that a trained router decides are those of the cost table."""
+    """One method at the paper's E = 16; numbers that depend on a trained router are those of the cost table."""
 
     name: str
     title: str
@@ -29,12 +29,12 @@ class MethodQuantities:
     execution: float
     materialization: int | str  # a number, or what it grows with: "1 per token"
     sets_of_one: int  # weight sets built for one image
-    sets_of_batch: int  # and for ``BATCH`` of them
+    sets_of_batch: int  # weight sets built for ``BATCH`` images
     decided_by_router: bool
 
 
 def quantities_of(method: Method) -> MethodQuantities:
-    """Of a layer as the paper's image model has it, built without numbers."""
+    """The quantities of a layer in the paper's image model, built on the meta device."""
     found = _layer_quantities(method)
     built, active = found.materialization, IMAGENET.active.get(method.name)
     return MethodQuantities(
@@ -53,7 +53,7 @@ def quantities_of(method: Method) -> MethodQuantities:
 def _layer_quantities(method: Method) -> Quantities:
     config = ViTConfig()
     budget = match_budget(method.name, config.dim, config.hidden, experts=IMAGENET.experts, tokens=TOKENS)
-    known = {f.name for f in fields(method.layer.Config)}  # of another package's method, which may have no experts
+    known = {f.name for f in fields(method.layer.Config)}  # a method from another package may have no experts
     options = {name: value for name, value in budget.items() if name in known}
     with torch.device("meta"):
         return method.layer(method.config(config.dim, **options)).quantities()

@@ -1,10 +1,10 @@
-"""Where which tokens go: shares of token–block assignments, minus uniform, for each kind of token.
+"""Which tokens go where: shares of token–block assignments, minus uniform, for each kind of token.
 
-Every choice of a top-k selection is one assignment. The share of a block among the assignments of a kind of token,
-minus one over the number of blocks, is 0 where the router does not care. It is at most 1/k − 1/K: k choices of a
-token are k different blocks. How tokens are told apart is the task's to say (``Task.views``).
+Every choice of a top-k selection is one assignment. A block's share of the assignments of one kind of token, minus one
+over the number of blocks, is 0 if the router has no preference. It is at most 1/k − 1/K, because the k choices of a
+token are k different blocks. The task defines the kinds of tokens (``Task.views``).
 
-Single examples, which the task chooses and names the tokens of (``Task.shown``), are followed layer by layer.
+Single examples are followed layer by layer; the task chooses them and names their tokens (``Task.shown``).
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,13 +26,13 @@ class LayerShares:
     layer: str
     choices: list[int]  # numbers of the blocks or experts: the columns
     counts: list[list[int]]  # (labels, columns) assignments
-    minus_uniform: list[list[float] | None]  # share minus uniform; None for a label without assignment
+    minus_uniform: list[list[float] | None]  # share minus uniform; None for a label without assignments
 
 
 @dataclass(frozen=True)
 class SharesOfView:
     name: str
-    chosen: bool  # whether someone asked for these labels: then a picture shows all of them
+    chosen: bool  # whether the user chose these labels: then a picture shows all of them
     labels: list[str]
     layers: list[LayerShares]
 
@@ -57,16 +57,16 @@ class RoutingShares:
 
 
 class Chosen(NamedTuple):
-    """What of the routing is looked at."""
+    """The views, layers and examples whose routing is analysed."""
 
     views: list[View]
     layers: list[str]
     sample: Sample
-    view: str | None = None  # whose labels were chosen
+    view: str | None = None  # the view whose labels were chosen
 
 
 def choose(model: nn.Module, sample: Sample, classes: Sequence[str] = (), layers: Sequence[str] = ()) -> Chosen:
-    """Some classes and layers, given by their names or numbers; all where none is given."""
+    """Choose classes and layers by their names or numbers; all if none is given."""
     task, names = sample.task, list(choosing_layers(model))
     if not names and (classes or layers):
         raise ValueError("there are no classes or layers to choose: the tokens of this model do not choose experts")
@@ -76,7 +76,7 @@ def choose(model: nn.Module, sample: Sample, classes: Sequence[str] = (), layers
         return Chosen(views, found, sample)
     view = next((view for view in views if view.words), None)
     if view is None:
-        told = f"; its tokens are told apart by {', '.join(view.name for view in views)}" if views else ""
+        told = f"; its tokens are grouped by {', '.join(view.name for view in views)}" if views else ""
         raise ValueError(f"classes={list(classes)} cannot be chosen: the task {task.name!r} has none{told}")
     places = view.places_of(classes)
     if view.of_examples is not None:
@@ -87,7 +87,7 @@ def choose(model: nn.Module, sample: Sample, classes: Sequence[str] = (), layers
 
 
 def _choose_layers(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """By their whole names, or by what pictures call them: the last number of the name, or its last word."""
+    """Find layers by their full names, or by their names in pictures: the last number or the last word."""
     short = {name: ([part for part in name.split(".") if part.isdigit()] or name.split("."))[-1] for name in names}
     found = [name for word in wanted for name in names if word in (name, short[name])]
     unknown = [word for word in wanted if word not in short and word not in short.values()]
@@ -126,7 +126,7 @@ def routing_shares(model: nn.Module, chosen: Chosen) -> RoutingShares:
 
 
 def count_pairs(labels: Tensor, ids: Tensor, shape: tuple[int, int]) -> Tensor:
-    """(N,) labels and (N, k) choices → how often each label (row) chose each block (column); −1 is not counted."""
+    """(N,) labels and (N, k) choices → how often each label (row) chose each block (column), ignoring −1."""
     labels = labels.unsqueeze(1).expand_as(ids)
     counted = (labels >= 0) & (ids >= 0)
     pairs = labels[counted] * shape[1] + ids[counted]
@@ -144,21 +144,21 @@ def _shares(name: str, layer: Any, counts: Tensor) -> LayerShares:
 
 @dataclass(frozen=True)
 class LayerChoices:
-    """Where one layer sent an example's tokens; an entry a token."""
+    """Where one layer sent an example's tokens, with one entry per token."""
 
     layer: str
-    ids: list[list[int]]  # blocks or experts, the heaviest first; none for a token that was left out
+    ids: list[list[int]]  # blocks or experts by descending weight; empty for a token that was left out
     weights: list[list[float]]
 
 
 @dataclass(frozen=True)
 class ShownExample:
-    index: int  # its place in the split
+    index: int  # its index in the split
     title: str
     kinds: list[str]  # patch, token, item; profile, scenario, intention or feedback
     texts: list[str]
-    """What each token says: a patch its row and column, a token its text, an intention the category, …"""
-    image: str | None  # of images, a PNG of its pixels in base64
+    """A description of each token: a patch's row and column, a token's text, an intention's category, …"""
+    image: str | None  # for images, a PNG of the pixels in base64
     layers: list[LayerChoices]
 
 
@@ -167,7 +167,7 @@ class ExampleRouting:
     unit: str  # what tokens are sent to: "block" or "expert"
     split: str
     form: str  # image, text, sessions or items: how they are drawn
-    choices: int  # how many blocks or experts there are, in the layer with most
+    choices: int  # the number of blocks or experts, in the layer with most
     examples: list[ShownExample]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -182,7 +182,7 @@ class ExampleRouting:
 
 
 def example_routing(model: nn.Module, sample: Sample, shown: Shown) -> ExampleRouting:
-    """Run the model on some examples of the sample's split and note where their tokens go."""
+    """Run the model on some examples of the sample's split and record where their tokens go."""
     layers = choosing_layers(model)
     batch, log = sample.routed_examples(model, shown.indices)
     found = []
@@ -197,7 +197,7 @@ def example_routing(model: nn.Module, sample: Sample, shown: Shown) -> ExampleRo
 
 
 def _choices(name: str, record: RecordedRouting, row: int, places: Iterable[int]) -> LayerChoices:
-    """Of the tokens at ``places`` of one example of the batch."""
+    """The choices of the tokens at ``places`` in one example of the batch."""
     start, end = row * record.shape[-1], (row + 1) * record.shape[-1]
     ids, weights = record.ids[start:end].tolist(), record.weights[start:end].double().tolist()
     pairs = []

@@ -1,8 +1,8 @@
-"""What a run's IntBMoE costs in inference with more or fewer expert bases, composed in every forward and beforehand.
+"""The inference cost of a run's IntBMoE with more or fewer expert bases, composed in every forward and precomposed.
 
-The run's own model is built anew for every E, all else as in its recipe, and run on one example. FLOPs and the bytes of
-all tensors alive at once are counted on the CPU and are the same on every machine (``counting.py``); on a GPU, what its
-allocator handed out is measured besides, kernels' scratch space included.
+The run's own model is rebuilt for every E, with everything else as in its recipe, and run on one example. FLOPs and the
+peak bytes of live tensors are counted on the CPU and are the same on every machine (``counting.py``). On a GPU, the
+memory its allocator handed out, including kernels' scratch space, is measured as well.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +17,7 @@ from intbmoe.precomposition import precompose
 from intbmoe.tasks import make_task
 from intbmoe.tasks.recipe import Recipe
 
-MOST_BYTES = 2**32  # of a model's parameters: a sweep leaves out larger ones, which this machine may not hold
+MOST_BYTES = 2**32  # of parameters: a sweep leaves out larger models, which may not fit on this machine
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class CostRow(Swept):
 @dataclass(frozen=True)
 class RunCost:
     experts: int  # the run's own E
-    device: str  # where the allocated bytes were measured: "cpu" for nowhere
+    device: str  # where the allocated bytes were measured; "cpu" if they were not
     sweep: list[CostRow]
-    too_large: list[int]  # numbers of bases left out, whose models have more than ``MOST_BYTES`` of parameters
+    too_large: list[int]  # numbers of bases left out, because the parameters exceed ``MOST_BYTES``
 
     def rows(self) -> list[dict[str, Any]]:
         return [asdict(row) for row in self.sweep]
@@ -59,25 +59,25 @@ def measure_run_cost(recipe: Recipe, device: torch.device | str = "cpu") -> RunC
 
 
 def own_experts(recipe: Recipe) -> int:
-    """The recipe's number of bases: an option of the method overrules the paper's E."""
+    """The recipe's number of bases: an option of the method overrides the paper's E."""
     return recipe.moe.options.get("experts", recipe.moe.experts)
 
 
 def _build(recipe: Recipe, experts: int) -> nn.Module:
-    """The recipe's model with so many bases, untrained."""
+    """The recipe's model with ``experts`` bases, untrained."""
     options = {name: value for name, value in recipe.moe.options.items() if name != "experts"}
     moe = replace(recipe.moe, experts=experts, options=options)
     return make_task(replace(recipe, moe=moe)).make_model()
 
 
 def _parameter_bytes(recipe: Recipe, experts: int) -> int:
-    """Of a model that is never held."""
+    """The bytes of a model's parameters, without allocating them."""
     with torch.device("meta"):
         return sum(parameter.numel() * parameter.element_size() for parameter in _build(recipe, experts).parameters())
 
 
 def _allocated(recipe: Recipe, experts: int, device: torch.device) -> tuple[int, int]:
-    """Peak bytes on the GPU beyond what was there before: as trained, and precomposed."""
+    """Peak bytes on the GPU beyond what was allocated before: as trained, and precomposed."""
     inputs = tree_map_only(torch.Tensor, lambda value: value.to(device), make_task(recipe).example_inputs())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

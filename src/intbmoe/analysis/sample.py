@@ -1,4 +1,4 @@
-"""The examples on which a trained model is looked at, and how it is run on them."""
+"""The examples on which a trained model is analysed, and how the model is run on them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -15,7 +15,7 @@ from intbmoe.train.evaluation import read_split
 
 
 class Sample:
-    """At most ``examples`` of a split, or ``among`` some of it, evenly spread; read once and run as often as needed."""
+    """At most ``examples`` examples, evenly spread over a split or ``among`` some of it; read once, run many times."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Sample:
 
     @cached_property
     def _read(self) -> list[Batch]:
-        # Spread, not the first ones: a split may be sorted by class or by time.
+        # Evenly spread, not the first ones, because a split may be sorted by class or by time.
         indices = [int(self.among[place * self.total // self.examples]) for place in range(self.examples)]
         starts = range(0, self.examples, self.batch_size)
         return [self.source.batch(indices[start : start + self.batch_size], epoch=0, seed=0) for start in starts]
@@ -55,7 +55,7 @@ class Sample:
 
     @torch.no_grad()
     def evaluate_examples(self, model: nn.Module) -> dict[str, Tensor]:
-        """The task's ``evaluate_examples`` of the whole sample, in float64 on the CPU."""
+        """The task's ``evaluate_examples`` on the whole sample, in float64 on the CPU."""
         found: dict[str, list[Tensor]] = {}
         for batch in self.batches():
             with self.ranks.autocast():
@@ -65,12 +65,12 @@ class Sample:
         return {name: torch.cat(parts) for name, parts in found.items()}
 
     def routed(self, model: nn.Module) -> Iterator[tuple[Batch, Mapping[str, RecordedRouting]]]:
-        """Each batch with what every layer's router decided on it."""
+        """Yield each batch with every layer's routing of it."""
         for batch in self.batches():
             yield batch, self._record(model, batch)
 
     def routed_examples(self, model: nn.Module, indices: Sequence[int]) -> tuple[Batch, Mapping[str, RecordedRouting]]:
-        """The same for one batch of the examples at ``indices`` of the split."""
+        """Like ``routed``, for one batch of the examples at ``indices`` of the split."""
         batch = self._prepare(self.source.batch(indices, epoch=0, seed=0))
         return batch, self._record(model, batch)
 

@@ -1,19 +1,19 @@
 """What a recipe's training step holds and sends on R devices: ``ddp``, ``fsdp``, ``pools``, and expert parallelism.
 
-Counted, on a model without storage: parameters, FLOPs and tokens. From them follows, exactly, what every rank sends of
+Parameters, FLOPs and tokens are counted on a model without storage. From them follows exactly what every rank sends of
 parameters and gradients (a test counts the messages of two ranks): a gather or scatter of n numbers sends n·(R−1)/R of
-them, an all-reduce twice that. With a micro-batches in a step, P parameters, of which all but the last FSDP2 unit's are
-gathered for forward and backward, and composed blocks of C numbers:
+them, an all-reduce twice that. With ``a`` micro-batches per step, P parameters, of which all but the last FSDP2 unit's
+are gathered for forward and backward, and composed blocks of C numbers:
 
     ddp      2 P             in float32: one all-reduce of the gradients
     fsdp     (2a + 1) P      in float32: gathered for each micro-batch, forward and backward; scattered once
-    pools    2 C             in the compute type, once a step; the parameters that are no pools as with fsdp
+    pools    2 C             in the compute type, once per step; parameters outside pools as with fsdp
     experts  4 T k d         in the compute type: T tokens of a rank to their k experts and back, forward and backward,
-                             if all experts get as many; everything but the experts as with ddp
+                             if all experts get equally many; everything except the experts as with ddp
 
-C = P_c·K·D: D weights of one expert, K blocks, P_c = 2 paths with the gate, 1 without. It does not depend on E. Where R
-does not divide E, the device with ⌈E/R⌉ experts sends 2 T k d (1 + (R−2)·⌈E/R⌉/E) in place of 4 T k d (R−1)/R. Of Soft
-MoE it is slots that are sent, of Expert Choice the tokens that experts chose: T k is their number then.
+C = P_c·K·D: D weights of one expert, K blocks, P_c = 2 paths with the gate, 1 without. It does not depend on E. If R
+does not divide E, the device with ⌈E/R⌉ experts sends 2 T k d (1 + (R−2)·⌈E/R⌉/E) instead of 4 T k d (R−1)/R. Soft MoE
+sends slots and Expert Choice sends the tokens that experts chose; T k is then their number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,12 +33,12 @@ from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.distribution import stacked_blocks
 
 WIDE = 4  # bytes of a weight, a gradient or a moment
-OVERLAPPED = ("ddp", "fsdp")  # whose messages go on while layers compute; those of the others wait
+OVERLAPPED = ("ddp", "fsdp")  # schemes whose messages overlap with computing
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Parameters that are treated alike: their shapes, and how often FSDP2 gathers them for a micro-batch."""
+    """Parameters that are treated alike: their shapes, and how often FSDP2 gathers them per micro-batch."""
 
     shapes: tuple[tuple[int, ...], ...]
     gathers: int = 2
@@ -48,21 +48,21 @@ class Tensors:
         return sum(map(prod, self.shapes))
 
     def padded(self, devices: int) -> int:
-        """Numbers that are really sent: a tensor of which no dimension is divisible is filled up in its first."""
+        """The count that is actually sent: a tensor with no divisible dimension is padded in its first."""
         whole = (prod(s) if any(n % devices == 0 for n in s) else prod(s[1:]) * _up(s[0], devices) for s in self.shapes)
         return sum(whole)
 
 
 @dataclass(frozen=True)
 class PoolShape:
-    """One pool of a layer, cut along i: weights (E, i, o), or biases (E, i), which have o = 1."""
+    """One pool of a layer, sharded along i: weights (E, i, o), or biases (E, i), which have o = 1."""
 
     experts: int
     inputs: int
     outputs: int
     blocks: int
     paths: int
-    bytes: int  # of a composed number
+    bytes: int  # per composed number
     bias: bool = False
 
     @property
@@ -77,20 +77,20 @@ class PoolShape:
 class Counted:
     """A recipe's model and step."""
 
-    rest: tuple[Tensors, ...]  # what is neither pool nor routed expert
+    rest: tuple[Tensors, ...]  # parameters outside pools and routed experts
     pools: tuple[PoolShape, ...]
-    experts: Tensors  # those that ranks can share out
+    experts: Tensors  # experts that can be sharded
     choices: float  # Σ over mixture layers of k·d: numbers a token sends to its experts
-    tokens: int  # of one example in a mixture layer
+    tokens: int  # per example in a mixture layer
     flops: float  # of one example's forward
-    batch: int  # examples of a step, over all devices
+    batch: int  # examples per step, over all devices
     device_batch: int | None
-    bytes: int  # of a number in the compute type
-    ways: tuple[Way, ...]  # that this model can be trained in
+    bytes: int  # per number in the compute type
+    ways: tuple[Way, ...]  # the modes in which this model can be trained
 
     @property
     def compared(self) -> tuple[Way, ...]:
-        """Those, and for IntBMoE what a sparse mixture of its d and k would hold and send with ``experts``."""
+        """The model's modes; for IntBMoE also ``experts``, as a sparse mixture of the same d and k would use it."""
         return tuple(way for way in WAYS if way in self.ways or (way == "experts" and self.pools))
 
     def micro_batches(self, devices: int) -> int:
@@ -103,10 +103,10 @@ class Counted:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one device and one step."""
+    """The estimate for one device and one step."""
 
     scheme: Way
-    memory: int  # bytes of weights, gradients, both moments, and blocks or units that are whole
+    memory: int  # bytes of weights, gradients, both moments, and whole blocks or units
     sent: int  # bytes
     computing: float  # seconds
     sending: float
@@ -118,7 +118,7 @@ class Estimate:
 
 
 def count_recipe(recipe: Recipe) -> Counted:
-    """Build and run the recipe's model on tensors without numbers."""
+    """Build and run the recipe's model on fake tensors."""
     task = make_task(recipe)
     settings = recipe.train
     size = 2 if settings.precision == "bfloat16" else WIDE
@@ -129,7 +129,7 @@ def count_recipe(recipe: Recipe) -> Counted:
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")  # on the meta device FLOPs could not be counted
         inputs = task.example_inputs()
-        # Which choices are of padding, or how many there are, only numbers would say: all count, or as many as usual.
+        # Fake tensors do not show which choices are padding or how many there are: count all, or the usual number.
         chooses = bool(layers) and layers[0].choices is not None and recipe.moe.name != "expert_choice"
         active = executed[layers[0]] if chooses else None
         flops = training_flops(model, inputs, settings.device_batch or settings.batch, active)
@@ -172,8 +172,8 @@ def _pool_shapes(layer: IntBMoE, size: int) -> list[PoolShape]:
 def _tokens(model: nn.Module, inputs: tuple, routed: Mapping[MoELayer, int]) -> tuple[int, float]:
     """Tokens of one example in the first mixture, 0 without one; Σ of the k·d that a token sends to its experts.
 
-    ``routed`` are layers that send, and the experts of one token, which says more than the rows there are: methods that
-    choose by a threshold make room for all experts. Where each expert has its own inputs, their number counts.
+    ``routed`` maps layers that send tokens to their experts per token. The number of rows would not do: methods that
+    choose by a threshold allocate rows for all experts. If each expert has its own inputs, their number counts.
     """
     seen: list[int] = []
     numbers: list[float] = []
@@ -195,7 +195,7 @@ def _tokens(model: nn.Module, inputs: tuple, routed: Mapping[MoELayer, int]) -> 
 
 
 def sent_bytes(counted: Counted, scheme: Way, devices: int, tokens: int | None = None) -> int:
-    """By one device in one step; ``tokens`` of a device in place of the recipe's."""
+    """Bytes that one device sends per step; ``tokens`` per device replaces the recipe's number."""
     whole = Tensors(_pool_tensors(counted).shapes + counted.experts.shapes)
     micro = counted.micro_batches(devices)
     share = (devices - 1) / devices
@@ -205,7 +205,7 @@ def sent_bytes(counted: Counted, scheme: Way, devices: int, tokens: int | None =
     if scheme == "experts":
         own = counted.batch / devices * counted.tokens if tokens is None else tokens
         largest = max((_up(shape[0], devices) / shape[0] for shape in counted.experts.shapes), default=1.0) / devices
-        passes = 2 * (1 + (devices - 2) * largest)  # 4 (R − 1)/R where R divides E
+        passes = 2 * (1 + (devices - 2) * largest)  # 4 (R − 1)/R if R divides E
         return round(share * WIDE * 2 * rest + passes * counted.bytes * own * counted.choices)
 
     def fsdp(unit: Tensors) -> float:
@@ -218,21 +218,21 @@ def sent_bytes(counted: Counted, scheme: Way, devices: int, tokens: int | None =
 
 
 def break_even_experts(counted: Counted, devices: int) -> int:
-    """The number of bases from which on ``pools`` sends less than ``fsdp``; what ``pools`` sends has no E in it."""
+    """The smallest number of bases at which ``pools``, whose messages do not depend on E, sends less than ``fsdp``."""
     pools = sent_bytes(counted, "pools", devices)
     one, two = (sent_bytes(counted.with_experts(devices * n), "fsdp", devices) for n in (1, 2))
     return max(1, 1 + int((pools - (2 * one - two)) / ((two - one) / devices)))
 
 
 def break_even_tokens(counted: Counted, devices: int) -> int:
-    """Tokens of a device from which on ``pools`` sends less than tokens sent to their experts would be."""
+    """The smallest number of tokens per device at which ``pools`` sends less than ``experts`` would."""
     none = sent_bytes(counted, "experts", devices, tokens=0)
     each = (sent_bytes(counted, "experts", devices, tokens=10**6) - none) / 10**6
     return 1 + int((sent_bytes(counted, "pools", devices) - none) / each)
 
 
 def state_bytes(counted: Counted, scheme: Way, devices: int) -> int:
-    """Of weights, gradients and both moments, in float32, on the device that holds most of them."""
+    """Bytes of weights, gradients and both moments, in float32, on the device that holds most of them."""
     pools, rest = _pool_tensors(counted), sum(unit.padded(devices) for unit in counted.rest)
     whole = sum(unit.count for unit in counted.rest)
     if scheme == "ddp":
@@ -248,7 +248,7 @@ def state_bytes(counted: Counted, scheme: Way, devices: int) -> int:
 
 
 def passing_bytes(counted: Counted, scheme: Way, devices: int) -> int:
-    """What is whole for a while: FSDP2's largest unit, weights and gradients; composed blocks, kept for backward."""
+    """Bytes of temporarily whole tensors: FSDP2's largest unit (weights and gradients), and composed blocks."""
     unit = max((unit.count for unit in counted.rest), default=0) if scheme in ("fsdp", "pools") else 0
     if scheme == "fsdp":  # pools and experts are parts of their layers' units
         unit += (_pool_tensors(counted).count + counted.experts.count) // max(1, len(counted.rest) - 1)
@@ -263,7 +263,7 @@ def _pool_tensors(counted: Counted) -> Tensors:
 def estimate(
     counted: Counted, scheme: Way, devices: int, bandwidth: float, tflops: float, tokens: int | None = None
 ) -> Estimate:
-    """``bandwidth`` in Gbit/s of a device, ``tflops`` that a device really reaches; backward is twice a forward."""
+    """Estimate a step; ``bandwidth`` is Gbit/s per device, ``tflops`` is what it achieves; backward is 2 forwards."""
     sent = sent_bytes(counted, scheme, devices, tokens)
     held = state_bytes(counted, scheme, devices) + passing_bytes(counted, scheme, devices)
     computing = 3 * counted.flops * counted.batch / devices / (tflops * 1e12)

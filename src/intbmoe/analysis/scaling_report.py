@@ -1,4 +1,4 @@
-"""``intbmoe plan``: the table of ways to train a recipe on many devices, which to take, and the picture."""
+"""``intbmoe plan``: a table of the ways to train a recipe on many devices, a recommendation, and a picture."""
 
 import sys
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def plan_table(recipe: Recipe, counted: Counted, devices: int, memory: float, ba
         ]
         for row in rows
     ]
-    header = ["way", "memory (GB)", "sent a step (GB)", "computing (ms)", "sending (ms)", "step (ms)"]
+    header = ["way", "memory (GB)", "sent per step (GB)", "computing (ms)", "sending (ms)", "step (ms)"]
     title = f"{recipe.name}, {recipe.moe.name}: one of {devices} devices, {bandwidth:g} Gbit/s, {tflops:g} TFLOP/s"
     marked = frozenset(place for place, row in enumerate(rows) if row is best)
     return Table.of_texts(
@@ -83,27 +83,27 @@ def plan_table(recipe: Recipe, counted: Counted, devices: int, memory: float, ba
 def notes(counted: Counted, rows: Sequence[Estimate], best: Estimate | None, devices: int) -> list[str]:
     found = []
     if best is None:
-        found.append("Nothing fits: take more devices, or a smaller model.")
+        found.append("Nothing fits: use more devices or a smaller model.")
     else:
-        found.append(f"Take --train.parallel {best.scheme}: the shortest step of those that fit.")
+        found.append(f"Use --train.parallel {best.scheme}: it has the shortest step of those that fit.")
     by_scheme = {row.scheme: row for row in rows}
     pools = by_scheme.get("pools")
     if pools is not None and devices > 1:
         less = pools.sent < by_scheme["fsdp"].sent
         found.append(
-            f"pools sends {'less' if less else 'MORE'} than fsdp here, where E = {counted.pools[0].experts}: it sends "
-            f"less from E = {break_even_experts(counted, devices)} on."
+            f"pools sends {'less' if less else 'MORE'} than fsdp here, with E = {counted.pools[0].experts}; it sends "
+            f"less from E = {break_even_experts(counted, devices)}."
         )
         own = round(counted.batch / devices * counted.tokens)
         turn = break_even_tokens(counted, devices)
         found.append(
             f"A sparse mixture of the same d and k that sends its tokens to their experts would send "
-            f"{'more' if own > turn else 'LESS'} than pools: a device has {own:,} tokens a step, and pools sends less "
-            f"from {turn:,} on."
+            f"{'more' if own > turn else 'LESS'} than pools: a device has {own:,} tokens per step, and pools sends "
+            f"less from {turn:,} tokens."
         )
     if "experts" in by_scheme:
         found.append(
-            "Bytes and step of experts are for experts that get equally many tokens; a device that gets more holds up "
+            "Bytes and step of experts assume that all experts get equally many tokens; a device that gets more delays "
             "the others."
         )
     count = counted.experts.shapes[0][0] if counted.experts.shapes else devices
@@ -111,12 +111,12 @@ def notes(counted: Counted, rows: Sequence[Estimate], best: Estimate | None, dev
         most = -(-count // devices)
         found.append(
             f"{devices} devices do not divide {count} experts: {-(-count // most)} of them hold {most} each, or what "
-            f"is left, and compute for the others."
+            f"is left, and also compute for the other devices."
         )
     waits = [row.scheme for row in rows if row.scheme not in OVERLAPPED]
     found.append(
-        "Memory is of weights, gradients, AdamW's moments and what is gathered for a while; activations come on top. "
-        "Bytes are exact; times are estimates, FLOPs and bytes over the rates given, without latencies"
-        + (f"; messages of {' and '.join(waits)} do not hide behind computing." if waits else ".")
+        "Memory is that of weights, gradients, AdamW's moments and temporarily gathered tensors; activations come on "
+        "top. Bytes are exact; times are estimates, FLOPs and bytes divided by the given rates, without latencies"
+        + (f"; messages of {' and '.join(waits)} do not overlap with computing." if waits else ".")
     )
     return found

@@ -1,4 +1,4 @@
-"""The paper's three experiments as settings of the cost table: backbones, methods, printed figures, notes."""
+"""The paper's three experiments as settings of the cost table: backbones, methods, the paper's figures, notes."""
 
 import torch
 
@@ -12,21 +12,21 @@ from intbmoe.registry import create
 
 
 def _build_vit(method: str, experts: int) -> ViT:
-    """The paper's ViT; when dense, all tokens share each block's FFN."""
+    """The paper's ViT; in the dense model all tokens share each block's FFN."""
     config = ViTConfig()
     if method == "dense":
         return ViT(config)
     options = match_budget(method, config.dim, config.hidden, experts=experts, tokens=config.patches)
     if method == "soft":
-        options["slots"] = config.patches // (experts + 1)  # what the printed parameters fit
+        options["slots"] = config.patches // (experts + 1)  # the number that fits the printed parameters
     return ViT(config, lambda: create(method, config.dim, **options))
 
 
-_ROUTER = "How many experts a token has depends on a trained router; assumed here: {} on average."
-_ATTENTION_COUNTED = "The paper's FLOPs fit with attention's products counted (+0.238 G), see --attention"
-_FILTER = "Executed: the filter's token term once a token{}, where the paper maps [x ‖ c] once a chosen block."
-_BIASES_ADDED = "Executed: biases added, where the paper's form multiplies them by an appended 1."
-_COMPOSED = "Eight composed blocks in place of pools and hypernetwork; a token activates two of them."
+_ROUTER = "The number of experts per token depends on a trained router; assumed here: {} on average."
+_ATTENTION_COUNTED = "The paper's FLOPs fit if attention's products are counted (+0.238 G), see --attention"
+_FILTER = "Executed: the filter's token term once per token{}; the paper maps [x ‖ c] once per chosen block."
+_BIASES_ADDED = "Executed: biases are added; the paper's form multiplies them by an appended 1."
+_COMPOSED = "Eight composed blocks instead of pools and hypernetwork; a token activates two of them."
 
 IMAGENET = Setting(
     name="imagenet",
@@ -56,20 +56,21 @@ IMAGENET = Setting(
     active={"remoe": 1, "lapsum": 2, "dynmoe": 6.37, "mass": 5.12},
     notes={
         "remoe": (
-            f"{_ROUTER.format(1)} The paper's FLOPs fit exactly 1, its Activated 1.53; no single mean fits both.",
+            f"{_ROUTER.format(1)} The paper's FLOPs fit a mean of exactly 1, its Activated 1.53; no single mean fits "
+            f"both.",
         ),
         "expert_choice": ("The capacity is rounded up: 17 experts × ⌈2·196/17⌉ = 408 rows run, not 392.",),
         "dynmoe": (
-            f"{_ROUTER.format(6.37)} That mean was read off the paper's Activated, whose agreement is therefore no "
-            f"evidence. {_ATTENTION_COUNTED}, and a mean of 6.35.",
+            f"{_ROUTER.format(6.37)} This mean was derived from the paper's Activated, so their agreement is no "
+            f"evidence. {_ATTENTION_COUNTED}, with a mean of 6.35.",
         ),
         "mass": (
-            f"{_ROUTER.format(5.12)} That mean was read off the paper's Activated, whose agreement is therefore no "
-            f"evidence. {_ATTENTION_COUNTED}, and the same mean.",
+            f"{_ROUTER.format(5.12)} This mean was derived from the paper's Activated, so their agreement is no "
+            f"evidence. {_ATTENTION_COUNTED}, with the same mean.",
         ),
         "soft": (
-            "11 slots per expert, which the paper's Params fit; the authors' rounding, and training here, makes 12. "
-            "Three products of tokens with slots run (logits, dispatch, combine); the paper's FLOPs fit four.",
+            "11 slots per expert, which fits the paper's Params; the authors' rounding, also used in training here, "
+            "gives 12. Three products of tokens with slots run (logits, dispatch, combine); the paper's FLOPs fit 4.",
         ),
         "lory": ("196 patches make 13 segments of 16, the last one padded: 208 tokens run.",),
         "mumoe_cp": (
@@ -78,9 +79,9 @@ IMAGENET = Setting(
         ),
         "mumoe_tr": (f"{_ATTENTION_COUNTED}. Ranks 4, 4 and 654, the nearest to Switch's total. {_BIASES_ADDED}",),
         "intbmoe": (
-            "The paper's Params and Activated fit with a LayerNorm of width 192 in each of the four layers (1,536 "
-            "parameters in all) that its released code holds and never uses; ours has none.",
-            _FILTER.format(" and its block term once a block"),
+            "The paper's Params and Activated include a LayerNorm of width 192 in each of the four layers (1,536 "
+            "parameters in all) that its released code holds but never uses; ours has none.",
+            _FILTER.format(" and its block term once per block"),
         ),
         PRECOMPOSED: (_COMPOSED, _FILTER.format("")),
     },
@@ -91,14 +92,14 @@ IMAGENET = Setting(
     },
 )
 
-_CAUSAL_METHODS = (*TABLE_2[1:], PRECOMPOSED)  # the mixtures of the paper's table on language and travel
+_CAUSAL_METHODS = (*TABLE_2[1:], PRECOMPOSED)  # the mixtures in the paper's language and travel table
 
 
 def _causal_notes(start: int, chosen: int, cp: int, tr: int) -> dict[str, tuple[str, ...]]:
-    """Notes that both causal settings share: pools of ``start``, ``chosen`` experts a token, μMoE's ranks."""
+    """Notes of both causal settings: initial experts of pools, ``chosen`` experts per token, μMoE's ranks."""
     unknown = "The paper gives no mean for this task"
     return {
-        "remoe": (f"{_ROUTER.format(1)} {unknown}; 1 is the target k that the method steers to.",),
+        "remoe": (f"{_ROUTER.format(1)} {unknown}; 1 is the method's target k.",),
         "dynmoe": (
             f"{_ROUTER.format(chosen)} {unknown}; this is what the layer reports before training, half of the {start} "
             "experts open at the start.",
@@ -107,17 +108,17 @@ def _causal_notes(start: int, chosen: int, cp: int, tr: int) -> dict[str, tuple[
             f"{_ROUTER.format(chosen)} {unknown}; this is what the layer reports before training: a uniform router "
             f"reaches p = 0.5 with half of the {start} experts open at the start.",
         ),
-        "soft_causal": ("Every position has its own slots, one an expert: every token runs all experts.",),
+        "soft_causal": ("Every position has its own slots, one per expert: every token runs all experts.",),
         "smear_token": ("No weight set is built for a token: every token runs all experts in one product.",),
         "mumoe_cp": (f"Rank {cp}, the nearest to Switch's total. {_BIASES_ADDED}",),
         "mumoe_tr": (f"Ranks 4, 4 and {tr}, the nearest to Switch's total. {_BIASES_ADDED}",),
-        "intbmoe": (_FILTER.format(" and its block term once a block"),),
+        "intbmoe": (_FILTER.format(" and its block term once per block"),),
         PRECOMPOSED: (_COMPOSED, _FILTER.format("")),
     }
 
 
 def _build_llama(method: str, experts: int) -> Llama:
-    """The paper's decoder; when dense, with its own SwiGLU."""
+    """The paper's decoder; the dense model has the backbone's own SwiGLU."""
     config = LlamaConfig()
     if method == "swiglu":
         return Llama(config)
@@ -138,10 +139,10 @@ MINIPILE = Setting(
     active={"remoe": 1, "lapsum": 2, "dynmoe": 2, "mass": 2},
     notes={
         **_MINIPILE_NOTES,
-        "lory": ("64 segments of 16 tokens, each with a merged expert of its own.",),
+        "lory": ("64 segments of 16 tokens, each with its own merged expert.",),
         "intbmoe": (
-            "Blocks of inner width 2844, as the paper says, though 3072 would match the SwiGLU of width 2048 that the "
-            "released code's backbone has: an expert has 7.4 % fewer weights than in the other rows.",
+            "Blocks of inner width 2844, as in the paper, although 3072 would match the SwiGLU of width 2048 in the "
+            "released code's backbone: an expert has 7.4 % fewer weights than in the other rows.",
             *_MINIPILE_NOTES["intbmoe"],
         ),
     },
@@ -149,14 +150,14 @@ MINIPILE = Setting(
         "The paper prints no cost figures for this task.",
         "The embedding of 32,000 tokens (24.576 M) is tied to the output map: it is in Params and Activated, and its "
         "product with all 1,024 states (50.332 G) in FLOPs.",
-        "Counted by running on tensors of these shapes and types that hold no numbers.",
+        "Counted by running on tensors of these shapes and types that hold no values.",
     ),
     without_storage=True,
 )
 
 
 def _build_recommender(method: str, experts: int) -> Recommender:
-    """The paper's travel model from embedded tokens on; when dense, its head is an FFN like the others."""
+    """The paper's travel model, starting from embedded tokens; the dense model's head is an FFN like the others."""
     config = RecommenderConfig()
     if method == "dense":
         return Recommender(config)

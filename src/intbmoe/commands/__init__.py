@@ -1,1 +1,1 @@
-"""The commands of ``intbmoe``, by what they are for; ``cli.py`` puts them together."""
+"""The commands of ``intbmoe``, grouped by purpose; ``cli.py`` puts them together."""

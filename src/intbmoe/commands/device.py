@@ -1,4 +1,4 @@
-"""``--device`` of the commands that train and evaluate."""
+"""The option ``--device`` of the commands that train and evaluate."""
 
 import os
 
@@ -8,15 +8,15 @@ from intbmoe.checks import require
 
 
 def use_device(name: str | None) -> None:
-    """Let this process, and those it starts, see ``cpu``, ``cuda`` or one of several GPUs (``cuda:1``) alone.
+    """Let this process, and those it starts, see only ``cpu``, ``cuda`` or one of several GPUs (``cuda:1``).
 
-    None changes nothing: GPUs where there are any. It must come before anything has touched a GPU.
+    None changes nothing: GPUs are used if there are any. Call this before anything has touched a GPU.
     """
     if name is None:
         return
     kind, _, index = name.partition(":")
     known = name in ("cpu", "cuda") or (kind == "cuda" and index.isdecimal())
-    require(known, "--device", name, "cpu, cuda or, of several GPUs, one such as cuda:1")
+    require(known, "--device", name, "cpu, cuda or, with several GPUs, one of them such as cuda:1")
     if name == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return

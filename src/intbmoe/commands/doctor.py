@@ -1,7 +1,7 @@
-"""``intbmoe doctor``: what this machine has, which backend it gets, and whether that backend is right.
+"""``intbmoe doctor``: what this machine has, which backend it gets, and whether that backend computes correctly.
 
-Each runs a small IntBMoE layer, which is compared with the specification in float64: outputs and, in training,
-gradients.
+Each check runs a small IntBMoE layer and compares its outputs and, in training, its gradients with the specification in
+float64.
 """
 
 import copy
@@ -29,14 +29,14 @@ EXTRAS = {
     "serve": ("starlette", "uvicorn", "httptools", "msgpack", "prometheus_client"),
 }
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""How far, relative to the norm, outputs and gradients may be from float64: some units in the last place, and the sums
+"""How far outputs and gradients may be from float64, relative to the norm: a few units in the last place, and the sums
 of a few hundred of them."""
 
 
 class Finding(NamedTuple):
     name: str
     value: str
-    good: bool | None = None  # None where there is nothing to judge
+    good: bool | None = None  # None if there is nothing to judge
 
 
 def examine() -> list[Finding]:
@@ -65,7 +65,7 @@ def _packages() -> list[Finding]:
 
 
 def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
-    """Imported, not only looked for: a package that is there may still lack a library or another package."""
+    """Import the packages of an extra: one that is installed may still lack a library or another package."""
     faults = [(module, fault) for module in modules if (fault := _import(module)) is not None]
     missing = [module for module, fault in faults if fault == "missing"]
     broken = [f"{module} cannot be imported: {fault}" for module, fault in faults if fault != "missing"]
@@ -75,12 +75,12 @@ def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
 
 @cache
 def _import(module: str) -> str | None:
-    """None where it can be imported, else in a few words why not."""
+    """Return None if the module can be imported, otherwise why not, in a few words."""
     try:
         if module == "timm":
             import_torchvision(required=False)
         import_module(module)
-    except Exception as error:  # whatever somebody else's package raises
+    except Exception as error:  # whatever another package raises
         if isinstance(error, ModuleNotFoundError) and error.name == module:
             return "missing"
         return f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -122,17 +122,17 @@ def _check(case: _Case) -> Finding:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             error = _distance(case)
-    except Exception as failure:  # a broken driver, a missing compiler: what doctor is there to tell
+    except Exception as failure:  # a broken driver, a missing compiler: this is what doctor is there to find
         return Finding(name, f"backend {chosen}{kernels}: {type(failure).__name__}: {failure}", False)
     good = error <= BOUNDS[case.dtype]
     verdict = "right" if good else "WRONG"
-    # The first line: below it torch may have written the calls of its own code.
+    # Only the first line: below it torch may have listed the calls of its own code.
     warned = "".join(f"; warning: {line}" for line in dict.fromkeys(str(w.message).partition("\n")[0] for w in said))
     return Finding(name, f"backend {chosen}{kernels}: {verdict}, {error:.1e} from float64{warned}", good)
 
 
 def _distance(case: _Case) -> float:
-    """The largest relative distance of outputs and of all gradients taken together from the specification's."""
+    """Return the largest relative distance from the specification: of the outputs, or of all gradients together."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layer = IntBMoE(64, 128, experts=4, blocks=4).to(case.dtype)
@@ -148,7 +148,7 @@ def _distance(case: _Case) -> float:
 
 
 def _run(layer: IntBMoE, x: torch.Tensor, probe: torch.Tensor, gradients: bool) -> list[torch.Tensor]:
-    """The output and, if asked for, all gradients, each flat, on the CPU in float64."""
+    """Return the output and, if asked for, all gradients, each flattened, on the CPU in float64."""
     with torch.set_grad_enabled(gradients):
         y = layer(x.requires_grad_(gradients))
     parts = [[y], torch.autograd.grad(y, [x, *layer.parameters()], probe)] if gradients else [[y]]

@@ -1,4 +1,4 @@
-"""``intbmoe`` alone: what is here, what to try first, what this machine can do."""
+"""``intbmoe`` without arguments: what the library has, what to try first, and what this machine can do."""
 
 from importlib.util import find_spec
 
@@ -25,7 +25,7 @@ def greet() -> None:
 
 
 def _machine() -> list[tuple[str, str]]:
-    """Quick, so nothing is imported or computed: ``intbmoe doctor`` does that."""
+    """Describe the machine quickly, importing and computing nothing: ``intbmoe doctor`` does that."""
     found = [(finding.name, finding.value) for finding in machine()]
     missing = [extra for extra, modules in EXTRAS.items() if any(find_spec(module) is None for module in modules)]
     install = f"not installed: pip install 'intbmoe[{','.join(missing)}]'"

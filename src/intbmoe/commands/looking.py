@@ -1,4 +1,4 @@
-"""Commands that look: inside a run, at what there is, at what it costs, at this machine."""
+"""Commands that inspect: a run, the methods and recipes, costs, and this machine."""
 
 import json
 import shlex
@@ -24,17 +24,17 @@ def analyse(
     redraw: bool = False,
     device: str | None = None,
 ) -> None:
-    """Look inside a finished run's model: what its experts do, where its tokens go; a report in RUN/analysis.
+    """Look inside a finished run's model (what its experts do, where its tokens go) and write RUN/analysis/report.html.
 
     Args:
         run: A run directory: runs/<recipe>/<method>/<seed>.
-        split: Which examples.
-        examples: How many of them at most, evenly spread; more make small differences more certain.
-        classes: Classes in the routing pictures, by name or number; only their examples are counted. Default: all.
+        split: Which examples to use.
+        examples: The most examples to use, evenly spread; more make small differences more certain.
+        classes: Classes in the routing pictures, by name or number; only their examples are used. Default: all.
         layers: Layers in the routing pictures, by number or name. Default: all.
-        numbers_only: Draw nothing, for a machine without matplotlib; --redraw does it later, elsewhere too.
-        redraw: Compute nothing, draw the pictures again from the data of an earlier analysis.
-        device: cpu, cuda or cuda:1. Default: a GPU where there is one.
+        numbers_only: Draw nothing, for a machine without matplotlib; --redraw can do it later, also elsewhere.
+        redraw: Compute nothing; draw the pictures again from the data of an earlier analysis.
+        device: cpu, cuda or cuda:1. Default: a GPU if there is one.
     """
     with explained(ModuleNotFoundError, ValueError):
         use_device(device)
@@ -42,9 +42,9 @@ def analyse(
         from intbmoe.train.run import moved_data_is_explained
     with cleaned_up_on_sigterm(), explained(ValueError, ModuleNotFoundError), moved_data_is_explained(run):
         if numbers_only and redraw:
-            raise ValueError("--numbers-only draws nothing and --redraw computes nothing: give one of them")
+            raise ValueError("--numbers-only draws nothing and --redraw computes nothing: give only one of them")
         if redraw and (classes or layers):
-            raise ValueError("--classes and --layers choose what is computed, --redraw computes nothing: leave it out")
+            raise ValueError("--classes and --layers choose what is computed, --redraw computes nothing: omit --redraw")
         if redraw:
             say("\n".join(str(path) for path in analysis.redraw(run / analysis.FOLDER)))
             return
@@ -80,7 +80,7 @@ def methods(
 
     Args:
         as_json: Print a JSON list instead of a table.
-        picture: Draw the quantities too, into this file: .png, or .svg, which adapts to dark screens.
+        picture: Also draw the quantities to this file: .png, or .svg, which adapts to dark screens.
     """
     from intbmoe.analysis.quantities import quantities_of
 
@@ -103,7 +103,7 @@ def methods(
         show(("name", "title", "participation", "execution", "materialization"), cells)
         say("\nNot causal, so refused by models of text and of histories:")
         say("\n".join(fitted(row["noncausal_reason"], f"  {row['name']}: ") for row in rows if not row["causal"]))
-        say("\nintbmoe methods --json has their papers and code too.")
+        say("\nintbmoe methods --json also gives their papers and code.")
     if picture is not None:
         with explained(ModuleNotFoundError, ValueError):
             from intbmoe.report import require_matplotlib
@@ -131,17 +131,17 @@ def cost(
         setting: One of the paper's experiments: imagenet, minipile or inttravel.
         markdown: Print Markdown instead of a table for the terminal.
         as_json: Print JSON with raw integers.
-        attention: Count attention's score and value products too.
+        attention: Also count attention's score and value products.
         everything: Add the methods that the paper names without measuring them.
-        sweep: Instead of the methods, IntBMoE with 1 to 128 experts: FLOPs and peak memory, printed and drawn.
-        output: Where the sweep's picture goes: .png, or .svg, which adapts to dark screens. Default: cost_experts.svg.
+        sweep: Instead of the methods, measure IntBMoE with 1 to 128 experts: FLOPs and peak memory, printed and drawn.
+        output: File for the sweep's picture: .png, or .svg, which adapts to dark screens. Default: cost_experts.svg.
     """
     from intbmoe.analysis import cost_report
 
     if markdown and as_json:
         sys.exit("--markdown and --json exclude each other")
     if output is not None and sweep is None:
-        sys.exit("--output is the picture of a sweep: add --sweep experts")
+        sys.exit("--output is the file for a sweep's picture: add --sweep experts")
     form = "json" if as_json else "markdown" if markdown else "text"
     with explained(KeyError, ValueError, ModuleNotFoundError):
         if sweep is None:
@@ -151,7 +151,7 @@ def cost(
 
 
 def doctor() -> None:
-    """Say what this machine has, how a layer runs on it, and whether it runs right."""
+    """Show what this machine has, how a layer runs on it, and whether it computes correctly."""
     from intbmoe.commands.doctor import examine
 
     findings = examine()

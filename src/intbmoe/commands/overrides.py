@@ -1,7 +1,7 @@
-"""A recipe as options of the command line: every setting typed, with the recipe's value as its default.
+"""A recipe's settings as command-line options: every setting typed, with the recipe's value as its default.
 
 ``intbmoe train digits --moe.name switch --moe.options.top-k 1 --train.epochs 3``: the options of the method come from
-its Config, so that the parser knows their names and types too. Only those given are set; all others are the budget's.
+its Config, so the parser knows their names and types too. Only those given are set; the budget decides all others.
 """
 
 import ast
@@ -27,12 +27,12 @@ from intbmoe.tasks.recipe import MoESettings, Recipe
 
 Options = TypeVar("Options")
 PARSERS = ConstructorRegistry()
-AS_VALUES = {"config": (tyro.conf.FlagConversionOff,), "registry": PARSERS}  # --quiet False rather than --no-quiet
+AS_VALUES = {"config": (tyro.conf.FlagConversionOff,), "registry": PARSERS}  # --quiet False instead of --no-quiet
 
 
 @PARSERS.primitive_rule
 def _parse_bool(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
-    """``--quiet`` alone is True; ``--quiet True`` and ``--quiet False`` say it."""
+    """Parse a flag: ``--quiet`` alone means True; ``--quiet True`` and ``--quiet False`` are allowed too."""
     if kind.type is not bool:
         return None
     return PrimitiveConstructorSpec(
@@ -46,7 +46,7 @@ def _parse_bool(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | Non
 
 
 def parse_recipe(command: str, options: Options, args: Sequence[str], description: str) -> tuple[Recipe, Options]:
-    """``RECIPE [--setting value …]`` → the recipe with its settings overruled, and the command's own ``options``."""
+    """Parse ``RECIPE [--setting value …]``: return the recipe with these settings and the command's own ``options``."""
     name, *rest = args or [""]
     known = f"{', '.join(list_recipes())}, or a .yaml file of yours"
     if name in HELP:
@@ -56,7 +56,7 @@ def parse_recipe(command: str, options: Options, args: Sequence[str], descriptio
         raise KeyError(f"{command} starts with a recipe: {known}")
     recipe = load_recipe(name)
     given = _given_options(rest)
-    # Found before parsing, because the other options depend on the method; the parser knows nothing of other methods'.
+    # Found before parsing, because the other options depend on the method: the parser knows only this method's.
     method = find_method(given["--moe.name"]).name if "--moe.name" in given else recipe.moe.name
     prefix = "--moe.options."
     require_options(method, [o.removeprefix(prefix).replace("-", "_") for o in given if o.startswith(prefix)])
@@ -66,12 +66,12 @@ def parse_recipe(command: str, options: Options, args: Sequence[str], descriptio
     changed = {part: getattr(parsed, part) for part in ("name", "data", "model", "train")}
     moe = MoESettings(method, parsed.moe.experts, check_options(method, parsed.moe.options), parsed.moe.label)
     if "--train.epochs" in given and "--train.steps" not in given:
-        changed["train"] = replace(changed["train"], steps=None)  # asked for in epochs, where the recipe counts steps
+        changed["train"] = replace(changed["train"], steps=None)  # given in epochs although the recipe counts steps
     return replace(recipe, moe=moe, **changed), parsed.command
 
 
 def take_method_options(args: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """``--options.METHOD.OPTION VALUE …`` of ``compare``: checked options by method, and the other arguments."""
+    """Split off ``compare``'s ``--options.METHOD.OPTION VALUE …``: checked options by method, and other arguments."""
     words: dict[str, list[str]] = {}
     rest: list[str] = []
     target = rest
@@ -82,7 +82,7 @@ def take_method_options(args: Sequence[str]) -> tuple[dict[str, dict[str, Any]],
             name, dot, option = argument.removeprefix("--options.").partition(".")
             method = find_method(name).name
             if not dot:
-                raise ValueError(f"{argument}: an option of {method} comes after it: --options.{method}.OPTION VALUE")
+                raise ValueError(f"{argument}: an option of {method} must follow: --options.{method}.OPTION VALUE")
             require_options(method, [option.partition("=")[0].replace("-", "_")], f"--options.{method}")
             target, argument = words.setdefault(method, []), f"--{option}"
         target.append(argument)
@@ -96,7 +96,7 @@ def _method_options(method: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _given_options(args: Sequence[str]) -> dict[str, str]:
-    """Option → value of ``--option value`` and ``--option=value``, where the last one counts."""
+    """Return option → value for ``--option value`` and ``--option=value``; the last one counts."""
     found = {}
     for argument, following in pairwise([*args, ""]):
         if argument.startswith("--"):
@@ -106,34 +106,34 @@ def _given_options(args: Sequence[str]) -> dict[str, str]:
 
 
 def _options_type(method: str, defaults: Mapping[str, Any]) -> Any:
-    """The method's options as a dict with typed, optional keys; ``defaults`` are those that the help shows."""
+    """Return a dict type with the method's options as typed, optional keys; the help shows ``defaults``."""
     texts = setting_texts(find_method(method).layer.Config)
     typed = {}
     for name, kind in option_types(method).items():
         hint = f"(default: {defaults[name]})" if name in defaults else None
         typed[name] = Annotated[kind, tyro.conf.arg(help=texts.get(name, ""), help_behavior_hint=hint)]
-    text = f"Options of {method}, literal, on top of the budget."
+    text = f"Options of {method}, taken literally, on top of the budget."
     return Annotated[TypedDict(f"{method} options", typed, total=False), tyro.conf.arg(help=text)]
 
 
 def _default_options(recipe: Recipe, method: str) -> dict[str, Any]:
-    """What a method's options are if none is given: the recipe's, the budget's, and its Config's besides."""
+    """Return a method's options if none is given: the recipe's, then the budget's, then its Config's."""
     moe = recipe.moe if method == recipe.moe.name else MoESettings(method, recipe.moe.experts)
     config = find_method(method).layer.Config
     declared = {f.name: f.default for f in fields(config) if f.default is not MISSING}
     try:
         with torch.device("meta"):  # shapes without memory
             layer = next((layer for _, layer in moe_layers(make_task(replace(recipe, moe=moe)).make_model())), None)
-    except ValueError:  # a recipe for your own data: its sizes are not known before the data is
+    except ValueError:  # a recipe for your own data, whose sizes are unknown before the data is read
         return declared
     return declared if layer is None else {f.name: getattr(layer.config, f.name) for f in fields(config)}
 
 
 def _arguments(recipe: Recipe, options: Any, method: str, defaults: Mapping[str, Any]) -> Any:
-    """One object with the command's own options and the recipe's settings, whose class the parser reads.
+    """Return one object with the command's own options and the recipe's settings; the parser reads its class.
 
-    Its values are the defaults: another method than the recipe's starts without the recipe's options and label.
-    The task and the seeds are no options: another task would have other settings, and seeds are a list for ``compare``.
+    Its values are the defaults. If the method is not the recipe's, it starts without the recipe's options and label.
+    The task and the seeds are not options: another task has other settings, and ``compare`` takes a list of seeds.
     """
     moe = make_dataclass(
         "MoE",
@@ -150,7 +150,7 @@ def _arguments(recipe: Recipe, options: Any, method: str, defaults: Mapping[str,
     values = {
         "command": (Annotated[type(options), tyro.conf.arg(name="")], options),
         "name": (Annotated[str, tyro.conf.arg(help=setting_texts(Recipe)["name"])], recipe.name),
-        "moe": (moe, chosen),  # what is changed most often comes first
+        "moe": (moe, chosen),  # the settings changed most often come first
         **{part: (kinds[part], getattr(recipe, part)) for part in ("data", "model", "train")},
     }
     described = make_dataclass("Arguments", [(name, kind) for name, (kind, _) in values.items()], frozen=True)
@@ -158,14 +158,14 @@ def _arguments(recipe: Recipe, options: Any, method: str, defaults: Mapping[str,
 
 
 def _with_tuples(options: dict[str, Any]) -> dict[str, Any]:
-    """The Configs' sequences are tuples, and the parser compares defaults with their annotation."""
+    """Turn lists into tuples, which the Configs use: the parser compares defaults with their annotation."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
 def setting_texts(settings: type) -> dict[str, str]:
-    """The line under each field of a dataclass that says what it is, inherited fields included.
+    """Return the docstring line below each field of a dataclass, including inherited fields.
 
-    The parser reads these lines of dataclasses, but not of the dict that a method's options are.
+    The parser reads these lines from dataclasses, but not from the dict type of a method's options.
     """
     texts: dict[str, str] = {}
     for kind in reversed(settings.__mro__):

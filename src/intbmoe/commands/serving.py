@@ -1,4 +1,4 @@
-"""Commands that make an artifact of a run, and answer with it."""
+"""Commands that export a run as an artifact, and use it to answer requests."""
 
 import os
 import sys
@@ -25,15 +25,15 @@ def export(
     no_precompose: bool = False,
     data: Path | None = None,
 ) -> None:
-    """Make an artifact of a finished run, for serving: checked against the trained model, or not written at all.
+    """Export a finished run as an artifact for serving: it is checked against the trained model, or not written.
 
     Args:
         run: A run directory, runs/<recipe>/<method>/<seed>, or a model of the zoo, such as zoo:digits.
         to: The folder to write; an older artifact there is replaced.
-        format: Besides, the model for ONNX Runtime (onnx) or compiled ahead of time (aoti); may be repeated.
-            Instead of an artifact, a folder for transformers' from_pretrained (huggingface).
-        dtype: The type of the weights; int8 and fp8 store the large ones in 8 bits, routers in float32.
-        compute: What 8-bit weights are multiplied out to, and the type of the rest. Default: float32.
+        format: Also export the model for ONNX Runtime (onnx) or compiled ahead of time (aoti); may be repeated.
+            huggingface: write a folder for transformers' from_pretrained instead of an artifact.
+        dtype: The type of the weights; int8 and fp8 store the large ones in 8 bits and routers in float32.
+        compute: The type that 8-bit weights are converted to for computing, and that of the rest. Default: float32.
         no_precompose: Keep IntBMoE's pools and compose at every request, for comparison.
         data: Where the data is. Default: where it was in training.
     """
@@ -68,11 +68,11 @@ def generate(
     """Continue a text with an exported language model: intbmoe generate ARTIFACT --prompt "def ".
 
     Args:
-        artifact: What intbmoe export wrote.
-        prompt: The text to continue; empty for a new one.
-        max_tokens: Most new tokens. Default: 64, or as many as the model was trained to see.
-        temperature: 0 takes the likeliest token; more is more varied.
-        seed: Decides what is drawn where the temperature is not 0.
+        artifact: The folder that intbmoe export wrote.
+        prompt: The text to continue; empty for a new text.
+        max_tokens: The most new tokens. Default: 64, or as many as the model was trained to see.
+        temperature: 0 takes the most likely token; higher values vary more.
+        seed: Seed of the random choice if the temperature is not 0.
         device: Where the model runs, such as cuda.
     """
     with explained(ValueError, RuntimeError, ModuleNotFoundError):
@@ -80,7 +80,7 @@ def generate(
 
         loaded = load_artifact(_exported(artifact))
         if not loaded.predictor_type().streams:
-            raise ArtifactError(f"{artifact} is a model of the task {loaded.task!r}: generate needs one of texts")
+            raise ArtifactError(f"{artifact} is a model of the task {loaded.task!r}: generate needs a text model")
         request = {"prompt": prompt, "temperature": temperature, "seed": seed}
         request |= {} if max_tokens is None else {"max_tokens": max_tokens}
         predictor = loaded.predictor(device)
@@ -93,8 +93,8 @@ def generate(
 def serve(settings: Annotated[Settings, tyro.conf.OmitArgPrefixes]) -> None:
     """Answer requests over HTTP with an exported model: intbmoe serve ARTIFACT --port 8000 --budget-ms 60 --workers 2.
 
-    zoo:journeys and its like need no export. A page to try it is at http://127.0.0.1:8000/. SIGTERM and Ctrl-C end it
-    when what is under way is answered; SIGHUP loads the artifact anew.
+    Zoo models such as zoo:journeys need no export. A page to try the model is at http://127.0.0.1:8000/. SIGTERM and
+    Ctrl-C answer the requests under way and then end the server; SIGHUP reloads the artifact.
     """
     with explained(ModuleNotFoundError):
         from intbmoe.serve import require_packages
@@ -106,7 +106,7 @@ def serve(settings: Annotated[Settings, tyro.conf.OmitArgPrefixes]) -> None:
 
 
 def _exported(artifact: str | Path) -> Path:
-    """The artifact itself, or that of a model of the zoo, which is exported when it is first asked for."""
+    """Return the artifact itself; for a zoo model, export it the first time it is needed."""
     if not in_zoo(artifact):
         return Path(artifact)
     from intbmoe.export import load_artifact

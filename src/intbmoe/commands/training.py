@@ -1,4 +1,4 @@
-"""Commands that train and compare, and make data ready."""
+"""Commands that train, compare and prepare data."""
 
 import json
 import os
@@ -23,20 +23,20 @@ Unparsed = tyro.conf.Positional[list[str]]
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What ``train`` takes beside the recipe's settings."""
+    """Options of ``train`` besides the recipe's settings."""
 
     root: Path = Path("runs")
     """Where runs are kept."""
     quiet: bool = False
-    """No progress, only where the run is."""
+    """Show no progress, only the path of the run."""
     device: str | None = None
-    """cpu, cuda or cuda:1; None for a GPU where there is one."""
+    """cpu, cuda or cuda:1; None for a GPU if there is one."""
 
 
 def train(args: Unparsed) -> None:
     """Train one model: intbmoe train RECIPE [--moe.name switch --train.epochs 3 …].
 
-    Every setting of the recipe is an option. The same command goes on with a run that was interrupted.
+    Every setting of the recipe is an option. The same command resumes an interrupted run.
     """
     with explained(KeyError, ValueError, ModuleNotFoundError):
         from intbmoe.commands.overrides import parse_recipe
@@ -49,7 +49,7 @@ def train(args: Unparsed) -> None:
 
         already = "already " if RunDirectory.of(recipe, options.root).finished else ""
     with explained(ModuleNotFoundError):  # some data needs a package of its own
-        wait = say if belongs_to_another() else None  # a comparison's run may still be held by an earlier attempt's
+        wait = say if belongs_to_another() else None  # an earlier attempt of a comparison may still hold the run
         run = run_training(recipe, root=options.root, quiet=options.quiet, wait=wait)
         if int(os.environ.get("RANK", "0")) == 0:
             test = "  ".join(f"{name} {value:.4f}" for name, value in run.result["test"].items())
@@ -68,10 +68,10 @@ def evaluate(
 
     Args:
         run: A run directory, runs/<recipe>/<method>/<seed>, or a model of the zoo, such as zoo:digits.
-        split: Which examples.
-        data: Where the data is. Default: where it was in training.
+        split: Which examples to use.
+        data: Path of the data. Default: where it was in training.
         as_json: Print JSON with all digits.
-        device: cpu, cuda or cuda:1. Default: a GPU where there is one.
+        device: cpu, cuda or cuda:1. Default: a GPU if there is one.
     """
     with explained(ModuleNotFoundError, ValueError):
         use_device(device)
@@ -89,8 +89,8 @@ def compare(args: Unparsed) -> None:
     """Compare methods: intbmoe compare RECIPE --methods all --seeds 3.
 
     Trains what is not finished, several runs side by side, and prints accuracy, parameters and FLOPs. --methods takes
-    methods and sets (all, everything, ablations, compute, place, K, k, E, L) with commas between them. Every setting of
-    the recipe is an option; --options.METHOD.OPTION VALUE is one of another method than the recipe's.
+    methods and sets (all, everything, ablations, compute, place, K, k, E, L), separated by commas. Every setting of the
+    recipe is an option; --options.METHOD.OPTION VALUE sets an option of a method other than the recipe's.
     """
     with explained(KeyError, ValueError, ModuleNotFoundError):
         from intbmoe.commands.overrides import parse_recipe, take_method_options
@@ -101,11 +101,11 @@ def compare(args: Unparsed) -> None:
         recipe, options = parse_recipe("compare", CompareOptions(), args, about(compare))
         use_device(options.device)
         if recipe.moe.label is not None:
-            raise ValueError("--moe.label is the comparison's own choice: give it a name with --name")
+            raise ValueError("the comparison sets --moe.label itself: name the comparison with --name")
         if _without(args, "--train.seed") != list(args):
             raise ValueError(
-                "--train.seed is the comparison's own choice: --seeds N takes the first N of the recipe's seeds "
-                f"({', '.join(map(str, recipe.seeds))}), which a .yaml file of yours can set (seeds:)"
+                "the comparison sets --train.seed itself: --seeds N takes the first N of the recipe's seeds "
+                f"({', '.join(map(str, recipe.seeds))}), which you can set in a .yaml file (seeds:)"
             )
         settings = _without(args, "--methods", "--seeds", "--jobs", "--root")
         status = run_comparison(recipe, options, settings, own)
@@ -116,7 +116,7 @@ def demo(no_browser: bool = False) -> None:
     """Compare all methods on handwritten digits, in a few minutes, and open the report.
 
     Args:
-        no_browser: Only say where the report is.
+        no_browser: Only print where the report is.
     """
     try:
         compare(["digits", "--methods", "all"])
@@ -131,18 +131,18 @@ def demo(no_browser: bool = False) -> None:
 
 @dataclass(frozen=True)
 class PlanOptions(Checked):
-    """What ``plan`` takes beside the recipe's settings."""
+    """Options of ``plan`` besides the recipe's settings."""
 
     devices: PositiveInt = 8
     """Number of devices."""
     memory: Positive = 80.0
     """Memory of one device, in GB."""
     bandwidth: Positive = 400.0
-    """Gbit/s that a device sends: 400 for one network card of that kind each, thousands inside a machine."""
+    """Gbit/s that a device sends: 400 if each has one network card of that speed, thousands inside a machine."""
     tflops: Positive = 300.0
-    """TFLOP/s that a device really reaches in training, not what it is sold for."""
+    """TFLOP/s that a device actually reaches in training, not its advertised peak."""
     picture: Path | None = None
-    """Where to draw the bytes against experts, tokens and devices, .png or .svg."""
+    """File for a picture of the bytes against experts, tokens and devices, .png or .svg."""
     markdown: bool = False
     """Print Markdown."""
     json: bool = False
@@ -152,7 +152,7 @@ class PlanOptions(Checked):
 def plan(args: Unparsed) -> None:
     """Plan a training on many devices: intbmoe plan RECIPE --devices 64 --memory 80 --bandwidth 400.
 
-    Counts memory and bytes of a step for ddp, fsdp, pools and experts, and says which to take.
+    Counts memory and bytes of a step for ddp, fsdp, pools and experts, and says which to use.
     """
     with explained(KeyError, ValueError, ModuleNotFoundError):
         from intbmoe.analysis.scaling_report import print_plan
@@ -172,17 +172,17 @@ def prepare(
     workers: PositiveInt = 1,
     ray: str | None = None,
 ) -> None:
-    """Make large data ready for training, once: intbmoe prepare NAME SOURCE TARGET.
+    """Prepare large data for training, once: intbmoe prepare NAME SOURCE TARGET.
 
-    Can be interrupted: the same command goes on from what is finished. TARGET is then the recipe's --data.path.
+    It can be interrupted: the same command resumes from what is finished. TARGET is then the recipe's --data.path.
 
     Args:
-        name: imagenet, inttravel, minipile or wikipedia; or what a task of your own prepares.
+        name: imagenet, inttravel, minipile or wikipedia; or a name that a task of your own prepares.
         source: The folder with the original files.
         target: The folder to write.
-        skip_bad: Count malformed rows and leave them out; without it the first one stops the preparation.
+        skip_bad: Count malformed rows and leave them out; without this option the first one stops the preparation.
         workers: Processes that share the work.
-        ray: Share it over the Ray cluster that this machine belongs to: auto, or its HOST:PORT; local to try it.
+        ray: Share it over the Ray cluster that this machine belongs to: auto, or its HOST:PORT; local to try it out.
     """
     with explained(ModuleNotFoundError, ValueError):
         from intbmoe.tasks import list_preparations
@@ -200,7 +200,7 @@ def prepare(
             counted = preparations[name].run(source, target, **options)
     except KeyboardInterrupt:
         again = shlex.join(["intbmoe", "prepare", name, str(source), str(target)])
-        sys.exit(f"stopped: {again} goes on from what is finished")
+        sys.exit(f"stopped: {again} resumes from what is finished")
     say(
         "\n".join(
             f"{key}: {value:,}" if isinstance(value, int) else f"{key}: {value}" for key, value in counted.items()

@@ -1,4 +1,4 @@
-"""``intbmoe compare``: train variants of one recipe over seeds, and say how they did and what they cost.
+"""``intbmoe compare``: train variants of one recipe over seeds, and report how well they did and what they cost.
 
-``compare.py`` goes through it in order: plan, jobs, summary, table and picture, and the page with its answer on top.
+``compare.py`` runs the parts in order: plan, jobs, summary, table and picture, and the page with the answer on top.
 """

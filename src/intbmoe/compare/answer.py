@@ -1,8 +1,8 @@
 """The five lines at the top of a comparison's page: what was compared, on what, what won, by how much, how sure.
 
-Each contender is compared with the best one in a pair, on the same test examples and seeds. The two are tied if a
-difference as large has a chance of 5 % or more, two-sided and corrected for the number of contenders (``pairs.py``).
-Where runs kept no outcomes, those are tied whose 95 % intervals overlap. With one seed, whatever is ahead is no claim.
+Each contender is paired with the best one, on the same test examples and seeds. The two are tied if a difference this
+large has a probability of 5 % or more, two-sided and corrected for the number of contenders (``pairs.py``). If runs
+kept no outcomes, contenders whose 95 % intervals overlap are tied. With one seed, no lead is a claim.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ from intbmoe.report.page import Answer, Verdict
 from intbmoe.report.trace import trained_for
 
 MOST_NAMED, MOST_LISTED = 3, 13
-ALIKE = 0.02  # costs that differ by less are called about equal
+ALIKE = 0.02  # costs that differ by less than this share are called about equal
 COSTS = {"flops": "FLOPs", "params": "parameters"}
 SURE, TEST = 0.05, "two-sided, 5 %, Holm's correction"
-Data = Mapping[str, Any]  # what ``page.collect`` calls a comparison, or a row of it
+Data = Mapping[str, Any]  # a comparison as ``page.collect`` describes it, or a row of it
 
 
 def answer_comparison(data: Data) -> Answer:
@@ -43,7 +43,7 @@ def answer_comparison(data: Data) -> Answer:
 
 
 def _overlap(one: Data, other: Data) -> bool:
-    """Whether ``other`` cannot be told from ``one``, the best."""
+    """Whether ``other`` cannot be distinguished from ``one``, the best."""
     if one["interval_95"] is None or other["interval_95"] is None:
         return False
     if paired := other.get("to_best"):
@@ -78,11 +78,11 @@ def _won(verdict: Verdict, metric: str, best: Data, overlapping: Sequence[Data])
         return f"Nothing alone. The best mean is that of {found}; tied with it: {tied}."
     if verdict == "no claim":
         return f"Not decided. Ahead is {found}."
-    return f"Nothing to win: {found}, stands alone."
+    return f"Nothing to win: {found}, is the only one."
 
 
 def _below_floor(data: Data, best: Data) -> str:
-    """Said only of a best method that does not beat a floor: it has learned nothing."""
+    """Return a warning if the best method does not beat a floor: then it has learned nothing."""
     sign, metric = 1 if data["higher_is_better"] else -1, data["metric"]
     reached = {name: values[metric] for name, values in data["floors"].items() if metric in values}
     unbeaten = {name: value for name, value in reached.items() if sign * value >= sign * best["mean"]}
@@ -109,7 +109,7 @@ def _how_much(metric: str, order: Sequence[Data]) -> str:
 
 
 def _times(own: float, other: float, word: str) -> str:
-    """ "1.2 times as many FLOPs", "about as many parameters"."""
+    """Return a phrase such as "1.2 times as many FLOPs" or "about as many parameters"."""
     if own == other:
         return f"as many {word}"
     return f"about as many {word}" if abs(own / other - 1) < ALIKE else f"{own / other:.3g} times as many {word}"
@@ -123,7 +123,7 @@ def _how_sure(verdict: Verdict, best: Data, others: Sequence[Data], overlapping:
         single = _titles([row for row in (best, *others) if len(row["values"]) < 2])
         if len(single) == len(others) + 1:
             return "No claim: with one seed each, differences may be chance. More seeds give intervals (--seeds 3)."
-        return f"No claim: one seed only of {name_list(single)}. More seeds give intervals (--seeds 3)."
+        return f"No claim: there is only one seed of {name_list(single)}. More seeds give intervals (--seeds 3)."
     if verdict == "tie":
         behind = [row for row in others if row not in overlapping]
         one = len(overlapping) == 1
@@ -151,7 +151,7 @@ def _headline(verdict: Verdict, recipe: str, best: Data, overlapping: Sequence[D
 
 
 def name_list(names: Sequence[str], most: int = MOST_LISTED) -> str:
-    """Names with commas and "and", semicolons where a name has a comma itself; of too many, the first."""
+    """Join names with commas and "and", or semicolons if a name contains a comma; of too many, name the first."""
     comma = "; " if any(", " in name for name in names) else ", "
     if len(names) > most:
         return f"{comma.join(names[:most])} and {len(names) - most} more"

@@ -23,10 +23,10 @@ from intbmoe.tasks.recipe import Recipe
 
 
 def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (), own: Options | None = None) -> int:
-    """Plan, train, summarise, report; returns the exit status.
+    """Plan, train, summarise and report; return the exit status.
 
     ``settings`` are the recipe and its settings as given on the command line, for the commands shown at the end;
-    ``own`` are options of methods that are not the recipe's.
+    ``own`` are options of methods other than the recipe's.
     """
     own = own or {}
     started = time.monotonic()
@@ -39,7 +39,7 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
     try:
         failures = run_jobs(plan, waiting, jobs, console) if waiting else []
     except KeyboardInterrupt:
-        console.print("Stopped; what was reached is saved. The same command goes on from there.")
+        console.print("Stopped; progress so far is saved. The same command resumes from there.")
         return 130
     sound, left_out = sort_out(plan.jobs)
     rows = make_rows(summarise(sound))
@@ -51,7 +51,7 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
     damaged = _tell_damaged(console, plan, left_out)
     _tell_failures(console, plan, failures)
     if not plan.jobs:
-        console.print(f"Nothing is left of --methods {options.methods} to compare: choose others.", markup=False)
+        console.print(f"--methods {options.methods} leaves nothing to compare: choose others.", markup=False)
     console.print(f"Done in {timedelta(seconds=round(time.monotonic() - started))}.")
     if rows and not failures:
         console.print(f"\nNext:\n{what_next(plan, options, settings, own)}", markup=False, soft_wrap=True)
@@ -68,7 +68,7 @@ def _report(console: Console, comparison: Comparison) -> None:
         console.print(note, soft_wrap=not console.is_terminal)
     written = write_files(plan.folder, stem, rows, title, task.higher_is_better)
     asked = make_task(plan.recipe)
-    floors = asked.floors()  # after the table is safe: on large data they take their time
+    floors = asked.floors()  # after the table is written: on large data they take a while
     if floors:
         console.print(floors_table(floors, "What needs no learning").terminal(console.width))
         written = write_files(plan.folder, stem, rows, title, task.higher_is_better, floors)
@@ -102,7 +102,7 @@ def _tell_failures(console: Console, plan: Plan, failures: Sequence[Failure]) ->
 
 
 def _tell_damaged(console: Console, plan: Plan, left_out: Sequence[Mapping[str, str]]) -> int:
-    """Runs that came to their end and cannot be read back; returns how many."""
+    """Print the runs that finished but cannot be read back; return how many."""
     finished = {str(job.run.path) for job in plan.jobs if job.run.finished}
     damaged = [one for one in left_out if one["path"] in finished]
     for one in damaged:
@@ -124,7 +124,7 @@ def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str], own:
     recipe = shlex.join(_with_root(plan, options, settings))
     same = shlex.join([*_with_root(plan, options, settings), *_own_words(own or {})])
     last = plan.jobs[-1]
-    # Options belong to one method, the recipe's where none is named.
+    # Options belong to one method: the recipe's, if none is named.
     named = any(setting.startswith(("--moe.name", "--moe.options.")) for setting in settings)
     own = f"{'' if named else f'--moe.name {last.variant.moe.name} '}--moe.experts 32 --moe.label more-experts"
     more = 3 if options.seeds < 3 else options.seeds + 2
@@ -133,20 +133,20 @@ def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str], own:
         (f"compare {recipe} --methods ablations", "IntBMoE with one part left out at a time"),
         (f"train {recipe} {own}", "a run of your own"),
         (f"eval {shlex.quote(str(last.run.path))}", "the metrics of a trained model"),
-        (f"analyse {shlex.quote(str(last.run.path))}", "what its experts do, where its tokens go"),
+        (f"analyse {shlex.quote(str(last.run.path))}", "what its experts do and where its tokens go"),
         ("recipes", "which experiments there are"),
     ]
     labels = {job.variant.label for job in plan.jobs}
     if "dense" in labels and PLACED not in labels and find_task(plan.recipe.task).dense_in_place:
         beside = shlex.quote(f"{options.methods},place")
-        about = "dense with all that a mixture gets besides its experts"
+        about = "dense with everything that a mixture gets besides its experts"
         steps.insert(1, (f"compare {same} --methods {beside} --seeds {options.seeds}", about))
     plugins = "".join(f" {word}" for word in map(shlex.quote, plugin_options()))
     return "\n".join(f"  {program} {command}{plugins}   # {purpose}" for command, purpose in steps)
 
 
 def _own_program() -> str:
-    """How this process was started, where intbmoe is not on the path."""
+    """Return how this process was started, if intbmoe is not on the path."""
     path = os.path.relpath(sys.argv[0])
     return "python -m intbmoe.cli" if path.endswith("cli.py") else shlex.quote(path)
 

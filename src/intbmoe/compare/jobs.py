@@ -1,4 +1,4 @@
-"""Runs side by side, each in a process of its own: one scheduler, for comparisons and for the study."""
+"""Runs side by side, each in its own process: one scheduler for comparisons and for the study."""
 
 import json
 import math
@@ -34,7 +34,7 @@ POLL_SECONDS = 0.3
 LOG_LINES = 12
 TAIL_BYTES = 8192
 PROCESS_BYTES = 2**30
-BYTES_PER_PARAMETER = 20  # weights, gradient, Adam's two moments and a copy while they change, in float32
+BYTES_PER_PARAMETER = 20  # weights, gradient, Adam's two moments and a copy during the update, in float32
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Lane:
 class Process:
     job: Any
     lane: Lane
-    place: int  # which of the lane's
+    place: int  # its number within the lane
     popen: subprocess.Popen
     log: Path
-    log_start: int  # where in the log this start begins: earlier ones stay above it
-    metrics: Path  # the run's lines of JSON, which grow
+    log_start: int  # where in the log this start begins; earlier starts are above it
+    metrics: Path  # the run's growing file of JSON lines
     started: float
 
     def last_row(self) -> dict[str, Any]:
@@ -79,8 +79,8 @@ class Process:
 def launch(
     job: Any, lane: Lane, place: int, command: Sequence[str], log: Path, metrics: Path, environment: Mapping[str, str]
 ) -> Process:
-    """Start ``command`` as a process that ends with this one, its output added to ``log``."""
-    # Appended to: a run of a comparison that was killed may still have it open.
+    """Start ``command`` as a process that ends with this one, appending its output to ``log``."""
+    # Append, because a run of a killed comparison may still have the log open.
     with open(log, "ab") as output:
         output.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {shlex.join(command)}\n".encode())
         output.flush()
@@ -91,27 +91,27 @@ def launch(
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONUNBUFFERED": "1", STARTED_BY: str(os.getpid()), **environment},
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then asks the runs to stop
+            start_new_session=True,  # Ctrl-C reaches only this process, which then asks the runs to stop
         )
     return Process(job, lane, place, popen, log, log_start, metrics, time.monotonic())
 
 
 class Scheduler(ABC):
-    """Keeps the places of its lanes filled; what a run is and what is said about it, subclasses know."""
+    """Keeps the places of its lanes filled; subclasses know what a run is and what to print about it."""
 
-    grace_seconds: float = 120  # how long a run that is asked to stop has to save
+    grace_seconds: float = 120  # how long a run has to save after it is asked to stop
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self.lanes = lanes
         self.running: list[Process] = []
         self._most_beside: dict[int, int] = {}
-        """Of jobs that ran out of memory, by ``id``: how many may run beside them when they start again."""
+        """For jobs that ran out of memory, by ``id``: how many may run beside them when they start again."""
 
     def takes(self, job: Any, lane: Lane) -> bool:
         return True
 
     def memory(self, lane: Lane, place: int) -> Any:
-        """What a run there takes its memory from: runs with equal answers share it."""
+        """Return the memory that a run there uses; runs with equal answers share it."""
         return lane
 
     @abstractmethod
@@ -119,20 +119,20 @@ class Scheduler(ABC):
 
     @abstractmethod
     def progress(self, process: Process) -> None:
-        """Called again and again while it runs."""
+        """Report progress; called repeatedly while the process runs."""
 
     @abstractmethod
     def ended(self, process: Process) -> None: ...
 
     @abstractmethod
     def postponed(self, process: Process, most_beside: int) -> None:
-        """It ran out of memory and waits until at most so many run beside it."""
+        """Report that it ran out of memory and waits until at most ``most_beside`` run beside it."""
 
     def run(self, waiting: list[Any], deadline: float = math.inf) -> None:
         """Take jobs from the front of ``waiting`` until all have ended, or until ``deadline`` (``time.monotonic``).
 
-        What then still runs is asked to save and stop, and stays in ``running``; so too on Ctrl-C and SIGTERM, which
-        both raise ``KeyboardInterrupt``.
+        Whatever still runs then is asked to save and stop, and stays in ``running``. The same happens on Ctrl-C and
+        SIGTERM, which both raise ``KeyboardInterrupt``.
         """
         with _sigterm_interrupts():
             try:
@@ -143,7 +143,7 @@ class Scheduler(ABC):
                     time.sleep(POLL_SECONDS)
                     for process in self.running:
                         self.progress(process)
-                    # Two may have ended since the last look: the one ran beside the other.
+                    # If two have ended since the last look, each counts as having run beside the other.
                     ended = [process for process in self.running if process.popen.poll() is not None]
                     beside = [self._beside(process.lane, process.place) - 1 for process in ended]
                     for process, count in zip(ended, beside, strict=True):
@@ -166,12 +166,12 @@ class Scheduler(ABC):
                     self.running.append(self.start(job, lane, place))
 
     def _beside(self, lane: Lane, place: int) -> int:
-        """How many run there already, with the same memory."""
+        """Count the runs there that use the same memory."""
         memory = self.memory(lane, place)
         return sum(self.memory(process.lane, process.place) == memory for process in self.running)
 
     def _end(self, process: Process, beside: int, waiting: list[Any]) -> None:
-        """A run that found no memory beside others starts again when fewer of them run."""
+        """End a run, or let it start again with fewer beside it if it ran out of memory beside others."""
         if process.popen.returncode > 0 and beside and process.lacked_memory():
             self._most_beside[id(process.job)] = beside - 1
             waiting.append(process.job)
@@ -180,7 +180,7 @@ class Scheduler(ABC):
             self.ended(process)
 
     def _stop(self) -> None:
-        """Ask the runs to save and stop; those that do not are ended, with all that they started."""
+        """Ask the runs to save and stop; kill those that do not, with everything they started."""
         for process in self.running:
             process.popen.terminate()
         deadline = time.monotonic() + self.grace_seconds
@@ -194,7 +194,7 @@ class Scheduler(ABC):
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """While it is open, SIGTERM raises KeyboardInterrupt as Ctrl-C does."""
+    """While this is open, SIGTERM raises KeyboardInterrupt as Ctrl-C does."""
     old = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -203,9 +203,9 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def threads(jobs: int) -> int:
-    """Threads of one of ``jobs`` runs: its share of the cores, or fewer where OMP_NUM_THREADS says so."""
+    """Return the threads of one of ``jobs`` runs: its share of the cores, or fewer if OMP_NUM_THREADS says so."""
     share = max(1, usable_cores() // jobs)
-    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is for nested regions
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # further numbers are for nested regions
     return min(share, int(wanted)) if wanted.isdecimal() and int(wanted) else share
 
 
@@ -220,7 +220,7 @@ class Failure:
 
 
 def choose_jobs(plan: Plan, runs: int, wanted: int | None) -> int:
-    """How many runs go side by side: as wanted, else one per GPU, else what cores and free memory allow."""
+    """Return how many runs go side by side: ``wanted``, else one per GPU, else what cores and free memory allow."""
     if wanted is not None:
         return max(1, min(wanted, runs))
     if torch.cuda.is_available():
@@ -237,12 +237,12 @@ def run_jobs(plan: Plan, waiting: Sequence[Job], jobs: int, console: Console) ->
 
 
 class _Comparison(Scheduler):
-    """On a terminal a bar over all runs and a line for each running one; elsewhere a plain line per run."""
+    """On a terminal, shows a bar for all runs and a line for each running one; elsewhere a plain line per run."""
 
     def __init__(self, plan: Plan, waiting: int, jobs: int, console: Console) -> None:
         super().__init__([Lane("cuda" if torch.cuda.is_available() else "cpu", jobs)])
         self.plan, self.console = plan, console
-        # Runs that begin later compute as those before them: their share of the cores may have grown meanwhile.
+        # Later runs use as many threads as earlier ones, even if their share of the cores has grown since.
         begun = [count for job in plan.jobs if (count := job.run.threads()) is not None]
         self.threads = min([threads(jobs), *begun])
         self.total, self.done = len(plan.jobs), len(plan.jobs) - waiting
@@ -260,7 +260,7 @@ class _Comparison(Scheduler):
         self.console.print(text, markup=False, highlight=False)
 
     def start(self, job: Job, lane: Lane, place: int) -> Process:
-        """The ordinary ``intbmoe train`` on a recipe written out: the same by hand if something goes wrong."""
+        """Run the ordinary ``intbmoe train`` on a recipe file, so that the user can repeat it by hand if it fails."""
         self._say_if_waiting(job)
         folder = self.plan.folder / "jobs"
         stem = f"{job.variant.label}-{job.seed}"
@@ -272,7 +272,7 @@ class _Comparison(Scheduler):
         if lane.device == "cuda":
             gpus = _visible_gpus()
             environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
-        with full_disk_is_explained(folder, "free some space and start again; the runs go on where they were"):
+        with full_disk_is_explained(folder, "free some space and start again; the runs resume where they were"):
             folder.mkdir(parents=True, exist_ok=True)
             recipe.write_text(text, encoding="utf-8")
             process = launch(job, lane, place, command, log, job.run.metrics_path, environment)
@@ -282,7 +282,7 @@ class _Comparison(Scheduler):
         return process
 
     def _say_if_waiting(self, job: Job) -> None:
-        """If another process has the run, the one about to be started waits for it."""
+        """Say that the run must wait, if another process is training it."""
         if job.run.path.is_dir():
             try:
                 with run_lock(job.run.path):
@@ -307,7 +307,7 @@ class _Comparison(Scheduler):
 
     def postponed(self, process: Process, most_beside: int) -> None:
         self.bars.remove_task(self.bar_of.pop(process.job.title))
-        self._say(f"waiting  {process.job.title}: out of memory beside {most_beside + 1} more, starts again with fewer")
+        self._say(f"waiting  {process.job.title}: out of memory beside {most_beside + 1} more, restarts beside fewer")
 
     def ended(self, process: Process) -> None:
         self.done += 1

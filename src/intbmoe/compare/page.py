@@ -1,6 +1,6 @@
 """The page of a comparison: runs/<recipe>/compare/<methods>/report.html, with its data and pictures beside it.
 
-``collect`` makes the data of the finished runs; pictures and page are made from that data alone.
+``collect`` gathers the data of the finished runs; pictures and page are made from that data alone.
 """
 
 import os
@@ -39,8 +39,8 @@ from intbmoe.train.metrics import LOAD_RATIOS
 
 GRIDS = ("K", "k", "E", "L")
 ABLATIONS = "ablations"
-MOST_POINTS = 400  # of one curve; a picture has no more pixels, and metrics.jsonl has all
-DIGEST = 12  # digits of a SHA-256 that are shown; the data has all
+MOST_POINTS = 400  # per curve; a picture has no more pixels, and metrics.jsonl has all of them
+DIGEST = 12  # digits shown of a SHA-256; the data has all of them
 Data = Mapping[str, Any]
 
 
@@ -48,16 +48,16 @@ Data = Mapping[str, Any]
 class Comparison:
     plan: Plan
     sound: Sequence[Job]
-    rows: Sequence[Mapping[str, Any]]  # of ``make_rows``
+    rows: Sequence[Mapping[str, Any]]  # from ``make_rows``
     floors: Mapping[str, Mapping[str, float]]
     left_out: Sequence[Mapping[str, str]]
-    methods: str  # as ``--methods`` named them
+    methods: str  # as given to ``--methods``
     command: str
     ceilings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def collect(comparison: Comparison) -> dict[str, dict[str, Any]]:
-    """What is written: file name → content."""
+    """Return what is written: file name → content."""
     plan = comparison.plan
     task = find_task(plan.recipe.task)
     refused = [{"title": title, "path": "", "reason": reason} for title, reason in plan.refused.items()]
@@ -85,7 +85,7 @@ def _traced(job: Job, plan: Plan) -> dict[str, Any]:
 
 
 def _sets(recipe: Recipe, methods: str) -> dict[str, list[dict[str, Any]]]:
-    """The sensitivity grids and ablations that were asked for by name: in order, value or title and label."""
+    """Return the sensitivity grids and ablations that were asked for by name: in order, value or title and label."""
     asked = [name.strip() for name in methods.split(",")]
     found = {}
     for name in (*GRIDS, ABLATIONS):
@@ -113,15 +113,15 @@ def _curves(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 
 
 def thin(points: Sequence[Any], most: int) -> list[Any]:
-    """At most ``most`` of the points, evenly spread, the first and the last among them."""
+    """Return at most ``most`` of the points, evenly spread, including the first and the last."""
     if len(points) <= most:
         return list(points)
     return [points[round(place * (len(points) - 1) / (most - 1))] for place in range(most)]
 
 
 def write_comparison_page(comparison: Comparison) -> Path:
-    """Save the comparison's data, draw its pictures and make its page; returns the page's path."""
-    folder = comparison.plan.folder / file_stem(comparison.methods)  # of its own, as its tables have their names
+    """Save the comparison's data, draw its pictures and write its page; return the page's path."""
+    folder = comparison.plan.folder / file_stem(comparison.methods)  # one per --methods, as its tables have their names
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
     for name, content in collect(comparison).items():
@@ -130,12 +130,12 @@ def write_comparison_page(comparison: Comparison) -> Path:
 
 
 def redraw_comparison(folder: str | Path) -> Path:
-    """Draw pictures and page again, from the saved data alone."""
+    """Draw the pictures and write the page again, from the saved data alone."""
     folder = Path(folder)
     data = read_json(folder / "data" / "comparison.json")
     pictures = folder / "pictures"
     pictures.mkdir(exist_ok=True)
-    for old in pictures.iterdir():  # of an earlier comparison, which had other parts
+    for old in pictures.iterdir():  # from an earlier comparison, which may have had other parts
         old.unlink()
     if find_spec("matplotlib") is not None:
         from intbmoe.compare.pictures import draw_comparison  # an optional dependency
@@ -146,7 +146,7 @@ def redraw_comparison(folder: str | Path) -> Path:
 
 
 def comparison_page(data: Data, pictures: Path) -> Page:
-    """The page; parts without runs or pictures are not on it."""
+    """Return the page, without parts that have no runs or pictures."""
     figures = {path.stem: read_figure(path, "data/") for path in sorted(pictures.glob("*.json"))}
     answer = answer_comparison(data)
     sections = [_results(data, answer.leaders), *(_part(name, figures) for name in LEADS), _ablations(data)]
@@ -180,38 +180,38 @@ def _results(data: Data, leaders: Sequence[str]) -> Section:
         marked=frozenset(index for index, row in enumerate(rows) if row["title"] in leaders),
         starred=frozenset(index for index, row in enumerate(rows) if row["method"] == "intbmoe"),
     )
-    return Section("results", "Results", "Click a heading to sort by it. A method's name leads to its runs.", [table])
+    return Section("results", "Results", "Click a heading to sort by it. A method's name links to its runs.", [table])
 
 
 def _result_notes(data: Data, leaders: Sequence[str]) -> list[str]:
     several = any(row["interval_95"] is not None for row in data["rows"])
     better = "right" if data["higher_is_better"] else "left"
     notes = [
-        f"±: half the 95 % interval of the mean, {by_students_t(data['rows'])}. Under it the dot is the mean, the bar "
-        f"the interval, thin marks are single seeds; the axis is the same in all rows, and better is further {better}."
+        f"±: half the 95 % interval of the mean, {by_students_t(data['rows'])}. Below it, the dot is the mean, the bar "
+        f"the interval, and thin marks are single seeds; all rows share one axis, and better is further {better}."
         if several
         else "One seed each, so there is no interval, and differences may be chance (--seeds 3 gives intervals). "
         f"The dots share one axis; better is further {better}.",
-        f"{'; '.join(f'{name.capitalize()}: {hint}' for name, hint in SHARES.items())}. For one layer, mean over the "
-        "layers; shared experts left out.",
+        f"{'; '.join(f'{name.capitalize()}: {hint}' for name, hint in SHARES.items())}. Per layer, mean over the "
+        "layers, without shared experts.",
         *difference_notes(data["rows"]),
         f"FLOPs: one example by itself, {WITH_ATTENTION}. Seconds: training, mean over "
-        "runs, of which several may have shared the machine.",
+        "runs, several of which may have shared the machine.",
     ]
     if any(row["method"] == "intbmoe" for row in data["rows"]):
-        notes.insert(0, "★: IntBMoE and its forms.")
+        notes.insert(0, "★: IntBMoE and its variants.")
     notes += protocol_notes(data["rows"])
     if leaders:
-        notes.insert(0, "Tinted rows: the best mean, and what cannot be told from it.")
+        notes.insert(0, "Tinted rows: the best mean, and what cannot be distinguished from it.")
     if any(row["active_experts"] is not None for row in data["rows"]):
-        notes.append("~: at the number of experts that a test token had on average, which a trained router decides.")
+        notes.append("~: at the average number of experts of a test token, which a trained router decides.")
     if any(row["mean"] is None for row in data["rows"]):
-        notes.append("A precomposed form is the same model with its blocks built once: same outputs, not trained anew.")
+        notes.append("A precomposed form is the same model with its blocks built once: same outputs, no new training.")
     return notes
 
 
 def _ablations(data: Data) -> Section | None:
-    """The paper's tables: every metric of the full model and of each ablation, and the distance of the two."""
+    """Return the paper's tables: every metric of the full model and of each ablation, and their differences."""
     rows = {row["label"]: row for row in trained_rows(data["rows"])}
     variants = [one for one in data["sets"].get(ABLATIONS, []) if one["label"] in rows]
     if len(variants) < 2:
@@ -230,9 +230,9 @@ def _ablations(data: Data) -> Section | None:
     columns = [Column("Variant", numeric=False), *(Column(name) for name in metrics)]
     tables = [Table("IntBMoE and its ablations, on the test split", [*columns, Column("Params (M)")], cells)]
     if differences:
-        better = f"{'Below' if data['higher_is_better'] else 'Above'} zero: the part that was left out helped"
+        better = f"{'Below' if data['higher_is_better'] else 'Above'} zero: the part that was left out helps"
         note = f"Mean of the ablation minus mean of the full model. {better}, as far as the intervals above allow."
-        tables.append(Table("Distance from the full model", columns, differences, notes=[note]))
+        tables.append(Table("Difference from the full model", columns, differences, notes=[note]))
     return Section("ablations", "Ablations", "What does each part of IntBMoE do? One is left out at a time.", tables)
 
 
@@ -244,10 +244,10 @@ def _difference(row: Data, full: Data, metric: str) -> Cell:
 
 
 BOUNDS = {
-    "floors": ("Floor", "What needs no learning. A method that does not beat these has learned nothing."),
+    "floors": ("Floor", "Predictions that need no learning. A method that does not beat these has learned nothing."),
     "ceilings": (
         "Ceiling",
-        "The data was made by a known rule: no model can be expected to do better than one that knows it.",
+        "The data was generated by a known rule: no model can be expected to beat one that knows the rule.",
     ),
 }
 
@@ -264,7 +264,7 @@ def _left_out(data: Data, figures: Mapping[str, Figure]) -> Section | None:
     ]
     if not figures and find_spec("matplotlib") is None:
         items.append(("Pictures:", "matplotlib is not installed: pip install 'intbmoe[plots]'"))
-    lead = "Runs that are unfinished or damaged, and variants that the task does not take. No number here counts them."
+    lead = "Runs that are unfinished or damaged, and variants that the task does not accept. No number includes them."
     return Section("left-out", "Left out", lead, [Notice(items)]) if items else None
 
 
@@ -299,9 +299,9 @@ def _runs(data: Data) -> Section:
         seen.add(run["label"])
         anchors.append(f"run-{anchor(run['label'])}" + ("" if first else f"-{run['seed']}"))
     notes = [
-        "Settings and Model: the beginning of the SHA-256 of config.yaml and of model.safetensors in the run's folder; "
-        "data/comparison.json has them whole, with every digit of every number here.",
+        "Settings and Model: the first digits of the SHA-256 of config.yaml and of model.safetensors in the run's "
+        "folder; data/comparison.json has all digits, and every digit of every number here.",
         f"This page was made by: {data['command']}",
     ]
     table = Table("Every run", columns, cells, notes=notes, anchors=anchors)
-    return Section("runs", "Where this comes from", "Each number above is made of these runs.", [table])
+    return Section("runs", "Where this comes from", "Each number above comes from these runs.", [table])

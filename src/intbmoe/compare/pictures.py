@@ -1,4 +1,4 @@
-"""Pictures of a comparison, each drawn from its records alone: the one beside the table, and those of the page."""
+"""Pictures of a comparison, each drawn from its records alone: the one beside the table, and those on the page."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,11 +21,11 @@ AROUND = (
     *((8, 10, "left"), (8, -10, "left"), (-8, 10, "right"), (-8, -10, "right")),
     *((9, 20, "left"), (9, -20, "left"), (-9, 20, "right"), (-9, -20, "right")),
 )
-"""Where a point's name may stand, the best place first: points to the right and up, and its side that is there."""
+"""Where a point's name may go, the best place first: points to the right and up, and the side of the name at it."""
 LONGEST_NAME = 22  # letters of a method's title beside its row
-ALIKE = 1.05  # the largest over the smallest of costs that are called equal
-MOST_COLOURED, MOST_NAMED = 7, 5  # lines that an eye can follow; of more methods the others are grey
-GRID_TITLES = {"K": "blocks K", "k": "blocks a token k", "E": "expert bases E", "L": "layers in a block L"}
+ALIKE = 1.05  # costs are called equal if the largest over the smallest is at most this
+MOST_COLOURED, MOST_NAMED = 7, 5  # lines that an eye can follow; with more methods, the others are grey
+GRID_TITLES = {"K": "blocks K", "k": "blocks per token k", "E": "expert bases E", "L": "layers per block L"}
 
 
 def draw_comparison(data: Data, curves: Sequence[Data]) -> list[Picture]:
@@ -40,7 +40,7 @@ def _add_legend(figure: Figure, rows: Sequence[Data]) -> None:
 
 
 def draw_table(rows: Sequence[Data], title: str, higher_is_better: bool) -> Picture:
-    """The metric with its interval on the left, FLOPs and parameters on the right."""
+    """Draw the metric with its interval on the left, FLOPs and parameters on the right."""
     trained = sorted(trained_rows(rows), key=lambda row: row["mean"] if higher_is_better else -row["mean"])
     figure = Figure(figsize=(PHONE_INCHES, 1.6 + 0.38 * len(trained)), layout="constrained")
     metric, flops, params = figure.subplots(1, 3, sharey=True, width_ratios=(1.9, 1, 1))
@@ -59,12 +59,12 @@ def draw_table(rows: Sequence[Data], title: str, higher_is_better: bool) -> Pict
     add_legend(figure, {method_family(row["method"]) for row in trained}, PHONE_POINTS - 1)
     figure.suptitle(title, fontsize=PHONE_POINTS + 1, x=0.01, ha="left")
     see = "How good each method is and what it costs, the best on top."
-    how = "Means over the seeds with 95 % intervals; FLOPs are of one example by itself."
+    how = "Means over the seeds with 95 % intervals; FLOPs are for one example by itself."
     return Picture("table", title, see, how, figure)
 
 
 def _draw_dots(axes: Axes, rows: Sequence[Data], factor: float) -> tuple[float, float]:
-    """Dots, not bars, because the axis does not begin at zero; returns its ends."""
+    """Draw dots, not bars, because the axis does not begin at zero; return its ends."""
     low = min((row["mean"] - (row["interval_95"] or 0)) * factor for row in rows)
     high = max((row["mean"] + (row["interval_95"] or 0)) * factor for row in rows)
     reach = high - low or 0.1 * abs(high) or 1
@@ -101,7 +101,7 @@ def _draw_bars(axes: Axes, rows: Sequence[Data], column: str, unit: float, title
 
 
 def _draw_precomposed(axes: Axes, trained: Sequence[Data], rows: Sequence[Data], unit: float) -> None:
-    """The part of IntBMoE's FLOPs that stays when its blocks are composed beforehand."""
+    """Mark the part of IntBMoE's FLOPs that remains when its blocks are composed beforehand."""
     for row in rows:
         if row["mean"] is None:
             place = next(place for place, other in enumerate(trained) if other["label"] == row["label"])
@@ -129,7 +129,7 @@ def _draw_cost(data: Data) -> list[Picture]:
     axes_of = (
         ("params", 1e6, "parameters (M)"),
         ("flops", flops, f"FLOPs of one example ({letter})"),
-        ("seconds", 1, "training, seconds a run"),
+        ("seconds", 1, "training, seconds per run"),
     )
     equal = [axis for axis in axes_of if _alike(rows, axis[0])]  # points on top of each other say nothing
     axes_of = tuple(axis for axis in axes_of if axis not in equal) or axes_of[1:2]
@@ -148,7 +148,7 @@ def _draw_cost(data: Data) -> list[Picture]:
         tidy(axes, grid="both", size=8.5)
     panels[0].set_ylabel(f"{data['metric']}{unit}", fontsize=10)
     _add_legend(figure, rows)
-    figure.get_layout_engine().execute(figure)  # labels need to know where points are
+    figure.get_layout_engine().execute(figure)  # labels need to know where the points are
     first = sorted(rows, key=lambda row: row["label"] != row["method"])  # methods get names before their variants
     for axes, (column, scale, _) in zip(panels, axes_of, strict=True):
         places = [(row[column] / scale, row["mean"] * factor) for row in first]
@@ -159,7 +159,7 @@ def _draw_cost(data: Data) -> list[Picture]:
     how = (
         "Each point is the mean over its seeds, the bar its 95 % interval. Parameters and FLOPs are counted on the "
         "trained model, FLOPs for one example by itself; seconds are the measured time of a training run, and runs "
-        "trained side by side share their machine. Horizontal axes are logarithmic where values differ much."
+        "trained side by side share their machine. Horizontal axes are logarithmic where values differ a lot."
     )
     return [Picture("cost", "What quality costs", see, how, figure)]
 
@@ -194,7 +194,7 @@ def _undominated(data: Data, rows: Sequence[Data]) -> str:
 
 
 def _label(axes: Axes, places: Sequence[tuple[float, float]], texts: Sequence[str]) -> None:
-    """Names beside points, where they cover neither other names nor points; a name that finds no place is left out."""
+    """Put names beside points where they cover neither other names nor points; omit a name that fits nowhere."""
     renderer = FigureCanvasAgg(axes.figure).get_renderer()
     frame = axes.get_window_extent(renderer)
     points = [axes.transData.transform(place) for place in places]
@@ -231,7 +231,7 @@ OVER_TRAINING = {
         "without a choice of experts have no load and no line.",
     ),
 }
-"""Title, what is to be seen, and how it was made."""
+"""Title, what to see, and how it was made."""
 
 
 def _draw_curves(data: Data, curves: Sequence[Data]) -> list[Picture]:
@@ -251,7 +251,7 @@ def _draw_load(data: Data, curves: Sequence[Data]) -> list[Picture]:
 def _draw_over_training(
     data: Data, curves: Sequence[Data], name: str, wanted: Sequence[tuple[str, str, str]]
 ) -> list[Picture]:
-    """A panel for each of the curves (split, name, title) that there are; nothing where there is none."""
+    """Draw a panel for each of the curves (split, name, title) that exist; return nothing if none does."""
     kinds = {(curve["split"], curve["name"]) for curve in curves}
     wanted = [(split, kind, words) for split, kind, words in wanted if (split, kind) in kinds]
     if not wanted:
@@ -282,7 +282,7 @@ def _draw_over_training(
 
 
 def _styles(data: Data, labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """How the lines of a method look; where there are too many to follow, only of some, which stand out."""
+    """Return how the lines of each method look; if there are too many to follow, only some methods have colours."""
     means = {row["label"]: row["mean"] for row in trained_rows(data["rows"])}
     sign = -1 if data["higher_is_better"] else 1
     first = [label for label in ("intbmoe", "dense") if label in labels]
@@ -329,8 +329,8 @@ def _draw_sensitivity(data: Data) -> list[Picture]:
     see = " ".join(_told_grid(data, name, points) for name, points in grids.items())
     how = (
         "One of K, k, E and L is changed at a time; an orange star and the grey line mark the recipe's own value. "
-        "Means over the seeds, bars are 95 % intervals; all panels have the same vertical axis. K = 1 has k = 1, and "
-        "blocks of another depth have as many weights."
+        "Means over the seeds, bars are 95 % intervals; all panels share the vertical axis. K = 1 has k = 1, and "
+        "blocks of another depth have the same number of weights."
     )
     return [Picture("sensitivity", "Sensitivity to K, k, E and L", see, how, figure)]
 

@@ -16,20 +16,20 @@ from intbmoe.train.run import FREE_TO_CHANGE, differing_settings
 
 @dataclass(frozen=True)
 class CompareOptions(Checked):
-    """What ``compare`` takes beside the recipe's settings."""
+    """Options of ``compare`` besides the recipe's settings."""
 
     methods: str = "all"
-    """Methods and sets, with commas between: all, everything, ablations, compute, place, K, k, E, L, switch, …"""
+    """Methods and sets, separated by commas: all, everything, ablations, compute, place, K, k, E, L, switch, …"""
     seeds: PositiveInt = 1
-    """Runs of each, over the recipe's seeds from the first on; with two or more there is an interval."""
+    """Runs per method, with the first of the recipe's seeds; two or more give an interval."""
     baseline: str | None = None
-    """The method that all others are compared with in pairs; None for dense, or the first where dense is not there."""
+    """The method that all others are compared with in pairs; None for dense or, without it, the first method."""
     jobs: PositiveInt | None = None
     """Runs side by side; None for as many as cores, memory and GPUs allow."""
     root: Path = Path("runs")
     """Where runs are kept."""
     device: str | None = None
-    """cpu, cuda or cuda:1, for all runs; None for all GPUs that there are, or the CPU."""
+    """cpu, cuda or cuda:1, for all runs; None for all GPUs, or the CPU if there are none."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Plan:
     recipe: Recipe
     folder: Path  # where logs and results go
     jobs: list[Job]
-    refused: dict[str, str]  # titles of variants that the task does not take, and why
+    refused: dict[str, str]  # titles of variants that the task does not accept, and why
     largest: int  # parameters of the largest model
 
 
 def make_plan(recipe: Recipe, options: CompareOptions, own: Options | None = None) -> Plan:
-    """All runs of the comparison; raises if one stands in its place with other settings.
+    """Return all runs of the comparison; raise if a run with other settings is in the place of one.
 
-    ``own`` are options of methods that are not the recipe's.
+    ``own`` are options of methods other than the recipe's.
     """
     jobs, refused, largest = [], {}, 0
     for variant in find_variants(recipe, options.methods, own):
@@ -80,7 +80,7 @@ def make_plan(recipe: Recipe, options: CompareOptions, own: Options | None = Non
 
 
 def choose_baseline(jobs: Sequence[Job], wanted: str | None) -> str | None:
-    """The label of what the others are compared with; None where there are no runs."""
+    """Return the label of the method that the others are compared with; None if there are no runs."""
     labels = list(dict.fromkeys(job.variant.label for job in jobs))
     if wanted is not None and labels:
         require(wanted in labels, "baseline", wanted, f"one of the methods compared: {did_you_mean(wanted, labels)}")
@@ -89,28 +89,28 @@ def choose_baseline(jobs: Sequence[Job], wanted: str | None) -> str | None:
 
 
 def choose_seeds(named: Sequence[int], number: int) -> list[int]:
-    """The first of the recipe's seeds; beyond them the smallest integers that are not among them."""
+    """Return the first of the recipe's seeds; beyond them, the smallest integers that are not among them."""
     return list(dict.fromkeys([*named, *range(len(named) + number)]))[:number]
 
 
 def _require_same(run: RunDirectory, recipe: Recipe) -> None:
-    """A finished run of other settings may not stand in the table."""
+    """Raise if the run has other settings: it must not be in the table."""
     if not run.begun or not run.config_path.is_file():
         return
     try:
         differing = differing_settings(run.recipe, recipe, free=FREE_TO_CHANGE)
     except TrainingError:
-        return  # a damaged run: if it counts as finished it is left out of the result, else its training says why
+        return  # a damaged run: if it is finished it is left out of the result, otherwise its training says why
     if differing:
         listed = ", ".join(f"{key} {old!r} there, {new!r} now" for key, (old, new) in differing.items())
         raise ValueError(
-            f"{run.path} holds a run with other settings ({listed}): give this comparison a name of its own "
+            f"{run.path} holds a run with other settings ({listed}): give this comparison its own name "
             f"(--name) or another --root, or remove that folder"
         )
 
 
 def sort_out(jobs: Iterable[Job]) -> tuple[list[Job], list[dict[str, str]]]:
-    """The runs that can be reported, and of the others title, path and what is wrong with them."""
+    """Return the runs that can be reported, and the title, path and problem of the others."""
     sound, left_out = [], []
     for job in jobs:
         flaw = find_flaw(job.run, find_task(job.recipe.task).metric)

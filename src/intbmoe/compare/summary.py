@@ -1,4 +1,4 @@
-"""What came of the runs: how good each variant is, and what it costs."""
+"""The results of the runs: how good each variant is, and what it costs."""
 
 import math
 import statistics
@@ -21,26 +21,26 @@ from intbmoe.tasks import Task, make_task
 from intbmoe.train import load
 
 FEW_SEEDS = 3
-"""With as many or fewer, a method's own spread is not used by itself."""
+"""With this many seeds or fewer, a method's own spread is not used by itself."""
 Row = Mapping[str, Any]  # of a ``Summary``, or of a page's data
 ROUTED_EXAMPLES = 64
-"""Test examples on which the experts of a token are counted, where a trained router decides on their number."""
+"""Test examples on which to count the experts per token, where a trained router decides their number."""
 
 
 class Summary(NamedTuple):
-    """One variant, or the precomposed form of one, which is not trained and has no metrics."""
+    """One variant, or its precomposed form, which is not trained and has no metrics."""
 
     row: dict[str, Any]
-    """Plain data with all digits: what tables, pictures and the page are made from, but for the intervals."""
+    """Plain data with all digits, from which tables, pictures and the page are made; without the intervals."""
     counts: Counts
-    active: float | None  # experts a token had on average, where the trained router decides
+    active: float | None  # average experts per token, if the trained router decides
 
 
 def confidence_intervals(groups: Sequence[Sequence[float]]) -> list[float | None]:
-    """Half the width of Student's 95 % interval for the mean of each group, one value per seed; None where unknown.
+    """Return half the width of Student's 95 % interval for the mean of each group (one value per seed), or None.
 
-    Three seeds or fewer say little about their own spread (Student's factor for three is 4.3). Such a group takes the
-    spread within all groups together, with their degrees of freedom; so a single value has an interval too, if another
+    Three seeds or fewer say little about their own spread (Student's factor for three is 4.3). Such a group uses the
+    spread within all groups together, with their degrees of freedom. So even a single value has an interval, if another
     group has two.
     """
     pooled, together = pooled_spread([group for group in groups if group])
@@ -54,9 +54,9 @@ def confidence_intervals(groups: Sequence[Sequence[float]]) -> list[float | None
 
 
 def add_differences(rows: Sequence[dict[str, Any]], jobs: Iterable[Job], baseline: str) -> None:
-    """Put into each row its ``difference`` to the method labelled ``baseline``, and that ``to_best``, the best mean.
+    """Add to each row its ``difference`` from the method labelled ``baseline``, and from the best mean (``to_best``).
 
-    Both are on the same test examples. None for the method itself, and where a run kept no outcomes.
+    Both are on the same test examples. They are None for the method itself, and if a run kept no outcomes.
     """
     runs: dict[str, dict[int, Outcomes]] = {}
     for job in jobs:
@@ -78,7 +78,7 @@ def add_differences(rows: Sequence[dict[str, Any]], jobs: Iterable[Job], baselin
 
 
 def make_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
-    """The row of each, with the intervals of its means, for which the rows are taken together."""
+    """Return the rows with the intervals of their means, which are computed over all rows together."""
     rows = [summary.row for summary in summaries]
     for row, interval in zip(rows, confidence_intervals([row["values"] for row in rows]), strict=True):
         row["interval_95"] = interval
@@ -91,12 +91,12 @@ def make_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
 
 
 def trained_rows(rows: Sequence[Row]) -> list[Row]:
-    """All but the precomposed forms, which have the metrics of what they were composed from."""
+    """Return all but the precomposed forms, which have the metrics of the models they were composed from."""
     return [row for row in rows if row["mean"] is not None]
 
 
 def summarise(jobs: Iterable[Job]) -> list[Summary]:
-    """The finished jobs, one row per variant, and one for the precomposed form of a plain method that has one."""
+    """Return one summary per finished variant, and one for the precomposed form of a plain method that has one."""
     by_label: dict[str, list[Job]] = {}
     for job in jobs:
         if job.run.finished:
@@ -145,9 +145,9 @@ def _row(
 
 
 def _untrained(task: Task) -> nn.Module:
-    """A model to count on where the number of experts is given: its router has some for any input.
+    """Return an untrained model to count on if the number of experts is given: its router chooses some for any input.
 
-    A trained one may have none for the example it is counted on, and then the cost of an expert cannot be seen.
+    A trained router may choose none for the example, and then the cost of an expert cannot be seen.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -161,7 +161,7 @@ def _count(task: Task, model: nn.Module, active: float | None) -> Counts:
 
 @torch.no_grad()
 def active_experts(task: Task, model: nn.Module) -> float:
-    """Experts that a valid token of the test split has on average, over all layers; padding has none to count."""
+    """Return the average number of experts per valid token of the test split, over all layers."""
     test = task.split("test")
     batch = test.batch(range(min(ROUTED_EXAMPLES, len(test))), epoch=0, seed=0)
     with record_routing(model.eval()) as log:

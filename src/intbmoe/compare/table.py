@@ -1,4 +1,4 @@
-"""The table of a comparison: in brief on the screen and in Markdown, whole on the page, with all digits in files."""
+"""The table of a comparison: brief on the screen and in Markdown, complete on the page, with all digits in files."""
 
 import json
 import re
@@ -16,29 +16,29 @@ Floors = Mapping[str, Mapping[str, float]]
 SHARES = {
     "participation": "how many experts contribute to a token's output",
     "execution": "how many experts or blocks are computed for a token",
-    "materialization": "how many expert-sized weight sets are built from experts, of one example by itself",
+    "materialization": "how many expert-sized weight sets are built from experts, for one example by itself",
 }
-DIFFERENCE = "the mean's distance over the seeds that both have"
+DIFFERENCE = "the difference of the means over the seeds that both have"
 IN_CSV = (
     *("label", "title", "method", "metric", "mean", "interval_95", "seeds", "values", *SHARES, "materialization_per"),
     *("params", "activated", "flops", "flops_executed", "active_experts", "seconds"),
     *("difference", *(f"difference_{name}" for name in ("baseline", "interval_95", "p", "p_holm", "seeds"))),
 )
 STEMS = {"K": "blocks", "k": "top_k", "E": "experts", "L": "layers"}
-"""Names of files for sets whose own would differ in case alone."""
+"""File names for sets whose own names would differ only in case."""
 LONGEST_STEM = 60
 WITH_ATTENTION = "attention's score and value products included"
 SURE = 0.05
 
 
 def results_table(rows: Sequence[Row], title: str, order: str | None = None, **more: Any) -> Table:
-    """All columns; ``order`` says how the rows come sorted by the deciding metric, if they do."""
+    """Return the table with all columns; ``order`` says how the rows are sorted by the deciding metric, if they are."""
     first = trained_rows(rows)[0]
     metric, headings = first["metric"], first["reported"]
     unit, letter = flops_unit(row["flops"] for row in rows)
     others = [name for name in first["metrics"] if name != metric]
     against = _baseline(rows)
-    spare = against is not None  # differences take the room of others
+    spare = against is not None  # differences take the room of other columns
     columns = [
         Column("Method", numeric=False, name="title"),
         Column(metric, sorted=order, name="mean"),
@@ -46,7 +46,7 @@ def results_table(rows: Sequence[Row], title: str, order: str | None = None, **m
         *(Column(name.capitalize(), hint=hint, name=name) for name, hint in SHARES.items()),
         Column("Params (M)", name="params"),
         Column("Activated (M)", hint="parameters that one token uses", name="activated", spare=spare),
-        Column(f"FLOPs ({letter})", hint=f"of one example by itself, {WITH_ATTENTION}", name="flops"),
+        Column(f"FLOPs ({letter})", hint=f"for one example by itself, {WITH_ATTENTION}", name="flops"),
         Column("Seconds", hint="measured time of one training run", name="seconds", spare=spare),
         *(Column(headings.get(name, name), name=name) for name in others),
     ]
@@ -69,7 +69,7 @@ def results_table(rows: Sequence[Row], title: str, order: str | None = None, **m
 
 
 def brief_table(rows: Sequence[Row], title: str, higher_is_better: bool) -> Table:
-    """What the screen and Markdown have room for, the best mean in bold; its records are the whole results."""
+    """Return what fits on the screen and in Markdown, the best mean in bold; its records are the complete results."""
     records = [_record(row) for row in rows]
     trained = trained_rows(rows)
     first, best = trained[0], (max if higher_is_better else min)(trained, key=lambda row: row["mean"])
@@ -81,7 +81,7 @@ def brief_table(rows: Sequence[Row], title: str, higher_is_better: bool) -> Tabl
 
 
 def _record(row: Row) -> dict[str, Any]:
-    """The row with the mean and interval of each metric as entries of their own, which is what a CSV can hold."""
+    """Flatten the row for a CSV: the mean and interval of each metric become entries of their own."""
     flat = {key: row[key] for key in row if key not in ("metrics", "reported", "difference", "to_best")}
     if difference := row.get("difference"):
         flat |= {"difference": difference["value"]}
@@ -115,7 +115,7 @@ def _metric_cell(row: Row, scale: tuple[float, float]) -> Cell:
 
 
 def _baseline(rows: Sequence[Row]) -> str | None:
-    """The title of what the rows are compared with in pairs, if they are."""
+    """Return the title of the method that the rows are compared with in pairs, if any."""
     labels = {row["difference"]["baseline"] for row in rows if row.get("difference")}
     return next((row["title"] for row in rows if row["label"] in labels), None)
 
@@ -135,11 +135,11 @@ def difference_notes(rows: Sequence[Row]) -> list[str]:
     one, pairs = found[0], len(found)
     chance = "among examples and, by the methods' pooled spread, among seeds"
     if not one["over_seeds"]:
-        chance = "among examples only: with one seed, that among trainings is not known"
+        chance = "among examples only: with one seed, that among training runs is unknown"
     corrected = f" after Holm's correction for {pairs} comparisons" if pairs > 1 else ""
     return [
         f"vs {_baseline(rows)}: {DIFFERENCE}, on the same {one['examples']:,} test examples, ± its 95 % interval "
-        f"(chance {chance}). *: a two-sided chance below {100 * SURE:.0f} %{corrected}."
+        f"(chance {chance}). *: a two-sided p-value below {100 * SURE:.0f} %{corrected}."
     ]
 
 
@@ -164,7 +164,7 @@ def number_cell(value: float | None, digits: int, before: str = "") -> Cell:
 
 
 def anchor(label: str) -> str:
-    """Fit for an id and a link to it; different labels give different anchors."""
+    """Return a string fit for an id and a link to it; different labels give different anchors."""
     return re.sub(r"[^A-Za-z0-9_-]", lambda found: f".{ord(found[0]):x}.", label)
 
 
@@ -194,7 +194,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     told += protocol_notes(rows)
     active = [f"{row['title']} {row['active_experts']:.2f}" for row in rows if row["active_experts"] is not None]
     if active:
-        told.append(f"~: at the experts a test token had on average, which the router decides: {', '.join(active)}.")
+        told.append(f"~: at the average experts of a test token, which the router decides: {', '.join(active)}.")
     return told
 
 
@@ -202,12 +202,12 @@ def by_students_t(rows: Sequence[Row]) -> str:
     few = [row for row in rows if row["values"] and len(row["values"]) <= FEW_SEEDS]
     others = [row for row in rows if len(row["values"]) > 1]
     if few and len(others) > 1:
-        return f"by Student's t; of methods with {FEW_SEEDS} seeds or fewer, with the spread of all methods pooled"
+        return f"by Student's t; for methods with {FEW_SEEDS} seeds or fewer, with the spread of all methods pooled"
     return "by Student's t"
 
 
 def protocol_notes(rows: Sequence[Row]) -> list[str]:
-    """How the reported numbers were chosen, where that is not as usual."""
+    """Say how the reported numbers were chosen, if not as usual."""
     trained, told = trained_rows(rows), []
     if not all(row["validated"] for row in trained):
         told.append("Nothing was validated: no example was held out of training.")

@@ -1,4 +1,4 @@
-"""From a trained run to an artifact: a folder that needs neither the run nor its data, and that a server loads."""
+"""From a trained run to an artifact: a folder that a server loads without the run or its data."""
 
 from intbmoe.export.artifact import Artifact, ArtifactError, ExportError, load_artifact
 

@@ -1,7 +1,7 @@
-"""The model compiled ahead of time, weights included: an AOTInductor package for this kind of machine.
+"""Compile the model ahead of time, including weights, to an AOTInductor package for this kind of machine.
 
-``torch._inductor.aoti_load_package`` runs it, from Python or C++, without the model's source. Compiling takes a C++
-compiler, and minutes for a large model.
+``torch._inductor.aoti_load_package`` runs it, from Python or C++, without the model's source. Compiling needs a C++
+compiler, and takes minutes for a large model.
 """
 
 import warnings
@@ -17,16 +17,16 @@ from intbmoe.tasks.serving import Graph
 
 @torch.no_grad()
 def trace(graph: Graph, model: nn.Module, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
-    """``model`` as a program of tensor operations in which batch and length are free."""
+    """Trace ``model`` to a program of tensor operations with dynamic batch size and length."""
     try:
         return torch.export.export(model, example, dynamic_shapes=graph.dynamic_shapes())
-    except Exception as error:  # torch raises many kinds where a model cannot be traced
+    except Exception as error:  # torch raises errors of many types if a model cannot be traced
         reason = first_line(error)
-        raise ExportError(f"torch.export cannot trace this model with a free batch and length: {reason}") from error
+        raise ExportError(f"torch.export cannot trace this model with dynamic batch and length: {reason}") from error
 
 
 def first_line(error: Exception, word: str = "") -> str:
-    """The first line of a long message that has ``word`` in it, or else the first; the error's type if it has none."""
+    """The first line of a message that contains ``word``, otherwise the first line; the error's type if it is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines if word in line), lines[0])
 

@@ -1,17 +1,17 @@
 """The artifact: what serving needs of a run, in one folder, without pickle.
 
-artifact.json             what it is: format_version, task, method, recipe, dtype, precomposed, metrics of the run, the
-                          parity that was checked with its tolerance, formats, the SHA-256 of every other file, and
-                          the checksum of all this;
-                          of 8-bit weights also compute, the type of the rest, and what was and was not quantised
-model.safetensors         the weights, IntBMoE's composed: no pool, so the size does not depend on E
-catalogue.json            what the numbers mean that go in and come out, as each task's ``task.py`` says
-catalogue.safetensors     the same, where there is much of it: places and their codes
-tokenizer.json            of text that was not read as bytes
+artifact.json             its description: format_version, task, method, recipe, dtype, precomposed, metrics of the run,
+                          the parity check with its tolerance, formats, the SHA-256 of every other file, and the
+                          checksum of all this;
+                          with 8-bit weights also compute, the type of the rest, and what was and was not quantised
+model.safetensors         the weights; IntBMoE's are composed, without pools, so the size does not depend on E
+catalogue.json            the meaning of the numbers that go in and come out, defined in each task's ``task.py``
+catalogue.safetensors     the same, for large data: places and their codes
+tokenizer.json            for text that was not read as bytes
 golden.json               requests, and the answers that this model gave when it was exported
 model.onnx, model.pt2     on request: for ONNX Runtime, and an AOTInductor package
 
-``export.py`` writes one, ``load_artifact`` opens it.
+``export.py`` writes an artifact, ``load_artifact`` opens it.
 """
 
 import json
@@ -47,7 +47,7 @@ EXPORT_AGAIN = "export the run again: intbmoe export RUN --to DIR"
 
 
 class ExportError(RuntimeError):
-    """A run cannot be exported, or what was made of it does not do what the run's model does; nothing is written."""
+    """A run cannot be exported, or the export does not agree with the run's model; nothing is written."""
 
 
 class ArtifactError(RuntimeError):
@@ -60,7 +60,7 @@ class Artifact:
 
     path: Path
     about: Mapping[str, Any]  # the content of ``artifact.json``
-    version: str  # a short digest of all of the content: another model or another catalogue is another version
+    version: str  # a short digest of all contents: another model or another catalogue is another version
 
     @property
     def task(self) -> str:
@@ -68,17 +68,17 @@ class Artifact:
 
     @property
     def method(self) -> str:
-        """The registered name of the mixture, "dense" where there is none."""
+        """The registered name of the mixture, or "dense" if there is none."""
         return self.about["method"]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that the model computes in, and of floating-point inputs."""
+        """The type of the model's arithmetic and of floating-point inputs."""
         return DTYPES[self.about.get("compute", self.about["dtype"])]
 
     @property
     def storage(self) -> Storage | None:
-        """How the large weights are stored, where it is in 8 bits."""
+        """How the large weights are stored if in 8 bits; otherwise None."""
         return self.about["dtype"] if self.about["dtype"] in STORAGES else None
 
     @cached_property
@@ -92,7 +92,7 @@ class Artifact:
 
     @property
     def catalogue(self) -> dict[str, Any]:
-        """What the numbers of this model mean; each task's ``task.py`` says what it has there."""
+        """The meaning of this model's numbers; each task's ``task.py`` defines its contents."""
         return self.read_json(CATALOGUE)
 
     @property
@@ -105,18 +105,18 @@ class Artifact:
         return self.read_json(GOLDEN) if GOLDEN in self.about["files"] else []
 
     def model(self, device: str | torch.device = "cpu") -> nn.Module:
-        """In evaluation mode; laid out without memory and given the file's tensors, so that no pool is allocated."""
+        """Load the model in evaluation mode, built on the meta device so that no pool is ever allocated."""
         _require_device(str(device))
         model = make_skeleton(self.recipe, precomposed=self.about["precomposed"], storage=self.storage).eval()
         tensors = self.read_tensors(MODEL, device)
         try:
             model.load_state_dict(tensors, assign=True)
         except RuntimeError as error:
-            raise ArtifactError(f"{self.path / MODEL} is of another model: {error}; {EXPORT_AGAIN}") from error
+            raise ArtifactError(f"{self.path / MODEL} belongs to another model: {error}; {EXPORT_AGAIN}") from error
         return model.requires_grad_(False)
 
     def encoder(self) -> Predictor:
-        """What checks and encodes requests, without the weights, for a process that has no model."""
+        """A predictor without weights that checks and encodes requests, for a process without a model."""
         return self.predictor_type().encoder(self)
 
     def predictor(self, device: str | torch.device = "cpu") -> Predictor:
@@ -130,8 +130,8 @@ class Artifact:
         if self.task not in list_tasks():
             module = self.about.get("task_module", "a package that is not installed")
             raise ArtifactError(
-                f"{self.path} is of the task {self.task!r}, which comes from {module}: install it, or name its file by "
-                f"intbmoe --plugin FILE or INTBMOE_PLUGINS (an artifact holds no code)"
+                f"{self.path} is for the task {self.task!r}, which comes from {module}: install it, or name its file "
+                f"with intbmoe --plugin FILE or INTBMOE_PLUGINS (an artifact holds no code)"
             )
 
     def file(self, name: str) -> Path:
@@ -150,12 +150,12 @@ class Artifact:
             tensors = load_file(self.file(name), device=str(device))
         except (SafetensorError, OSError) as error:
             raise ArtifactError(f"{self.path / name} cannot be read: {error}; {EXPORT_AGAIN}") from error
-        # On the CPU these are maps of the file: it could change under a running server, and they are not aligned.
+        # On the CPU these tensors map the file, which could change under a running server, and they are not aligned.
         return {key: tensor.clone() if tensor.device.type == "cpu" else tensor for key, tensor in tensors.items()}
 
 
 def load_artifact(path: str | Path) -> Artifact:
-    """The artifact in a folder; raises ``ArtifactError`` unless its version is known and every file is as written."""
+    """Open the artifact in a folder; raise ``ArtifactError`` unless its version is known and every file is intact."""
     path = Path(path)
     if not (path / ABOUT).is_file():
         is_run = (path / "config.yaml").is_file()
@@ -165,30 +165,30 @@ def load_artifact(path: str | Path) -> Artifact:
     version = about.get("format_version") if isinstance(about, dict) else None
     if version != FORMAT_VERSION:
         raise ArtifactError(
-            f"{path / ABOUT} has format_version {version!r}, this program reads {FORMAT_VERSION}: "
+            f"{path / ABOUT} has format_version {version!r}, but this program reads {FORMAT_VERSION}: "
             f"use the version of intbmoe that wrote it, or {EXPORT_AGAIN}"
         )
     missing = [key for key in ("task", "method", "recipe", "dtype", "precomposed", "files") if key not in about]
     if missing or not _known_types(about) or not isinstance(about["files"], dict):
-        raise ArtifactError(f"{path / ABOUT} is not what an export writes (lacking: {missing}): {EXPORT_AGAIN}")
+        raise ArtifactError(f"{path / ABOUT} was not written by an export (missing: {missing}): {EXPORT_AGAIN}")
     for name, expected in about["files"].items():
         if Path(name).name != name:
-            raise ArtifactError(f"{path / ABOUT} names a file outside its folder, {name!r}: it is not to be trusted")
+            raise ArtifactError(f"{path / ABOUT} names a file outside its folder, {name!r}: do not trust it")
         if not (path / name).is_file():
             raise ArtifactError(f"{path / name} is missing: copy the whole folder again, or {EXPORT_AGAIN}")
         if file_digest(path / name) != expected:
             raise ArtifactError(
-                f"{path / name} is truncated or altered, its SHA-256 is not the one in {ABOUT}: "
+                f"{path / name} is truncated or altered: its SHA-256 is not the one in {ABOUT}; "
                 f"copy the whole folder again, or {EXPORT_AGAIN}"
             )
-    # Old artifacts have none. It shows a mistake or a bad disk, not a forgery: a forger would write the right one.
+    # Old artifacts have no checksum. It reveals mistakes and bad disks, not forgeries, which would have the right one.
     if about.get("checksum", (own := checksum(about))) != own:
-        raise ArtifactError(f"{path / ABOUT} is altered, its checksum does not fit: {EXPORT_AGAIN}")
+        raise ArtifactError(f"{path / ABOUT} is altered: its checksum does not match; {EXPORT_AGAIN}")
     return Artifact(path, about, file_digest(path / ABOUT)[:12])
 
 
 def checksum(about: Mapping[str, Any]) -> str:
-    """Of the content of ``artifact.json``, and so of all files, whose digests are in it."""
+    """The checksum of ``artifact.json``, and so of all files, whose digests it contains."""
     return digest(to_json({key: value for key, value in about.items() if key != "checksum"}))
 
 
@@ -199,7 +199,7 @@ def _known_types(about: Mapping[str, Any]) -> bool:
 
 
 def files_of(path: Path) -> set[str] | None:
-    """The names of an artifact's files, whichever version of this program wrote it; None where it is not one."""
+    """The names of an artifact's files, whichever version of this program wrote it; None if it is not an artifact."""
     try:
         about = json.loads((path / ABOUT).read_bytes())
     except (OSError, ValueError):
@@ -212,7 +212,7 @@ def files_of(path: Path) -> set[str] | None:
 
 
 def make_skeleton(recipe: Any, *, precomposed: bool, storage: Storage | None = None) -> nn.Module:
-    """The recipe's model on the meta device, where tensors have shapes and no memory."""
+    """The recipe's model on the meta device, where tensors have shapes but no memory."""
     with torch.device("meta"):
         model = make_task(recipe).make_model()
         if precomposed:
@@ -228,14 +228,14 @@ def _require_device(name: str) -> None:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ArtifactError(f"device={name!r} is no device: give cpu, cuda or, of several GPUs, cuda:1") from error
+        raise ArtifactError(f"device={name!r} is not a device: use cpu, cuda or, with several GPUs, cuda:1") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
-        raise ArtifactError(f"device={name!r} is not there, of GPUs torch finds {found}: --device cpu needs none")
+        raise ArtifactError(f"device={name!r} does not exist, torch finds {found} GPUs: --device cpu needs none")
 
 
 def _parse_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path} is not whole JSON: {error}; {EXPORT_AGAIN}") from error
+        raise ArtifactError(f"{path} is not complete JSON: {error}; {EXPORT_AGAIN}") from error

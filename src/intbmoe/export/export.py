@@ -1,4 +1,4 @@
-"""``intbmoe export RUN --to DIR``: precompose, write, compare with the trained model, and only then keep it."""
+"""``intbmoe export RUN --to DIR``: precompose, write, compare with the trained model, and keep it if they agree."""
 
 import copy
 import shlex
@@ -33,7 +33,7 @@ FORMATS = {
     "onnx": (artifact.ONNX, onnx.write_onnx, onnx.load_onnx),
     "aoti": (artifact.AOTI, aoti.write_aoti, aoti.load_aoti),
 }
-TRACED_ROWS, TRACED_LENGTH = 3, 7  # the example that graphs are traced with: sizes that no check uses
+TRACED_ROWS, TRACED_LENGTH = 3, 7  # sizes of the example that graphs are traced with; no check uses them
 
 
 def export_run(
@@ -49,16 +49,16 @@ def export_run(
 ) -> Artifact:
     """Write the artifact of a finished run; an older one at ``to`` is replaced as a whole.
 
-    ``dtype`` "int8" or "fp8" stores the large weights in 8 bits; the rest, and all arithmetic, is then of the type
+    ``dtype`` "int8" or "fp8" stores the large weights in 8 bits; everything else, and all arithmetic, then has the type
     ``compute`` (default: float32).
-    ``precompose`` says whether IntBMoE's blocks are composed once and for all; other methods are exported as they are.
-    ``data`` says where the data is, if not where the run found it; a model of the zoo may bring a stand-in.
-    Raises ``ExportError``, and leaves ``to`` as it was, unless everything written does what the trained model does.
+    ``precompose`` says whether IntBMoE's blocks are precomposed; other methods are exported as they are.
+    ``data`` is the place of the data if it has moved since the run; a model of the zoo may bring a substitute.
+    Raises ``ExportError``, and leaves ``to`` unchanged, unless everything written agrees with the trained model.
     """
     require(dtype in (*DTYPES, *STORAGES), "dtype", dtype, f"one of {', '.join((*DTYPES, *STORAGES))}")
     storage = dtype if dtype in STORAGES else None
     if storage is None:
-        require(compute in (None, dtype), "compute", compute, f"left out, as weights in {dtype} compute in {dtype}")
+        require(compute in (None, dtype), "compute", compute, f"left out: weights in {dtype} compute in {dtype}")
     compute = compute or ("float32" if storage else dtype)
     require(compute in DTYPES, "compute", compute, f"one of {', '.join(DTYPES)}")
     for name in formats:
@@ -66,7 +66,7 @@ def export_run(
     if "onnx" in formats and compute == "bfloat16":
         raise ExportError("ONNX Runtime has no bfloat16 matrix product on the CPU: export ONNX with --dtype float32")
     if "onnx" in formats and storage is not None:
-        raise ExportError(f"ONNX would hold {storage} weights written out in full: export ONNX with --dtype float32")
+        raise ExportError(f"ONNX would store {storage} weights in full precision: export ONNX with --dtype float32")
     run, to = RunDirectory.existing(run), Path(to)
     _require_replaceable(to)
     task = make_task(run.recipe_on(data or run.stand_in))
@@ -107,7 +107,7 @@ def describe(written: Artifact) -> str:
         lines += lines_of(written.about["quantization"])
     for layer, blocks in parity["unreached_blocks"].items():
         named = ", ".join(map(str, blocks))
-        lines.append(f"{layer}: no example is sent to {named}, so they were compared on inputs of the others")
+        lines.append(f"{layer}: no example is sent to {named}, so they were compared on the other blocks' inputs")
     serve = shlex.join(["intbmoe", "serve", str(written.path), *plugin_options()])
     return "\n".join([*lines, f"serve it: {serve}"])
 
@@ -123,20 +123,20 @@ def cast_model(trained: nn.Module, dtype: torch.dtype, *, precompose: bool) -> n
 def _write_model(
     folder: Path, run: RunDirectory, task: Task, trained: nn.Module, types: tuple[Storage | None, str], precompose: bool
 ) -> dict[str, Any]:
-    """Weights and catalogue, and a first ``artifact.json``, whose content is returned."""
+    """Write the weights, the catalogue and a first ``artifact.json``, whose content is returned."""
     recipe, result = run.recipe, run.result
     storage, compute = types
     model = cast_model(trained, DTYPES[compute], precompose=precompose)
     quantized = {} if storage is None else {"compute": compute, "quantization": quantize(model, storage).describe()}
     write_content(folder, model, task.catalogue())
     module, plain = find_task(recipe.task).__module__, recipe_to_dict(recipe)
-    # Not where the data lie on the machine that trained: an artifact needs none, and goes to others.
+    # Without the path of the data on this machine: an artifact needs no data, and is given to others.
     data = plain["data"] | ({"path": None} if "path" in plain["data"] else {})
     about = {
         "format_version": FORMAT_VERSION,
         "written_by": f"intbmoe {program_version()}",
         "task": recipe.task,
-        # Who loads the artifact of a task that does not come with this package must have its module.
+        # To load the artifact of a task from another package, that package's module is needed.
         **({} if module.startswith("intbmoe.") else {"task_module": module}),
         "method": recipe.moe.name,
         "recipe": {**plain, "data": data},
@@ -160,7 +160,7 @@ def _write_format(name: str, written: Artifact, parity: Parity) -> dict[str, Any
 
 
 def write_content(folder: Path, model: nn.Module, catalogue: Catalogue) -> None:
-    """The weights, and what the model's numbers mean."""
+    """Write the weights, and the catalogue that says what the model's numbers mean."""
     (folder / artifact.MODEL).write_bytes(pack_tensors(model.state_dict()))
     (folder / artifact.CATALOGUE).write_bytes(to_json(catalogue.about))
     if catalogue.tensors:
@@ -170,16 +170,16 @@ def write_content(folder: Path, model: nn.Module, catalogue: Catalogue) -> None:
 
 
 def write_about(folder: Path, about: dict[str, Any]) -> None:
-    """``artifact.json`` with the digests of all that is in the folder, and its own checksum."""
+    """Write ``artifact.json`` with the digests of all files in the folder, and its own checksum."""
     files = sorted(path for path in folder.iterdir() if path.name != ABOUT)
     content = {**about, "files": {path.name: file_digest(path) for path in files}}
     (folder / ABOUT).write_bytes(to_json({**content, "checksum": artifact.checksum(content)}))
 
 
 def _require_replaceable(to: Path) -> None:
-    """Raises unless nothing is at ``to`` but an artifact: whatever else is there would be lost."""
+    """Raise unless ``to`` is empty or only an artifact, because anything else there would be lost."""
     if to.is_symlink():
-        raise ExportError(f"{to} is a link: export to a folder of its own, and point the link to it then")
+        raise ExportError(f"{to} is a link: export to another folder, then point the link to it")
     if not to.exists() or (to.is_dir() and not any(to.iterdir())):
         return
     files = artifact.files_of(to)
@@ -188,5 +188,5 @@ def _require_replaceable(to: Path) -> None:
     others = sorted(path.name for path in to.iterdir() if path.name not in files)
     if others:
         raise ExportError(
-            f"{to} holds more than the artifact it is ({some(others, 3)}): move that, or give --to another folder"
+            f"{to} holds other files besides an artifact ({some(others, 3)}): move them, or give --to another folder"
         )

@@ -1,8 +1,8 @@
 """Golden requests: held-out inputs with the answers an artifact gave when it was exported.
 
-A server asks them again before it trusts an artifact. Its machine may round otherwise, so scores are compared to a
-tolerance, and entries of a ranking may change places where their scores differ by less. How much rounding can do to
-this model's answers is measured at export: the same weights answer once more in a wider type.
+A server repeats them before it trusts an artifact. Its machine may round differently, so scores are compared within a
+tolerance, and entries of a ranking may change places if their scores differ by less. The effect of rounding on this
+model's answers is measured at export: the same weights answer again in a wider type.
 """
 
 import copy
@@ -15,12 +15,12 @@ from intbmoe.tasks import Task
 from intbmoe.tasks.serving import Answer, Predictor
 
 COUNT = 8
-SAFETY = 8  # how many times the measured effect of rounding another machine may reach
+SAFETY = 8  # another machine's rounding may have up to so many times the measured effect
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}  # twice the digits
 
 
 def make_golden(predictor: Predictor, task: Task, count: int = COUNT) -> list[dict[str, Any]]:
-    """Requests from the held-out examples with this predictor's answers, each asked alone."""
+    """Make requests from held-out examples with this predictor's answers, each computed alone."""
     requests = task.golden_requests(predictor, count)
     wider_model = copy.deepcopy(predictor.model).to(WIDER.get(predictor.dtype, predictor.dtype))
     wider = predictor.with_model(wider_model)
@@ -34,7 +34,7 @@ def make_golden(predictor: Predictor, task: Task, count: int = COUNT) -> list[di
 
 
 def _scores(answer: Answer) -> dict[Any, float]:
-    """What is scored → its score: the entries of a ranking, a text; else every number by its name."""
+    """What is scored → its score: the entries of a ranking, or a text; otherwise every number by its name."""
     if "results" in answer:
         return {entry["id"]: entry["score"] for entry in answer["results"]}
     if "text" in answer:
@@ -52,7 +52,7 @@ def ask(predictor: Predictor, request: Mapping[str, Any]) -> Answer:
 
 
 def compare_answers(entry: Mapping[str, Any], answer: Answer) -> str | None:
-    """What is wrong with an answer to a golden request; None where nothing is."""
+    """What is wrong with an answer to a golden request; None if nothing is."""
     expected = entry["answer"]
     if "results" in expected:
         return compare_rankings(expected["results"], answer["results"], entry["tolerance"])
@@ -62,37 +62,37 @@ def compare_answers(entry: Mapping[str, Any], answer: Answer) -> str | None:
 
 
 def _compare_fields(expected: Answer, found: Answer, tolerance: float) -> str | None:
-    """None where both have the same fields, numbers to the tolerance and all else exactly."""
+    """None if both have the same fields, with numbers within the tolerance and everything else exactly equal."""
     if expected.keys() != found.keys():
-        return f"it has {', '.join(found)}, at export {', '.join(expected)}"
+        return f"it has {', '.join(found)}; at export it had {', '.join(expected)}"
     for name, was in expected.items():
         now = found[name]
         same = abs(now - was) <= tolerance if isinstance(was, float) and isinstance(now, float) else now == was
         if not same:
-            return f"{name} is {now!r}, at export {was!r}; of numbers, {tolerance:.3g} is allowed"
+            return f"{name} is {now!r}, at export it was {was!r}; numbers may differ by {tolerance:.3g}"
     return None
 
 
 def compare_rankings(expected: Sequence[Mapping], found: Sequence[Mapping], tolerance: float) -> str | None:
-    """None where scores agree, rank by rank and entry by entry, and only near-equals have changed places."""
+    """None if scores agree, rank by rank and entry by entry, and only entries with near-equal scores changed places."""
     if len(expected) != len(found):
-        return f"it has {len(found)} results, at export {len(expected)}"
+        return f"it has {len(found)} results; at export it had {len(expected)}"
     was, now = ({entry["id"]: entry["score"] for entry in ranking} for ranking in (expected, found))
     for rank, (before, after) in enumerate(zip(expected, found, strict=True)):
         by = abs(before["score"] - after["score"])
-        # An entry that was not among these may be there now if it is as good as the last of them.
+        # An entry may be new in the ranking if its score is as good as that of the last entry.
         own = abs(was.get(after["id"], expected[-1]["score"]) - after["score"])
         gone = abs(now.get(before["id"], found[-1]["score"]) - before["score"])
         if not max(by, own, gone) <= tolerance:
             return (
-                f"result {rank} is {after['id']} with {after['score']:.6g}, at export {before['id']} with "
+                f"result {rank} is {after['id']} with {after['score']:.6g}, at export it was {before['id']} with "
                 f"{before['score']:.6g}: they differ by {max(by, own, gone):.3g}, and {tolerance:.3g} is allowed"
             )
     return None
 
 
 def _sure_parts(predictor: Predictor, wider: Predictor, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The requests with as many new tokens as rounding cannot change; at least the surest token of all."""
+    """Cut the requests to the new tokens that rounding cannot change; keep at least the most certain token of all."""
     margins = [(request, _margins(predictor, wider, request)) for request in requests]
     sure = [(request, int((margin > 1).long().cumprod(0).sum())) for request, margin in margins]
     kept = [{**request, "max_tokens": count} for request, count in sure if count]
@@ -104,7 +104,7 @@ def _sure_parts(predictor: Predictor, wider: Predictor, requests: Sequence[dict[
 
 @torch.inference_mode()
 def _margins(predictor: Predictor, wider: Predictor, request: dict[str, Any]) -> torch.Tensor:
-    """(new tokens,): by how many times what rounding can do each new token is ahead of the next likeliest."""
+    """(new tokens,): each new token's lead over the next most likely one, in multiples of the effect of rounding."""
     encoded = predictor.encode(request)
     continuation = predictor.stream([encoded])
     for _ in continuation:
@@ -113,5 +113,5 @@ def _margins(predictor: Predictor, wider: Predictor, request: dict[str, Any]) ->
     ids = torch.tensor([[*prompt, *new[:-1]]], device=predictor.device)
     own, wide = (one.model(ids)[0, len(prompt) - 1 :][: len(new)].double() for one in (predictor, wider))
     best = own.topk(2, dim=1).values
-    # The doubt of a logit is the largest of the vocabulary, and both of two logits have it.
+    # The uncertainty of a logit is the largest in the vocabulary, and it applies to both logits.
     return (best[:, 0] - best[:, 1]) / (2 * SAFETY * (own - wide).abs().amax(1).clamp(min=1e-12))

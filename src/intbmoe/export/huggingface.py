@@ -33,14 +33,16 @@ def export_huggingface(
     data: str | Path | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Write the folder and say what is in it; raises, and writes nothing, unless its model does what the run's does."""
+    """Write the folder and describe it; raise, and write nothing, unless its model agrees with the run's."""
     require(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
-    require(set(formats) == {"huggingface"}, "format", tuple(formats), "huggingface alone: its folder is no artifact")
+    require(
+        set(formats) == {"huggingface"}, "format", tuple(formats), "huggingface alone: its folder is not an artifact"
+    )
     run, to = RunDirectory.existing(run), Path(to)
     _require_free(to)
     task, trained = make_task(run.recipe_on(data or run.stand_in)), load(run).requires_grad_(False)
     if not isinstance(trained, Llama | ViT):
-        raise ExportError(f"transformers has no form of the task {run.recipe.task!r}: only of language and vision")
+        raise ExportError(f"the task {run.recipe.task!r} has no transformers form: only language and vision have one")
     from intbmoe.huggingface import from_backbone, to_backbone
 
     model = cast_model(trained, DTYPES[dtype], precompose=precompose)
@@ -69,7 +71,7 @@ def export_huggingface(
 
 
 def _fields(catalogue: Catalogue) -> dict[str, Any]:
-    """What the configuration says of the numbers that go in and come out."""
+    """Fields of the configuration that say what the numbers that go in and come out mean."""
     about, found = catalogue.about, {}
     if "end_of_text" in about:
         found |= {"eos_token_id": about["end_of_text"], "pad_token_id": about["end_of_text"]}
@@ -81,7 +83,7 @@ def _fields(catalogue: Catalogue) -> dict[str, Any]:
 
 
 def _write_tokenizer(folder: Path, catalogue: Catalogue) -> None:
-    """The tokenizer where AutoTokenizer finds it; a model of bytes has none, its ids are the bytes."""
+    """Write the tokenizer where AutoTokenizer finds it; a byte model has none, since its ids are the bytes."""
     content = catalogue.files.get(TOKENIZER)
     if content is None:
         return
@@ -96,7 +98,7 @@ def _write_tokenizer(folder: Path, catalogue: Catalogue) -> None:
 def _require_alike(written: Any, backbone: torch.nn.Module, inputs: torch.Tensor) -> None:
     inputs = inputs.to(written.dtype) if inputs.is_floating_point() else inputs
     if not torch.equal(written(inputs).logits, backbone(inputs)):
-        raise ExportError("the transformers model gives other scores than its own weights in intbmoe's; not written")
+        raise ExportError("the transformers model and intbmoe's model give different scores: nothing was written")
 
 
 def _auto_class(model: Any) -> str:

@@ -1,6 +1,6 @@
-"""The model as an ONNX file for ONNX Runtime, by torch's dynamo exporter.
+"""Write the model as an ONNX file for ONNX Runtime, with torch's dynamo exporter.
 
-Two operations that sort tokens to their blocks have no translation in torch, so they have theirs here.
+torch has no translation for two operations that sort tokens by block, so they are translated here.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from intbmoe.export.artifact import ExportError
 from intbmoe.tasks.serving import Graph
 
 OUTPUT = "scores"
-LARGEST_FILE = 2**31 - 2**24  # bytes of weights that fit into one file; more go into model.onnx.data beside it
+LARGEST_FILE = 2**31 - 2**24  # bytes of weights that fit into one file; more go into a second one, model.onnx.data
 
 
 def write_onnx(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path: Path) -> None:
@@ -37,7 +37,7 @@ def write_onnx(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path
                 output_names=[OUTPUT],
                 custom_translation_table=_translations(),
             )
-        except Exception as error:  # whatever an operation without translation raises
+        except Exception as error:  # an operation without a translation may raise anything
             reason = first_line(error, "No ONNX function found")
             raise ExportError(f"this model cannot be written as ONNX: {reason}") from error
         size = sum(tensor.nbytes for tensor in program.state_dict.values())
@@ -47,7 +47,7 @@ def write_onnx(graph: Graph, model: nn.Module, example: tuple[Tensor, ...], path
 
 
 def _forget_sources(exported: Any) -> None:
-    """Leave out where on this machine each operation was called: an artifact goes to others."""
+    """Remove the source locations of operations on this machine, because an artifact is given to others."""
     for graph in (exported.model.graph, *exported.model.functions.values()):
         for node in graph.all_nodes():
             node.metadata_props.clear()
@@ -75,7 +75,7 @@ def _translations() -> dict[Any, Callable[..., Any]]:
     from onnxscript import opset18 as op
 
     def sort_stable(self, stable: bool = False, dim: int = -1, descending: bool = False):
-        # TopK of all entries: of equal ones the standard puts the lower index first, which is what stable means.
+        # TopK of all entries: the standard puts the lower index first for ties, which is what stable means.
         size = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]), axis=0)
         return op.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
 

@@ -1,20 +1,21 @@
-"""Whether an exported model does what the trained one did, on held-out inputs that reach every block.
+"""Check that an exported model agrees with the trained one, on held-out inputs that reach every block.
 
-The trained model in float32 is the measure. Three comparisons, all by relative error in the Euclidean norm:
+The trained model in float32 is the reference. There are three comparisons, all of relative errors in Euclidean norm:
 
     layers     every mixture on the inputs that the trained model gave it, block by block, over the tokens that both
-               send to that block; and which share of the tokens both send to the same blocks
-    blocks     each of IntBMoE's blocks by itself on some of these inputs, whatever weight the router would give it
-    outputs    the model as a whole. Its scores count by how they differ from each other: what all scores of a row have
-               in common is left out of the norm
+               send to that block; and the share of the tokens that both send to the same blocks
+    blocks     each of IntBMoE's blocks alone on some of these inputs, whatever weight the router would give it
+    outputs    the model as a whole. Only differences between scores matter, so what all scores of a row have in common
+               is left out of the norm
 
-With ε of the exported type the tolerances are 4ε for a layer or block, and cε√depth for outputs: c = 16 in float32,
-where sums are rounded as they grow; 8 in bfloat16, whose products are summed in float32. Outputs may differ besides by
-4ε of their own type and size, and 4ε of all tokens, or one, may take other blocks: a rounded input can turn a near tie.
+With the ε of the exported type, the tolerances are 4ε for a layer or block, and cε√depth for outputs: c = 16 in
+float32, where sums are rounded as they grow, and 8 in bfloat16, whose products are summed in float32. In addition,
+outputs may differ by 4ε of their own type and size, and 4ε of all tokens, or one token, may take other blocks, because
+a rounded input can flip a near tie.
 
-8-bit weights add what their rounding does, r of a weight's size: 4r for a layer or block, 8r√depth for outputs.
-For int8 r = 1/127: a column's largest weight is some 3.5 times its mean size, and a grid of step s is off by s/√12. For
-fp8 r = 1/32: three bits of mantissa are off by 1/16 at most, and by less than half of that on average.
+8-bit weights add their rounding error, a share r of a weight's size: 4r for a layer or block, 8r√depth for outputs. For
+int8 r = 1/127: a column's largest weight is about 3.5 times its mean size, and a grid of step s is off by s/√12. For
+fp8 r = 1/32: three bits of mantissa are off by at most 1/16, and by less than half of that on average.
 """
 
 import math
@@ -41,7 +42,7 @@ from intbmoe.tasks.serving import Graph
 
 BATCH = 16
 FEWEST_BATCHES = 4
-BLOCK_TOKENS = 32  # of each batch, those that are sent through all blocks
+BLOCK_TOKENS = 32  # tokens per batch that are sent through all blocks
 LAYER_FACTOR = 4
 OUTPUT_FACTOR = {torch.float32: 16, torch.bfloat16: 8}
 ROUNDING_FACTOR = 4
@@ -56,12 +57,12 @@ class Inputs:
 
     batches: list[Batch]
     examples: int  # in these batches
-    looked_at: int  # of the split, until every block was reached or no example was left
+    looked_at: int  # examples of the split tried until every block was reached or none was left
     unreached: dict[str, list[int]]  # layer → blocks or experts that no example of the whole split is sent to
 
 
 def choose_inputs(task: Task, trained: nn.Module) -> Inputs:
-    """Batches in a fixed random order: the first few, and then each that reaches something new."""
+    """Choose batches in a fixed random order: the first few, and then each one that reaches a new block."""
     split = task.held_out()
     if len(split) == 0:
         raise ExportError("the test split is empty: there is nothing to compare the exported model on")
@@ -97,15 +98,15 @@ def _reached(task: Task, model: nn.Module, batch: Batch) -> dict[str, set[int]]:
 
 
 class LayerError:
-    """Sums over the tokens of one layer, by the block they were sent to; one entry where tokens do not choose."""
+    """Sums over the tokens of one layer, by the block they were sent to; one entry if tokens do not choose."""
 
     def __init__(self, name: str, layer: MoELayer) -> None:
         self.name = name
         self.difference, self.size = torch.zeros(2, layer.choices or 1, dtype=torch.float64)
-        self.tokens = self.elsewhere = 0  # all, and those that the exported layer sends to other blocks
+        self.tokens = self.elsewhere = 0  # all tokens, and those that the exported layer sends to other blocks
 
     def add(self, trained: Tensor, served: Tensor, ids: Tensor | None, served_ids: Tensor | None) -> None:
-        """(N, d) outputs of both and (N, k) their choices."""
+        """Add (N, d) outputs of both layers and their (N, k) choices."""
         difference, size = (served - trained).square().sum(1).double(), trained.square().sum(1).double()
         self.tokens += len(trained)
         if ids is None or served_ids is None:
@@ -149,7 +150,7 @@ class Parity:
 
     @torch.no_grad()
     def check_model(self, served: nn.Module) -> dict[str, Any]:
-        """What was found of the exported model; raises ``ExportError`` where it is not the trained one."""
+        """Describe the exported model's errors; raise ``ExportError`` if it differs from the trained model."""
         layers = dict(moe_layers(served))
         found, blocks = ({name: LayerError(name, layer) for name, layer in moe_layers(self.trained)} for _ in range(2))
         outputs = _OutputError(self.output_tolerance)
@@ -180,13 +181,13 @@ class Parity:
             if layer.elsewhere > 1 + self.elsewhere_tolerance * layer.tokens:
                 raise ExportError(
                     f"parity failed: layer {layer.name!r} sends {layer.elsewhere} of {layer.tokens} tokens to other "
-                    f"blocks than the trained one, {self.elsewhere_tolerance:.3g} of them are allowed; "
+                    f"blocks than the trained layer, a share of {self.elsewhere_tolerance:.3g} is allowed; "
                     f"nothing was written"
                 )
             by_block = [error if math.isfinite(error) else math.inf for error in layer.errors()]
             worst = max(by_block)
             if not worst <= self.layer_tolerance:
-                # A token visits several blocks, so a wrong one spoils others: the worst need not be the wrong one.
+                # A token visits several blocks, so a wrong block affects others: the worst need not be the wrong one.
                 raise ExportError(
                     f"parity failed: layer {layer.name!r} is off by {worst:.3g} of its output's norm on the tokens of "
                     f"block {by_block.index(worst)}, {self.layer_tolerance:.3g} is allowed; nothing was written"
@@ -196,7 +197,7 @@ class Parity:
     def check_runtime(
         self, name: str, run: Callable[..., Tensor], graph: Graph, catalogue: dict[str, Tensor]
     ) -> dict[str, Any]:
-        """The same for a compiled graph, at other batch sizes and lengths than it was traced with."""
+        """Compare a compiled graph, at other batch sizes and lengths than it was traced with."""
         expected = graph.wrap(self.trained, catalogue)
         outputs = _OutputError(self.output_tolerance)
         shapes = set()
@@ -211,7 +212,7 @@ class Parity:
 
 
 class _OutputError:
-    """The worst batch's difference from the trained model's scores, as a share of what is allowed."""
+    """The largest difference of any batch from the trained model's scores, relative to what is allowed."""
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance
@@ -219,7 +220,7 @@ class _OutputError:
 
     def add(self, expected: Tensor, found: Tensor) -> None:
         if found.shape != expected.shape:
-            raise ExportError(f"the exported model gives {tuple(found.shape)}, expected {tuple(expected.shape)}")
+            raise ExportError(f"the exported model returns {tuple(found.shape)}, expected {tuple(expected.shape)}")
         if expected.numel() == 0:
             return
         rounding = ROUNDING_FACTOR * torch.finfo(found.dtype).eps
@@ -233,7 +234,7 @@ class _OutputError:
     def judge(self, what: str) -> None:
         if not self.used <= 1:
             raise ExportError(
-                f"parity failed: the scores of {what} differ from those of the trained one by {self.error:.3g} of "
+                f"parity failed: the scores of {what} differ from the trained model's by {self.error:.3g} of "
                 f"their spread, {self.used:.3g} times what is allowed (tolerance {self.tolerance:.3g}); "
                 f"nothing was written"
             )
@@ -258,7 +259,7 @@ def _compare_layer(
 def _compare_blocks(
     error: LayerError, trained: BlockLayer, served: BlockLayer, tokens: Tensor, dtype: torch.dtype
 ) -> None:
-    """All tokens through all blocks, each with weight 1: a block that is seldom chosen is compared like any other."""
+    """Send all tokens through all blocks with weight 1, so that a rarely chosen block is compared like any other."""
     count = trained.config.blocks
     x = tokens.repeat_interleave(count, 0)
     ids = torch.arange(count).repeat(len(tokens)).unsqueeze(1)
@@ -274,7 +275,7 @@ def _compare_blocks(
 
 @contextmanager
 def _seen_by_layers(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor | None, Tensor]]]:
-    """What each mixture was given in the forward inside, and what it made of it: name → (x, mask, y)."""
+    """Collect each mixture's inputs and output in the forward inside the context: name → (x, mask, y)."""
     seen: dict[str, tuple[Tensor, Tensor | None, Tensor]] = {}
 
     def keep(name: str, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:

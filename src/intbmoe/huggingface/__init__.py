@@ -1,14 +1,14 @@
-"""transformers models with our mixtures; importing this registers them with the Auto classes.
+"""transformers models with our mixtures; importing this module registers them with the Auto classes.
 
     import intbmoe.huggingface
     model = AutoModelForCausalLM.from_pretrained(folder)
 
-Without the import: ``from_pretrained(folder, trust_remote_code=True)``, which imports this package.
+Without the import, use ``from_pretrained(folder, trust_remote_code=True)``, which imports this package.
 """
 
 from intbmoe.foreign import import_torchvision
 
-import_torchvision(required=False)  # which transformers imports
+import_torchvision(required=False)  # transformers imports it
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
 

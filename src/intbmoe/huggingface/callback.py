@@ -1,4 +1,4 @@
-"""For transformers' ``Trainer``: ``Trainer(model, …, callbacks=[MixtureCallback()])``."""
+"""A callback for transformers' ``Trainer``: ``Trainer(model, …, callbacks=[MixtureCallback()])``."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from intbmoe.steps import plan_steps
 
 
 class MixtureCallback(TrainerCallback):
-    """Tells the mixtures how long the training is, and runs what they do before and after each optimizer step.
+    """Tells the mixtures how long training is, and runs their hooks before and after each optimizer step.
 
-    For any model with MoE layers: one that does not collect the auxiliary losses itself gets them added to its loss,
-    and its layers their padding mask, as ``intbmoe.connect`` does.
+    It works for any model with MoE layers. If the model does not collect the auxiliary losses itself, they are added to
+    its loss; the layers also get their padding mask, as with ``intbmoe.connect``.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
-"""``IntBMoEForCausalLM``: the decoder of ``models/llama.py`` on transformers' conventions.
+"""``IntBMoEForCausalLM``: the decoder of ``models/llama.py`` with transformers' conventions.
 
-Projections, dense FFN, rotation, norms and their names are those of ``models/llama.py``, so that weights pass between
-the two as they are and the logits do not differ in a single bit. What transformers, its caches and engines must reach
-into is written anew, on their interfaces: the attention itself, the cache, the mask, and what a forward returns.
+Projections, dense FFN, rotation, norms and their names are those of ``models/llama.py``, so that weights can be
+exchanged unchanged and logits are equal bit for bit. The parts that transformers, its caches and engines need access to
+are written for their interfaces: the attention itself, the cache, the mask and the output of a forward.
 
-Tokens that are padding reach no mixture: they come from a 2-D ``attention_mask``. A 4-D one says who sees whom, not
-what is padding: give ``padding_mask`` (B, T) beside it, or all tokens count.
+Padding, known from a 2-D ``attention_mask``, is not counted by any mixture. A 4-D mask says which tokens see each
+other, not which are padding: pass ``padding_mask`` (B, T) with it, or all tokens count.
 """
 
 import math
@@ -35,13 +35,13 @@ from intbmoe.precision import wide
 
 
 class Rotary(nn.Module):
-    """Positions to the turns of queries and keys; scaled positions (``rope_type``) are transformers' own, float32."""
+    """From positions to rotations of queries and keys; a scaled ``rope_type`` uses transformers' code, in float32."""
 
     def __init__(self, config: IntBMoETextConfig) -> None:
         super().__init__()
         rope = config.rope_parameters
         part = rope.get("partial_rotary_factor", 1.0)
-        require(part == 1, "partial_rotary_factor", part, "1: all of a head is turned")
+        require(part == 1, "partial_rotary_factor", part, "1: the whole head is rotated")
         self.sizes = config.backbone()
         self.scaled = None if rope["rope_type"] == "default" else LlamaRotaryEmbedding(config)
 
@@ -56,7 +56,7 @@ class Rotary(nn.Module):
 
 
 class IntBMoEAttention(llama.Attention):
-    """The decoder's attention, by whatever implementation transformers is told to use."""
+    """The decoder's attention, with the implementation that transformers is set to use."""
 
     def __init__(self, config: IntBMoETextConfig, layer_idx: int) -> None:
         super().__init__(config.backbone())
@@ -68,7 +68,7 @@ class IntBMoEAttention(llama.Attention):
     def forward(
         self, x: Tensor, turn: llama.Rotation, visible: Any, past_key_values: Cache | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, T, d) → (B, T, d) and the attention weights, where the implementation has them."""
+        """(B, T, d) → (B, T, d) and the attention weights, if the implementation returns them."""
         maps = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in maps)
         q, k = llama.rotate(q, turn), llama.rotate(k, turn)
@@ -78,11 +78,11 @@ class IntBMoEAttention(llama.Attention):
             self.config._attn_implementation, eager_attention_forward
         )
         seen, weights = attend(self, q, k, v, visible, dropout=0.0, scaling=self.scaling, **kwargs)
-        return self.o_proj(seen.reshape(x.shape)), weights  # vLLM's has the tokens of all sequences in one row
+        return self.o_proj(seen.reshape(x.shape)), weights  # vLLM returns the tokens of all sequences in one row
 
 
 class IntBMoEDecoderLayer(GradientCheckpointingLayer):
-    """Attention and FFN, each on the normalised stream and added to it."""
+    """Attention and FFN, each applied to the normalised residual stream and added to it."""
 
     def __init__(self, config: IntBMoETextConfig, layer_idx: int) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class IntBMoETextPreTrainedModel(MixtureModel):
 
 
 class IntBMoETextModel(IntBMoETextPreTrainedModel):
-    """Token ids to features."""
+    """From token ids to features."""
 
     def __init__(self, config: IntBMoETextConfig) -> None:
         super().__init__(config)
@@ -128,8 +128,8 @@ class IntBMoETextModel(IntBMoETextPreTrainedModel):
         self.gradient_checkpointing = False
         if config._attn_implementation == "vllm" and remembers(self):
             raise ValueError(
-                f"{config.method!r} needs earlier tokens of its own sequence, and vLLM has those of all sequences in "
-                f"one row: generate by transformers, or intbmoe serve"
+                f"{config.method!r} needs the earlier tokens of each sequence, but vLLM puts all sequences in one row: "
+                f"generate with transformers or intbmoe serve"
             )
         self.post_init()
 
@@ -146,13 +146,13 @@ class IntBMoETextModel(IntBMoETextPreTrainedModel):
         padding_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
-        """(B, T) → (B, T, d); ``padding_mask`` (B, T) bool, True where a token is valid."""
+        """(B, T) → (B, T, d); ``padding_mask`` (B, T) bool, True for a valid token."""
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
+            raise ValueError("pass either input_ids or inputs_embeds")
         if (use_cache or past_key_values is not None) and remembers(self):
             raise ValueError(
                 f"{self.config.method!r} needs more of earlier tokens than a cache of keys and values holds: "
-                f"use_cache=False"
+                f"set use_cache=False"
             )
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
@@ -178,10 +178,10 @@ class IntBMoETextModel(IntBMoETextPreTrainedModel):
 
 
 class IntBMoEForCausalLM(IntBMoETextPreTrainedModel, GenerationMixin):
-    """Token ids to the next token's logits, with any registered causal method in place of the FFN.
+    """From token ids to the next token's logits, with any registered causal method in place of the FFN.
 
-    In training, a forward with ``labels`` returns the loss with the methods' auxiliary losses, whatever
-    ``output_router_logits`` says.
+    In training, a forward with ``labels`` returns the loss including the method's auxiliary losses, whatever
+    ``output_router_logits`` is.
     """
 
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -212,7 +212,7 @@ class IntBMoEForCausalLM(IntBMoETextPreTrainedModel, GenerationMixin):
         padding_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
-        """(B, T) ids → (B, T, V) logits; ``labels`` are the ids themselves, −100 where a token does not count."""
+        """(B, T) ids → (B, T, V) logits; ``labels`` are the ids themselves, −100 for a token that does not count."""
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
         outputs = self.model(
@@ -242,7 +242,7 @@ class IntBMoEForCausalLM(IntBMoETextPreTrainedModel, GenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            # (B·T, choices) each, as everywhere in transformers; none of methods that have no router
+            # (B·T, choices) each, as elsewhere in transformers; None for methods without a router
             router_logits=tuple(scores.flatten(0, -2) for scores in routers) if routers else None,
         )
 
@@ -251,11 +251,11 @@ class IntBMoEForCausalLM(IntBMoETextPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         if attention_mask is not None and remembers(self) and not attention_mask.all():
             raise ValueError(
-                f"{self.config.method!r} counts positions from the first token on, padding too: generate from prompts "
-                f"of one length, without padding"
+                f"{self.config.method!r} counts positions from the first token, including padding: use prompts of "
+                f"equal length, without padding"
             )
         inputs = super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **kwargs)
-        if attention_mask is not None and attention_mask.dim() == 2:  # a static cache makes a 4-D mask of it
+        if attention_mask is not None and attention_mask.dim() == 2:  # a static cache turns it into a 4-D mask
             read = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
             inputs["padding_mask"] = attention_mask[:, -read.shape[1] :].bool()
         return inputs

@@ -1,7 +1,7 @@
-"""What ``config.json`` says: the sizes of a backbone, and which method stands in place of its FFN.
+"""The contents of ``config.json``: the sizes of a backbone, and the method that replaces its FFN.
 
-Fields that transformers, its Trainer and engines read carry their names (``hidden_size``). None is called
-``num_experts`` or the like: vLLM would put its own mixture in the place of ours.
+Fields that transformers, its Trainer and inference engines read have the usual names (``hidden_size``). None is called
+``num_experts`` or the like, because vLLM would then replace our mixture by its own.
 """
 
 from pathlib import Path
@@ -22,40 +22,40 @@ SIZES = {
     "depth": "num_hidden_layers",
     "heads": "num_attention_heads",
 }
-"""This package's words for what every backbone has → transformers'."""
+"""This package's names of sizes that every backbone has → transformers' names."""
 REMOTE = "modeling_intbmoe"
 """The file that ``trust_remote_code=True`` imports."""
 REFUSAL = "none: the FFN is a mixture. import intbmoe.huggingface, then load with an Auto class"
-"""Saved as ``hidden_act``, in a list: a class that is not ours, Llama's for one, would take our attention, leave its
-FFNs random and only warn. But transformers checks types, and its error has this in it."""
+"""Saved as ``hidden_act``, in a list. Another class, such as Llama's, would load our attention, leave its FFNs random
+and only warn; but transformers checks the type of this field, and its error shows this text."""
 
 
 @strict
 class MixtureConfig(PreTrainedConfig):
-    """What the configurations of all tasks share; not for use by itself."""
+    """The base of all tasks' configurations; not for use by itself."""
 
     auto_classes: ClassVar[dict[str, str]] = {}
-    """Auto class → ours."""
+    """Auto class → our class."""
     sizes: ClassVar[dict[str, str]] = SIZES
-    """Fields of the backbone's configuration → those of this one that say the same, in both directions."""
+    """Fields of the backbone's configuration → the equivalent fields of this one, used in both directions."""
     dense_act: ClassVar[str | None] = None
-    """The activation of the model without a mixture, where a class of transformers can read that."""
+    """The activation of the model without a mixture, if a class of transformers can load that model."""
 
     method: str | None = "intbmoe"
     """The registered name of the mixture; None for the backbone's own dense FFN."""
     method_options: dict[str, Any] | None = None
-    """The mixture's options, literally; ``hidden`` is intermediate_size unless it stands here."""
+    """The mixture's options, literally; ``hidden`` is intermediate_size unless it is given here."""
     precomposed: bool = False
-    """IntBMoE's blocks are composed once and for all; the weights have no trace of the pools."""
+    """Whether IntBMoE's blocks are precomposed; the weights then contain no pools."""
     state_shapes: dict[str, list[int]] | None = None
-    """Shapes of a mixture's state that its options do not say; ``save_pretrained`` fills it in."""
+    """Shapes of a mixture's state that do not follow from its options; ``save_pretrained`` fills them in."""
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         if self.method is None:
             idle = not self.method_options and not self.precomposed
-            require(idle, "method", None, "the name of a mixture where method_options or precomposed is given")
+            require(idle, "method", None, "the name of a mixture if method_options or precomposed is given")
             return
         layer = self.layer_config()
         known = not self.precomposed or isinstance(layer, IntBMoEConfig)
@@ -65,7 +65,7 @@ class MixtureConfig(PreTrainedConfig):
         return find_method(self.method).config(**self._arguments())
 
     def make_ffn(self) -> nn.Module:
-        """One mixture, as this configuration describes it."""
+        """Make one mixture as this configuration describes it."""
         return ComposedMoE(self.layer_config()) if self.precomposed else create(self.method, **self._arguments())
 
     def _arguments(self) -> dict[str, Any]:
@@ -77,11 +77,11 @@ class MixtureConfig(PreTrainedConfig):
         return {ours: getattr(self, theirs) for ours, theirs in self.sizes.items()}
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As transformers', with what ``trust_remote_code=True`` needs: a file that imports this package."""
+        """Save like transformers, and add the file for ``trust_remote_code=True``, which imports this package."""
         self.auto_map = {auto: f"{REMOTE}.{ours}" for auto, ours in self.auto_classes.items()}
         refused = self.method is not None or self.dense_act is None
         self.hidden_act = [REFUSAL] if refused else self.dense_act
-        self.hidden_activation = self.hidden_act  # as Gemma calls it
+        self.hidden_activation = self.hidden_act  # Gemma's name for it
         names = ", ".join(sorted(self.auto_classes.values()))
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class MixtureConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing: ``save_pretrained`` writes the entries of all classes, and no copy of the source."""
+        """Do nothing: ``save_pretrained`` writes the entries of all classes, and no copy of the source."""
 
 
 @strict
@@ -139,7 +139,7 @@ class IntBMoETextConfig(MixtureConfig):
         self.backbone()
 
     def backbone(self) -> llama.LlamaConfig:
-        """The same sizes in this package's words; raises for those that do not go together."""
+        """The backbone's configuration with the same sizes; raises if they do not fit together."""
         return llama.LlamaConfig(**self._sizes(), rope_theta=float(self.rope_parameters["rope_theta"]))
 
 
@@ -169,10 +169,10 @@ class IntBMoEImageConfig(MixtureConfig):
     num_hidden_layers: int = 8
     num_attention_heads: int = 3
     mixture_layers: list[int] | tuple[int, ...] = (0, 2, 4, 6)
-    """Blocks that hold the mixture."""
+    """Blocks that hold a mixture."""
     drop_path_rate: float = 0.1
     ffn_std: float | None = 0.02
-    """Of the truncated normal that dense FFNs start from; None for nn.Linear's law."""
+    """Standard deviation of the dense FFNs' truncated normal initialisation; None to initialise like nn.Linear."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.id2label is None:
@@ -181,6 +181,6 @@ class IntBMoEImageConfig(MixtureConfig):
         self.backbone()
 
     def backbone(self) -> vit.ViTConfig:
-        """The same sizes in this package's words; raises for those that do not go together."""
+        """The backbone's configuration with the same sizes; raises if they do not fit together."""
         layers = tuple(self.mixture_layers)  # a list in JSON
         return vit.ViTConfig(**self._sizes(), classes=self.num_labels, moe_layers=layers)

@@ -1,4 +1,4 @@
-"""Between this package's backbones and their transformers form: the same tensors under the same names, none computed.
+"""Convert between this package's backbones and their transformers form: the same tensors under the same names.
 
 hf = from_backbone(intbmoe.load("runs/text/intbmoe/0"))          # a Llama or a ViT
 hf.save_pretrained("my-model")
@@ -24,9 +24,9 @@ from intbmoe.settings import to_plain
 
 
 def from_backbone(model: nn.Module, **options: Any) -> MixtureModel:
-    """The transformers model with a copy of the weights of a ``Llama`` or ``ViT``, types kept.
+    """Make the transformers model with a copy of the weights of a ``Llama`` or ``ViT``; types are kept.
 
-    ``options`` are fields of the configuration besides: ``eos_token_id``, ``id2label``.
+    ``options`` are further fields of the configuration, such as ``eos_token_id`` or ``id2label``.
     """
     if isinstance(model, Llama):
         rope = {"rope_type": "default", "rope_theta": model.config.rope_theta}
@@ -37,7 +37,7 @@ def from_backbone(model: nn.Module, **options: Any) -> MixtureModel:
         config = _config(IntBMoEImageConfig, model, mixture_layers=layers, **labels, **options)
         kind = IntBMoEForImageClassification
     else:
-        raise TypeError(f"model is a {type(model).__name__}: transformers has a form of intbmoe's Llama and ViT only")
+        raise TypeError(f"model is a {type(model).__name__}: only intbmoe's Llama and ViT have a transformers form")
     with torch.device("meta"):
         made = kind(config)
     made.base_model.load_state_dict(_copied(model), assign=True)
@@ -47,7 +47,7 @@ def from_backbone(model: nn.Module, **options: Any) -> MixtureModel:
 
 
 def to_backbone(model: MixtureModel) -> Llama | ViT:
-    """The ``Llama`` or ``ViT`` with a copy of the weights of ``model``, types kept."""
+    """Make the ``Llama`` or ``ViT`` with a copy of the weights of ``model``; types are kept."""
     config = model.config
     if isinstance(model, IntBMoEForImageClassification):
         kind = ViT
@@ -58,7 +58,7 @@ def to_backbone(model: MixtureModel) -> Llama | ViT:
         tied = torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
         require(tied, "tie_word_embeddings", config.tie_word_embeddings, "True: intbmoe's Llama ties the two")
     else:
-        raise TypeError(f"model is a {type(model).__name__}: expected one of intbmoe.huggingface with a head")
+        raise TypeError(f"model is a {type(model).__name__}: expected a model of intbmoe.huggingface with a head")
     with torch.device("meta"):
         made = kind(config.backbone(), None if config.method is None else config.make_ffn)
     made.load_state_dict(_copied(model.base_model), assign=True)
@@ -81,7 +81,7 @@ def _mixture(model: nn.Module) -> dict[str, Any]:
         return {"method": None}
     first = layers[0]
     alike = all(type(layer) is type(first) and layer.config == first.config for layer in layers)
-    require(alike, "model", type(model).__name__, "one whose mixtures are all alike: a configuration describes one")
+    require(alike, "model", type(model).__name__, "one with equal mixtures: a configuration describes only one")
     composed = isinstance(first, ComposedMoE)
     method = None if composed else method_of(first)
     require(composed or method is not None, "layer", type(first).__name__, "of a registered method")

@@ -15,7 +15,7 @@ from intbmoe.models.vit import Block, ViT
 
 
 class IntBMoEBlock(GradientCheckpointingLayer, Block):
-    """A block whose activations transformers can have computed again in backward."""
+    """A block whose activations transformers can recompute in backward."""
 
 
 class IntBMoEViT(ViT):
@@ -23,9 +23,9 @@ class IntBMoEViT(ViT):
 
 
 class IntBMoEForImageClassification(MixtureModel):
-    """Images to class scores, with any registered method in some of the blocks.
+    """From images to class scores, with any registered method in some of the blocks.
 
-    In training, a forward with ``labels`` returns the loss with the methods' auxiliary losses.
+    In training, a forward with ``labels`` returns the loss including the method's auxiliary losses.
     """
 
     config: IntBMoEImageConfig
@@ -34,7 +34,7 @@ class IntBMoEForImageClassification(MixtureModel):
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     _no_split_modules: ClassVar = ["IntBMoEBlock"]
-    starts_itself: ClassVar = (MoELayer, ViT)  # as in the paper, not by transformers' law for each nn.Linear
+    starts_itself: ClassVar = (MoELayer, ViT)  # initialised as in the paper, not by transformers' rule for nn.Linear
 
     def __init__(self, config: IntBMoEImageConfig) -> None:
         super().__init__(config)
@@ -57,7 +57,7 @@ class IntBMoEForImageClassification(MixtureModel):
         with torch.device(next(module.parameters()).device):
             fresh = self._make_vit().state_dict()
         for name, tensor in module.state_dict().items():
-            if tensor.shape == fresh[name].shape:  # others are fitted to a checkpoint, which brings them
+            if tensor.shape == fresh[name].shape:  # others have a checkpoint's shape and are loaded from it
                 tensor.copy_(fresh[name])
         return None
 

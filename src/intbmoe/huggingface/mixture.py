@@ -1,4 +1,4 @@
-"""What our transformers models share: the mixtures' start, types, losses, state and precomposition."""
+"""Common to our transformers models: the mixtures' initialisation, types, losses, state and precomposition."""
 
 import copy
 from typing import Any, ClassVar, Self
@@ -14,43 +14,43 @@ from intbmoe.precomposition import precompose
 from intbmoe.steps import aux_loss
 
 COMPOSED = ("block_weights", "shared", "token_filter", "block_filter")  # what ``precompose(dtype)`` casts
-IGNORED = -100  # the label of what the loss leaves out
+IGNORED = -100  # the label that the loss ignores
 
 
 class MixtureModel(PreTrainedModel):
-    """A transformers model whose FFNs are mixtures. What a backbone adds is in its own file."""
+    """A transformers model whose FFNs are mixtures; each backbone has its own file."""
 
     collects_aux_loss: ClassVar[bool] = True
-    """``forward`` adds the auxiliary losses to the loss: ``intbmoe.connect`` need not."""
+    """``forward`` adds the auxiliary losses to the loss, so ``intbmoe.connect`` does not."""
     starts_itself: ClassVar[tuple[type[nn.Module], ...]] = (MoELayer,)
-    """Modules whose start is their own, not transformers'."""
+    """Modules that initialise themselves, instead of transformers."""
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _version = 0  # of a parameter, when the counts of the unfinished step began
+    _version = 0  # a parameter's version when the unfinished step began
 
     def post_init(self) -> None:
         shapes = self.config.state_shapes or {}
         for _, layer in moe_layers(self):
-            for tensor in wide_tensors(layer).values():  # a half-precision default type made these too
+            for tensor in wide_tensors(layer).values():  # a half-precision default type applied to these too
                 tensor.data = wide(tensor.data)
             layer.fit_state({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, "")
-        # By the names of the layer and of its part; from_pretrained finds them in any layer.
+        # Names of the layer and its part, without the layer's path: from_pretrained finds them in every layer.
         named = ((path.rpartition(".")[2], wide_tensors(layer)) for path, layer in moe_layers(self))
         self._keep_in_fp32_modules_strict = sorted({f"{own}.{name}" for own, tensors in named for name in tensors})
         super().post_init()
 
-    # How weights start, and what a checkpoint brings.
+    # Initialisation and checkpoints.
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # Children come first, and transformers has written its own start into those it knows. Its rule for code that is
-        # not its own would pass over a layer without parameters of its own, such as most mixtures.
+        # Children come first, and transformers has already initialised those it knows. Its rule for custom code would
+        # skip a layer without direct parameters, such as most mixtures.
         if isinstance(module, self.starts_itself):
             self._start(module)
         else:
             super()._initialize_weights(module, is_custom_code)
 
     def _start(self, module: nn.Module) -> None:
-        """Give ``module`` its own start, except for what a checkpoint has brought."""
+        """Let ``module`` initialise itself, except for tensors loaded from a checkpoint."""
         if getattr(module, "_is_hf_initialized", False):
             return
         tensors = (*module.parameters(), *module.buffers())
@@ -68,7 +68,7 @@ class MixtureModel(PreTrainedModel):
     def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
         loaded = super().from_pretrained(*arguments, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        for _, layer in moe_layers(model):  # which load_state_dict would do
+        for _, layer in moe_layers(model):  # as load_state_dict would do
             layer.fit_state(layer.state_dict(), "")
         return loaded
 
@@ -78,15 +78,15 @@ class MixtureModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing: the configuration writes the entries of all classes, and no copy of the source."""
+        """Do nothing: the configuration writes the entries of all classes, and no copy of the source."""
 
     # Training.
 
     def collect_losses(self, loss: Tensor, counted: Tensor | None = None, items: Any = None) -> tuple[Tensor, Any]:
-        """The loss with the auxiliary losses of this forward, and these alone; None outside training.
+        """Return the loss plus this forward's auxiliary losses, and the latter alone (None outside training).
 
-        Where a trainer divides the loss by the ``items`` of several micro-batches, of which this one has ``counted``,
-        their auxiliary losses are averaged likewise.
+        If a trainer divides the loss by the ``items`` of several micro-batches, of which this one has ``counted``, the
+        auxiliary losses are weighted in the same way.
         """
         if not (self.training and torch.is_grad_enabled() and any(moe_layers(self))):
             return loss, None
@@ -96,14 +96,14 @@ class MixtureModel(PreTrainedModel):
         return loss + (share * auxiliary).to(loss.device), auxiliary
 
     def _require_steps(self) -> None:
-        """Raise where the optimizer has stepped, and a method that moves state between steps was not told."""
+        """Raise if the optimizer has stepped but a method that updates state between steps was not called."""
         if torch.compiler.is_compiling():
             return
         version = next((weight._version for weight in self.parameters() if weight.requires_grad), 0)
         waiting = [layer for _, layer in moe_layers(self) if layer.statistics.pending and moves_state(layer)]
         if waiting and version != self._version:
             raise RuntimeError(
-                f"{type(waiting[0]).__name__} moves state between optimizer steps, and was not told of the last: train "
+                f"{type(waiting[0]).__name__} updates state between optimizer steps, but missed the last step: train "
                 f"with callbacks=[intbmoe.huggingface.MixtureCallback()], or call intbmoe.before_step and after_step"
             )
         if not waiting:
@@ -112,7 +112,7 @@ class MixtureModel(PreTrainedModel):
     # Inference.
 
     def precompose(self, dtype: torch.dtype | None = None) -> Self:
-        """A copy for inference: IntBMoE's blocks composed, E gone. ``save_pretrained`` writes it as any other."""
+        """A copy for inference with IntBMoE's blocks composed and no pools; ``save_pretrained`` works as usual."""
         served = precompose(self, dtype).eval()
         served.config = copy.deepcopy(self.config)
         served.config.precomposed = True
@@ -123,8 +123,10 @@ class MixtureModel(PreTrainedModel):
 
 
 def wide_tensors(layer: MoELayer) -> dict[str, Tensor]:
-    """By name, what a half-precision model keeps in float32: what decides where tokens go; of composed layers all but
-    the large weights, as ``precompose(dtype)`` leaves it."""
+    """The tensors, by name, that a half-precision model keeps in float32.
+
+    They decide where tokens go; of composed layers they are all but the large weights, as in ``precompose(dtype)``.
+    """
     kept = {id(tensor) for tensor in layer.kept_wide()}
     tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     if isinstance(layer, ComposedMoE):
@@ -139,7 +141,7 @@ def moves_state(layer: MoELayer) -> bool:
 
 
 def state_shapes(model: nn.Module) -> dict[str, list[int]] | None:
-    """Of buffers whose shapes follow from the length of a run, as MASS's: a layer of the Config has others."""
+    """Shapes of buffers that depend on the length of a run, like MASS's, and so differ from a new layer's."""
     shapes = {}
     for _, layer in moe_layers(model):
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""DeepSeek-V3's MoE: sigmoid scores, a bias that only the choice sees, a shared expert that is always on.
+"""DeepSeek-V3's MoE: sigmoid scores, a bias that affects only the choice, and a shared expert that is always on.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
 
@@ -9,12 +9,12 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
            f_e = E/(k n) · #{t : e ∈ top-k(s_t)},  P_e = 1/n Σ_t s_{t,e} / Σ_j s_{t,j}
     b_e ← b_e + γ · sign(mean(c) − c_e)  after each optimizer step,  c_e the assignments of the whole global batch
 
-Choices: f_e counts the choice without b, as the report writes it, so that the loss keeps acting on the scores
-when b has evened out the load; its gradient flows through P alone. ρ = 1: the report's 2.5 belongs to 8 of 256
-experts. Several shared experts are one SwiGLU of their joint width, the same function. Quotients of sigmoids are
-computed as softmaxes of log-sigmoids: equal, and never 0/0. Nothing is dropped. There is no public training code: loss
-and bias rule follow the report, with a constant γ (they end with 0: ``bias_speed=0``). Node-limited routing, which
-serves expert parallelism only, is left out. The sigmoid and b are in float32 or wider.
+Choices: f_e counts the choice without b, as in the report, so that the loss keeps acting on the scores once b has
+balanced the load; its gradient flows only through P. ρ = 1: the report's 2.5 goes with 8 of 256 experts. Several shared
+experts are one SwiGLU of their joint width, which is the same function. Quotients of sigmoids are computed as softmaxes
+of log-sigmoids, which are equal and never 0/0. Nothing is dropped. There is no public training code: the loss and the
+bias rule follow the report, with a constant γ (the report ends training with γ = 0: ``bias_speed=0``). Node-limited
+routing, which only serves expert parallelism, is left out. The sigmoid and b are in float32 or wider.
 """
 
 from collections.abc import Sequence
@@ -37,18 +37,18 @@ from intbmoe.settings import NonNegative, PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekConfig(SharedConfig):
-    """Top-k of the routed experts, and shared ones."""
+    """Top-k routing with a bias on the choice, plus shared experts."""
 
     experts: PositiveInt = 16
     """E, routed experts; shared ones come on top."""
     shared_hidden: PositiveInt | None = None
-    """Inner width of one shared expert; None: that of a routed one."""
+    """Inner width of one shared expert; None for that of a routed expert."""
     bias_speed: NonNegative = 1e-3
-    """γ, how far an expert's bias moves at a step."""
+    """γ, how far an expert's bias moves per step."""
     balance: float = 1e-4
     """α, the coefficient of the sequence-wise balance loss."""
     route_scale: float = 1.0
-    """ρ, what the weights of a token's routed experts sum to."""
+    """ρ, the sum of the weights of a token's routed experts."""
 
     @property
     def shared_width(self) -> int:
@@ -88,7 +88,7 @@ class DeepSeek(WideBuffers, SharedLayer):
     def family_after_step(cls, layers: Sequence[Self], sums: Sequence[dict[str, Tensor]], optimizer: Any) -> None:
         for layer, step in zip(layers, sums, strict=True):
             load = step["load"]
-            # mean(c) − c_e times E: in integers, so that an exactly even load moves nothing.
+            # E times mean(c) − c_e, in integers, so that an exactly even load moves nothing.
             direction = (load.sum() - load.numel() * load).sign()
             layer.bias += layer.config.bias_speed * direction.to(layer.bias.dtype)
 
@@ -96,7 +96,7 @@ class DeepSeek(WideBuffers, SharedLayer):
 def sequence_balance(shares: Tensor, chosen: Tensor, mask: Tensor | None, k: int) -> Tensor:
     """Shares (B, T, E) that sum to 1, choices (B, T, E) as 0/1 → mean of Σ_e f_e P_e over all ranks' sequences.
 
-    1 when the choices are even; sequences without a valid token do not count.
+    It is 1 if the choices are even. Sequences without a valid token do not count.
     """
     batch, tokens, experts = shares.shape
     if mask is None:

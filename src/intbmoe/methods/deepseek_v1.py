@@ -1,4 +1,4 @@
-"""DeepSeekMoE: many small experts, of which a token gets many, and shared ones that are always on.
+"""DeepSeekMoE: each token gets several of many small experts, plus shared experts that are always on.
 
 Dai et al., "DeepSeekMoE: Towards Ultimate Expert Specialization in Mixture-of-Experts Language Models", 2024
 (arXiv 2401.06066), Sections 3.1 to 3.3.
@@ -6,17 +6,17 @@ Dai et al., "DeepSeekMoE: Towards Ultimate Expert Specialization in Mixture-of-E
     s_t = softmax(W_r x_t),  K_t = top-k(s_t)
     y_t = Σ_shared f_i(x_t) + Σ_{e ∈ K_t} s_{t,e} f_e(x_t)          the weights are not renormalised
     f_e = E/(k T) #{t : e ∈ K_t},  P_e = 1/T Σ_t s_{t,e}            T valid tokens
-    loss = α_1 Σ_e f_e P_e + α_2 Σ_i f'_i P'_i                      both sums are 1 where the load is even
+    loss = α_1 Σ_e f_e P_e + α_2 Σ_i f'_i P'_i                      both sums are 1 if the load is even
     f'_i, P'_i  the mean of f_e and the sum of P_e over the experts of device i
 
-Fine-grained segmentation splits each of N experts into m of a width m times smaller, of which m times as many are
-chosen. Here ``experts`` and ``hidden`` are what is made: ``match_budget`` splits by the paper's m = 4, counts one
-shared expert among the small ones, and chooses 4·2 − 1 = 7, as in its 2B model (63 routed, 7 chosen, 1 shared).
+Fine-grained segmentation splits each of N experts into m experts of 1/m the width, and chooses m times as many. Here
+``experts`` and ``hidden`` are literal: ``match_budget`` splits by the paper's m = 4, counts one shared expert among the
+small ones, and chooses 4·2 − 1 = 7, as in the paper's 2B model (63 routed, 7 chosen, 1 shared).
 
-Choices: α_1 = 0.01, as the paper's 2B model (0.001 in 16B). α_2 = 0.05 acts where ``devices`` splits the experts (the
-paper's 145B); by default there is one, whatever ``train.parallel`` does, and no second loss. Several shared experts are
-one SwiGLU of their joint width, the same function. Nothing is dropped. The 16B model that the authors released computes
-the loss in each sequence; the paper's, over all tokens, is taken here.
+Choices: α_1 = 0.01, as in the paper's 2B model (0.001 in 16B). α_2 = 0.05 applies if ``devices`` splits the experts
+(the paper's 145B); by default there is one device, whatever ``train.parallel`` does, and no second loss. Several shared
+experts are one SwiGLU of their joint width, which is the same function. Nothing is dropped. The 16B model that the
+authors released computes the loss per sequence; here it is computed over all tokens, as in the paper.
 """
 
 from dataclasses import dataclass
@@ -37,18 +37,18 @@ from intbmoe.settings import AtMost, PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekV1Config(SharedConfig):
-    """Top-k of many small experts, and shared ones."""
+    """Top-k routing over many small experts, plus shared ones."""
 
     experts: PositiveInt = 63
     """E, routed experts; shared ones come on top."""
     top_k: Annotated[PositiveInt, AtMost("experts")] = 7
-    """k, routed experts of a token."""
+    """k, routed experts per token."""
     balance: float = 0.01
     """α_1, the coefficient of the expert-level balance loss."""
     device_balance: float = 0.05
-    """α_2, the coefficient of the device-level balance loss, where there is more than one device."""
+    """α_2, the coefficient of the device-level balance loss if there is more than one device."""
     devices: PositiveInt = 1
-    """Groups of neighbouring experts, one per device, that the device-level loss evens out."""
+    """Groups of neighbouring experts, one per device, that the device-level loss balances."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +63,7 @@ class DeepSeekV1Config(SharedConfig):
     participation="sparse",
 )
 class DeepSeekV1(SharedLayer):
-    """Top-k token choice of small experts, with a shared one."""
+    """Top-k token choice of small experts, plus shared ones."""
 
     Config = DeepSeekV1Config
 

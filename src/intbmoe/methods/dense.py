@@ -1,4 +1,4 @@
-"""Dense feed-forward layers, the models without experts that every mixture is compared with.
+"""Dense feed-forward layers: the baselines without experts that every mixture is compared with.
 
 dense     y = W_2 GELU(W_1 x + b_1) + b_2         Vaswani et al., 2017; Hendrycks and Gimpel, 2016
 swiglu    y = W_2 (SiLU(W_1 x) ⊙ W_3 x)           Shazeer, "GLU Variants Improve Transformer", 2020
@@ -23,13 +23,13 @@ class DenseConfig(ExpertsConfig):
     experts: Annotated[Literal[1], MustBe("1 in a dense layer")] = 1
     """Always 1."""
     std: Positive | None = None
-    """Weights start from a truncated normal of this spread, as a backbone's FFN may; None: as nn.Linear does."""
+    """Standard deviation of a truncated normal for the initial weights, as in some backbones; None for nn.Linear's."""
 
 
 @register("swiglu", title="Dense SwiGLU", paper="Shazeer, 2020", participation="dense", expert="swiglu")
 @register("dense", title="Dense", paper="Vaswani et al., 2017", participation="dense")
 class Dense(MoELayer):
-    """A plain feed-forward layer on the contract of the mixtures."""
+    """A plain feed-forward layer with the same interface as the mixtures."""
 
     Config = DenseConfig
 

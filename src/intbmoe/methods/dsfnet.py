@@ -1,4 +1,4 @@
-"""DSFNet: weights merged by the scenario.
+"""DSFNet: experts merged with weights that depend on the scenario.
 
 Yu, Duan, Xu, Chen, Liu, Liu, Yang, Chu and Guo, "DSFNet: Learning Disentangled Scenario Factorization for
 Multi-Scenario Route Ranking", 2024 (arXiv 2404.00243).
@@ -7,12 +7,14 @@ Multi-Scenario Route Ranking", 2024 (arXiv 2404.00243).
     y_t = f(x_t; Σ_i α_i(s) θ_i)                                    every weight and bias is merged
 
 ``layer(x, conditioning=s)`` takes one s for the whole call, or one per sequence. Without a scenario
-(``conditioning_dim=0``) each token is its own, s_t = x_t: parameters merged for each token, as in ``smear_token``.
+(``conditioning_dim=0``) each token is its own scenario, s_t = x_t: parameters are merged per token, as in
+``smear_token``.
 
-What was found: no code; of the paper its abstract and the caption of its Figure 2, which give W(s) = Σ_i α_i(s) W̃_i
-with gates from s. The form of the gate is not in them: a softmax here, as SMEAR's. Left out, because their formulas
-were not found: the two regularisers (centroids of factors apart, directions within a factor together), the
-scenario-aware batch norm, which would also make a result depend on its batch, and the feature filter (IntBMoE has one).
+Sources: we found no code, and of the paper only its abstract and the caption of its Figure 2, which give
+W(s) = Σ_i α_i(s) W̃_i with gates computed from s. They do not state the form of the gate; here it is a softmax, as in
+SMEAR. Left out, because we did not find their formulas: the two regularisers (which push the centroids of factors apart
+and align the directions within a factor), the scenario-aware batch norm, which would also make a result depend on its
+batch, and the feature filter (IntBMoE has one).
 """
 
 from dataclasses import dataclass
@@ -32,10 +34,10 @@ from intbmoe.settings import NonNegativeInt
 
 @dataclass(frozen=True, kw_only=True)
 class DSFNetConfig(ExpertsConfig):
-    """Factors merged by a scenario."""
+    """Experts merged per scenario."""
 
     conditioning_dim: NonNegativeInt = 0
-    """Width of the scenario's vector, layer(x, conditioning=vector); 0: each token is its own scenario."""
+    """Width of the scenario vector in layer(x, conditioning=vector); 0 if each token is its own scenario."""
 
 
 @register("dsfnet", title="DSFNet", paper="Yu et al., 2024", participation="dense")
@@ -61,6 +63,6 @@ class DSFNet(MoELayer):
         return Result(self.experts.merged(tokens, self.router(scenario).softmax(-1).expand(x.shape[0], -1)))
 
     def quantities(self) -> Quantities:
-        """By the method's definition: ``ops/merged_mm`` builds none for single tokens."""
+        """By the method's definition; in fact ``ops/merged_mm`` builds no sets per token."""
         unit = "example" if self.config.conditioning_dim else "token"
         return Quantities(self.config.experts, execution=1, materialization=OnePer(unit))

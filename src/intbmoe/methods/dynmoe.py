@@ -1,44 +1,47 @@
-"""DynMoE: each token takes every expert it is similar enough to; experts are added and removed in training.
+"""DynMoE: each token takes every expert it is similar enough to; experts are added and removed during training.
 
 Guo et al., "Dynamic Mixture of Experts: An Auto-Tuning Approach for Efficient Transformer Models", ICLR 2025.
 
     s_{t,e} = m_e σ(τ cos(x_t, w_e)),   g_{t,e} = 1[s_{t,e} > σ(τ G_e)],   k_t = Σ_e g_{t,e}
     y_t = (1 / max(k_t, 1)) Σ_e g_{t,e} f_e(x_t)
 
-with embeddings w_e and thresholds G_e learned, m the mask of open slots. Backward: g = sign(ReLU(s − σ(τ G))) with the
-sign passed over, so that w, G and x get a gradient from the chosen pairs alone; k_t is a count, without gradient. In
-training a token that no expert takes gives 0; in evaluation it goes to the open expert of highest s.
+with learned embeddings w_e and thresholds G_e, and m the mask of open slots. Backward: g = sign(ReLU(s − σ(τ G))) with
+the gradient passed straight through the sign, so that w, G and x get a gradient only from the chosen pairs; k_t is a
+count without gradient. In training a token that no expert takes gives 0; in evaluation it goes to the open expert with
+the highest s.
 
     loss = α (‖M ∘ (ŵ ŵᵀ − I)‖_F + mean_e ‖w_e‖ + β_1 E² mean_e(P_e F_e) + β_2 mean_{t,e} g_{t,e})
 
-ŵ the embeddings at length 1, M = m mᵀ; the second term runs over all slots, closed ones too. The third and fourth
-stand in the authors' DeepSpeed code only and are off by default: over tokens with at least one expert, P_e is the
-mean of g_{t,e}/Σ_e g_{t,e} (the gradient goes through both) and F_e the mean of g_{t,e} (none).
+ŵ the embeddings scaled to length 1, M = m mᵀ; the second term covers all slots, closed ones too. The third and fourth
+are only in the authors' DeepSpeed code and are off by default: over tokens with at least one expert, P_e is the mean of
+g_{t,e}/Σ_e g_{t,e} (with gradient through numerator and denominator) and F_e the mean of g_{t,e} (without gradient).
 
-Every ``update_every`` optimizer steps, from what these steps recorded, R_E (activations of each expert) and R_S (sum of
-the inputs of tokens that no expert took): close every expert with R_E = 0, then, if R_S ≠ 0 and a slot is
-free, open the first free one with w = R_S/‖R_S‖, G = 0 and the weights it happens to hold.
+Every ``update_every`` optimizer steps the pool is updated from two records of these steps, R_E (activations of each
+expert) and R_S (sum of the inputs of tokens that no expert took): close every expert with R_E = 0; then, if R_S ≠ 0 and
+a slot is free, open the first free slot with w = R_S/‖R_S‖, G = 0 and whatever weights it holds.
 
-When. The IntBMoE paper updates every 300 optimizer steps, and so does the default: each span is recorded, globally and
-whatever the accumulation, and used. The authors' DeepSpeed code takes three spans of 300 forwards in turn: it ignores
-the first, records the second, updates at its end and ignores the third (``cadence="official"``). Their Tutel code
-updates at every step in vision (``update_every=1``) and once an epoch on GLUE.
+When the pool is updated. The IntBMoE paper updates every 300 optimizer steps, and so does the default: every span is
+recorded, over all ranks and micro-batches, and used. The authors' DeepSpeed code cycles through three spans of 300
+forwards: it ignores the first, records the second and updates at its end, and ignores the third
+(``cadence="official"``). Their Tutel code updates at every step in vision (``update_every=1``) and once per epoch on
+GLUE.
 
-Until when. The authors never stop. But a new expert comes with untrained weights and gets a full share of its tokens:
-one opened at step 900 of 942 raised a loss from 5.9 to 23, with no learning rate left to mend it. So the pool is final
-after half of the run (``adaptation``): a cosine schedule then still holds 18 % of its summed learning rate, where 2.5 %
-are left after three quarters and 0.2 % after nine tenths. ``adaptation=1`` is the authors' form, and also what a loop
-gets that never calls ``plan_steps``.
+When updates end. The authors never stop. But a new expert has untrained weights and gets a full share of its tokens:
+one opened at step 900 of 942 raised a loss from 5.9 to 23, with no learning rate left to recover. So the pool is final
+after half of the run (``adaptation``), when a cosine schedule still has 18 % of its summed learning rate left; 2.5 %
+are left after three quarters and 0.2 % after nine tenths. ``adaptation=1`` is the authors' form, and also applies if
+the training loop never calls ``plan_steps``.
 
 Choices and differences. τ is fixed, as in the IntBMoE paper and the authors' DeepSpeed code; their Tutel gate learns
-log τ, held below log 100, from τ = 10 (``temperature=10, learn_temperature=True``). That gate also divides by Σ g with
-its gradient (``denominator_gradient=True``; theirs skips it in a batch where no token has two experts), their DeepSpeed
-one by the count, as here. If a whole span activated no expert, the pool is kept, and one may still be opened. Opening
-and closing reset the slot's optimizer moments; weight decay and the length penalty still reach a closed slot. Experts
-start independently (DeepSpeed: as copies). In evaluation g has its true derivative, zero. A forward makes room for N·E
-rows, of which the grouped kernel computes the chosen ones. Parameters sharded by FSDP2 are refused: slots are single
-rows. ``active_parameters`` counts the mean number of experts of the last training step, a token without any as one (as
-in evaluation); before training half the pool, as for isotropic inputs.
+log τ, kept below log 100, from τ = 10 (``temperature=10, learn_temperature=True``). That gate also divides by Σ g with
+its gradient (``denominator_gradient=True``; theirs skips this in a batch where no token has two experts); their
+DeepSpeed gate divides by the count, as we do. If a whole span activated no expert, no expert is closed, but one may
+still be opened. Opening and closing reset the slot's optimizer moments; weight decay and the length penalty still act
+on a closed slot. Experts start independently (DeepSpeed: as copies). In evaluation g has its true derivative, zero. A
+forward allocates N·E rows, of which the grouped kernel computes the chosen ones. Parameters sharded by FSDP2 are
+refused, because slots are single rows. ``active_parameters`` uses the mean number of experts in the last training step,
+counting a token without any as one (as in evaluation); before training it assumes half the pool, as for isotropic
+inputs.
 """
 
 import math
@@ -68,17 +71,17 @@ class DynMoEConfig(PoolConfig):
     temperature: Positive = 1.0
     """τ, multiplies the cosine and the threshold."""
     learn_temperature: bool = False
-    """Learn τ, from temperature on and up to 100, as the authors' Tutel gate does."""
+    """Learn τ, starting at temperature and limited to 100, as the authors' Tutel gate does."""
     denominator_gradient: bool = False
     """Let the gradient flow through k_t too, as in the authors' Tutel gate."""
     update_every: PositiveInt = 300
-    """Optimizer steps in a span."""
+    """Optimizer steps per span."""
     cadence: Literal["paper", "official"] = "paper"
-    """Change the pool after every span (IntBMoE's paper), or after the second of every three (authors' code)."""
+    """Update the pool after every span (IntBMoE's paper), or after the second of every three (authors' code)."""
     adaptation: Probability = 0.5
-    """Share of the run after which the pool is final; 1 for none (authors)."""
+    """Fraction of the run after which the pool is final; 1 for never (authors)."""
     auxiliary: float = 0.01
-    """α, the coefficient of the auxiliary losses together."""
+    """α, the coefficient of the sum of the auxiliary losses."""
     load_balance: float = 0.0
     """β_1, load balance relative to diversity (authors' DeepSpeed code: 1)."""
     efficiency: float = 0.0
@@ -89,7 +92,7 @@ class DynMoEConfig(PoolConfig):
     "dynmoe", title="DynMoE", paper="Guo et al., 2025", code="LINs-lab/DynMoE", participation="sparse", dynamic=True
 )
 class DynMoE(PoolLayer):
-    """Top-any token choice by cosine and threshold, with a pool that follows what tokens ask for."""
+    """Top-any token choice by cosine and threshold, with a pool that adapts to demand."""
 
     Config = DynMoEConfig
     KEPT_WIDE = ("embeddings", "thresholds", "log_temperature")
@@ -105,8 +108,8 @@ class DynMoE(PoolLayer):
         if c.learn_temperature:
             self.log_temperature = nn.Parameter(torch.full((1,), math.log(c.temperature)))  # FSDP2 shards no scalars
         self.register_buffer("taken", torch.zeros((), dtype=torch.int64))  # steps of the run so far
-        self.register_buffer("end", torch.tensor(-1))  # of them, how many may change the pool; −1 for all
-        # Steps since the last span, or the last of three, ended, and what has been recorded in them.
+        self.register_buffer("end", torch.tensor(-1))  # the last step that may change the pool; −1 for no limit
+        # Steps since the last span (or cycle of three) ended, and what was recorded in them.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("activations", torch.zeros(c.experts, dtype=torch.int64))  # R_E
         self.register_buffer("uncovered_input", torch.zeros(c.dim, dtype=torch.float32))  # R_S
@@ -138,7 +141,7 @@ class DynMoE(PoolLayer):
         margin = F.relu(scores - (temperature * wide(self.thresholds)).sigmoid())
         gates = margin.sign()
         if self.training:
-            gates = gates + (margin - margin.detach())  # the sign, whose gradient passes unchanged
+            gates = gates + (margin - margin.detach())  # a straight-through gradient for the sign
         if mask is not None:
             gates = torch.where(mask.reshape(-1, 1), gates, 0)
         count = (gates.detach() > 0).sum(-1, keepdim=True)
@@ -160,7 +163,7 @@ class DynMoE(PoolLayer):
         return Result(y.view(x.shape), Routing(ids, weights), losses, sums)
 
     def _auxiliary(self, gates: Tensor, count: Tensor, tokens: Tensor) -> Tensor:
-        """Diversity and simplicity of the embeddings, and the DeepSpeed code's two terms where they are on."""
+        """Diversity and simplicity of the embeddings, and the DeepSpeed code's two terms if they are on."""
         c = self.config
         embeddings = wide(self.embeddings)
         directions = unit(embeddings)
@@ -188,7 +191,7 @@ class DynMoE(PoolLayer):
             layer._count_step(recorded, optimizer)
 
     def _count_step(self, recorded: dict[str, Tensor], optimizer: Any) -> None:
-        """Record the step if its span is recorded, and change the pool where that span ends."""
+        """Record the step if its span is recorded, and update the pool at the end of that span."""
         span, official = self.config.update_every, self.config.cadence == "official"
         first, last, cycle = (span, 2 * span, 3 * span) if official else (0, span, span)
         self.taken += 1
@@ -206,7 +209,7 @@ class DynMoE(PoolLayer):
             self.steps.zero_()
 
     def _adapt(self, optimizer: Any) -> None:
-        """Close what nobody used, and open one for those whom nobody served."""
+        """Close experts that no token used, and open one for tokens that no expert took."""
         used = self.active & (self.activations > 0)
         changed = self.active & ~used if used.any() else torch.zeros_like(used)
         self.active &= ~changed

@@ -7,14 +7,14 @@ Zhou, Lei, Liu, Du, Huang, Zhao, Dai, Chen, Le and Laudon, "Mixture-of-Experts w
     I_e = top-C_t(P_{t,e}),  C = ⌈cf · n / E⌉               the C tokens of expert e; at most n
     y_t = Σ_{e : t ∈ I_e} P_{t,e} f_e(x_t)                 not renormalised; 0 for a token that no expert took
 
-There is no auxiliary loss: the balance holds by construction. The sum ``untaken`` counts the valid tokens that no
-expert took. Choices: experts choose from one sequence, so that a result does not depend on its batch (the authors:
-from the device's batch). C is rounded up, never to a multiple, and computed from the valid tokens. Equal scores go to
-the earlier token. No noise on the logits, as in the paper. Left out: the paper's cap on the experts of a token (a
-linear program, off by default there).
+There is no auxiliary loss: the load is balanced by construction. The statistic ``untaken`` counts the valid tokens that
+no expert took. Choices: experts choose within one sequence, so that a result does not depend on its batch (the authors:
+within the device's batch). C is rounded up to an integer, not to a multiple, and computed from the valid tokens. Ties
+go to the earlier token. There is no noise on the logits, as in the paper. The paper's cap on the experts of a token (a
+linear program, off by default there) is left out.
 
-An expert sees all tokens of a sequence before it chooses, so a later token can displace an earlier one: not for causal
-models, unless cf ≥ E, when every expert takes every token.
+An expert sees all tokens of a sequence before it chooses, so a later token can displace an earlier one. The method is
+therefore not for causal models, unless cf ≥ E, when every expert takes every token.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class ExpertChoiceConfig(ExpertsConfig):
     """Top-C tokens for each expert."""
 
     capacity_factor: Positive = 2.0
-    """cf, the mean number of experts of a token (but for rounding C up)."""
+    """cf, the mean number of experts per token (before C is rounded up)."""
 
     def noncausal_reason(self) -> str | None:
         if self.capacity_factor >= self.experts:
@@ -64,7 +64,7 @@ class ExpertChoice(RoutedLayer):
         taken, filled = self._choose(gates.detach(), mask)  # (B, C, E)
 
         # Seat (e, b, j) has the j-th token that expert e took from sequence b. An unfilled seat computes some token of
-        # its sequence with weight 0: shapes stay fixed, and nothing flows through it either way.
+        # its sequence with weight 0: shapes stay fixed, and it affects neither outputs nor gradients.
         first = tokens * torch.arange(batch, device=x.device).view(-1, 1, 1)
         plan = seat((taken + first).permute(2, 0, 1).reshape(-1), batch * tokens)
         weights = torch.where(filled, gates.gather(1, taken), 0).permute(2, 0, 1).reshape(-1, 1)
@@ -81,7 +81,8 @@ class ExpertChoice(RoutedLayer):
     def _choose(self, gates: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Gates (B, T, E) → (B, C, E) each expert's tokens, best first, and whether the seat is filled.
 
-        C follows from T, for a fixed shape; a sequence with padding fills only what its valid tokens allow.
+        C is computed from T, so that the shape is fixed; a sequence with padding fills only as many seats as its valid
+        tokens allow.
         """
         _, tokens, experts = gates.shape
         capacity = min(tokens, capacity_of(self._factor, tokens, experts))

@@ -1,4 +1,4 @@
-"""GShard: the best two experts of a token, the second one by chance.
+"""GShard: each token's best two experts, the second kept at random.
 
 Lepikhin, Lee, Xu, Chen, Firat, Huang, Krikun, Shazeer and Chen, "GShard: Scaling Giant Models with Conditional
 Computation and Automatic Sharding", ICLR 2021, Algorithm 1; ``Top2GatingOnLogits`` of lingvo's gshard_layers.py is
@@ -6,19 +6,19 @@ their code.
 
     p_t = softmax(W_r x_t),  a = argmax_e p_{t,e},  b = argmax_{e ≠ a} p_{t,e}
     g_a = p_{t,a} / (p_{t,a} + p_{t,b} + 10⁻⁹),  g_b likewise
-    b is kept if u_t < g_b / θ,  u_t ~ U(0, 1)                      in training; θ = 1/2 is the paper's chance of 2·g_b
+    b is kept if u_t < g_b / θ,  u_t ~ U(0, 1)                      in training; θ = 1/2 gives the paper's 2·g_b
     y_t = g_a f_a(x_t) + g_b f_b(x_t)                               a choice that is not kept gives nothing
     loss = α·E·Σ_e f_e P_e,  f_e the share of tokens with a = e, before any dropping;  P_e the mean of p_{t,e}
 
-``capacity_factor`` gives an expert ⌊cf·T/E⌋ places for a sequence, rounded up to a multiple of 4, 4 if that is none, as
-lingvo (the paper's 2T/E is cf = 2): first choices of all tokens in their order, then second ones. A full expert gives
-0.
+``capacity_factor`` gives an expert ⌊cf·T/E⌋ places per sequence, rounded up to a multiple of 4 and at least 4, as in
+lingvo (the paper's 2T/E is cf = 2). The first choices of all tokens are placed in token order, then the second choices.
+A full expert gives 0.
 
 Choices: dropless by default, and in evaluation the second choice is always kept. The weights are divided by their sum
-before any choice is dropped, lingvo's default; ``renormalize="after"`` is its newer form and DeepSpeed's
-``top2gating``, where the weights that are left sum to 1. ``second="sample"`` draws b by its probability among the
-others (Gumbel-max), lingvo's policy "sampling". Lingvo averages the losses of groups of tokens; here one statistic
-covers all valid tokens of all ranks. Mesh TensorFlow has θ = 0.2. The router has no bias.
+before any choice is dropped, which is lingvo's default; with ``renormalize="after"``, as in its newer form and
+DeepSpeed's ``top2gating``, the remaining weights sum to 1. ``second="sample"`` draws b by its probability among the
+others (Gumbel-max), which is lingvo's policy "sampling". Lingvo averages the losses of groups of tokens; here one
+statistic covers all valid tokens of all ranks. Mesh TensorFlow has θ = 0.2. The router has no bias.
 """
 
 from dataclasses import dataclass
@@ -46,20 +46,20 @@ class GShardConfig(CapacityConfig):
     """Top-2 routing."""
 
     experts: Annotated[int, MustBe("an integer of at least 2", lambda value: value >= 2)] = 8
-    """E, how many experts."""
+    """E, the number of experts."""
     second: Second = "random"
-    """The second choice in training: random keeps it with a chance, all always, sample draws which one it is."""
+    """The second choice in training: "random" keeps it at random, "all" always, "sample" draws the expert itself."""
     threshold: Positive = 0.5
-    """θ, the weight from which on a random second choice is always kept."""
+    """θ, the weight at which a random second choice is always kept."""
     renormalize: Literal["before", "after"] = "before"
-    """Whether the two weights are divided by their sum before choices are dropped, or those that are left after it."""
+    """Divide the weights by their sum before choices are dropped, or divide the remaining ones afterwards."""
     balance: float = 0.01
     """α, the coefficient of the load-balancing loss."""
 
 
 @register("gshard", title="GShard", paper="Lepikhin et al., 2021", code="tensorflow/lingvo", participation="sparse")
 class GShard(CapacityLayer):
-    """Top-2 token choice with a random second choice."""
+    """Top-2 token choice whose second choice is kept at random."""
 
     Config = GShardConfig
     executed = 2
@@ -101,13 +101,13 @@ def top2_gating(
     uniforms: Tensor | None = None,
     renormalize: Literal["before", "after"] = "before",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, T, E) logits → ids (B, T, 2), −1 for none; their weights; and the ids before capacity took any.
+    """(B, T, E) logits → ids (B, T, 2), −1 for none; their weights; and the ids before the capacity limit.
 
-    ``capacity`` is the number of places that an expert has for a sequence, or one number per sequence (B, 1).
-    ``uniforms`` in [0, 1) decide about the second choice: (B, T) for "random", (B, T, E) for "sample".
+    ``capacity`` is the number of places that an expert has per sequence, or one number for each sequence (B, 1).
+    ``uniforms`` in [0, 1) decide the second choice: (B, T) for "random", (B, T, E) for "sample".
     """
     gates = logits.softmax(-1)
-    order = gates.detach().sort(dim=-1, descending=True, stable=True).indices  # equal ones by index
+    order = gates.detach().sort(dim=-1, descending=True, stable=True).indices  # ties by index
     chosen = order[..., :2]
     if second == "sample":
         noise = -torch.log(-torch.log(uniforms))

@@ -1,4 +1,4 @@
-"""HyperMoE: what the chosen experts compute, and a small network made from those that were not chosen.
+"""HyperMoE: the chosen experts, plus a small network generated from the experts that were not chosen.
 
 Zhao, Qiu, Wu, Wang, He and Fu, "HyperMoE: Towards Better Mixture of Experts via Transferring Among Experts", ACL 2024
 (arXiv 2402.12656); official code Bumble666/Hyper_MoE.
@@ -11,13 +11,13 @@ Zhao, Qiu, Wu, Wang, He and Fu, "HyperMoE: Towards Better Mixture of Experts via
     g_t = p_t for k = 1, renormalised over K_t for k = 2            their Switch and their GPT-2
     loss = α·E·Σ_e f_e P_e                                          Switch's balance
 
-The HyperExpert of a token depends on its set K_t alone. So there are E of them for k = 1 and E(E − 1)/2 for k = 2: all
-are made once per forward and tokens are sorted by set, where the authors' code makes one for each token.
+A token's HyperExpert depends only on its set K_t. So there are E of them for k = 1 and E(E − 1)/2 for k = 2: all are
+generated once per forward and tokens are sorted by set, whereas the authors' code generates one for each token.
 
-Choices: in their code one hypernetwork serves all layers, and a vector tells them apart; here each layer has its own,
-since a layer does not know the others, and needs no such vector. The maps that make weights start as they do, uniform
-in ±10⁻³·√(3/(inputs · fan-in)), so that the HyperExpert starts near 0. Their GPT-2 has noisy gates with importance and
-load losses (``shazeer`` has these); Switch's are taken here, for both k. Nothing is dropped.
+Choices: in their code one hypernetwork serves all layers, and a vector tells the layers apart; here each layer has its
+own, since a layer does not know the others, and needs no such vector. The maps that generate weights are initialised as
+in their code, uniform in ±10⁻³·√(3/(inputs · fan-in)), so that the HyperExpert starts near 0. Their GPT-2 has noisy
+gates with importance and load losses (as ``shazeer`` has); here both k use Switch's loss. Nothing is dropped.
 """
 
 import math
@@ -46,12 +46,12 @@ HEAD_SCALE = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class HyperMoEConfig(ExpertsConfig):
-    """Top-k routing and a HyperExpert."""
+    """Top-k routing plus a HyperExpert."""
 
     top_k: Annotated[Literal[1, 2], AtMost("experts")] = 1
-    """k, experts of a token."""
+    """k, experts per token."""
     embedding_dim: PositiveInt = 128
-    """Width of an expert's vector and of the MLP on the sum of those not chosen."""
+    """Width of an expert's vector, and of the MLP that reads the sum of the unchosen experts' vectors."""
     hyper_dim: PositiveInt = 128
     """Inner width of the hypernetwork."""
     adapter_dim: PositiveInt = 64
@@ -62,7 +62,7 @@ class HyperMoEConfig(ExpertsConfig):
 
 @register("hypermoe", title="HyperMoE", paper="Zhao et al., 2024", code="Bumble666/Hyper_MoE", participation="dense")
 class HyperMoE(RoutedLayer):
-    """Top-k token choice, and a generated network that stands for the experts not chosen."""
+    """Top-k token choice, plus a generated network that represents the experts not chosen."""
 
     Config = HyperMoEConfig
 
@@ -116,12 +116,12 @@ class HyperMoE(RoutedLayer):
         return combine(z, wide(z).new_ones(sets.shape), plan)
 
     def quantities(self) -> Quantities:
-        """All experts have a part in a token's output: those not chosen by the HyperExpert that is made of them."""
+        """All experts contribute to a token's output: those not chosen contribute through the HyperExpert."""
         return Quantities(self.config.experts, execution=self.config.top_k + 1, materialization=OnePer("token"))
 
 
 def _sets(experts: int, k: int, device: torch.device) -> Tensor:
-    """(sets, E) as 0/1, the sets of k experts, in the order of ``_set_of``."""
+    """(sets, E) as 0/1: all sets of k experts, in the order of ``_set_of``."""
     every = torch.eye(experts, dtype=torch.int64, device=device)
     if k == 1:
         return every
@@ -130,6 +130,6 @@ def _sets(experts: int, k: int, device: torch.device) -> Tensor:
 
 
 def _set_of(chosen: Tensor) -> Tensor:
-    """(N, k) different experts → (N, 1), the number of their set: e for {e}, j(j − 1)/2 + i for {i, j} with i < j."""
+    """(N, k) distinct experts → (N, 1), the index of their set: e for {e}, j(j − 1)/2 + i for {i, j} with i < j."""
     low, high = chosen.amin(-1, keepdim=True), chosen.amax(-1, keepdim=True)
     return low if chosen.shape[-1] == 1 else high * (high - 1) // 2 + low

@@ -1,6 +1,6 @@
 """SoftMoE by LapSum: a soft top-k whose weights sum to k and have gradients everywhere.
 
-Zasada et al., 2026 (arXiv 2606.17952), who call it SoftMoE; the operator is Struski, Bednarczyk, Podolak and
+Zasada et al., 2026 (arXiv 2606.17952), who call it SoftMoE. The operator is from Struski, Bednarczyk, Podolak and
 Tabor, "LapSum - One Method to Differentiate Them All: Ranking, Sorting and Top-k Selection", ICML 2025, official code
 gmum/LapSum.
 
@@ -9,15 +9,15 @@ gmum/LapSum.
     y_t = Σ_e p_{t,e} 1[p_{t,e} > τ] f_e(x_t)                       the number of experts varies from token to token
     loss = w·E·Σ_e f_e P_e,  f_e the share of e among all choices,  P_e the mean of p_{t,e}/k
 
-F(z) = e^z/2 for z ≤ 0 and 1 − e^{−z}/2 above. With sorted scores the sum of all F is known between any two
+F(z) = e^z/2 for z ≤ 0 and 1 − e^{−z}/2 above. With sorted scores, the sum of all F has a closed form between any two
 neighbours, b_t follows from a quadratic equation in e^b, and the derivatives from implicit differentiation: with
 q = softmax(−|r − b|/α) and δ = e^{−|r − b|/α}/(2α),
 
     ∂p_i/∂r_j = δ_i (1[i = j] − q_j),   ∂p_i/∂k = q_i,   ∂p_i/∂α = −δ_i/α (r_i − Σ_j q_j r_j)
 
-Choices: no code of the layer was found, only of the operator, and of the paper only third-party notes: temperature,
-threshold, noise and the coefficient w are ours. k is fixed. The paper also learns it, as a share of a budget that all
-layers of a model have together; a layer here does not know the others. The cap on a token's experts is left out.
+Choices: we found code only for the operator, not for the layer, and only third-party notes on the paper, so
+temperature, threshold, noise and the coefficient w are ours. k is fixed. The paper also learns k, as a share of a
+budget for all layers of a model; a layer here does not know the others. The cap on a token's experts is left out.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class LapSumConfig(ExpertsConfig):
     """Soft top-k routing."""
 
     top_k: Positive = 2.0
-    """k, what the weights of a token sum to before truncation; need not be whole."""
+    """k, the sum of a token's weights before truncation; need not be an integer."""
     temperature: Positive = 0.1
     """α, the width of the transition between chosen and not chosen."""
     threshold: Share = 0.02
@@ -67,7 +67,7 @@ class LapSumConfig(ExpertsConfig):
     dynamic=True,
 )
 class LapSum(RoutedLayer):
-    """All experts whose soft top-k weight passes a threshold."""
+    """Every expert whose soft top-k weight exceeds a threshold runs."""
 
     Config = LapSumConfig
 
@@ -77,7 +77,7 @@ class LapSum(RoutedLayer):
         if self.training and c.noise:
             scores = scores + c.noise * torch.randn_like(scores)
         soft = lapsum_topk(scores, c.top_k, c.temperature)
-        active = ~(soft <= c.threshold)  # a token that is not a number keeps all experts, and shows
+        active = ~(soft <= c.threshold)  # NaN counts as active, so that it is noticed
         if mask is not None:
             active = active & mask.reshape(-1, 1)
         ids, weights = pack_choices(soft, active)
@@ -93,17 +93,17 @@ class LapSum(RoutedLayer):
 
 
 def lapsum_topk(scores: Tensor, k: float | Tensor, temperature: float | Tensor) -> Tensor:
-    """(…, E) scores → (…, E) weights in (0, 1) that sum to k, larger where the score is; 0 < k < E.
+    """(…, E) scores → (…, E) weights in (0, 1) that sum to k and grow with the score; 0 < k < E.
 
-    ``k`` is a number, or a tensor of the shape (…). Differentiable in all three.
+    ``k`` is a number, or a tensor of shape (…). Differentiable in all three arguments.
     """
     if not isinstance(k, Tensor):
         require(0 < k < scores.shape[-1], "k", k, f"between 0 and the number of scores ({scores.shape[-1]})")
-        k = scores.new_full((), k)  # filled on the device: a copy from the host would wait, and no graph records one
+        k = scores.new_full((), k)  # filled on the device: a host copy would block, and graph capture forbids it
     k = k.to(scores).expand(scores.shape[:-1]).unsqueeze(-1)
     with torch.no_grad():
         b = _solve(scores / temperature, k) * temperature
-    # One step of Newton's method from the solution: its value is the solution, its derivative the implicit one.
+    # One Newton step from the solution: its value is the solution, and its derivative is the implicit derivative.
     z = (scores - b) / temperature
     density = torch.exp(-z.detach().abs()).sum(-1, keepdim=True) / (2 * temperature)
     b = b + (_laplace_cdf(z).sum(-1, keepdim=True) - k) / density
@@ -117,7 +117,7 @@ def _laplace_cdf(z: Tensor) -> Tensor:
 def _solve(z: Tensor, k: Tensor) -> Tensor:
     """(…, E) and (…, 1) → (…, 1), b with Σ_e F(z_e − b) = k.
 
-    With z rising, A_i = Σ_{j ≥ i} e^{z_i − z_j} and B_i = Σ_{j ≤ i} e^{z_j − z_i}, the sum of F(b − z_j) at b = z_i is
+    With z sorted, A_i = Σ_{j ≥ i} e^{z_i − z_j} and B_i = Σ_{j ≤ i} e^{z_j − z_i}, the sum of F(b − z_j) at b = z_i is
     (2i + 1 + A_i − B_i)/2. It rises with i, so b lies between the neighbours m and n around E − k. There the sum is
     i + A_n e^{b − z_n}/2 − B_m e^{z_m − b}/2 with i entries below: a quadratic equation, solved without cancellation.
     """

@@ -1,4 +1,4 @@
-"""Lory: one merged expert for each segment of a sequence, merged by what the segment before it was about.
+"""Lory: one merged expert for each segment of a sequence, with weights that depend on the previous segment.
 
 Zhong, Xia, Chen and Lewis, "Lory: Fully Differentiable Mixture-of-Experts for Autoregressive Language Model
 Pre-training", COLM 2024.
@@ -6,22 +6,23 @@ Pre-training", COLM 2024.
     A sequence is cut into segments of S tokens; h̄_n is the mean of segment n, e_n = softmax(W_r h̄_n).
     y_t = f(x_t; Σ_e a_{n,e} θ_e) for t in segment n,  a_n = e_{n−1} for n > 1, all three SwiGLU matrices merged
 
-The first segment has none before it. The paper gives it a_1 = stop_gradient(e_1): its tokens then see the mean of
-their own segment, later tokens among them (``first_segment="stop_gradient"``). Here the default is strictly causal:
-a_1 is uniform, 1/E each, so the first segment runs the mean expert. An input of one segment is therefore not routed at
-all, and the router learns nothing from it. Where the length of inputs is fixed (``tokens``), a segment that would hold
-all of it is cut to half of it; elsewhere such an input is warned about in training.
+The first segment has no previous one. The paper gives it a_1 = stop_gradient(e_1): its tokens then see the mean of
+their own segment, which includes later tokens (``first_segment="stop_gradient"``). The default here is strictly causal:
+a_1 is uniform, 1/E each, so the first segment runs the mean expert. An input of a single segment is therefore not
+routed at all, and the router learns nothing from it. If the input length is fixed (``tokens``), a segment that would
+hold the whole input is cut to half of it; otherwise such an input causes a warning in training.
 
-Decoding with a state is by segment too. With ``generation="prompt"`` it is as in the paper's generation: what the first
-call of a state reads is the prompt, a = softmax(W_r mean of the prompt) is chosen once for it and all that follows, and
-one expert is merged for the whole request, so that each new token costs what a dense FFN costs (and the merged weights
-of every request are held). The paper finds little difference in quality. Training and scoring stay by segment.
+Decoding with a state also works by segment. ``generation="prompt"`` is the paper's way to generate: the tokens of the
+first call with a state are the prompt, a = softmax(W_r mean of the prompt) is computed once for the prompt and
+everything after it, and one expert is merged for the whole request, so that each new token costs as much as a dense FFN
+(and the merged weights of every request are kept in memory). The paper finds little difference in quality. Training and
+scoring always work by segment.
 
 Choices: T need not be a multiple of S; the last segment is padded. Means are over valid tokens; a segment without any
-hands on the weights it was given itself. Segments are counted by position, padding included, in evaluation too. The
-router has no bias. Similarity batching of documents and dense warm-up are not part of the layer; there
-is no public code to differ from. Of the merged weight sets, one per segment, only some exist at a time (the backward
-pass merges them again), or none where segments are short for the device (``ops/merged_mm``).
+passes on the weights it was given. Segments are counted by position, including padding, in evaluation too. The router
+has no bias. Similarity batching of documents and dense warm-up are not part of the layer. There is no public code to
+compare with. Of the merged weight sets, one per segment, only a few exist at a time (the backward pass merges them
+again), or none if segments are short for the device (``ops/merged_mm``).
 """
 
 import warnings
@@ -43,17 +44,17 @@ from intbmoe.settings import PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class LoryConfig(ExpertsConfig):
-    """Merging by segments."""
+    """One merged expert per segment."""
 
     expert: Literal["gelu", "swiglu"] = "swiglu"
     segment: PositiveInt = 16
-    """S, tokens in a segment (the Lory paper: 256)."""
+    """S, tokens per segment (the Lory paper: 256)."""
     tokens: PositiveInt | None = None
-    """Tokens of every input, where that is fixed; a segment of so many or more becomes half of them."""
+    """The length of every input if it is fixed; a segment at least this long is cut to half of it."""
     first_segment: Literal["uniform", "stop_gradient"] = "uniform"
-    """Weights of the first segment: uniform, or its own without gradient, as in the paper."""
+    """Weights of the first segment: uniform, or computed from the segment itself without gradient (the paper)."""
     generation: Literal["segment", "prompt"] = "segment"
-    """Decoding: merge an expert for every segment, or one for a whole text by the mean of its prompt (the paper)."""
+    """Decoding: merge an expert per segment, or one for the whole text from the mean of its prompt (the paper)."""
 
     @property
     def routing_segment(self) -> int:
@@ -64,24 +65,24 @@ class LoryConfig(ExpertsConfig):
         if self.first_segment == "uniform":
             return None
         return (
-            "with first_segment='stop_gradient' the first segment of Lory is merged by its own mean, later tokens "
-            "of the segment too (first_segment='uniform' is causal)"
+            "with first_segment='stop_gradient' Lory merges the first segment's expert by the segment's own mean, "
+            "which includes later tokens (first_segment='uniform' is causal)"
         )
 
 
 @dataclass
 class LoryState:
-    """Where a layer stands in a sequence: the open segment so far, and the weights it runs with."""
+    """A layer's position in a sequence: the open segment so far, and the weights it runs with."""
 
-    position: int  # tokens of the open segment already seen, masked ones included: the same for all sequences
+    position: int  # tokens of the open segment already seen, including masked ones: the same for all sequences
     total: Tensor  # (B, d), the sum of its valid tokens
-    count: Tensor  # (B,), how many they are
-    weights: Tensor  # (B, E), the expert weights in force
+    count: Tensor  # (B,), the number of its valid tokens
+    weights: Tensor  # (B, E), the expert weights in use
 
 
 @dataclass
 class PromptState:
-    """The experts merged for a batch of prompts; None before the prompts were read."""
+    """The experts merged for a batch of prompts; None before the prompts are read."""
 
     batch: int
     experts: Composed | None = None
@@ -98,7 +99,7 @@ class Lory(MoELayer):
         self.router = Linear(self.config.dim, self.config.experts, bias=False)
         self.experts = self.config.make_experts()
         self.segment = self.config.routing_segment
-        if self.segment != self.config.segment:  # noted, because runs of earlier versions kept the long one
+        if self.segment != self.config.segment:  # stored, because runs of earlier versions did not cut it
             self.register_buffer("cut_segment", torch.tensor(self.segment))
 
     def fit_state(self, state: dict[str, Tensor], prefix: str) -> None:
@@ -114,9 +115,9 @@ class Lory(MoELayer):
         batch, tokens, dim = x.shape
         size = self.segment
         if self.training and state is None and 1 < tokens <= size and not torch.compiler.is_compiling():
-            warnings.warn(  # the same words for every length, so that they are said once
-                f"segment={size} holds a whole input of Lory: nothing in it is routed and the router learns nothing "
-                f"from it; choose a segment shorter than the inputs",
+            warnings.warn(  # the same text for every length, so that it is shown once
+                f"segment={size} holds a whole input of Lory, so nothing in it is routed and the router learns nothing "
+                f"from it: choose a segment shorter than the inputs",
                 stacklevel=2,
             )
         start = 0 if state is None else state.position
@@ -142,10 +143,10 @@ class Lory(MoELayer):
         return Result(y.view(batch, segments * size, dim)[:, start:end].contiguous())
 
     def _weights(self, means: Tensor, given: Tensor | None) -> Tensor:
-        """(B, n, d) segment means → (B, n+1, E): row i is in force in segment i, the last in the one to come.
+        """(B, n, d) segment means → (B, n+1, E): row i holds the weights of segment i, the last row of the next one.
 
-        ``given`` (B, E) is in force in the first; None at the start of a sequence. Concatenating before cutting
-        keeps the router in the graph when there is one segment, so that it gets a gradient of zero, not none.
+        ``given`` (B, E) are the weights of the first segment; None at the start of a sequence. Concatenating before
+        slicing keeps the router in the graph if there is only one segment, so that its gradient is zero, not None.
         """
         weights = linear(means, self.router.weight).softmax(-1)
         if given is not None:
@@ -157,7 +158,7 @@ class Lory(MoELayer):
         return torch.cat([first, weights], 1)
 
     def _by_prompt(self, x: Tensor, mask: Tensor | None, state: PromptState, dtype: torch.dtype) -> Tensor:
-        """The first tokens that ``state`` is given choose the expert for themselves and for all after them."""
+        """The first tokens passed with ``state`` determine the merged expert for themselves and all later tokens."""
         check_batch(state.batch, x.shape[0])
         if state.experts is None:
             count = x.shape[1] if mask is None else mask.sum(1, keepdim=True).clamp(min=1)
@@ -166,8 +167,8 @@ class Lory(MoELayer):
         return self.experts.composed(x.to(dtype), state.experts)
 
     def new_state(self, batch: int) -> LoryState | PromptState:
-        """The state of ``batch`` sequences before their first token. ``forward`` moves it; gradients flow through."""
-        super().new_state(batch)  # refuses the form that is not causal
+        """The state of ``batch`` new sequences. ``forward`` updates it; gradients flow through it."""
+        super().new_state(batch)  # refuses the noncausal form
         c = self.config
         if c.generation == "prompt":
             return PromptState(batch)
@@ -181,10 +182,10 @@ class Lory(MoELayer):
 
 
 def _skip_empty(in_force: Tensor, filled: Tensor) -> Tensor:
-    """Weights (B, n+1, E) where a segment that is not ``filled`` (B, n) hands on those it was given.
+    """Weights (B, n+1, E) in which a segment that is not ``filled`` (B, n) passes on the weights it was given.
 
-    Row i comes from the last filled segment before i, or from row 0. A sum over a 0/1 choice of rows, because the
-    backward pass of an index would be a scatter of floats.
+    Row i comes from the last filled segment before i, or from row 0. Rows are selected by a sum with 0/1 weights,
+    because the backward pass of an index would be a scatter of floats.
     """
     rows = in_force.shape[1]
     own = torch.arange(1, rows, device=filled.device) * filled

@@ -1,46 +1,46 @@
-"""MASS: experts whose gradients drift are duplicated early in training; each token takes a fixed mass of them.
+"""MASS: early in training, experts whose gradients drift are duplicated; each token takes experts of a fixed mass.
 
 Park and Park, "How Many Experts Are Enough? Towards Optimal Semantic Specialization for Mixture-of-Experts", AAAI 2026.
 
     r_t = softmax over the open experts of W_r x_t
-    N_t = the smallest set of experts, best first, with Σ_{N_t} r_{t,e} ≥ p
+    N_t = the smallest set of best experts with Σ_{N_t} r_{t,e} ≥ p
     y_t = Σ_{e∈N_t} (r_{t,e} / Σ_{N_t} r_t) f_e(x_t)
     loss = β Σ_{(i,j)} cos(w_i, w_j)² over the pairs (source, copy), w the rows of W_r; while the pool may grow
 
-Between backward and the optimizer's step, for the first tenth of the run (``expansion``), each layer, W being the
-*first* matrix of an expert (the one into GELU; for SwiGLU the gate, the one into SiLU):
+During the first tenth of the run (``expansion``), each layer does the following between backward and the optimizer's
+step. W is the *first* matrix of an expert (the one before GELU; for SwiGLU the gate, the one before SiLU):
 
     γ_e = ‖∇W_e‖_F goes into a window of ω norms; once e has waited ``warmup`` steps,
     z_e = (γ_e − mean of window) / standard deviation of window (γ_e included, unbiased) goes into a second window of ω
     e drifts if its norm window is full, Σ z_e / √ω > Φ⁻¹(1 − significance) and |cos(W_e, ∇W_e)| < similarity
 
-The lowest drifting e is copied, weights and router row, into the first free slot. Of ∇W_e and the router row's
-gradient the source keeps the part along its weights (of W unit by unit: the d weights into one hidden unit), the copy
-gets the whole; the other gradients stay with the source. The source waits anew and keeps its windows, the copy's are
-empty and its optimizer moments zero. Before another expansion the expert added last must prove useful: if the loss of
-the same batch without it is not higher, it is closed, and that costs one of ``patience``; when none is left, the pool
-is final, as it is when it is full or the phase is over; its windows are then dropped.
+The drifting expert with the lowest index is copied, weights and router row, into the first free slot. Of ∇W_e and the
+router row's gradient, the source keeps the component along its weights (for W unit by unit: the d weights of one hidden
+unit) and the copy gets the full gradient; all other gradients stay with the source. The source waits again and keeps
+its windows; the copy starts with empty windows and zero optimizer moments. Before the next expansion, the expert added
+last must prove useful: if the loss of the same batch is no higher without it, it is closed, and ``patience`` drops by
+one. The pool is final when patience has run out, the pool is full or the phase is over; its windows are then dropped.
 
 The authors' scripts set the steps by the length of the run: warm-up max(100, 5 %) and ω = max(200, 9 %) on images,
-max(30, 5 %) and max(60, 9 %) on text, where the first added expert is not checked. ``domain`` says which, and
-``plan_steps`` makes steps of the shares. The IntBMoE paper writes of "the previous 200 optimizer steps" and of no
-phase: ``window=200`` is that, whatever the length. A loop that never calls ``plan_steps`` gets the least windows and a
-phase of 1000 steps, with a warning; a number in place of None is taken as it is.
+max(30, 5 %) and max(60, 9 %) on text, where the first added expert is not checked. ``domain`` selects the script, and
+``plan_steps`` turns the fractions into steps. The IntBMoE paper mentions "the previous 200 optimizer steps" and no
+phase: use ``window=200`` for that, whatever the length. If a training loop never calls ``plan_steps``, windows have
+their minimum length and the phase has 1000 steps, with a warning. A number given in place of None is used as it is.
 
-Choices and differences. The paper weighs by r, the authors' dispatcher renormalises in batches where some token has two
-experts: here always, or never with ``renormalize=False``. The paper divides the redundancy loss by the number of pairs,
-their code and ours do not. A sample is one optimizer step's gradient in ``.grad`` (theirs: one backward's, before data
-parallelism reduces it): call ``before_step`` before any clipping and after a GradScaler's ``unscale_``. Norms that are
-not finite are passed over; norms equal up to rounding give z = 0 (theirs divide by 0), and an expert without any
-gradient does not drift. The usefulness check compares two evaluations under the same random numbers (theirs: one,
-against the loss of training); it needs ``before_step(…, reevaluate=f)``, f() being the loss of the batch, without
-``aux_loss``; without f no expert is ever closed. An expert closed when patience has run out is closed for good, also in
-the count (theirs: masked only). The redundancy loss is part of the edited gradients (theirs is added after). In their
-code the copy in effect gets the projected gradient too, because the edit overwrites a view of the original. No balance
-loss, as in their language script; dropless. All decisions use rank 0's norms. A forward makes room for N·E rows, of
-which the grouped kernel computes the chosen ones. Parameters sharded by FSDP2 are refused: slots are single rows.
-``active_parameters`` counts the mean number of experts of the last training step; before training ⌈p·open⌉, as for a
-uniform router.
+Choices and differences. The paper weights by r; the authors' dispatcher renormalises in batches where some token has
+two experts; we always renormalise, or never with ``renormalize=False``. The paper divides the redundancy loss by the
+number of pairs; their code and ours do not. A sample is one optimizer step's gradient in ``.grad`` (theirs: one
+backward's, before data parallelism reduces it), so call ``before_step`` before any clipping and after a GradScaler's
+``unscale_``. Norms that are not finite are skipped; norms equal up to rounding give z = 0 (theirs divide by 0), and an
+expert without any gradient does not drift. The usefulness check compares two evaluations with the same random numbers
+(theirs compares one with the training loss); it needs ``before_step(…, reevaluate=f)``, where f() is the loss of the
+batch without ``aux_loss``; without f no expert is ever closed. An expert closed when patience has run out is closed for
+good and no longer counts (theirs is only masked). The redundancy loss is part of the edited gradients (theirs is added
+afterwards). In their code the copy effectively gets the projected gradient too, because the edit overwrites a view of
+the original. There is no balance loss, as in their language script, and nothing is dropped. All decisions use rank 0's
+norms. A forward allocates N·E rows, of which the grouped kernel computes the chosen ones. Parameters sharded by FSDP2
+are refused, because slots are single rows. ``active_parameters`` uses the mean number of experts in the last training
+step; before training it assumes ⌈p·open⌉, as for a uniform router.
 """
 
 import math
@@ -65,7 +65,7 @@ from intbmoe.settings import MustBe, NonNegativeInt, Positive, PositiveInt, Prob
 
 
 class Least(NamedTuple):
-    """What a script of the authors starts from, however short the run."""
+    """The minimum values in a script of the authors, however short the run."""
 
     warmup: int
     window: int
@@ -73,13 +73,13 @@ class Least(NamedTuple):
 
 
 LEAST = {"vision": Least(100, 200, 0), "language": Least(30, 60, 1)}
-UNPLANNED_EXPANSION = 1000  # steps, where nobody said how long the run is
+UNPLANNED_EXPANSION = 1000  # steps, if the length of the run is unknown
 UNPLANNED = (
-    "MASS counts its phases in shares of the run, whose length it was not told: the pool may grow in the first "
-    f"{UNPLANNED_EXPANSION} steps, with the shortest windows. Call intbmoe.plan_steps(model, total_steps) before it"
+    "MASS sets its phases as fractions of the run, but does not know its length: the pool may grow in the first "
+    f"{UNPLANNED_EXPANSION} steps, with the shortest windows. Call intbmoe.plan_steps(model, total_steps) first"
 )
-EARLY_WARMUP = 50  # of runs whose state holds no plan
-ROUNDING = torch.finfo(torch.float32).eps  # a spread of norms below this share of the norm is no drift
+EARLY_WARMUP = 50  # for runs whose state holds no plan
+ROUNDING = torch.finfo(torch.float32).eps  # a spread of norms below this fraction of the norm counts as zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class MASSConfig(PoolConfig):
     """Top-p routing over a pool that grows to at most ``experts``."""
 
     top_p: Annotated[float, MustBe("a number in (0, 1]", lambda value: 0 < value <= 1)] = 0.5
-    """p, the routing mass a token's experts hold together."""
+    """p, the total routing mass of a token's experts."""
     renormalize: bool = True
     """Whether the weights of the chosen experts are scaled to sum to 1."""
     redundancy: float = 0.01
@@ -95,28 +95,28 @@ class MASSConfig(PoolConfig):
     domain: Literal["vision", "language"] = "vision"
     """Which of the authors' scripts sets the options that are None."""
     expansion: Probability = 0.1
-    """Share of the run in which the pool may grow."""
+    """Fraction of the run in which the pool may grow."""
     expansion_steps: NonNegativeInt | None = None
-    """The same as a number of optimizer steps; None for the share."""
+    """The same as a number of optimizer steps; None to use the fraction."""
     window_share: Probability = 0.09
-    """Share of the run in a window, unless window is given."""
+    """Length of a window as a fraction of the run, unless window is given."""
     window: Annotated[int, MustBe("an integer of at least 2, for a standard deviation", lambda n: n > 1)] | None = None
-    """ω, optimizer steps in a window; None for the share, at least 200 (vision) or 60 (language)."""
+    """ω, optimizer steps per window; None for the fraction, at least 200 (vision) or 60 (language)."""
     warmup_share: Probability = 0.05
-    """Share of the run in a warm-up, unless warmup is given."""
+    """Length of a warm-up as a fraction of the run, unless warmup is given."""
     warmup: PositiveInt | None = None
-    """Steps before an expert's drift counts, also after a copy; None: the share, at least 100 (vision) or 30 (text)."""
+    """Steps before an expert's drift counts, again after a copy; None for the fraction, at least 100 (text: 30)."""
     significance: Annotated[float, MustBe("a number in (0, 1)", lambda value: 0 < value < 1)] = 0.01
     """Largest p-value that counts as a drift."""
     similarity: Positive = 0.001
-    """Largest |cosine| of weights and gradient of an expert that is copied."""
+    """Largest |cosine| between an expert's weights and gradient at which it is copied."""
     patience: NonNegativeInt = 3
     """How many useless experts may be replaced before the pool is final."""
     check_after: NonNegativeInt | None = None
-    """Added experts beyond which the last one must prove useful; None for 0 (vision) or 1 (language)."""
+    """Number of added experts that are not checked for usefulness; None for 0 (vision) or 1 (language)."""
 
     def resolve_steps(self, total: int | None) -> tuple[int, int, int]:
-        """Warm-up, window and expansion phase in steps of a run of ``total``; None if nobody knows."""
+        """Warm-up, window and expansion phase in steps, for a run of ``total`` steps; None if that is unknown."""
         least, known = LEAST[self.domain], total or 0
         warmup = self.warmup or max(least.warmup, int(known * self.warmup_share))
         window = self.window or max(least.window, int(known * self.window_share))
@@ -130,7 +130,7 @@ class MASS(PoolLayer):
 
     Config = MASSConfig
     REFUSES: ClassVar = PoolLayer.REFUSES | {
-        "experts": "it copies experts, their gradients and moments from slot to slot, which could be on other ranks"
+        "experts": "it copies experts, their gradients and moments between slots, which could be on different ranks"
     }
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -140,7 +140,7 @@ class MASS(PoolLayer):
         self.planned = None not in (c.warmup, c.window, c.expansion_steps)
         plan = c.resolve_steps(None)
         self.register_buffer("plan", torch.tensor(plan))  # steps of warm-up, window and phase
-        # The open slots are always the first ones: only the last added is ever closed.
+        # The open slots are always the first ones: only the expert added last is ever closed.
         self.register_buffer("source", torch.full((c.experts,), -1))
         self.register_buffer("norms", torch.zeros(c.experts, plan[1], dtype=torch.float32))
         self.register_buffer("scores", torch.zeros(c.experts, plan[1], dtype=torch.float32))
@@ -159,7 +159,7 @@ class MASS(PoolLayer):
         if phase < window:
             warnings.warn(
                 f"MASS can never add an expert in a run of {total} steps: its phase of {phase} steps ends before a "
-                f"window of {window} is full. A larger moe.options.expansion or a shorter window would let it",
+                f"window of {window} is full. Increase moe.options.expansion or shorten the window",
                 stacklevel=3,
             )
         self.plan.copy_(torch.tensor(plan))
@@ -175,7 +175,7 @@ class MASS(PoolLayer):
             state[f"{prefix}plan"] = torch.tensor(early, device=norms.device)
 
     def _resize_windows(self, length: int) -> None:
-        """Empty windows of ``length``, unless they have it."""
+        """Replace windows of another length by empty windows of ``length``."""
         for name in ("norms", "scores"):
             if (window := self._buffers[name]).shape[1] != length:
                 self._buffers[name] = window.new_zeros(window.shape[0], length)
@@ -190,7 +190,7 @@ class MASS(PoolLayer):
         probabilities = logits.masked_fill(~self.active, -torch.inf).softmax(-1)
         order = top_k(probabilities.detach(), c.experts)
         ranked = probabilities.gather(1, order)
-        # The mass before each rank, by a masked sum: a floating cumulative sum is not deterministic on every device.
+        # The mass before each rank, as a masked sum: a float cumulative sum is not deterministic on every device.
         earlier = torch.ones(c.experts, c.experts, dtype=torch.bool, device=x.device).tril(-1)
         before = torch.where(earlier, ranked.detach().unsqueeze(1), 0).sum(-1)
         kept = (before < c.top_p) & self.active[order]
@@ -204,7 +204,7 @@ class MASS(PoolLayer):
         return Result(y.view(x.shape), Routing(ids, weights), losses, {"load": load})
 
     def _redundancy(self) -> Tensor:
-        """Σ cos² of the router rows of each copy and its source; 0 once the phase is over."""
+        """Σ cos² between the router rows of each copy and its source; 0 once the phase is over."""
         rows = unit(wide(self.router.weight))
         pairs = self.source.unsqueeze(1) == torch.arange(self.config.experts, device=rows.device)
         counted = pairs & (self.steps < self.plan[2])
@@ -236,7 +236,7 @@ class MASS(PoolLayer):
             layer.steps += 1
 
     def _is_over(self) -> bool:
-        """Whether the phase has ended, no slot is free or no patience is left: the pool is final."""
+        """Whether the pool is final: the phase has ended, no slot is free or no patience is left."""
         return bool(self.final | self.active.all() | (self.steps >= self.plan[2]))
 
     @property
@@ -252,7 +252,7 @@ class MASS(PoolLayer):
         norm = torch.linalg.vector_norm(grad, dim=1)
         found = torch.stack([norm.to(self.norms.dtype).to(norm.dtype), (unit(weight) * unit(grad)).sum(1)])
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast(found, src=0)  # equal already under DDP; no rank may ever decide otherwise
+            dist.broadcast(found, src=0)  # already equal under DDP, but all ranks must decide alike
         return found
 
     def _observe(self, norms: Tensor) -> None:
@@ -264,7 +264,7 @@ class MASS(PoolLayer):
         window = self.norms.shape[1]
         count = self.norms_seen.clamp(max=window)
         held = torch.arange(window, device=norms.device) < count.unsqueeze(1)
-        # Measured from the newest norm, so that equal norms deviate by exactly 0, whatever the rounding of a mean.
+        # Relative to the newest norm, so that equal norms deviate by exactly 0, however the mean is rounded.
         distance = torch.where(held, self.norms.double() - norms.double().unsqueeze(1), 0)
         mean = distance.sum(1) / count.clamp(min=1)
         variance = torch.where(held, (distance - mean.unsqueeze(1)).square(), 0).sum(1) / (count - 1).clamp(min=1)
@@ -274,7 +274,7 @@ class MASS(PoolLayer):
 
     @staticmethod
     def _push(window: Tensor, pushed: Tensor, slots: Tensor, values: Tensor, where: Tensor) -> None:
-        """Replace the oldest entry of the windows ``where`` says so."""
+        """Replace the oldest entry in the windows selected by ``where``."""
         place = pushed % window.shape[1]
         window[slots, place] = torch.where(where, values.to(window.dtype), window[slots, place])
         pushed += where
@@ -324,7 +324,7 @@ class MASS(PoolLayer):
         reset_moments(optimizer, self.parameters(), torch.arange(len(self.active), device=self.active.device) == slot)
 
     def _duplicate(self, source: int, slot: int, optimizer: Any) -> None:
-        """Open ``slot`` as a copy of ``source`` and share the first matrix's and the router row's gradients out."""
+        """Open ``slot`` as a copy of ``source`` and split the gradients of the first matrix and the router row."""
         self._vacate(slot, optimizer)
         for parameter in self.parameters():
             parameter[slot] = parameter[source]
@@ -336,6 +336,6 @@ class MASS(PoolLayer):
                 continue
             weight, grad = wide(parameter[source]), wide(parameter.grad[source])
             scale = (weight * grad).sum(0) if weight.dim() == 2 else weight @ grad
-            length = weight.square().sum(0)  # of the d weights into a unit, or of the router row
+            length = weight.square().sum(0)  # of the d weights of one unit, or of the router row
             parameter.grad[slot] = parameter.grad[source]
             parameter.grad[source] = scale / torch.where(length > 0, length, 1) * weight

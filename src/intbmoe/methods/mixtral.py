@@ -1,15 +1,15 @@
-"""Mixtral: top-2 of the experts, weighted by a softmax over these two.
+"""Mixtral: the top two experts of each token, weighted by a softmax over the two.
 
 Jiang et al., "Mixtral of Experts", 2024 (arXiv 2401.04088), Section 2.1.
 
     r_t = W_r x_t,  K_t = top-k(r_t)
     g_t = softmax over r_{t,e} with e ∈ K_t                         = the softmax over all, divided by its sum over K_t
     y_t = Σ_{e ∈ K_t} g_{t,e} f_e(x_t)                              SwiGLU experts without biases, nothing dropped
-    loss = α·E·Σ_e f_e P_e,  f_e = 1/T #{t : e ∈ K_t},  P_e the mean of softmax(r_t)_e;  k·α where the load is even
+    loss = α·E·Σ_e f_e P_e,  f_e = 1/T #{t : e ∈ K_t},  P_e the mean of softmax(r_t)_e;  k·α if the load is even
 
-Choices: neither the paper nor the released inference code has a training loss. The one here is Hugging Face's
-``load_balancing_loss_func`` with its default coefficient, 0.001, taken in each layer over all valid tokens of all
-ranks; theirs joins the tokens of all layers into one statistic.
+Choices: neither the paper nor the released inference code has a training loss. The loss here is Hugging Face's
+``load_balancing_loss_func`` with its default coefficient, 0.001, computed in each layer over all valid tokens of all
+ranks; theirs uses one statistic over the tokens of all layers.
 """
 
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ class MixtralConfig(ExpertsConfig):
     """Top-k routing with weights that sum to one."""
 
     expert: Literal["gelu", "swiglu"] = "swiglu"
-    """The expert network: SwiGLU without biases, as the paper's, or a GELU FFN with them."""
+    """The expert network: SwiGLU without biases, as in the paper, or a GELU FFN with biases."""
     top_k: Annotated[PositiveInt, AtMost("experts")] = 2
-    """k, experts of a token."""
+    """k, experts per token."""
     balance: float = 0.001
     """α, the coefficient of the load-balancing loss."""
 
@@ -43,7 +43,7 @@ class MixtralConfig(ExpertsConfig):
     "mixtral", title="Mixtral", paper="Jiang et al., 2024", code="mistralai/mistral-inference", participation="sparse"
 )
 class Mixtral(RoutedLayer):
-    """Top-k token choice, renormalised over the chosen."""
+    """Top-k token choice with weights renormalised over the chosen experts."""
 
     Config = MixtralConfig
 

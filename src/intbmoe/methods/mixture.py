@@ -1,13 +1,13 @@
 """Dense mixture: every expert runs on every token, and their outputs are mixed.
 
-Jacobs, Jordan, Nowlan and Hinton, "Adaptive Mixtures of Local Experts", Neural Computation 1991. It is Eq. 2 of the
-IntBMoE paper, the full participation that sparse methods give up for speed:
+Jacobs, Jordan, Nowlan and Hinton, "Adaptive Mixtures of Local Experts", Neural Computation 1991. This is Eq. 2 of the
+IntBMoE paper: the full participation that sparse methods give up for speed:
 
     p_t = softmax(W_r x_t)
     y_t = Σ_e p_{t,e} f_e(x_t)                                      all E experts
 
-Choices: experts are FFNs and the router has no bias, as in the other mixtures; no auxiliary loss. There is no official
-code.
+Choices: experts are FFNs and the router has no bias, as in the other mixtures. There is no auxiliary loss and no
+official code.
 """
 
 from typing import Any

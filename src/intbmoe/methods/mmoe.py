@@ -6,12 +6,12 @@ Mixture-of-Experts", KDD 2018, Eq. 6 and 7.
     g_t^k = softmax(W^k x_t)                                        a linear gate without a bias for each task k
     y_t^k = Σ_e g_{t,e}^k f_e(x_t)                                  all experts run; towers, on top, are the host's
 
-``layer(x, conditioning=c)`` gives Σ_k c_k y^k: with c = (0, …, 1, …, 0) the output for task k. Without tasks
+``layer(x, conditioning=c)`` returns Σ_k c_k y^k: with c = (0, …, 1, …, 0) it is the output for task k. Without tasks
 (``conditioning_dim=0``) there is one gate, and the layer is the dense mixture.
 
-Choices: experts are FFNs as in the other methods (theirs: one layer with ReLU). No auxiliary loss, as in the paper; the
-expert dropout of a later paper (Zhao et al., 2019) is left out. There is no official code; the gates were checked
-against DeepCTR's and tensorflow_utils' implementations.
+Choices: experts are FFNs, as in the other methods (the paper's: one layer with ReLU). There is no auxiliary loss, as in
+the paper; the expert dropout of a later paper (Zhao et al., 2019) is left out. There is no official code; the gates
+were checked against the implementations of DeepCTR and tensorflow_utils.
 """
 
 from dataclasses import dataclass
@@ -31,15 +31,15 @@ from intbmoe.settings import NonNegativeInt
 
 @dataclass(frozen=True, kw_only=True)
 class MMoEConfig(ExpertsConfig):
-    """A gate for each task."""
+    """One gate per task."""
 
     conditioning_dim: NonNegativeInt = 0
-    """Tasks: layer(x, conditioning=vector) weighs their outputs; 0 for one task."""
+    """The number of tasks, whose outputs layer(x, conditioning=vector) weights; 0 for a single task."""
 
 
 @register("mmoe", title="MMoE", paper="Ma et al., 2018", participation="dense")
 class MMoE(MoELayer):
-    """The weighted mean of all experts' outputs, by each task's own weights."""
+    """The weighted mean of all experts' outputs, with separate weights for each task."""
 
     Config = MMoEConfig
 

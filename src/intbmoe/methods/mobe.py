@@ -1,19 +1,19 @@
-"""MoBE: experts' first matrices are made of basis matrices that all of them share.
+"""MoBE: the experts' first matrices are built from basis matrices that all experts share.
 
 Chen, Ha, Lan, Zhang and Li, "MoBE: Mixture-of-Basis-Experts for Compressing MoE-based LLMs", 2025 (arXiv 2508.05257);
-official code inclusionAI/MoBE. The nearest relative of IntBMoE in merging: there blocks are composed of a pool of
-experts, here the experts themselves of a pool of bases.
+official code inclusionAI/MoBE. Of all methods here it is the closest to IntBMoE, which composes blocks from a pool of
+experts; MoBE composes the experts themselves from a pool of bases.
 
     W_e = A_e φ(Σ_i α_{e,i} B_i),  α_e = softmax(a_e)               m bases B_i (r × d), A_e (h × r) the expert's own
-    f_e(x) = V_e GELU(W_e x + b_e) + c_e                            SwiGLU: gate and up so, each with bases of its own
+    f_e(x) = V_e GELU(W_e x + b_e) + c_e                            SwiGLU: gate and up likewise, each with own bases
     y_t = Σ_{e ∈ K_t} g_{t,e} f_e(x_t)                              top-k, renormalised: ``mixtral``'s router and loss
 
-The paper compresses a trained mixture by fitting A, α and B to its matrices. Here the same form is trained from the
-start, beside the other methods. The last matrix V_e is not factorised, nor is it in the paper.
+The paper compresses a trained mixture by fitting A, α and B to its matrices. Here the same form is trained from
+scratch, like the other methods. As in the paper, the last matrix V_e is not factorised.
 
-Choices: φ is SiLU, or tanh (the code has both; the paper's formula in the README has none: ``activation="none"``). The
-router is the host model's in the paper. A composed matrix starts with about the variance of ``nn.Linear``: a_e ~ N(0,
-1), so that Σ α² ≈ e/m, and bases ~ N(0, c²·m/(e·d)), c = 2 where φ halves small numbers (SiLU), else 1.
+Choices: φ is SiLU or tanh (the code has both; the formula in the README has none: ``activation="none"``). In the paper
+the router is the host model's. A composed matrix starts with about the variance of ``nn.Linear``: a_e ~ N(0, 1), so
+that Σ α² ≈ e/m, and bases ~ N(0, c²·m/(e·d)), with c = 2 for SiLU, which halves small numbers, and 1 otherwise.
 """
 
 import math
@@ -39,14 +39,14 @@ ACTIVATIONS = {"silu": F.silu, "tanh": torch.tanh, "none": lambda z: z}
 
 @dataclass(frozen=True, kw_only=True)
 class MoBEConfig(MixtralConfig):
-    """Experts of shared bases."""
+    """Experts built from shared bases."""
 
     bases: PositiveInt = 4
-    """m, basis matrices of each factorised matrix."""
+    """m, the number of basis matrices per factorised matrix."""
     rank: PositiveInt | None = None
     """r, rows of a basis; None for half the width of a token."""
     activation: Activation = "silu"
-    """φ, on the sum of bases."""
+    """φ, applied to the sum of bases."""
 
     def make_experts(self) -> StackedExperts:
         experts = super().make_experts()
@@ -57,7 +57,7 @@ class MoBEConfig(MixtralConfig):
 
 
 class BasisLinear(nn.Module):
-    """E linear maps d → h, applied as z φ(Σ α B) A: composed of m bases, then each by its own A."""
+    """E linear maps d → h, applied as z φ(Σ α B) A: first a matrix composed of m bases, then the expert's own A."""
 
     def __init__(self, config: MoBEConfig, bias: bool) -> None:
         super().__init__()
@@ -85,15 +85,15 @@ class MoBE(Mixtral):
     """Top-k token choice of experts whose first matrices are composed of shared bases."""
 
     Config = MoBEConfig
-    REFUSES: ClassVar = {"experts": "its experts are made of basis matrices that all of them share"}
+    REFUSES: ClassVar = {"experts": "its experts are built from basis matrices that all of them share"}
 
     def quantities(self) -> Quantities:
-        """The bases make one matrix for each expert, whatever the input."""
+        """One matrix is built from the bases for each expert, whatever the input."""
         c = self.config
         return Quantities(participation=c.top_k, execution=c.top_k, materialization=c.experts)
 
     def active_parameters(self) -> int:
-        """All bases, and the chosen experts' own."""
+        """All bases, and the parameters that belong to the chosen experts."""
         c = self.config
         own = sum(p.numel() for name, p in self.experts.named_parameters() if not name.endswith("bases"))
         return sum(p.numel() for p in self.parameters()) - own * (c.experts - c.top_k) // c.experts

@@ -1,4 +1,4 @@
-"""μMoE: all experts take part, through one low-rank tensor of their weights.
+"""μMoE: all experts contribute, through one low-rank tensor of their weights.
 
 Oldfield, Georgopoulos, Chrysos, Tzelepis, Panagakis, Nicolaou, Deng and Patras, "Multilinear Mixture of Experts:
 Scalable Expert Specialization through Factorization", NeurIPS 2024.
@@ -13,19 +13,20 @@ The tensor W is never built; it is factored as (A, B, C: experts, inputs, output
     TR   W[e, i, o] = tr(A[e] B[i] C[o]^T)                      M_o = ⟨(Σ_e a_e A[e]) (Σ_i z̃_i B[i]), C[o]⟩
          with A[e] (R_1 × R_2), B[i] (R_2 × R_3), C[o] (R_1 × R_3)
 
-entmax gives exact zeros, so a token may leave experts out, but nothing is skipped: participation counts as E.
+entmax gives exact zeros, so a token may give experts no weight, but nothing is skipped: participation counts as E.
 
-Start: G = 0, hence a = 1/E at step 0 (and ±1-sized scores after the first step, because of the norm); A ~ N(1, 1) in
-CP, diagonal matrices of N(1, 1) in TR; B ~ U(±1/√inputs), its bias row included; C ~ U(±1/√(ranks it sums over)).
+Initialisation: G = 0, hence a = 1/E at step 0 (and scores of size ±1 after the first step, because of the norm);
+A ~ N(1, 1) in CP, diagonal matrices of N(1, 1) in TR; B ~ U(±1/√inputs), including its bias row; C ~ U(±1/√(ranks it
+sums over)).
 
 Choices. The gate is normalised by LayerNorm, as in the authors' language models. Their default for images is BatchNorm
-without affine (``gate_norm="batch"``): an expert's scores are normalised over the valid tokens of a forward, of all
-ranks, and in evaluation by running means, which move by a tenth after each step (theirs: in each forward).
-It makes a token depend on later ones in training, so that a causal model refuses it. CP shares the expert
-factor A between both layers (``share_expert_factor``): the authors' code has one per layer, but the parameter count
-that the IntBMoE paper prints for CP fits one shared factor with R = 2594 and no single rank with two. TR is laid out as
-in the authors' code, but factors hold their mode first, (E, R_1, R_2) for (R_1, E, R_2), so that each is applied as a
-matrix, and the bias row is added, not multiplied by a column of ones. One level of experts. The LayerNorm on the
+without affine (``gate_norm="batch"``): an expert's scores are normalised over the valid tokens of a forward on all
+ranks, and in evaluation by running means, which move by a tenth after each step (theirs: in each forward). In training
+this makes a token depend on later ones, so a causal model refuses it. CP shares the expert factor A between both layers
+(``share_expert_factor``): the authors' code has one per layer, but the parameter count that the IntBMoE paper prints
+for CP fits one shared factor with R = 2594, and no rank with two factors. TR is laid out as in the authors' code,
+except that factors hold their mode first, (E, R_1, R_2) instead of (R_1, E, R_2), so that each is applied as a matrix,
+and that the bias row is added, not multiplied by a column of ones. There is one level of experts. The LayerNorm on the
 experts' input in their GPT-2, which replaces the block's norm, is left to the host model.
 """
 
@@ -51,27 +52,27 @@ MOMENTUM = 0.1  # of BatchNorm's running means, torch's default
 
 @dataclass(frozen=True)
 class MuMoEConfig(LayerConfig):
-    """What both factorisations share."""
+    """Options of both factorisations."""
 
     hidden: PositiveInt
     """Width between the two layers."""
     _: KW_ONLY
     experts: PositiveInt = 8
-    """E, how many experts."""
+    """E, the number of experts."""
     rank: PositiveInt | None = None
-    """R of CP, R_3 of TR: what sets the size of the layer. None takes the authors' share of dim."""
+    """R of CP, R_3 of TR, which sets the size of the layer; None for the authors' fraction of dim."""
     gate_norm: Literal["layer", "batch"] = "layer"
-    """What normalises the gate's scores: LayerNorm over experts, or BatchNorm over tokens (the authors' on images)."""
+    """The norm of the gate's scores: LayerNorm over experts, or BatchNorm over tokens (the authors' for images)."""
     gate_affine: bool = False
     """Give the gate's norm a gain and a bias."""
 
     RANK_SHARE: ClassVar[float] = 0.75
-    """The authors' rank as a share of dim, where rank is None."""
+    """The authors' rank as a fraction of dim, used if rank is None."""
 
     def noncausal_reason(self) -> str | None:
         if self.gate_norm == "layer":
             return None
-        return "in training its gate is normalised over all tokens, later ones too (gate_norm='layer' is causal)"
+        return "in training its gate is normalised over all tokens, also later ones (gate_norm='layer' is causal)"
 
     @property
     def resolved_rank(self) -> int:
@@ -91,7 +92,7 @@ class TRConfig(MuMoEConfig):
     """Tensor ring."""
 
     ring_ranks: tuple[PositiveInt, PositiveInt] = (4, 4)
-    """R_1, R_2: how far the layer can tell experts apart."""
+    """R_1, R_2: how well the layer can distinguish experts."""
 
     RANK_SHARE: ClassVar[float] = 0.2
 
@@ -138,7 +139,7 @@ class TRFactors(nn.Module):
 
 
 class MuMoE(WideBuffers):
-    """Gate and block; a subclass holds the factors and runs the block."""
+    """The gate and the interface of the block; a subclass holds the factors and computes the block."""
 
     Config = MuMoEConfig
     DECAY_GROUPS: ClassVar = {"gate": "routers"}
@@ -147,7 +148,7 @@ class MuMoE(WideBuffers):
         super().__init__(*args, **options)
         c = self.config
         self.gate = nn.Parameter(torch.zeros(c.dim, c.experts))
-        self.gate_norm = nn.LayerNorm(c.experts, elementwise_affine=c.gate_affine)  # of BatchNorm, gain and bias
+        self.gate_norm = nn.LayerNorm(c.experts, elementwise_affine=c.gate_affine)  # also holds BatchNorm's affine
         if c.gate_norm == "batch":
             self.register_buffer("gate_mean", torch.zeros(c.experts))
             self.register_buffer("gate_variance", torch.ones(c.experts))
@@ -157,7 +158,7 @@ class MuMoE(WideBuffers):
         raise TypeError(f"{type(self).__name__} does not define block()")
 
     def gate_weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(N, d) tokens and their validity, N entries in all → (N, E) weights a, in the wide type."""
+        """(N, d) tokens and a validity mask with N entries → (N, E) weights a, in the wide type."""
         scores, norm = self._scores(x), self.gate_norm
         affine = (wide(norm.weight), wide(norm.bias)) if self.config.gate_affine else (None, None)
         if self.config.gate_norm == "layer":
@@ -175,7 +176,7 @@ class MuMoE(WideBuffers):
 
     @torch.no_grad()
     def _gate_sums(self, x: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-        """What moves the running means: sums of the scores' distance from them, whose squares lose no digits."""
+        """Sums that update the running means: of scores relative to the means, so that squares lose no digits."""
         distance = self._scores(x) - self.gate_mean
         return {"gate": masked_sum(distance, mask), "gate_squares": masked_sum(distance.square(), mask)}
 

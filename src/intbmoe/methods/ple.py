@@ -1,4 +1,4 @@
-"""PLE: each task has experts of its own and shares the others, on several levels.
+"""PLE: on each of several levels, every task has its own experts and also uses shared ones.
 
 Tang, Liu, Zhao and Gong, "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning (MTL) Model for
 Personalized Recommendations", RecSys 2020, Sections 4.1 (CGC) and 4.2.
@@ -8,13 +8,13 @@ Personalized Recommendations", RecSys 2020, Sections 4.1 (CGC) and 4.2.
     level j, shared:   x_j^s = Σ_e g_e f_e,  g = softmax(W_j^s x_{j−1}^s)   over all experts; not on the last level
     x_0^k = x_0^s = x_t,  y_t^k = x_L^k                                    towers, on top, are the host's
 
-``layer(x, conditioning=c)`` gives Σ_k c_k y^k: with c = (0, …, 1, …, 0) the output for task k. Without tasks
-(``conditioning_dim=0``) there is one, which has its own and shared experts all the same.
+``layer(x, conditioning=c)`` returns Σ_k c_k y^k: with c = (0, …, 1, …, 0) it is the output for task k. With
+``conditioning_dim=0`` there is a single task, which still has its own and shared experts.
 
-Choices: ``experts`` is the number on each level, of which half are shared where ``task_experts`` is None; experts are
-FFNs from d to d, gates have no bias. With ``levels=1`` it is CGC. The paper's weights of the tasks' losses, ω_k γ_k^t,
-belong to the training and are left out: the travel task counts each label once. There is no official code; gates and
-levels were checked against DeepCTR's implementation.
+Choices: ``experts`` is the number on each level, half of which are shared if ``task_experts`` is None; experts are FFNs
+from d to d, and gates have no bias. With ``levels=1`` the method is CGC. The paper's weights of the tasks' losses,
+ω_k γ_k^t, belong to training and are left out: the travel task counts each label once. There is no official code; gates
+and levels were checked against DeepCTR's implementation.
 """
 
 from dataclasses import dataclass
@@ -35,14 +35,14 @@ from intbmoe.settings import NonNegativeInt, PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class PLEConfig(ExpertsConfig):
-    """Own and shared experts, on each of some levels."""
+    """Task-specific and shared experts on each of several levels."""
 
     conditioning_dim: NonNegativeInt = 0
-    """Tasks: layer(x, conditioning=vector) weighs their outputs; 0 for one task."""
+    """The number of tasks, whose outputs layer(x, conditioning=vector) weights; 0 for a single task."""
     task_experts: PositiveInt | None = None
-    """Experts of a task alone, on each level; None for half of all, divided among the tasks."""
+    """Experts per task on each level, not shared; None to divide half of all experts among the tasks."""
     levels: PositiveInt = 2
-    """L, extraction layers one after another."""
+    """L, the number of consecutive extraction layers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,7 +64,7 @@ class PLEConfig(ExpertsConfig):
 
 @register("ple", title="PLE", paper="Tang et al., 2020", participation="dense")
 class PLE(MoELayer):
-    """Levels of experts, some of a task's own and some shared."""
+    """Levels of experts, some task-specific and some shared."""
 
     Config = PLEConfig
     KEPT_WIDE = ("router", "shared_router")

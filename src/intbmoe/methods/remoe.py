@@ -1,21 +1,22 @@
-"""ReMoE: ReLU instead of softmax and top-k, so that no output jumps when an expert comes or goes.
+"""ReMoE: ReLU instead of softmax and top-k, so that outputs do not jump when an expert becomes active or inactive.
 
 Wang, Chen and Zhu, "ReMoE: Fully Differentiable Mixture-of-Experts with ReLU Routing", ICLR 2025.
 
-    R_{t,e} = ReLU(w_e · x_t)                             active: R_{t,e} > 0; how many experts varies by token
+    R_{t,e} = ReLU(w_e · x_t)                             active: R_{t,e} > 0; the number of experts varies by token
     y_t = Σ_e R_{t,e} f_e(x_t)                            0 for a token without an active expert
     loss = λ · 1/n Σ_t Σ_e f_e R_{t,e},   f_e = E/(k n) · #{t : R_{t,e} > 0}      n valid tokens; f_e constant
     λ ← λ · a  if S < 1 − k/E,  else λ / a                after each optimizer step
 
 S is the share of zeros among all R of the step, averaged over the MoE layers; a = 1.2. λ is one number for the whole
-model: every layer holds a copy, all move together. At the target load f_e = 1 and the loss is a plain L1 norm.
+model: every layer holds a copy, and all copies change together. At the target load f_e = 1 and the loss is a plain L1
+norm.
 
-Choices: k = 1 and the router's N(0, 0.01²) are those of the authors' scripts. S = target divides, as in their code; the
-paper would leave λ alone. A step without any valid token moves nothing. λ stays within float32's normal numbers: from
-zero it could never grow again. f_e and S count the valid tokens of all ranks and micro-batches, theirs are averages of
-local ones; S is averaged over the MoE layers, theirs over all layers. As in their code, the loss is summed over layers,
-and λ absorbs the factor. No shape may depend on the routing, so on a GPU there is room for all N·E rows; kernels leave
-those of inactive experts alone (``ops/expert_rows``), and on the CPU they are left out.
+Choices: k = 1 and the router's N(0, 0.01²) are from the authors' scripts. If S equals its target, λ is divided, as in
+their code; in the paper λ would stay. A step without any valid token changes nothing. λ stays within float32's normal
+numbers, because from zero it could never grow again. f_e and S count the valid tokens of all ranks and micro-batches,
+theirs are averages of local values; S is averaged over the MoE layers, theirs over all layers. As in their code, the
+loss is summed over layers, and λ absorbs the factor. Shapes must not depend on the routing, so on a GPU all N·E rows
+are allocated and kernels skip those of inactive experts (``ops/expert_rows``); on the CPU they are left out.
 """
 
 from collections.abc import Sequence
@@ -44,20 +45,20 @@ class ReMoEConfig(ExpertsConfig):
     """ReLU routing with a sparsity target."""
 
     top_k: Annotated[PositiveInt, AtMost("experts")] = 1
-    """k, the mean number of active experts that λ is steered to."""
+    """k, the target for the mean number of active experts, which λ controls."""
     sparsity_strength: Annotated[
         float, MustBe("positive, within float32", lambda value: FLOAT32.tiny <= value <= FLOAT32.max)
     ] = 1e-8
-    """λ at the start."""
-    sparsity_rate: Annotated[float, MustBe("a finite number of more than 1", lambda value: value > 1)] = 1.2
-    """a, the factor by which λ moves at a step."""
+    """The initial value of λ."""
+    sparsity_rate: Annotated[float, MustBe("a finite number greater than 1", lambda value: value > 1)] = 1.2
+    """a, the factor by which λ changes per step."""
     router_std: Positive | None = 0.01
-    """Standard deviation of the router's weights at the start; None: the law of nn.Linear."""
+    """Standard deviation of the router's initial weights; None for the initialisation of nn.Linear."""
 
 
 @register("remoe", title="ReMoE", paper="Wang et al., 2025", code="thu-ml/ReMoE", participation="sparse", dynamic=True)
 class ReMoE(WideBuffers, ChoosingLayer):
-    """Every expert with a positive score, with a controller that keeps their mean number at k."""
+    """Every expert with a positive score is active; a controller keeps their mean number at k."""
 
     Config = ReMoEConfig
 
@@ -72,9 +73,9 @@ class ReMoE(WideBuffers, ChoosingLayer):
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config
-        # A masked token is zero, so its scores are zero and nothing of it is active.
+        # A masked token is zero, so its scores are zero and no expert is active.
         scores = self.router(wide(x)).flatten(0, 1).relu()
-        ids, weights = pack_choices(scores, ~(scores <= 0))  # NaN is active, so that it shows
+        ids, weights = pack_choices(scores, ~(scores <= 0))  # NaN counts as active, so that it is noticed
         y, load = self.experts.route(x.reshape(-1, c.dim).to(dtype), ids, weights)
         losses = {}
         if self.training:
@@ -92,7 +93,7 @@ class ReMoE(WideBuffers, ChoosingLayer):
         seen = torch.zeros((), dtype=torch.int64, device=strength.device)
         for layer, step in zip(layers, sums, strict=True):
             c, tokens = layer.config, step["tokens"]
-            # The layer's (1 − k/E) − S; the difference is taken in integers, so that equality is exact.
+            # The layer's (1 − k/E) − S, from a difference of integers, so that equality is exact.
             above = (step["load"].sum() - c.top_k * tokens).double() / (c.experts * tokens.clamp(min=1))
             excess, seen = excess + above.to(excess.device), seen + tokens.to(seen.device)
         rate = rates.pop()

@@ -1,4 +1,4 @@
-"""The sparsely-gated mixture: noisy top-k gates, and two losses that even out importance and load.
+"""The sparsely-gated mixture: noisy top-k gates, and two losses that balance importance and load.
 
 Shazeer, Mirhoseini, Maziarz, Davis, Le, Hinton and Dean, "Outrageously Large Neural Networks: The Sparsely-Gated
 Mixture-of-Experts Layer", ICLR 2017, Eq. 3 to 11; ``noisy_top_k_gating`` of tensor2tensor's expert_utils.py is their
@@ -11,13 +11,13 @@ code.
     load = CV²_e(Σ_t ρ_{t,e}),  ρ_{t,e} = Φ((r_{t,e} − τ_{t,e})/σ_{t,e})
     loss = w_i · importance + w_l · load
 
-τ_{t,e} is the k-th largest of r̃_t without e: the (k + 1)-th largest of all if e is chosen, else the k-th. So ρ is the
-chance that e is chosen if its noise is drawn again. Gradients flow through r, σ and τ.
+τ_{t,e} is the k-th largest of r̃_t without e: the (k + 1)-th largest of all if e is chosen, otherwise the k-th. So ρ is
+the probability that e is chosen if its noise is drawn again. Gradients flow through r, σ and τ.
 
-Choices: W_g and W_n are one matrix and start at zero, as in both; until the noise has taught them otherwise all tokens
-tie in evaluation, and go to the first experts. ε = 0.01 is the code's, the paper has none. w_i = w_l = 0.1 is what the
-paper used on language; the code's default is 0.01. Without noise (``noise=0``), or where all experts are chosen, there
-is no load loss. One layer of routing: the paper's hierarchical mixture is left out.
+Choices: W_g and W_n are one matrix and start at zero, as in the paper and the code; until training changes them, all
+scores tie in evaluation and tokens go to the first experts. ε = 0.01 is from the code; the paper has none.
+w_i = w_l = 0.1 is what the paper used on language; the code's default is 0.01. Without noise (``noise=0``), or if all
+experts are chosen, there is no load loss. There is one level of routing: the paper's hierarchical mixture is left out.
 """
 
 from dataclasses import dataclass
@@ -44,9 +44,9 @@ class ShazeerConfig(ExpertsConfig):
     """Noisy top-k routing with learned noise."""
 
     top_k: Annotated[PositiveInt, AtMost("experts")] = 2
-    """k, experts of a token."""
+    """k, experts per token."""
     noise: NonNegative = 1.0
-    """What the noise is multiplied by in training; 0 for none."""
+    """Factor on the noise in training; 0 for no noise."""
     importance: float = 0.1
     """w_i, the coefficient of the importance loss."""
     load: float = 0.1
@@ -86,7 +86,7 @@ class Shazeer(RoutedLayer):
         y, load = self.experts.route(x.flatten(0, 1).to(dtype), ids, weights, complete=mask is None)
         losses = {}
         if self.training:
-            # A sum over the tokens that chose an expert, as a product with 0/1: nothing is scattered.
+            # Sum over the tokens that chose an expert as a product with 0/1, which needs no scatter.
             member = F.one_hot(chosen, c.experts).to(weights.dtype)
             gates = (weights.unsqueeze(1) @ member).squeeze(1)
             losses["importance"] = c.importance * squared_variation(global_sum(masked_sum(gates, mask)))

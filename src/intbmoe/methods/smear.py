@@ -7,22 +7,22 @@ Muqeeth, Liu and Raffel, "Soft Merging of Experts with Adaptive Routing", TMLR 2
 
     a_{b,t} = softmax(W_r x_{b,t}),  y_{b,t} = f(x_{b,t}; Σ_e a_{b,t,e} θ_e)    ``smear_token``, level "token"
 
-In training each entry of a is set to zero with probability ``expert_dropout``, by itself, for each example (or token),
-and a becomes (a + 1e-10) / Σ(a + 1e-10).
+In training each entry of a is independently set to zero with probability ``expert_dropout``, for each example (or
+token), and a becomes (a + 1e-10) / Σ(a + 1e-10).
 
-The authors' router has two LayerNorms more, on its input and on each expert's row of W_r, the latter with a gain that
+The authors' router also has two LayerNorms, on its input and on each expert's row of W_r, the latter with a gain that
 starts at 0.01 (``router_norm=True``):
 
     a = softmax(LN_w(W_r) LN_x(v))
 
-Off by default: IntBMoE's Table 1 prints 24.070 M parameters for SMEAR, which is a plain linear map of 192 × 17 in each
-of four layers; the norms, 4·192 parameters more in each, would make 24.073 M. They matter: on digits the mixture's
-entropy is 0.96 and 0.87 of log E in the two layers without them and 0.78 and 0.61 with them.
+They are off by default: IntBMoE's Table 1 prints 24.070 M parameters for SMEAR, which means a plain linear map of
+192 × 17 in each of four layers; the norms, with 4·192 more parameters per layer, would make 24.073 M. They matter: on
+digits the mixture's entropy in the two layers is 0.96 and 0.87 of log E without them, and 0.78 and 0.61 with them.
 
-Choices: the router has no bias. W_r starts as N(0, 0.01²) and expert dropout is 0.1, as theirs. Padding is left out of
-the mean; the authors include it. A sequence without a valid token has uniform a. Weight sets are built some at a time,
-and again in the backward pass. The token level never builds one, at the cost of E experts; on a GPU the example level
-runs so too where sequences are short (``ops/merged_mm``).
+Choices: the router has no bias. W_r starts as N(0, 0.01²) and expert dropout is 0.1, as in the authors' code. Padding
+is left out of the mean; the authors include it. A sequence without a valid token has uniform a. Weight sets are built a
+few at a time, and again in the backward pass. The token level never builds one, at the cost of running E experts; on a
+GPU the example level does the same if sequences are short (``ops/merged_mm``).
 """
 
 from dataclasses import dataclass
@@ -45,14 +45,14 @@ RENORMALISE_EPS = 1e-10
 
 @dataclass(frozen=True, kw_only=True)
 class SmearConfig(ExpertsConfig):
-    """Merging by a weighted mean of parameters."""
+    """Experts merged by a weighted mean of their parameters."""
 
     level: Literal["example", "token"] = "example"
-    """Whether a sequence or each token has its own merged expert."""
+    """Whether each sequence (example) or each token has its own merged expert."""
     expert_dropout: Share = 0.1
-    """Probability of leaving an expert out of a merge, in training."""
+    """Probability of leaving an expert out of a merge in training."""
     router_norm: bool = False
-    """Normalise the router's input and each expert's row of its matrix, as the authors do."""
+    """Normalise the router's input and each expert's row of its weight matrix, as the authors do."""
 
     def noncausal_reason(self) -> str | None:
         if self.level == "token":
@@ -105,17 +105,17 @@ class Smear(MoELayer):
         return a
 
     def quantities(self) -> Quantities:
-        """By the method's definition; ``ops/merged_mm`` builds few sets at a time, and none for single tokens."""
+        """By the method's definition; in fact ``ops/merged_mm`` builds a few sets at a time, and none per token."""
         return Quantities(self.config.experts, execution=1, materialization=OnePer(self.config.level))
 
 
 def _normalise(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    """(…, d) → (…, d), in the type of ``x``, whatever the norm is stored in."""
+    """(…, d) → (…, d), in the type of ``x``, whatever type the norm is stored in."""
     return F.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)
 
 
 def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
-    """(B, T, d) tokens, zero where masked → (B, d) mean over the valid ones; zero where there is none."""
+    """(B, T, d) tokens, zero where masked → (B, d) mean over the valid ones; zero if there are none."""
     if mask is None:
         return x.sum(1) / max(x.shape[1], 1)
     return x.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)

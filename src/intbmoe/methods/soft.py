@@ -1,4 +1,4 @@
-"""Soft MoE: experts see slots, each a weighted mean of all tokens; and a causal form for sequence models.
+"""Soft MoE: experts process slots, each a weighted mean of all tokens; with a causal form for sequence models.
 
 Puigcerver, Riquelme, Mustafa and Houlsby, "From Sparse to Soft Mixtures of Experts", ICLR 2024.
 
@@ -6,20 +6,20 @@ Puigcerver, Riquelme, Mustafa and Houlsby, "From Sparse to Soft Mixtures of Expe
     D = softmax of L over the tokens t,  C = softmax of L over all E·p slots
     x̃_es = Σ_t D_{t,es} x_t,   y_t = Σ_es C_{t,es} f_e(x̃_es)
 
-The logits are bounded by |scale|, one learned number that starts at 1; what is mixed is x itself, not u(x).
+The logits are bounded by |scale|, one learned number that starts at 1. Slots mix x itself, not u(x).
 
-``soft_causal`` is IntBMoE's adaptation for its language and travel tasks, of which the paper says that a slot is built
-from the current and earlier tokens and that an expert has one slot. Our reading: every position has its own slots,
+``soft_causal`` is IntBMoE's adaptation for its language and travel tasks. The paper says only that a slot is built from
+the current and earlier tokens and that an expert has one slot. Our reading: every position has its own slots,
 
     x̃_{t,e} = Σ_{j≤t} exp(L_{j,e}) x_j / Σ_{j≤t} exp(L_{j,e}),   y_t = Σ_e C_{t,e} f_e(x̃_{t,e})
 
-so that every token runs all E experts. Both sums are running sums, kept in the decoding state: tokens may arrive one
+so that every token runs all E experts. Both sums are running sums kept in the decoding state, so tokens may arrive one
 by one. With one slot per expert, the last position's slots are those of ``soft``.
 
-Choices: φ starts as N(0, 1/d) (only its direction counts). Masked tokens enter no slot; a sequence of masked tokens
-alone gives zero. All but the dispatch product is in the wide type (the authors run dispatch and combination in
-bfloat16). The number of slots is given, and there is no noise on the logits (theirs is off by default). The running
-sums of exp(L) hold in float32 up to |scale| of about 70, far from where it starts.
+Choices: φ starts as N(0, 1/d) (only its direction matters). Masked tokens enter no slot; a sequence of only masked
+tokens gives zero. Everything but the dispatch product is in the wide type (the authors run dispatch and combine in
+bfloat16). The number of slots is an option, and there is no noise on the logits (theirs is off by default). The running
+sums of exp(L) are safe in float32 up to |scale| of about 70, far from where it starts.
 """
 
 from dataclasses import dataclass, replace
@@ -43,12 +43,12 @@ MAX_EXPONENT = 60.0  # exp(60)·T·|x| stays far below float32's largest number;
 
 @dataclass(frozen=True, kw_only=True)
 class SoftConfig(ExpertsConfig):
-    """Slots of weighted means."""
+    """Slots that are weighted means of tokens."""
 
     slots: PositiveInt = 1
-    """p, slots of one expert."""
+    """p, slots per expert."""
     causal: bool = False
-    """Build each position's slots from it and earlier tokens alone; needs one slot per expert."""
+    """Build each position's slots only from the current and earlier tokens; needs one slot per expert."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,7 +62,7 @@ class SoftConfig(ExpertsConfig):
 
 @dataclass
 class SoftState:
-    """What a causal layer remembers of earlier tokens: the two running sums of every expert's slot."""
+    """What a causal layer keeps of earlier tokens: the two running sums of every expert's slot."""
 
     numerator: Tensor  # (E, B, d), Σ_j exp(L_{j,e}) x_j
     denominator: Tensor  # (E, B), Σ_j exp(L_{j,e})
@@ -78,11 +78,11 @@ class SoftState:
 )
 @register("soft", title="Soft MoE", paper="Puigcerver et al., 2024", code="google-research/vmoe", participation="dense")
 class Soft(MoELayer):
-    """Every expert on weighted means of the tokens; every token a weighted mean of the experts' outputs."""
+    """Each expert processes weighted means of the tokens; each output is a weighted mean of the experts' outputs."""
 
     Config = SoftConfig
     DECAY_GROUPS: ClassVar = {"phi": "routers", "scale": "scales"}
-    REFUSES: ClassVar = {}  # it is slots that are sent to experts
+    REFUSES: ClassVar = {}  # slots, not tokens, are sent to experts
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -92,10 +92,10 @@ class Soft(MoELayer):
         self.experts = c.make_experts()
 
     def fit_state(self, state: dict[str, Tensor], prefix: str) -> None:
-        """Take a trained model's number of slots: ``match_budget`` of earlier versions cut off where it rounds now."""
+        """Adopt a trained model's number of slots: ``match_budget`` truncated in earlier versions, and now rounds."""
         phi = state.get(f"{prefix}phi")
         if self.training or phi is None or phi.dim() != 3 or phi.shape[::2] != self.phi.shape[::2]:
-            return  # a training cannot go on with others: its optimizer holds the parameter
+            return  # training cannot continue with another number: the optimizer holds the parameter
         if phi.shape != self.phi.shape:
             self.config = replace(self.config, slots=phi.shape[1])
             self.phi = nn.Parameter(self.phi.detach().new_empty(phi.shape), self.phi.requires_grad)
@@ -106,7 +106,7 @@ class Soft(MoELayer):
         return Result(run(x, logits, mask, state, dtype))
 
     def _whole(self, x: Tensor, logits: Tensor, mask: Tensor | None, state: None, dtype: torch.dtype) -> Tensor:
-        """Tokens (B, T, d) and logits (B, T, E·p) → (B, T, d), each slot over all valid tokens."""
+        """Tokens (B, T, d) and logits (B, T, E·p) → (B, T, d); each slot mixes all valid tokens."""
         c, batch = self.config, x.shape[0]
         seen = logits
         if mask is not None:
@@ -121,8 +121,8 @@ class Soft(MoELayer):
     def _causal(
         self, x: Tensor, logits: Tensor, mask: Tensor | None, state: SoftState | None, dtype: torch.dtype
     ) -> Tensor:
-        """Tokens (B, T, d) and logits (B, T, E) → (B, T, d), the slots of a position over it and earlier tokens."""
-        # Softmax does not see the shift, so neither does the gradient.
+        """Tokens (B, T, d) and logits (B, T, E) → (B, T, d); each position's slots mix it and earlier tokens."""
+        # The ratio does not depend on the shift, and neither does the gradient.
         shift = (MAX_EXPONENT - wide(self.scale).detach().abs()).clamp(max=0)
         weights = (logits + shift).exp()
         if mask is not None:
@@ -138,15 +138,15 @@ class Soft(MoELayer):
         if state is not None:
             state.numerator, state.denominator = numerator[:, :, -1], denominator[:, :, -1]
             numerator, denominator = numerator[:, :, 1:], denominator[:, :, 1:]
-        # Zero before the first valid token: there the slot is zero and the output masked.
+        # The denominator is zero before the first valid token; there the slot is zero and the output masked.
         smallest = torch.finfo(denominator.dtype).tiny
         slots = numerator / torch.where(denominator < smallest, 1, denominator).unsqueeze(-1)
         out = self.experts.batch(slots.to(dtype).flatten(1, 2)).view_as(slots)
         return (logits.softmax(-1).movedim(-1, 0).unsqueeze(-1) * out).sum(0)
 
     def new_state(self, batch: int) -> SoftState:
-        """Empty running sums of ``batch`` sequences. ``forward`` moves them on; gradients flow through them."""
-        super().new_state(batch)  # refuses the form that is not causal
+        """Empty running sums for ``batch`` sequences. ``forward`` updates them; gradients flow through them."""
+        super().new_state(batch)  # refuses the noncausal form
         c = self.config
         zeros = wide(self.phi.detach().new_zeros(c.experts, batch, c.dim))
         return SoftState(zeros, zeros[..., 0])

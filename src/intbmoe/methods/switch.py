@@ -7,11 +7,11 @@ Sparsity", JMLR 2022.
     y_t = p_{t,i} f_i(x_t),  i = argmax_e p_{t,e}
     loss = α·E·Σ_e f_e P_e,  f_e the share of tokens whose argmax is e, P_e the mean of p_{t,e}; gradient through P
 
-Choices: the jitter ε multiplies the router's input only, as in the authors' code. Dropless by default;
-``capacity_factor`` (authors: 1.25, in evaluation 2.0) gives the authors' capacity ⌊cf·T/E⌋, at least 4, tokens placed
-in order and the others given zero. The group is the sequence, so that a result does not depend on its batch (theirs: a
-slice of the device's batch). The loss has one statistic over all valid tokens of all ranks, where the authors average
-the losses of the groups. No z-loss, as in the paper; the router has no bias.
+Choices: the jitter ε multiplies only the router's input, as in the authors' code. Dropless by default;
+``capacity_factor`` (authors: 1.25, in evaluation 2.0) gives the authors' capacity ⌊cf·T/E⌋, at least 4: tokens are
+placed in order, and those that find no place give zero. Capacity is per sequence, so that a result does not depend on
+its batch (the authors': per slice of the device's batch). The loss uses one statistic over all valid tokens of all
+ranks, whereas the authors average the losses of the groups. No z-loss, as in the paper; the router has no bias.
 """
 
 from dataclasses import dataclass

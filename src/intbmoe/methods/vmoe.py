@@ -1,4 +1,4 @@
-"""V-MoE: noisy softmax gates, the best k kept as they are.
+"""V-MoE: noisy softmax gates, of which the best k are kept without renormalising.
 
 Riquelme, Puigcerver, Mustafa, Neumann, Jenatton, Susano Pinto, Keysers and Houlsby, "Scaling Vision with Sparse
 Mixture of Experts", NeurIPS 2021.
@@ -10,15 +10,15 @@ Mixture of Experts", NeurIPS 2021.
     load = CV²_e(Σ_t ρ_{t,e}),  ρ_{t,e} = 1 − Φ((τ_t − r_{t,e})·E/σ),  τ_t the k-th largest of r̃_t
     loss = w_i · importance + w_l · load
 
-ρ is the chance that e would be chosen if its own noise were drawn again; gradients flow through r and τ. Without noise
-(``noise=0``) it is a step, and there is no load loss, as in the authors' code.
+ρ is the probability that e would be chosen if its own noise were drawn again; gradients flow through r and τ. Without
+noise (``noise=0``) ρ is a step function, and there is no load loss, as in the authors' code.
 
 Choices: dropless by default. ``capacity_factor`` gives an expert C = ⌈cf·k·n/E⌉ places, rounded up to a multiple of 4
-as in their code, for a sequence of n valid tokens: first choices of all tokens before second ones, within a rank in
-token order or, with ``priority_routing`` (Batch Priority Routing), by descending largest gate. A choice that finds its
-expert full gives 0; the token's other choice keeps its weight. The authors' group is 8 images, ours is the sequence, so
-that a result does not depend on its batch; their losses are averages over groups, ours take one global sum over all
-valid tokens; all their experts start from one set of weights, ours independently.
+as in their code, for a sequence of n valid tokens. First choices of all tokens are placed before second ones; within a
+rank, tokens are placed in token order or, with ``priority_routing`` (Batch Priority Routing), by descending largest
+gate. A choice that finds its expert full gives 0; the token's other choice keeps its weight. The authors' group is 8
+images, ours is one sequence, so that a result does not depend on its batch; their losses are averages over groups, ours
+use one global sum over all valid tokens; all their experts start from the same weights, ours independently.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class VMoEConfig(CapacityConfig):
     """Noisy top-k routing."""
 
     top_k: Annotated[PositiveInt, AtMost("experts")] = 2
-    """k, experts of a token."""
+    """k, experts per token."""
     noise: NonNegative = 1.0
     """σ, the noise on the logits in training, in units of 1/E."""
     importance: float = 0.005
@@ -53,7 +53,7 @@ class VMoEConfig(CapacityConfig):
     capacity_multiple: PositiveInt = 4
     """Capacities are rounded up to a multiple of this."""
     priority_routing: bool = False
-    """Places go to the tokens with the largest gates, not to the first ones."""
+    """Give places to the tokens with the largest gates first, instead of in token order."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,7 +96,7 @@ class VMoE(CapacityLayer):
         return Result(y.view(x.shape), Routing(ids, weights), losses, sums)
 
     def _capacity(self, x: Tensor, mask: Tensor | None) -> int | Tensor | None:
-        """Places of an expert for a sequence; (B, 1) with a mask, since padding needs no place."""
+        """Places per expert for a sequence; (B, 1) with a mask, since padding needs no place."""
         c = self.config
         ratio = self._ratios[self.training]
         if ratio is None:

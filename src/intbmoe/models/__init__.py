@@ -1,1 +1,1 @@
-"""Backbones, each readable in one file; the FFN of their MoE layers is whatever the caller makes."""
+"""Backbones, each readable in one file; the caller supplies the FFN of their MoE layers."""

@@ -1,4 +1,4 @@
-"""What causal backbones share: which FFN may stand in them, and which tokens a token sees."""
+"""Common to causal backbones: which FFNs they accept, and which tokens a token sees."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from intbmoe.registry import method_of
 
 
 def require_causal(ffn: nn.Module) -> nn.Module:
-    """``ffn`` itself; raises if it holds a layer whose outputs depend on later tokens, with the reason."""
+    """Return ``ffn``; raise, with the reason, if it holds a layer whose outputs depend on later tokens."""
     for _, layer in moe_layers(ffn):
         reason = layer.config.noncausal_reason()
         if reason is not None:
-            raise ValueError(f"{_method_of(layer)} may not stand in a causal model: {reason}")
+            raise ValueError(f"{_method_of(layer)} cannot be used in a causal model: {reason}")
     return ffn
 
 
@@ -24,36 +24,36 @@ def _method_of(layer: MoELayer) -> str:
 
 
 def apply_ffn(ffn: nn.Module, x: Tensor, mask: Tensor | None, state: Any = None, **inputs: Any) -> Tensor:
-    """(B, T, d) → (B, T, d); a plain module works token by token and has no use for the mask or a state."""
+    """(B, T, d) → (B, T, d); a plain module works token by token and needs neither mask nor state."""
     return ffn(x, mask, state, **inputs) if isinstance(ffn, MoELayer) else ffn(x)
 
 
 def new_ffn_state(ffn: nn.Module, batch: int) -> Any:
-    """The decoding state of ``ffn`` for ``batch`` sequences; None where tokens need no earlier ones.
+    """The decoding state of ``ffn`` for ``batch`` sequences; None if tokens do not need earlier ones.
 
-    Raises for a plain module around a mixture that needs a state: nothing would hand it on.
+    Raises for a plain module around a mixture that needs a state, because the module would not pass it on.
     """
     if isinstance(ffn, MoELayer):
         return ffn.new_state(batch)
     for name, layer in moe_layers(ffn):
         if layer.new_state(batch) is not None:
             raise ValueError(
-                f"{type(ffn).__name__} holds {_method_of(layer)} as {name!r}, which needs earlier tokens to decode: "
-                f"only a mixture that is itself the FFN is handed its decoding state"
+                f"{type(ffn).__name__} holds {_method_of(layer)} as {name!r}, which needs a state to decode: use the "
+                f"mixture itself as the FFN, because a module around it does not pass the state on"
             )
     return None
 
 
 def remembers(model: nn.Module) -> bool:
-    """Whether a mixture in it needs more of earlier tokens than attention does."""
+    """Whether a mixture in the model needs a decoding state, besides the one of attention."""
     return any(layer.new_state(1) is not None for _, layer in moe_layers(model))
 
 
 def visible_tokens(mask: Tensor, queries: int | None = None) -> Tensor:
-    """(B, S) validity → (B, 1, S, S) bool: a token sees the valid ones up to itself, and always itself.
+    """(B, S) validity → (B, 1, S, S) bool: a token sees the valid tokens up to itself, and always itself.
 
-    Itself even if it is padding: a softmax over nothing would be NaN, which no later mask removes from a gradient.
-    With ``queries``, only the rows of the last so many tokens.
+    Even padding sees itself: a softmax over nothing would be NaN, which no later mask removes from a gradient. With
+    ``queries``, only the rows of the last ``queries`` tokens are returned.
     """
     places = torch.arange(mask.shape[1], device=mask.device)
     own = places if queries is None else places[mask.shape[1] - queries :]

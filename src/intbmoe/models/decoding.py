@@ -1,4 +1,4 @@
-"""Continuing prompts token by token: in slots, with a graph for each step, or in a cache that follows the prompts."""
+"""Continue prompts token by token: in slots, with a graph for each step, or in a cache sized for the prompts."""
 
 import logging
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from intbmoe.models.sampling import Sampling
 from intbmoe.models.slots import Slots, Text, why_not_captured
 
 KEPT_LENGTH = 256
-"""Slots of ``generate`` have room for a multiple of this: prompts of other lengths then find their graphs."""
+"""The room in the slots of ``generate`` is a multiple of this, so that prompts of other lengths can reuse graphs."""
 log = logging.getLogger(__name__)
 
 
 class Wanted(NamedTuple):
-    """What is asked for beside the prompts; ``Llama.stream`` says what each is."""
+    """The options of a request besides the prompts; ``Llama.stream`` explains them."""
 
     max_new_tokens: int
     stop: int | None
@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
 class Prompts(NamedTuple):
     """Prompts that are read and continued together."""
 
-    rows: Tensor  # (b,), where they stand in the whole batch
+    rows: Tensor  # (b,), their rows in the whole batch
     ids: Tensor  # (b, T)
     mask: Tensor | None  # (b, T) bool, False at padding; None without padding
 
@@ -38,7 +38,7 @@ class Prompts(NamedTuple):
 def stream(
     model: nn.Module, ids: Tensor, mask: Tensor | None, wanted: Wanted, capture: bool | None
 ) -> Iterator[Tensor]:
-    """``Llama.stream``. Arguments are checked here, at the call; the model runs when the first id is asked for."""
+    """``Llama.stream``. Arguments are checked at the call; the model runs when the first id is requested."""
     require_positive_int("max_new_tokens", wanted.max_new_tokens)
     if wanted.stop is not None:
         known = isinstance(wanted.stop, int) and 0 <= wanted.stop < model.config.vocabulary
@@ -48,18 +48,18 @@ def stream(
     slots = _find_slots(model, ids, wanted, capture)
     if slots is not None:
         return _steps_in_slots(model, slots, ids, mask, wanted)
-    # A mixture with a memory may count positions from the first it is given, so that padding before a prompt would
-    # change what it does: there, only prompts of one length are read together, and none is padded.
+    # A mixture with a decoding state may count positions from the first token it gets, so padding before a prompt would
+    # change its output: for such a model only prompts of equal length are read together, and none is padded.
     if remembers(model) and mask is not None:
         together = _by_length(ids, mask)
-    else:  # attention needs no mask where nothing is padded
+    else:  # attention needs no mask if nothing is padded
         padding = None if mask is None or mask.all() else mask
         together = [Prompts(torch.arange(len(ids), device=ids.device), ids, padding)]
     return _steps(model, together, wanted)
 
 
 def _find_slots(model: nn.Module, ids: Tensor, wanted: Wanted, capture: bool | None) -> Slots | None:
-    """The slots that the model kept, or new ones; None where its texts are decoded without."""
+    """The slots that the model kept, or new ones; None if its texts are decoded without slots."""
     if capture is False or (capture is None and ids.device.type != "cuda"):
         return None
     reason = why_not_captured(model)
@@ -68,7 +68,7 @@ def _find_slots(model: nn.Module, ids: Tensor, wanted: Wanted, capture: bool | N
             raise ValueError(f"capture=True is not possible with this model: {reason}")
         return None
     count, length = len(ids), ids.shape[1] + wanted.max_new_tokens - 1  # the last id is never read
-    slots, model.kept_slots = model.kept_slots, None  # nobody else may use them meanwhile
+    slots, model.kept_slots = model.kept_slots, None  # no other call may use them in the meantime
     if slots is None or not slots.fits(count, length):
         del slots  # first, so that there is memory for the new ones
         room = length if ids.device.type == "cpu" else -(-length // KEPT_LENGTH) * KEPT_LENGTH
@@ -78,7 +78,7 @@ def _find_slots(model: nn.Module, ids: Tensor, wanted: Wanted, capture: bool | N
     except CaptureError as error:
         if capture:
             raise
-        log.warning("generate is not captured, which is slow: the model's step cannot be recorded: %s", error)
+        log.warning("generate runs without CUDA graphs, which is slow: the model's step cannot be captured: %s", error)
         return None
     return slots
 
@@ -109,7 +109,7 @@ def _steps_in_slots(
 
 def _check_prompts(ids: Tensor, mask: Tensor | None) -> None:
     if ids.dim() != 2 or 0 in ids.shape:
-        raise ValueError(f"ids have shape {tuple(ids.shape)}: expected (batch, tokens), a token or more in each prompt")
+        raise ValueError(f"ids have shape {tuple(ids.shape)}: expected (batch, tokens), at least one token per prompt")
     check_mask(mask, ids.shape)
     if mask is None:
         return
@@ -117,13 +117,13 @@ def _check_prompts(ids: Tensor, mask: Tensor | None) -> None:
     if wrong.any():
         row = int(wrong.nonzero()[0])
         raise ValueError(
-            f"the mask of prompt {row} has padding after a token, or no token: "
+            f"the mask of prompt {row} has padding after a token, or no token at all: "
             f"a prompt is continued from its end, so pad on the left (mask False, …, False, True, …, True)"
         )
 
 
 def _by_length(ids: Tensor, mask: Tensor) -> list[Prompts]:
-    """The prompts of each length, without their padding."""
+    """Group the prompts by length, without their padding."""
     lengths = mask.sum(1)
     rows = {length: (lengths == length).nonzero().flatten() for length in lengths.unique().tolist()}
     return [Prompts(rows[length], ids[rows[length], ids.shape[1] - length :], None) for length in rows]

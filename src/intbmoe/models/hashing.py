@@ -1,15 +1,15 @@
-"""Vectors for ids out of far fewer rows than there are ids.
+"""Embeddings of ids with far fewer rows than ids.
 
     row_j(i)  = ((a_j·i + b_j) mod p) mod R        j = 1…h hash functions, p = 2³¹ − 1, a_1 = 1, b_1 = 0
     vector(i) = Σ_j T_j[row_j(i)],  vector(0) = 0  each T_j a table of R rows
 
-An id shares each of its rows with about ids/R others, but all h of them with hardly any (about ids/R^h). Rows are
-added, not laid end to end, so that each has the full width. The first function is i mod R: where ids are below R, every
-id has a row of its own in T_1, as in a plain embedding, so the number of ids need not be known to build a table.
-The a_j and b_j come from SHA-256 and the arithmetic stays below 2⁶³: an id has the same rows everywhere.
+An id shares each of its rows with about ids/R others, but all h rows with hardly any (about ids/R^h). Rows are added,
+not concatenated, so that each has the full width. The first function is i mod R: if ids are below R, every id has its
+own row in T_1, as in a plain embedding, so a table can be built without knowing the number of ids. The a_j and b_j come
+from SHA-256 and the arithmetic stays below 2⁶³, so an id has the same rows on every machine.
 
 ``ConcatenatedHashEmbedding`` is the form of the released code: row_j(i) = i mod p_j in a table of p_j rows, and the
-narrower rows laid end to end.
+narrower rows are concatenated.
 """
 
 import hashlib
@@ -35,16 +35,16 @@ class MultiHashEmbedding(nn.Module):
         require_finite("std", std)
         self.rows = rows
         self.constants = [_constants(number) for number in range(hashes)]
-        # ``std`` is that of a vector's entries: a sum of h rows spreads √h times as much as each.
+        # ``std`` is that of the summed vector: a sum of h rows has √h times the standard deviation of one.
         tables = torch.empty(hashes * rows + 1, dim).normal_(std=std / hashes**0.5)
-        tables[-1] = 0  # after T_1 to T_h a row of zeros for what is missing, which has no gradient and stays
+        tables[-1] = 0  # after T_1 to T_h, a row for missing ids: it has no gradient and stays zero
         self.tables = nn.Parameter(tables)
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(self.places(ids), self.tables, padding_idx=len(self.constants) * self.rows).sum(-2)
 
     def places(self, ids: Tensor) -> Tensor:
-        """(…) ids → (…, h), where their rows stand in ``tables``."""
+        """(…) ids → (…, h), the indices of their rows in ``tables``."""
         ids = ids.long()
         hashed = [(ids * a + b) % PRIME % self.rows + j * self.rows for j, (a, b) in enumerate(self.constants)]
         return torch.where(ids.unsqueeze(-1) != 0, torch.stack(hashed, -1), len(self.constants) * self.rows)
@@ -54,17 +54,17 @@ class MultiHashEmbedding(nn.Module):
 
 
 class ConcatenatedHashEmbedding(nn.Module):
-    """(…) ids from 0 → (…, dim); 0 means missing and gives zero. Of each ``moduli`` come dim / len(moduli) numbers."""
+    """(…) ids from 0 → (…, dim); 0 means missing and gives zero. Each modulus contributes dim / len(moduli) numbers."""
 
     def __init__(self, moduli: Sequence[int], dim: int, std: float = 1.0) -> None:
         super().__init__()
         for modulus in moduli:
             require_positive_int("moduli", modulus)
-        require(len(moduli) > 0 and dim % len(moduli) == 0, "moduli", moduli, f"as many as divide dim ({dim})")
+        require(len(moduli) > 0 and dim % len(moduli) == 0, "moduli", moduli, f"of a length that divides dim ({dim})")
         require_finite("std", std)
         self.moduli, self.starts = tuple(moduli), [sum(moduli[:j]) for j in range(len(moduli))]
         tables = torch.empty(sum(moduli) + 1, dim // len(moduli)).normal_(std=std)
-        tables[-1] = 0  # for what is missing, without a gradient
+        tables[-1] = 0  # the row for missing ids, without a gradient
         self.tables = nn.Parameter(tables)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class ConcatenatedHashEmbedding(nn.Module):
 
 
 def _constants(number: int) -> tuple[int, int]:
-    """a and b of a hash function: (1, 0) for the first, then numbers below p without pattern."""
+    """a and b of a hash function: (1, 0) for the first, pseudo-random numbers below p for the others."""
     if number == 0:
         return 1, 0
     digest = hashlib.sha256(f"multi-hash embedding {number}".encode()).digest()

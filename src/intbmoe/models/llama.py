@@ -5,24 +5,24 @@ Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023. Le
 
     tokens   x_t = W_e[id_t]
     layer    x ← x + Attention(RMS(x)),   x ← x + FFN(RMS(x))              RMS(x) = x / sqrt(mean(x²) + ε) ⊙ gain
-    attention over the tokens up to one's own, with queries and keys turned by their position t (RoPE, Su et al., 2021):
+    attention over the tokens up to the current one; queries and keys rotated by position t (RoPE, Su et al., 2021):
              (u_i, u_{i+w/2}) ← rotation of (u_i, u_{i+w/2}) by the angle t·θ^(−2i/w)
     output   logits = W_e RMS(x)                                           the embedding is tied to the output map
 
-The FFN of every layer is what ``make_ffn`` makes, and a SwiGLU when it is left out:
+``make_ffn`` makes the FFN of every layer; without it the FFN is a SwiGLU:
 
     model = Llama(LlamaConfig(), lambda: intbmoe.create("switch", 768, 2048, experts=9, expert="swiglu"))
 
-Parameters carry the names of Hugging Face's ``LlamaForCausalLM`` without the leading ``model.``, so that its weights
-load into the dense form; the mixture of layer i is ``layers.i.mlp``. Matrices have no bias and start as N(0, 0.02²); a
-mixture starts as it does anywhere.
+Parameters have the names of Hugging Face's ``LlamaForCausalLM`` without the leading ``model.``, so that its weights
+load into the dense form; the mixture of layer i is ``layers.i.mlp``. Matrices have no bias and start as N(0, 0.02²);
+mixtures keep their own initialisation.
 
-Decoding keeps what later tokens need of earlier ones in a ``Cache``: turned keys and values of every layer, and the
-state of mixtures that have one. The model itself holds nothing between calls, but for the graphs of ``generate``.
+Decoding keeps what later tokens need of earlier ones in a ``Cache``: rotated keys and values of every layer, and the
+state of mixtures that have one. The model itself keeps nothing between calls except the graphs of ``generate``.
 
     cache = model.new_cache(batch=1, length=100)
     logits = model(prompt, cache=cache)                # any number of tokens at a time
-    logits = model(next_id, cache=cache)               # those of the new tokens alone
+    logits = model(next_id, cache=cache)               # only the logits of the new tokens
 
     ids = model.generate(prompts, mask, max_new_tokens=50, temperature=0.8, top_p=0.95)
 """
@@ -48,24 +48,24 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines, (T, w/2) each
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(Checked):
-    """Sizes of the decoder; the defaults are the paper's on MiniPile, and ``hidden`` its released code's."""
+    """Sizes of the decoder; the defaults are the paper's on MiniPile, with ``hidden`` from its released code."""
 
     vocabulary: PositiveInt | None = 32_000
-    """V, how many different tokens there are; None for as many as the tokenizer of the data has."""
+    """V, the size of the vocabulary; None for that of the data's tokenizer."""
     dim: PositiveInt = 768
     """d, the width of a token."""
     depth: PositiveInt = 18
-    """Transformer blocks."""
+    """The number of Transformer blocks."""
     heads: PositiveInt = 12
-    """Attention heads of a block."""
+    """Attention heads per block."""
     hidden: PositiveInt = 2048
     """Inner width of the dense SwiGLU."""
     rope_theta: Positive = 1e4
-    """θ: the slowest pair of a head turns by about 1/θ a token."""
+    """θ: the slowest pair of a head rotates by about 1/θ per token."""
     norm_eps: Positive = 1e-6
-    """What RMSNorm adds to the mean square."""
+    """The ε that RMSNorm adds to the mean square."""
     init_std: Positive = 0.02
-    """Standard deviation of weights at the start."""
+    """Standard deviation of the initial weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,15 +85,15 @@ def _linear(config: LlamaConfig, inputs: int, outputs: int) -> nn.Linear:
 
 @dataclass
 class LayerCache:
-    """What one layer keeps of the tokens it has read, with room for ``length`` of them."""
+    """What one layer keeps of the tokens it has read, with room for ``length`` tokens."""
 
-    keys: Tensor  # (B, heads, length, w), turned by their positions
+    keys: Tensor  # (B, heads, length, w), rotated by their positions
     values: Tensor  # (B, heads, length, w)
     state: Any  # the decoding state of the layer's mixture; None if it has none
     held: int = 0  # tokens read
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, heads, T, w) of new tokens → those of all tokens so far."""
+        """Add keys and values (B, heads, T, w) of new tokens; return those of all tokens so far."""
         start, self.held = self.held, self.held + k.shape[2]
         self.keys[:, :, start : self.held] = k
         self.values[:, :, start : self.held] = v
@@ -105,22 +105,22 @@ class Cache:
     """What a model keeps of the tokens of a batch; ``Llama.new_cache`` makes an empty one."""
 
     layers: list[LayerCache]
-    valid: Tensor  # (B, length) bool, which of the tokens read are not padding
-    padded: bool = False  # whether a mask came with any of them
+    valid: Tensor  # (B, length) bool, False for padding
+    padded: bool = False  # whether any tokens came with a mask
 
     @property
     def held(self) -> int:
-        """Tokens read, padding included."""
+        """Tokens read, including padding."""
         return self.layers[0].held
 
     def positions(self, x: Tensor) -> Tensor:
-        """(T,) of new tokens ``x`` (B, T, d)."""
+        """(T,), the positions of new tokens ``x`` (B, T, d)."""
         return torch.arange(self.held, self.held + x.shape[1], device=x.device)
 
     def admit(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Note the validity of new tokens (B, T) before the layers read them; return what they see.
+        """Store the validity of new tokens (B, T) before the layers read them; return the attention mask.
 
-        (B or 1, 1, T, tokens so far), or None where attention needs no mask: at the start, and for a single token.
+        It is (B or 1, 1, T, tokens so far), or None if attention needs no mask: at the start, and for a single token.
         """
         batch, length = self.valid.shape
         if ids.shape[0] != batch:
@@ -128,8 +128,8 @@ class Cache:
         tokens, end = ids.shape[1], self.held + ids.shape[1]
         if end > length:
             raise ValueError(
-                f"the cache holds {self.held} tokens and has room for {length}: {tokens} more do not fit; make it "
-                f"with new_cache(batch, length={end}) or more"
+                f"the cache holds {self.held} tokens and has room for {length}: {tokens} more do not fit; make the "
+                f"cache with new_cache(batch, length={end}) or more"
             )
         self.valid[:, self.held : end] = True if mask is None else mask
         self.padded = self.padded or mask is not None
@@ -141,14 +141,14 @@ class Cache:
 
 
 def turns(positions: Tensor, config: LlamaConfig) -> Rotation:
-    """(…) positions → (…, w/2) each, in the positions' type."""
+    """(…) positions → cosines and sines (…, w/2) of their angles, in the positions' type."""
     pairs = torch.arange(0, config.head_dim, 2, dtype=positions.dtype, device=positions.device) / config.head_dim
     angles = positions.unsqueeze(-1) * config.rope_theta**-pairs
     return angles.cos(), angles.sin()
 
 
 def rotate(u: Tensor, turn: Rotation) -> Tensor:
-    """(B, heads, T, w) → the same, each pair (u_i, u_{i+w/2}) turned by its position's angle."""
+    """(B, heads, T, w) → the same shape, with each pair (u_i, u_{i+w/2}) rotated by its position's angle."""
     cos, sin = turn
     first, second = wide(u).chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(u.dtype)
@@ -166,12 +166,12 @@ class Attention(nn.Module):
         self.o_proj = _linear(config, config.dim, config.dim)
 
     def forward(self, x: Tensor, turn: Rotation, visible: Tensor | None, cache: LayerCache | None) -> Tensor:
-        """(B, T, d) → (B, T, d); ``visible`` (B, 1, T, tokens so far), None for all up to one's own."""
+        """(B, T, d) → (B, T, d); ``visible`` (B, 1, T, tokens so far), None for all tokens up to the current one."""
         maps = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in maps)
         if cache is None:
             q, k = rotate(q, turn), rotate(k, turn)
-        else:  # for few tokens every operation costs as much, whatever its size
+        else:  # for few tokens the number of operations matters, not their size
             q, k = rotate(torch.cat([q, k], 1), turn).chunk(2, 1)
         # A single token after others sees them all.
         causal = visible is None and (cache is None or cache.held == 0)
@@ -195,7 +195,7 @@ class Mlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and FFN, each on the normalised stream and added to it."""
+    """Attention and FFN, each applied to the normalised residual stream and added to it."""
 
     def __init__(self, config: LlamaConfig, mlp: nn.Module) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class DecoderLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids to the next token's logits. ``make_ffn`` makes each layer's FFN; without it the model is dense.
+    """From token ids to the next token's logits. ``make_ffn`` makes each layer's FFN; without it the model is dense.
 
     A layer that looks at later tokens is refused, with the reason.
     """
@@ -226,16 +226,16 @@ class Llama(nn.Module):
         make = make_ffn or (lambda: Mlp(config))
         self.layers = nn.ModuleList(DecoderLayer(config, require_causal(make())) for _ in range(config.depth))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.kept_slots: Slots | None = None  # of the last captured ``generate``: the next one may use its graphs
+        self.kept_slots: Slots | None = None  # from the last captured ``generate``: the next one may reuse its graphs
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "kept_slots": None}  # graphs can be neither copied nor saved
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """(B, T) ids, (B, T) bool validity (True: valid; None: all) → (B, T, V) logits, without meaning at padding.
+        """(B, T) ids, (B, T) bool validity (True: valid; None: all) → (B, T, V) logits, meaningless at padding.
 
-        Padding may stand anywhere and hold any id: no valid token sees it, and no mixture counts it. With a cache the
-        tokens follow those it holds, and it takes them in; there is no gradient then.
+        Padding may be anywhere and hold any id: no valid token sees it, and no mixture counts it. With a cache, the
+        tokens continue those it holds and are added to it; there is no gradient then.
         """
         if cache is None:
             return self._logits(self._features(ids, mask, None))
@@ -243,9 +243,9 @@ class Llama(nn.Module):
             return self._logits(self._features(ids, mask, cache))
 
     def next_logits(self, ids: Tensor, mask: Tensor | None, cache: Any, last: Tensor | None = None) -> Tensor:
-        """As ``forward``, but (B, V) for one token of each: over a long prompt, all logits are much memory.
+        """Like ``forward``, but (B, V) for one token of each sequence: all logits of a long prompt take much memory.
 
-        ``last`` (B,) says which; None for the last. The cache may be what ``slots.Slots`` make of theirs.
+        ``last`` (B,) says which token; None for the last. ``cache`` is a ``Cache``, or the view of ``slots.Slots``.
         """
         with torch.no_grad():
             features = self._features(ids, mask, cache)
@@ -255,7 +255,7 @@ class Llama(nn.Module):
 
     def require_decoding(self) -> None:
         if self.training:
-            raise RuntimeError("the model is in training mode, which is not for decoding: call model.eval() first")
+            raise RuntimeError("the model is in training mode and cannot decode: call model.eval() first")
 
     def _logits(self, features: Tensor) -> Tensor:
         return F.linear(features, self.embed_tokens.weight)
@@ -279,7 +279,7 @@ class Llama(nn.Module):
         return self.norm(x)
 
     def new_cache(self, batch: int, length: int) -> Cache:
-        """Room for ``length`` tokens of ``batch`` sequences, on the model's device, in its type or autocast's."""
+        """A cache for ``length`` tokens of ``batch`` sequences, on the model's device, in its type or autocast's."""
         require_positive_int("batch", batch)
         require_positive_int("length", length)
         weight = self.embed_tokens.weight.detach()
@@ -302,19 +302,19 @@ class Llama(nn.Module):
         capture: bool | None = None,
         **sampling: Any,
     ) -> Iterator[Tensor]:
-        """Continue prompts (B, T): yields (B,), the next id of each, once a step.
+        """Continue prompts (B, T): yields (B,), the next id of each, at every step.
 
-        Prompts of unequal length stand padded on the left, with a ``mask`` that says so; each is continued as if it
-        were alone. Greedy unless ``temperature`` (with ``top_k``, ``top_p``; see ``Sampling``) says otherwise, then
-        with draws from ``generator``. A sequence ends with the id ``stop`` and is filled with it; the iterator ends
-        when all have ended, or after ``max_new_tokens``.
+        Prompts of unequal length are padded on the left and need a ``mask``; each is continued as if it were alone.
+        Decoding is greedy unless ``temperature`` is given (with ``top_k``, ``top_p``; see ``Sampling``), which draws
+        random numbers from ``generator``. A sequence ends with the id ``stop`` and is then filled with it; the iterator
+        ends when all sequences have ended, or after ``max_new_tokens``.
 
-        On a GPU a step is replayed from a CUDA graph, where the model allows it (``slots.why_not_captured``). The
-        graphs and their cache stay with the model for the next call; ``capture=False`` makes none, ``capture=True``
-        insists, and on a CPU runs the same steps without graphs.
+        On a GPU a step is replayed from a CUDA graph if the model allows it (``slots.why_not_captured``). The graphs
+        and their cache stay with the model for the next call. ``capture=False`` makes none; ``capture=True`` raises if
+        the model does not allow it, and on a CPU runs the same steps without graphs.
         """
         return stream(self, ids, mask, Wanted(max_new_tokens, stop, Sampling(**sampling), generator), capture)
 
     def generate(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-        """What ``stream`` yields with the same arguments, as one (B, n): the new ids, without the prompts."""
+        """Collect what ``stream`` yields, with the same arguments, in (B, n): the new ids, without the prompts."""
         return torch.stack(list(self.stream(ids, mask, **options)), 1)

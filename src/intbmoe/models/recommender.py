@@ -6,19 +6,20 @@ Letters: ``B`` sequences, ``T`` tokens, ``d`` width, ``L`` the longest sequence.
     attention of token t over s ≤ t:  softmax_s(q_t·k_s / √w + β_{t−s}) v_s       β: one per head and distance
     output   head(LN(x))
 
-The FFNs *and* the head are what ``make_ffn`` makes, GELU FFNs when it is left out:
+``make_ffn`` makes the FFNs *and* the head; without it they are GELU FFNs:
 
     model = Recommender(RecommenderConfig(), lambda: intbmoe.create("switch", 96, 384, experts=33))
 
-``make_head`` makes another head than that. One that takes a task's vector (``layer(x, conditioning=vector)``) predicts
-for one task at a time, from ``states``, which all tasks share.
+``make_head`` makes a different head. A head that takes a task's vector (``layer(x, conditioning=vector)``) predicts for
+one task at a time, from ``states``, which all tasks share.
 
-The paper says that the head is a mixture too, but not what the dense model has there: here an FFN like the others, so
-that models differ only in their FFNs. A linear map would have 64,896 parameters fewer.
+The paper says that the head is a mixture too, but not what the dense model has there. Here it is an FFN like the
+others, so that models differ only in their FFNs. A linear map would have 64,896 fewer parameters.
 
-As in the released code: linear maps with biases, LayerNorm, 2L − 1 entries of β per head, of which a causal model reads
-the L of t ≥ s, starting as N(0, 0.02²). Two differences: of its output LayerNorms, one per layer, only the last is used
-and kept here; and sequences run from old to new, there from new to old.
+As in the released code: linear maps with biases, LayerNorm, and 2L − 1 entries of β per head, initialised as
+N(0, 0.02²), of which a causal model reads the L with t ≥ s. There are two differences. The released code has one output
+LayerNorm per layer but uses only the last; only that one is kept here. Sequences run from old to new here, and from new
+to old there.
 """
 
 from collections.abc import Callable
@@ -39,18 +40,18 @@ BIAS_STD = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class RecommenderSizes(Checked):
-    """What a model around the backbone has in its own configuration too; the defaults are the paper's on IntTravel."""
+    """Sizes that a model around the backbone shares with it; the defaults are the paper's on IntTravel."""
 
     dim: PositiveInt = 96
     """d, the width of a token."""
     depth: PositiveInt = 8
-    """Transformer blocks."""
+    """The number of Transformer blocks."""
     heads: PositiveInt = 1
-    """Attention heads of a block."""
+    """Attention heads per block."""
     hidden: PositiveInt = 384
-    """Inner width of the dense FFNs, the head's included."""
+    """Inner width of the dense FFNs, including the head."""
     ffn_std: Positive | None = None
-    """Standard deviation of the dense FFNs' initial weights; None for nn.Linear's law, by which mixtures start."""
+    """Standard deviation of the dense FFNs' initial weights; None to initialise like nn.Linear, as mixtures do."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,7 +63,7 @@ class RecommenderConfig(RecommenderSizes):
     """Sizes of the backbone."""
 
     max_length: PositiveInt = 126
-    """L: 40 sessions of three tokens and six profile tokens."""
+    """L, the longest sequence: by default 40 sessions of three tokens and six profile tokens."""
 
 
 class Attention(nn.Module):
@@ -81,7 +82,7 @@ class Attention(nn.Module):
         nn.init.normal_(self.relative_bias, std=BIAS_STD)
 
     def forward(self, x: Tensor, visible: Tensor) -> Tensor:
-        """(B, T, d) tokens, (B or 1, 1, T, T) who sees whom → (B, T, d)."""
+        """(B, T, d) tokens, (B or 1, 1, T, T) visibility → (B, T, d)."""
         maps = (self.query, self.key, self.value)
         q, k, v = (project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in maps)
         bias = torch.where(visible, self.bias(x.shape[1]), -torch.inf).to(q.dtype)
@@ -114,12 +115,12 @@ def _dense(config: RecommenderConfig) -> nn.Module:
     layer = create("dense", config.dim, config.hidden)
     if config.ffn_std is not None:
         for part in (layer.experts.up, layer.experts.down):
-            nn.init.normal_(part.weight, std=config.ffn_std)  # biases are zero already
+            nn.init.normal_(part.weight, std=config.ffn_std)  # biases are already zero
     return layer
 
 
 class Recommender(nn.Module):
-    """Embedded tokens to one prediction per token. ``make_ffn`` makes each FFN and the head; without it all are dense.
+    """From embedded tokens to a prediction per token. ``make_ffn`` makes FFNs and head; without it all are dense.
 
     A layer that looks at later tokens is refused, with the reason.
     """
@@ -140,18 +141,18 @@ class Recommender(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """(B, T, d) tokens, (B, T) bool validity (True: valid; None: all) → (B, T, d), zero at padding.
 
-        Padding may stand anywhere and hold anything: no valid token sees it, and no mixture counts it. ``inputs`` are
-        what the head takes besides, such as a task's ``conditioning``.
+        Padding may be anywhere and hold anything: no valid token sees it, and no mixture counts it. ``inputs`` are
+        extra arguments of the head, such as a task's ``conditioning``.
         """
         return self.predict(self.states(x, mask), mask, **inputs)
 
     def predict(self, states: Tensor, mask: Tensor | None = None, **inputs: Tensor) -> Tensor:
-        """What the head makes of ``states``."""
+        """Apply the head to ``states``."""
         y = apply_ffn(self.head, states, mask, **inputs)
         return y if mask is None else torch.where(mask.unsqueeze(-1), y, 0)
 
     def states(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """All that comes before the head."""
+        """Run everything before the head."""
         c = self.config
         if x.dim() != 3 or x.shape[2] != c.dim or x.shape[1] > c.max_length:
             allowed = f"(batch, tokens, {c.dim}) with at most {c.max_length} tokens"
@@ -167,7 +168,7 @@ class Recommender(nn.Module):
         return self.norm(x)
 
     def ends_token_by_token(self) -> bool:
-        """Whether the last FFN and the head look at single tokens; a mixture with a memory sees earlier ones too."""
+        """Whether the last FFN and the head work token by token, with no decoding state that covers earlier tokens."""
         return not (remembers(self.blocks[-1].ffn) or remembers(self.head))
 
     def output_at(
@@ -175,9 +176,9 @@ class Recommender(nn.Module):
     ) -> Tensor:
         """(B, T, d) tokens, (B, T) validity, (B,) a valid place in each → (B, d), ``forward`` at these places.
 
-        After the last attention tokens no longer meet: the last FFN and the head, themselves mixtures, are computed for
-        that one token instead of all, if the model ``ends_token_by_token``. ``filled`` (B,) is False for sequences that
-        are padding as a whole, which no mixture counts; None: there are none.
+        After the last attention, tokens no longer interact, so the last FFN and the head, which may be mixtures, are
+        computed for that one token only. This requires ``ends_token_by_token()``. ``filled`` (B,) is False for
+        sequences of only padding, which no mixture counts; None if there are none.
         """
         visible = visible_tokens(mask)
         x = torch.where(mask.unsqueeze(-1), x, 0)

@@ -1,7 +1,7 @@
-"""How the next token is chosen. ``B`` texts, ``V`` vocabulary.
+"""Choose the next token. ``B`` texts, ``V`` vocabulary.
 
-Random numbers are an input: one for each text and token, which decides by where it falls in the cumulated
-probabilities. So the choice can be part of a CUDA graph, and a seed gives the same tokens with a graph and without.
+Random numbers are an input, one for each text and token; the number's place in the cumulative probabilities decides.
+So the choice can be part of a CUDA graph, and a seed gives the same tokens with and without a graph.
 """
 
 from dataclasses import dataclass
@@ -16,30 +16,30 @@ from intbmoe.settings import Checked, MustBe, PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Checked):
-    """How the next token is chosen. Greedy by default: the likeliest, of equals the one with the lowest id."""
+    """How the next token is chosen. Greedy by default: the most likely one, with ties to the lowest id."""
 
     temperature: Annotated[float, MustBe("0 (greedy) or a positive finite number", lambda value: value >= 0)] = 0.0
-    """Draw from softmax(logits / temperature); 0 takes the likeliest."""
+    """Draw from softmax(logits / temperature); 0 takes the most likely token."""
     top_k: PositiveInt | None = None
-    """Draw among the k likeliest; of equals, the lower ids."""
+    """Draw among the k most likely tokens; ties go to the lower ids."""
     top_p: Annotated[float, MustBe("above 0 and at most 1", lambda value: 0 < value <= 1)] | None = None
-    """Draw among the likeliest that together have this probability, the one that reaches it included."""
+    """Draw among the smallest set of most likely tokens whose probabilities sum to at least this."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         idle = self.temperature == 0 and not (self.top_k is None and self.top_p is None)
-        require(not idle, "temperature", self.temperature, "positive with top_k or top_p, which greedy choice ignores")
+        require(not idle, "temperature", self.temperature, "positive with top_k or top_p: greedy decoding ignores them")
 
     @property
     def narrowed(self) -> bool:
         return not (self.top_k is None and self.top_p is None)
 
     def limits(self, vocabulary: int) -> tuple[float, float]:
-        """``top_k`` and ``top_p`` as numbers; those that are None become numbers that leave nothing out."""
+        """``top_k`` and ``top_p`` as numbers; None becomes a number that excludes nothing."""
         return float(self.top_k or vocabulary), 2.0 if self.top_p is None else self.top_p
 
     def draw(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor | None:
-        """(count,) random numbers, one for each text; None where the choice is greedy and needs none."""
+        """(count,) random numbers, one for each text; None if the choice is greedy."""
         if self.temperature == 0:
             return None
         device = device if generator is None else generator.device
@@ -57,9 +57,9 @@ class Sampling(Checked):
 
 
 def choose(logits: Tensor, temperature: Tensor, chance: Tensor, limits: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """(B, V) → (B,): the likeliest where the temperature is 0, else the one in whose share ``chance`` falls.
+    """(B, V) → (B,): the most likely token if the temperature is 0, otherwise the one whose interval holds ``chance``.
 
-    ``temperature`` and ``chance``, from 0 to below 1, are (B,) in float64; so are the ``limits``, top_k and top_p.
+    ``temperature``, ``chance`` in [0, 1) and the ``limits`` top_k and top_p are (B,) in float64.
     """
     greedy = logits.argmax(-1)
     scores, order = logits.double(), None
@@ -73,7 +73,7 @@ def choose(logits: Tensor, temperature: Tensor, chance: Tensor, limits: tuple[Te
     last = logits.shape[1] - 1
     if limits is not None:
         likely = torch.where(likely.cumsum(-1) - likely < top_p, likely, 0)
-        last = ((likely > 0).sum(-1) - 1).clamp(min=0)  # none is likely where a row stands for no text: top_k is 0
+        last = ((likely > 0).sum(-1) - 1).clamp(min=0)  # a row without a text has top_k 0, so no likely token
     summed = likely.cumsum(-1)
     drawn = (summed <= chance.unsqueeze(1) * summed[:, -1:]).sum(-1).clamp(max=last)
     if order is not None:

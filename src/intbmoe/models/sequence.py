@@ -1,19 +1,19 @@
-"""Plain item sequences with the recommender's backbone: which item comes next, out of all of them.
+"""Plain item sequences with the recommender's backbone: which of all items comes next.
 
-Letters: ``B`` sequences, ``T`` items, ``d`` width, ``V`` items there are.
+Letters: ``B`` sequences, ``T`` items each, ``d`` width, ``V`` items in all.
 
-    input    x_t = dropout(√d · W[i_t])                                    W (V, d): one vector an item
+    input    x_t = dropout(√d · W[i_t])                                    W (V, d): one vector per item
     output   y = dropout(Recommender(x))                                   mixtures in every FFN and the head
     scores   P(i | i_1 … i_t) = softmax_i(W[i]·y_t + b_i)                  the same vectors W
 
-People return: half of all check-ins and more are at a place the person has been to. With ``copy`` the model can also
+People return: at least half of all check-ins are at a place the person has been to. With ``copy`` the model can also
 point at an item of the history, as pointer and copy networks do (Vinyals et al., 2015; Gu et al., 2016):
 
     a_ts     = softmax_{s ≤ t}([W[i_s] ‖ y_{s−1}]·Q y_t / √d + β_{t−s})    y_0 = 0
     P(i | …) = (1 − g_t) · softmax_i(W[i]·y_t + b_i) + g_t · Σ_{s: i_s = i} a_ts,      g_t = σ(w·y_t + c)
 
-It looks at the item, at whether things stood as they stand now when the item was next, and at how long ago that was. Q
-and β start at 0, where the second term is the share of each item in the history: the visit counter.
+The pointer considers the item, how similar the state before it was to the current state, and how long ago it was. Q and
+β start at 0, where the second term is the share of each item in the history, like a visit counter.
 """
 
 from collections.abc import Callable
@@ -38,19 +38,19 @@ class SequenceConfig(Checked):
     """Sizes of the model."""
 
     items: PositiveInt | None
-    """V: the items of the data, which are numbered from 0; None for as many as there are."""
+    """V, the number of items, which are numbered from 0; None for as many as the data has."""
     length: PositiveInt = 50
-    """Most items of a history that are looked at."""
+    """The largest number of items of a history that the model reads."""
     dim: PositiveInt = 96
     """d, the width of a token."""
     depth: PositiveInt = 2
-    """Transformer blocks."""
+    """The number of Transformer blocks."""
     heads: PositiveInt = 1
-    """Attention heads of a block."""
+    """Attention heads per block."""
     hidden: PositiveInt = 384
-    """Inner width of the dense FFNs, the head's included."""
+    """Inner width of the dense FFNs, including the head."""
     ffn_std: Positive | None = None
-    """Standard deviation of the dense FFNs' initial weights; None for nn.Linear's law, by which mixtures start."""
+    """Standard deviation of the dense FFNs' initial weights; None to initialise like nn.Linear, as mixtures do."""
     dropout: Share = 0.0
     """Dropout rate of the backbone's inputs and outputs."""
     copy: bool = False
@@ -58,7 +58,7 @@ class SequenceConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.backbone()  # checks that the sizes go together
+        self.backbone()  # checks that the sizes fit together
 
     def backbone(self) -> RecommenderConfig:
         sizes = {name: getattr(self, name) for name in ("dim", "depth", "heads", "hidden", "ffn_std")}
@@ -66,7 +66,7 @@ class SequenceConfig(Checked):
 
 
 class SequenceModel(nn.Module):
-    """Items to the next item. ``make_ffn`` makes each FFN and the head; without it all are dense."""
+    """From items to the next item. ``make_ffn`` makes each FFN and the head; without it all are dense."""
 
     DECAY_GROUPS: ClassVar = {"item_bias": "biases"}
 
@@ -83,14 +83,14 @@ class SequenceModel(nn.Module):
     def forward(self, items: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, T) items from old to new, at least one, then ``PADDING`` → (B, V): log P(next item) of each sequence.
 
-        With ``targets`` (B, T), ``PADDING`` where there is none: log P(target | items up to its place), one number for
-        each target, in the order of rows and then places. Only that is computed in training.
+        With ``targets`` (B, T), ``PADDING`` for none, return log P(target | items up to its place), one number for each
+        target, ordered by row and then place. In training only this is computed.
         """
         mask = items != PADDING
         ids = items.clamp(min=0)
         x = self.dropout(self.items(ids) * self.config.dim**0.5)
         y = self.dropout(self.backbone(x, mask))
-        with autocast_off(y):  # a coarser type would make ties of different scores
+        with autocast_off(y):  # a coarser type would turn different scores into ties
             if targets is None:
                 return self._next(wide(y), ids, mask)
             return self._targets(wide(y), ids, mask, targets)
@@ -116,7 +116,7 @@ class SequenceModel(nn.Module):
         return _mix(generated, copied, gate)
 
     def _keys(self, y: Tensor, ids: Tensor) -> Tensor:
-        """(B, T, 2d): each item's vector, and the output of the place before it, from which it was to be predicted."""
+        """(B, T, 2d): each item's vector, and the output at the place before it, which had to predict it."""
         return torch.cat([wide(self.items(ids)), F.pad(y, (0, 0, 1, 0))[:, :-1]], -1)
 
     def _generated(self, y: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class SequenceModel(nn.Module):
 
 
 class Pointer(nn.Module):
-    """Where in the history to copy from, and whether to."""
+    """Decides whether to copy from the history, and from where."""
 
     DECAY_GROUPS: ClassVar = {"distance": "positions"}
 
@@ -136,9 +136,9 @@ class Pointer(nn.Module):
         self.gate = nn.Linear(config.dim, 1)
 
     def forward(self, y: Tensor, keys: Tensor, visible: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(B, Q, d) outputs, (B, T, 2d) keys, (B, Q, T) who sees whom → (B, Q, T) attention, (B, Q) gate logits.
+        """(B, Q, d) outputs, (B, T, 2d) keys, (B, Q, T) visibility → (B, Q, T) attention, (B, Q) gate logits.
 
-        ``places`` (B, Q) says where the outputs stand; left out, they are those of all T places.
+        ``places`` (B, Q) are the places of the outputs; None if the outputs are those of all T places.
         """
         steps = torch.arange(keys.shape[1], device=keys.device)
         ago = (steps.unsqueeze(1) if places is None else places.unsqueeze(2)) - steps
@@ -149,7 +149,7 @@ class Pointer(nn.Module):
 
 
 def _mix(generated: Tensor, copied: Tensor, gate: Tensor) -> Tensor:
-    """log((1 − g)·exp(generated) + g·copied) with g = σ(gate); nothing of it overflows or is NaN at copied = 0."""
+    """log((1 − g)·exp(generated) + g·copied) with g = σ(gate), without overflow, and without NaN at copied = 0."""
     gate = gate.view(gate.shape[0], *[1] * (generated.dim() - 1))
     some = copied > 0
     log_copied = torch.where(some, copied, 1).log()

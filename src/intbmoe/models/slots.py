@@ -1,14 +1,14 @@
 """Decoding in slots: a cache of fixed size in which texts join and leave, and steps that a GPU replays from graphs.
 
 A slot holds the keys and values of one text, from its first token on. A call reads some tokens of some texts (a part of
-their prompts, or the token chosen last) and chooses the next token of each. All that it depends on comes in as one
-table with a row for each text; the chosen ids and their log-probabilities come out. Only keys and values stay on the
-device, so a graph serves whoever sits in the slots; there is one for each number of texts and of tokens, rounded up.
+their prompts, or the token chosen last) and chooses the next token of each. Its whole input is one table with a row for
+each text; its output is the chosen ids and their log-probabilities. Only keys and values stay on the device, so a graph
+works for any texts in the slots. There is one graph for each number of texts and of tokens, rounded up.
 
 Letters: ``B`` texts of a call, ``C`` tokens of each, ``S`` tokens that a slot has room for, ``w`` width of a head.
 
-On the CPU the same code runs without graphs, with nothing rounded up. Tokens that only fill up are masked: no mixture
-counts them, and their keys go to the last place of a slot (or to a slot of no text), where nobody looks.
+On the CPU the same code runs without graphs and without rounding up. Filler tokens are masked: no mixture counts them,
+and their keys go to the last place of a slot (or to a slot without a text), which is never read.
 """
 
 import weakref
@@ -25,10 +25,10 @@ from intbmoe.layer import moe_layers
 from intbmoe.models.sampling import Sampling, choose
 from intbmoe.precision import autocast_dtype, wide
 
-CHUNKS = (16, 64, 256)  # tokens of a prompt that are read at once, at most the last
-READERS = (1, 4, 16)  # prompts that are read at once
-LEAST_EXTENT = 256  # fewer places than so many take attention as long
-ROUND = 64  # a slot's room is a multiple of it: attention wants masks of aligned rows
+CHUNKS = (16, 64, 256)  # how many tokens of a prompt may be read at once
+READERS = (1, 4, 16)  # how many prompts may be read at once
+LEAST_EXTENT = 256  # attention over fewer places is no faster
+ROUND = 64  # a slot's room is a multiple of this: attention wants masks with aligned rows
 HEAD = 7  # columns of the table before the tokens: slot, start, count, temperature, chance, top_k, top_p
 
 
@@ -37,7 +37,7 @@ class Text(NamedTuple):
 
     slot: int
     tokens: Sequence[int]  # to be read
-    start: int  # tokens that the slot holds already
+    start: int  # the number of tokens that the slot already holds
     sampling: Sampling
     chance: float = 0.0  # the random number of the token to be chosen
 
@@ -52,24 +52,24 @@ class Chosen(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What there is a graph for."""
+    """The shape of a call; each has its own graph."""
 
     texts: int
     tokens: int
-    prompts: bool  # whether rows stand for texts anywhere; else row i is slot i
-    narrowed: bool  # whether the choice looks at top_k and top_p
-    extent: int  # places of a slot that attention looks at
+    prompts: bool  # whether a row's text may be in any slot; otherwise row i is slot i
+    narrowed: bool  # whether the choice uses top_k and top_p
+    extent: int  # the number of a slot's places that attention covers
 
 
 def why_not_captured(model: nn.Module) -> str | None:
-    """Why the texts of a model cannot be decoded in slots; None if they can. The one place that decides."""
+    """Why the texts of a model cannot be decoded in slots; None if they can. Only this function decides."""
     for name, layer in moe_layers(model):
         if layer.new_state(1) is not None:
-            return f"{type(layer).__name__} ({name}) keeps a state of its own, which has no slots"
+            return f"{type(layer).__name__} ({name}) keeps its own state, which has no slots"
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         return "its parameters are sharded"
     if autocast_dtype(next(model.parameters())) is not None:
-        return "under autocast the weights would be cast anew at every token: cast the model instead"
+        return "under autocast the weights would be cast again for every token: cast the model instead"
     return None
 
 
@@ -77,7 +77,7 @@ class Slots:
     """Room for ``count`` texts of ``length`` tokens each."""
 
     def __init__(self, model: nn.Module, count: int, length: int, capture: bool = True) -> None:
-        """Without ``capture`` nothing is recorded, also on a GPU."""
+        """With ``capture=False`` no graph is recorded, even on a GPU."""
         weight, config = model.embed_tokens.weight.detach(), model.config
         self._model, self.count, self.length = weakref.ref(model), count, length  # the model may keep these slots
         self.room = -(-(length + 1) // ROUND) * ROUND
@@ -100,22 +100,22 @@ class Slots:
         return self._model()
 
     def fits(self, count: int, length: int) -> bool:
-        """Whether there is room, and the model's weights are still where the graphs read them."""
+        """Whether there is room, and the model's weights are still at the addresses that the graphs read."""
         return count <= self.count and length <= self.length and self._addresses == addresses(self.model)
 
     def record(self, narrowed: bool = False) -> None:
-        """All graphs that may be needed; else each is recorded when it is first needed. Raises ``CaptureError``."""
+        """Record all graphs now, instead of each when it is first needed. Raises ``CaptureError``."""
         for texts, extent in product(reversed(self.sizes), self.extents):
             self._graph(Shape(texts, 1, False, narrowed, extent))
         for texts, tokens in product(reversed(self.readers), CHUNKS):
             self._graph(Shape(texts, tokens, True, narrowed, self.room))
 
     def prepare(self, texts: int, narrowed: bool) -> None:
-        """The graph of a step of so many texts; raises ``CaptureError``."""
+        """Record the graph for a step of ``texts`` texts; raises ``CaptureError``."""
         self._graph(Shape(_at_least(texts, self.sizes), 1, False, narrowed, self.extents[0]))
 
     def read(self, prompts: Sequence[Text]) -> list[Chosen]:
-        """Read prompts from their first token, a chunk at a time, and choose what follows each."""
+        """Read prompts from their first token, a chunk at a time, and choose the next token of each."""
         most = READERS[-1]
         return [one for at in range(0, len(prompts), most) for one in self._read_together(prompts[at : at + most])]
 
@@ -147,17 +147,17 @@ class Slots:
 
     @torch.inference_mode()
     def move(self, slot: int, to: int) -> None:
-        """Let the text of a slot go on in another one."""
+        """Move the text of a slot to another slot."""
         for held in (self.keys, self.values):
             held[:, to] = held[:, slot]
 
     @torch.inference_mode()
     def _run(self, texts: Sequence[Text], shape: Shape, rows: Sequence[int]) -> list[Chosen]:
-        graph = self._graph(shape)  # first: a recording overwrites the table
+        graph = self._graph(shape)  # first, because recording overwrites the table
         width = HEAD + shape.tokens
         table = self.input.array[: shape.texts * width].reshape(shape.texts, width)
         table[:] = 0
-        table[:, 0] = self.count  # the slot of no text
+        table[:, 0] = self.count  # the slot without a text
         for row, text in zip(rows, texts, strict=True):
             limits = text.sampling.limits(self.model.config.vocabulary)
             table[row, :HEAD] = (
@@ -175,7 +175,7 @@ class Slots:
         if self._recorder is None:
             return self._computing(shape)
         if shape not in self.graphs:
-            # While it is recorded it runs: on a table of no text, so that it writes where nobody looks.
+            # Recording runs the step. The table names no text, so that it writes only to the slot without a text.
             self.input.device.zero_()
             self.input.device[: shape.texts * (HEAD + shape.tokens) : HEAD + shape.tokens] = self.count
             self.graphs[shape] = self._recorder.record(self._computing(shape))
@@ -187,7 +187,7 @@ class Slots:
             slot, start, count = table[:, :3].long().unbind(1)
             temperature, chance, *limits = table[:, 3:HEAD].unbind(1)
             reading = _Reading(self, shape, slot, start, count)
-            # A text alone is there, or nobody would call.
+            # A single token needs no mask: it is always valid.
             mask = reading.valid if shape.texts * shape.tokens > 1 else None
             logits = self.model.next_logits(table[:, HEAD:].long(), mask, reading, (count - 1).clamp(min=0))
             chosen = choose(logits, temperature, chance, tuple(limits) if shape.narrowed else None)
@@ -199,7 +199,7 @@ class Slots:
 
 
 class _Reading:
-    """What the model takes for its cache during one call."""
+    """Acts as the model's cache during one call."""
 
     def __init__(self, slots: Slots, shape: Shape, slot: Tensor, start: Tensor, count: Tensor) -> None:
         number = torch.arange(shape.tokens, device=slot.device)
@@ -210,13 +210,13 @@ class _Reading:
         self.layers = [_Layer(self, *held) for held in zip(slots.keys, slots.values, strict=True)]
 
     def admit(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        """(B, 1, C, S): 0 at the tokens up to one's own, −∞ elsewhere; added, which no layer has to translate."""
+        """(B, 1, C, S): 0 up to the token itself, −∞ elsewhere; an additive mask, which layers need not convert."""
         seen = torch.arange(self.extent, device=ids.device) <= self.places.unsqueeze(-1)
         hidden = torch.zeros_like(seen, dtype=self.layers[0].keys.dtype).masked_fill(~seen, -torch.inf)
         return hidden.unsqueeze(1)
 
     def positions(self, x: Tensor) -> Tensor:
-        """(B, 1, C): of all heads."""
+        """(B, 1, C), the same for all heads."""
         return self.places.unsqueeze(1)
 
 
@@ -229,7 +229,7 @@ class _Layer:
         self.reading, self.keys, self.values = reading, keys, values  # (slots, heads, S, w)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, heads, C, w) of new tokens → those of all places, which the mask tells apart."""
+        """Store keys and values (B, heads, C, w) of new tokens; return those of all places, for use with the mask."""
         return self._extend(self.keys, k), self._extend(self.values, v)
 
     def _extend(self, held: Tensor, new: Tensor) -> Tensor:
@@ -244,14 +244,14 @@ class _Layer:
 
 
 def _zeros(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Zeros, because attention multiplies what is masked by zero: it may not be NaN. On a CPU, memory at first use."""
+    """Zeros, because attention multiplies masked values by zero, so they must not be NaN. A CPU allocates lazily."""
     if like.device.type != "cpu":
         return like.new_zeros(shape)
     return torch.from_numpy(np.zeros(int(np.prod(shape)) * like.element_size(), np.uint8)).view(like.dtype).view(shape)
 
 
 def _at_least(number: int, sizes: Sequence[int]) -> int:
-    """The smallest of the sizes that holds it; the largest, if none does."""
+    """The smallest of ``sizes`` that is at least ``number``; the largest if none is."""
     return next((size for size in sizes if size >= number), sizes[-1])
 
 

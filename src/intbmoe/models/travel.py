@@ -1,30 +1,30 @@
-"""The paper's travel model: from the sessions of a user to the place that she goes to next.
+"""The paper's travel model: from the sessions of a user to the place the user goes to next.
 
 Letters: ``B`` users, ``S`` sessions of each, from old to new, ``C`` candidates of a session, ``d`` width.
 
-    place p      e(p) = W LN(id + cell + category + region + score) + b, each an embedding; zero where there is none
+    place p      e(p) = W LN(id + cell + category + region + score) + b, each an embedding; zero if there is no place
     profile      one token for each of six features
     session s    scenario_s    cell + region + weather + hour + weekday + gap (time since the session before)
                  intention_s   e(place)
                  feedback_s    mode + action + e(via)
     sequence     profile_1 … profile_6, scenario_1, intention_1, feedback_1, scenario_2, …    plus the kind of token
-    prediction   y_s = ``Recommender`` at scenario_s: it has seen the profile, all sessions before s, and of session s
-                 what was known before the user chose
+    prediction   y_s = ``Recommender`` at scenario_s: it has seen the profile, all sessions before s, and what was known
+                 of session s before the user chose
     score        ⟨y_s, e(c)⟩ / √d for a candidate c, with the same e that intention tokens have
     copy         with ``copy``, y_s + κ · the mean of e(place) over the sessions before s; κ starts at √d
 
 Other tasks are heads on the same backbone, each a linear map of one of its outputs:
 
     how          mode of travel, from y_s
-    when         hours until the user sets out, from y_s: 0 to 47, or later than that
+    when         hours until the user sets out, from y_s: 0 to 47, or later
     via          the place of session s + 1, from the output at intention_s, scored as above
 
-With ``head_by_task`` the backbone's head, a mixture, is told for which task it predicts, by a vector with a 1 at it:
-MMoE and PLE have gates for each, DSFNet and IntBMoE merge and compose by it. y_s then differs from task to task.
+With ``head_by_task`` the backbone's head, a mixture, gets a one-hot vector of the task it predicts for: MMoE and PLE
+have a gate for each task, DSFNet merges and IntBMoE composes by the vector. y_s then differs between tasks.
 
-Everything comes as codes, small integers with 0 for missing; a place is five of them. Cells and regions are the same
-whether a user is there or a place. Embeddings are multi-hash (``hashing.py``), so a model can be built without the
-data. All fields but ids and cells share one table, in which each code of each field is an id of its own.
+All inputs are codes, small integers with 0 for missing; a place is five codes. Users and places share the codes of
+cells and regions. Embeddings are multi-hash (``hashing.py``), so a model can be built without the data. All fields
+except ids and cells share one table, in which each code of each field has its own id.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,35 +56,35 @@ EMBEDDING_STD = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class TravelConfig(RecommenderSizes):
-    """Sizes of the travel model; those of the backbone are the paper's by default, those of the tables are ours."""
+    """Sizes of the travel model; by default the backbone's are the paper's and the tables' are ours."""
 
     sessions: PositiveInt = 40
-    """Most sessions of a sequence, three tokens each; six profile tokens come before them."""
+    """The largest number of sessions in a sequence, three tokens each, after six profile tokens."""
     place_rows: PositiveInt = 262_144
-    """Rows of each table for ids of places."""
+    """Rows of each table for place ids."""
     cell_rows: PositiveInt = 65_536
     """Rows of each table for cells."""
     code_rows: PositiveInt = 65_536
-    """Rows of each table for all other codes; 15 times the largest code leaves none without a row of its own."""
+    """Rows of each table for all other codes; with 15 times the largest code, each code has its own row."""
     hashes: PositiveInt = 2
     """Tables of each kind."""
     primes: tuple[PositiveInt, ...] = ()
-    """Rows of tables whose vectors are joined, as in the released code; empty: place_rows and cell_rows, added."""
+    """Rows of tables whose vectors are concatenated, as in the released code; empty to add vectors (place_rows, …)."""
     table_std: Positive = EMBEDDING_STD
     """Standard deviation of the initial embeddings of places and cells."""
     code_std: Positive = EMBEDDING_STD
     """Standard deviation of the initial embeddings of all other codes."""
     copy: bool = False
-    """Whether the mean of earlier places, times a learned number, is added to a prediction: helps to count visits."""
+    """Whether to add the mean of earlier places, times a learned number, to a prediction; helps to count visits."""
     head_by_task: bool = False
-    """Whether the head is told its task, for methods that take one (mmoe, ple, dsfnet, intbmoe); others ignore it."""
+    """Whether the head gets its task, for methods that take one (mmoe, ple, dsfnet, intbmoe); others ignore it."""
     modes: PositiveInt = 6
-    """Modes of travel that the task "how" tells apart."""
+    """The number of modes of travel in the task "how"."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         fits = not self.primes or self.dim % len(self.primes) == 0
-        require(fits, "primes", self.primes, f"none, or as many as divide dim ({self.dim})")
+        require(fits, "primes", self.primes, f"empty, or a list whose length divides dim ({self.dim})")
 
     def backbone(self) -> RecommenderConfig:
         sizes = {f.name: getattr(self, f.name) for f in fields(RecommenderSizes)}
@@ -92,7 +92,7 @@ class TravelConfig(RecommenderSizes):
 
 
 class TravelModel(nn.Module):
-    """Sessions to predictions and scores. ``make_ffn`` makes each FFN and the head; without it all are dense."""
+    """From sessions to predictions and scores. ``make_ffn`` makes each FFN and the head; without it all are dense."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class TravelModel(nn.Module):
         self.place_norm = nn.LayerNorm(config.dim)
         self.place_map = nn.Linear(config.dim, config.dim)
         self.backbone = Recommender(config.backbone(), make_ffn, make_head)
-        # Divided by √d in the score, a place that was all of the past counts as much as its own vector's length.
+        # The score divides by √d: if all past visits were to one place, its copy adds that vector's squared length.
         self.copy_scale = nn.Parameter(torch.tensor(config.dim**0.5)) if config.copy else None
         self.tasks = tuple(tasks)
         sizes = {"how": config.modes, "when": DEPARTURES, "via": config.dim}
@@ -123,14 +123,14 @@ class TravelModel(nn.Module):
         return MultiHashEmbedding(rows, config.dim, config.hashes, config.table_std)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
-        """Scores (N, C) of the candidates of N target sessions, or, in a batch without, predictions (B, S, d).
+        """Score the candidates (N, C) of N target sessions; a batch without candidates gives predictions (B, S, d).
 
-        With other tasks besides "where", the scores of each: (N, modes), (N, 49), and for "via" those of the candidates
-        of the targets that have a session before them in the batch, from which they are predicted.
+        With tasks besides "where", return the scores of each task: (N, modes) for "how", (N, 49) for "when", and for
+        "via" the candidates' scores of those targets that have a previous session in the batch to predict from.
 
         profile (B, 6), scenario (B, S, 6), place (B, S, 5), feedback (B, S, 2), via (B, S, 5), candidates (B, S, C, 5)
-        are codes; mask (B, S) is True where there is a session, targets (B, S) where its candidates are to be scored.
-        What stands at padding has no influence.
+        are codes; mask (B, S) is True for a session, targets (B, S) for a session whose candidates are to be scored.
+        Values at padding have no influence.
         """
         tokens, mask = self.tokens(batch)
         states = self.backbone.states(tokens, mask)
@@ -161,7 +161,7 @@ class TravelModel(nn.Module):
         return self.add_copies(outputs[:, PROFILE_TOKENS::SESSION_TOKENS], batch)
 
     def add_copies(self, predictions: Tensor, batch: Mapping[str, Tensor], at: Tensor | None = None) -> Tensor:
-        """(B, S, d) outputs at the scenarios → predictions; with ``at`` (B,) a session of each, (B, d) → (B, d)."""
+        """(B, S, d) outputs at the scenarios → predictions; for one session per user, ``at`` (B,), (B, d) → (B, d)."""
         if self.copy_scale is None:
             return predictions
         copies = mean_before(self.encode_places(batch["place"]), batch["mask"] & (batch["place"][..., 0] != 0))
@@ -170,7 +170,7 @@ class TravelModel(nn.Module):
         return predictions + self.copy_scale * copies
 
     def head_inputs(self, task: str) -> dict[str, Tensor]:
-        """What the backbone's head is given for a task: nothing, or a vector with a 1 at it."""
+        """The extra inputs of the backbone's head for a task: none, or a one-hot vector of the task."""
         head = self.backbone.head
         if not (isinstance(head, MoELayer) and getattr(head.config, "conditioning_dim", 0)):  # some methods have none
             return {}
@@ -208,8 +208,8 @@ class TravelModel(nn.Module):
         return torch.where(places[..., :1] != 0, encoded, 0)
 
     def score(self, predictions: Tensor, candidates: Tensor) -> Tensor:
-        """(N, d), (N, C, 5) → (N, C), at least in float32: with fewer digits, candidates would tie."""
-        # A place is a candidate of many sessions of a batch: each is encoded once.
+        """(N, d), (N, C, 5) → (N, C), in float32 or wider: with fewer digits, candidates would tie."""
+        # A place may be a candidate in many sessions of a batch, so each place is encoded once.
         ids, where = candidates[..., 0].unique(return_inverse=True)
         distinct = candidates.new_zeros(len(ids), len(PLACE))
         distinct[where.flatten()] = candidates.flatten(0, 1)
@@ -220,7 +220,7 @@ class TravelModel(nn.Module):
 
 
 def mean_before(x: Tensor, known: Tensor) -> Tensor:
-    """(B, S, d), (B, S) which of them count → (B, S, d): the mean of those before each, zero where there is none."""
+    """(B, S, d) and which of them count (B, S) → (B, S, d), the mean of those before each; zero if there are none."""
     earlier = known.new_ones(x.shape[1], x.shape[1]).tril(-1) & known.unsqueeze(1)
     with autocast_off(x):
         shares = earlier / earlier.sum(-1, keepdim=True).clamp(min=1)

@@ -8,11 +8,11 @@ twelve layers to eight. Letters: ``B`` images, ``T`` patches, ``d`` width; token
     output   head(LN(x)_0)
 
 A plain block sends all tokens through one GELU FFN. In an MoE block the patch tokens go through the mixture and the
-class token through a GELU FFN of its own:
+class token through a separate GELU FFN:
 
     model = ViT(ViTConfig(), lambda: intbmoe.create("switch", 192, 768, experts=17))
 
-Parameters carry timm's names, so that weights of its DeiT models load without renaming; the mixture of block i is
+Parameters have timm's names, so that weights of its DeiT models load without renaming; the mixture of block i is
 ``blocks.i.moe`` and its class-token FFN ``blocks.i.mlp``.
 """
 
@@ -42,23 +42,23 @@ class ViTConfig(Checked):
     channels: PositiveInt = 3
     """1 for grey, 3 for colour."""
     classes: PositiveInt | None = 1000
-    """How many classes images are told apart by; None for as many as the data has."""
+    """The number of classes; None for as many as the data has."""
     dim: PositiveInt = 192
     """d, the width of a token."""
     depth: PositiveInt = 8
-    """Transformer blocks."""
+    """The number of Transformer blocks."""
     heads: PositiveInt = 3
-    """Attention heads of a block."""
+    """Attention heads per block."""
     hidden: PositiveInt = 768
     """Inner width of the dense FFNs."""
     moe_layers: tuple[int, ...] = (0, 2, 4, 6)
-    """Which blocks hold a mixture, when the model is given one."""
+    """The blocks that hold a mixture, if the model is given one."""
     drop_path: Share = 0.1
     """Rate of stochastic depth in the last block; it grows linearly from 0 in the first."""
     ffn_std: Positive | None = INIT_STD
-    """Standard deviation of the dense FFNs' initial weights; None for nn.Linear's law, by which mixtures start."""
+    """Standard deviation of the dense FFNs' initial weights; None to initialise like nn.Linear, as mixtures do."""
     class_token_ffn: bool = True
-    """Whether the class token of an MoE block has a dense FFN of its own; False sends it through the mixture too."""
+    """Whether the class token has its own dense FFN in an MoE block; False sends it through the mixture too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +67,7 @@ class ViTConfig(Checked):
         require(self.dim % self.heads == 0, "heads", self.heads, f"a divisor of dim ({self.dim})")
         layers = self.moe_layers
         known = len(set(layers)) == len(layers) and all(layer in range(self.depth) for layer in layers)
-        require(known, "moe_layers", layers, f"distinct blocks among 0…{self.depth - 1}")
+        require(known, "moe_layers", layers, f"distinct block numbers from 0 to {self.depth - 1}")
 
     @property
     def patches(self) -> int:
@@ -75,12 +75,12 @@ class ViTConfig(Checked):
 
     @property
     def mixture_tokens(self) -> int:
-        """How many tokens of an image reach a mixture."""
+        """The number of an image's tokens that go through a mixture."""
         return self.patches + (not self.class_token_ffn)
 
 
 def _linear(inputs: int, outputs: int, std: float | None = INIT_STD) -> nn.Linear:
-    """A linear map as DeiT starts it, weights from a truncated normal; as ``nn.Linear`` does for None. Bias zero."""
+    """A linear map with zero bias and DeiT's truncated normal weights, or ``nn.Linear``'s if ``std`` is None."""
     layer = nn.Linear(inputs, outputs)
     if std is not None:
         nn.init.trunc_normal_(layer.weight, std=std)
@@ -96,7 +96,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(config.channels, config.dim, config.patch_size, stride=config.patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, channels, H, W) → (B, T, d), rows of patches one after another."""
+        """(B, channels, H, W) → (B, T, d), patches row by row."""
         return self.proj(images).flatten(2).transpose(1, 2)
 
 
@@ -127,7 +127,7 @@ class Mlp(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: in training a branch is left out for a whole image, and scaled up where it is kept."""
+    """Stochastic depth: in training a branch is dropped at random for a whole image, and scaled up if it is kept."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -144,9 +144,9 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm Transformer block; with ``moe``, patch tokens go through it and ``mlp`` is the class token's.
+    """A pre-norm Transformer block; with ``moe``, patch tokens go through ``moe`` and the class token through ``mlp``.
 
-    Without ``class_token_ffn`` a block has one of the two, for all tokens.
+    Without ``class_token_ffn`` a block has only one of the two, for all tokens.
     """
 
     def __init__(self, config: ViTConfig, drop_path: float, moe: nn.Module | None = None) -> None:
@@ -172,7 +172,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Images to class scores. ``make_ffn`` makes the mixture of each MoE layer; without it the model is dense."""
+    """From images to class scores. ``make_ffn`` makes the mixture of each MoE layer; without it the model is dense."""
 
     DECAY_GROUPS: ClassVar = {"cls_token": "positions", "pos_embed": "positions"}
     block_type: ClassVar[type[Block]] = Block
@@ -202,7 +202,7 @@ class ViT(nn.Module):
         return self.classify(x)
 
     def embed(self, images: Tensor) -> Tensor:
-        """(B, channels, H, W) → (B, 1 + T, d), what the first block reads."""
+        """(B, channels, H, W) → (B, 1 + T, d), the input of the first block."""
         side, channels = self.config.image_size, self.config.channels
         if images.dim() != 4 or images.shape[1:] != (channels, side, side):
             expected = f"(batch, {channels}, {side}, {side})"
@@ -211,7 +211,7 @@ class ViT(nn.Module):
         return torch.cat([self.cls_token.expand(patches.shape[0], -1, -1), patches], dim=1) + self.pos_embed
 
     def classify(self, x: Tensor) -> Tensor:
-        """(B, 1 + T, d) of the last block → (B, classes)."""
+        """(B, 1 + T, d), the output of the last block → (B, classes)."""
         return self.head(self.norm(x)[:, 0])
 
 

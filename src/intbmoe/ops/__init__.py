@@ -1,1 +1,1 @@
-"""Numerics that exist more than once: ``<op>/naive.py`` is the specification, its siblings are faster."""
+"""Numerical operations with several implementations: ``<op>/naive.py`` is the specification, the others are faster."""

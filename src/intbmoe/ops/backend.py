@@ -6,7 +6,7 @@ grouped    torch's grouped GEMM and plain operations: on the CPU, and on a GPU t
 tiled      plain torch throughout: float64, export, torch.func, other devices
 naive      the specification: slow, written to be read
 
-All compute the same; an operation without an implementation for a backend runs plain torch there.
+All compute the same result. An operation without an implementation for a backend runs plain torch there.
 """
 
 import os
@@ -22,19 +22,19 @@ from intbmoe.ops.eager import exporting, has_dual_numbers, transformed, unobserv
 Backend = Literal["fused", "native", "grouped", "tiled", "naive"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
-# Triton comes with torch's CUDA builds; nothing needs it. INTBMOE_TRITON=0 is for a GPU it does not compile for.
+# Triton comes with torch's CUDA builds, but is optional. INTBMOE_TRITON=0 is for GPUs it does not compile for.
 TRITON = find_spec("triton") is not None and os.environ.get("INTBMOE_TRITON") != "0"
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, for tests; Triton reads it once too
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, for tests; Triton also reads it once
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of Triton's kernels and torch's grouped GEMM
 
 
 def choose_backend(
     x: Tensor, dtype: torch.dtype | None = None, wanted: Backend | None = None, *, has_native: bool = False
 ) -> Backend:
-    """The fastest backend for numbers of ``dtype`` (None: that of ``x``) on the device of ``x``, here and now.
+    """Return the fastest backend for numbers of ``dtype`` (None: that of ``x``) on the device of ``x``, here and now.
 
-    None of them waits for the device or has a shape that depends on the data. A ``wanted`` one is returned if it can
-    run, else an error says why it cannot. ``has_native`` says that the compiled library can do what the caller needs.
+    No backend waits for the device or has a shape that depends on the data. A ``wanted`` backend is returned if it can
+    run; otherwise an error says why not. ``has_native`` means that the compiled library can do what the caller needs.
     """
     dtype = dtype or x.dtype
     if wanted is not None:
@@ -48,7 +48,7 @@ def choose_backend(
     if plain or dtype not in DTYPES:
         return "tiled"
     if x.device.type == "cuda":
-        # Elsewhere torch's grouped GEMM copies the offsets to the host and loops.
+        # In other cases torch's grouped GEMM copies the offsets to the host and loops.
         one_kernel = dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
         return "grouped" if one_kernel else "tiled"
     return "grouped" if x.device.type == "cpu" else "tiled"
@@ -59,12 +59,12 @@ def triton_runs(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _native_runs(x: Tensor, dtype: torch.dtype) -> bool:
-    # In this order: a compiler knows the first, and must not see the rest.
+    # In this order: a compiler understands the first condition, and must not see the rest.
     return unobserved(x) and native.LIBRARY is not None and dtype in native.DTYPES
 
 
 def _require(backend: Backend, x: Tensor, dtype: torch.dtype, has_native: bool) -> None:
-    if backend in ("fused", "grouped") and has_dual_numbers():  # torch would drop their tangents without a word
+    if backend in ("fused", "grouped") and has_dual_numbers():  # torch would silently drop their tangents
         raise RuntimeError(
             f"backend {backend!r} has no forward-mode derivative: leave layer.backend None, or take 'tiled'"
         )

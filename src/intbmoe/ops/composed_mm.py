@@ -1,7 +1,7 @@
-"""Composition and grouped product in one operation that keeps the pool for backward, not the composed weights.
+"""Composition and grouped product in one operation that saves the pool for backward, not the composed weights.
 
-Autograd would keep K composed matrices per pool, at MiniPile's size 280 MB of float32 per layer. The pool is kept
-anyway, so backward composes once more.
+Autograd would save K composed matrices per pool: at MiniPile's size, 280 MB of float32 per layer. The pool is kept
+anyway, so backward composes again.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from intbmoe.precision import wide
 
 @dataclass(frozen=True)
 class Pooled:
-    """Weights that are composed where they are used, instead of once and for all."""
+    """Weights that are composed where they are used, instead of once in advance."""
 
     coefficients: Coefficients
     pool: Tensor  # (E, i, o)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """As if composed: (K, i, P·o)."""
+        """The shape after composition: (K, i, P·o)."""
         paths = 1 if self.coefficients.gate is None else 2
         return self.coefficients.value.shape[0], self.pool.shape[1], paths * self.pool.shape[2]
 
@@ -91,7 +91,7 @@ def _differentiate(ctx, grad):
 
 
 def _products(z_shape, value_shape, gate_shape, pool_shape) -> tuple[int, int]:
-    """FLOPs of one composition and of one grouped product."""
+    """Return the FLOPs of one composition and of one grouped product."""
     paths = value_shape[0] * (1 if gate_shape is None else 2)
     matrix = pool_shape[1] * pool_shape[2]
     return 2 * paths * pool_shape[0] * matrix, 2 * z_shape[0] * matrix * paths // value_shape[0]

@@ -1,4 +1,4 @@
-"""Whether operations run at once on real numbers, or something traces, exports, maps or differentiates them."""
+"""Whether operations run eagerly on real numbers, or something traces, exports, maps or differentiates them."""
 
 import torch
 from torch import Tensor
@@ -6,22 +6,22 @@ from torch.autograd import forward_ad
 
 
 def exporting() -> bool:
-    """Whether torch.export is tracing. False under torch.compile, where torch 2.11 itself says otherwise."""
+    """Whether torch.export is tracing; False under torch.compile, where torch 2.11's own function returns True."""
     return torch.compiler.is_exporting()
 
 
-# ``torch.compiler.assume_constant_result`` by hand: Dynamo then calls the function instead of reading it. The decorator
-# does no more, but imports all of Dynamo, a second at every start.
+# This does what ``torch.compiler.assume_constant_result`` does: Dynamo then calls the function instead of tracing it.
+# The decorator itself imports all of Dynamo, which takes a second at every start.
 exporting._dynamo_marked_constant = True
 
 
 def compiled_for_gpu(x: Tensor) -> bool:
-    """Whether operations on ``x`` are being compiled for a GPU: some of them must be hidden from the compiler there."""
+    """Whether operations on ``x`` are being compiled for a GPU, where some must be hidden from the compiler."""
     return x.device.type == "cuda" and torch.compiler.is_compiling() and not exporting()
 
 
 def transformed() -> bool:
-    """Whether torch.func or forward-mode derivatives are active, which know torch's operations, not all of ours."""
+    """Whether torch.func or forward-mode derivatives are active, which support only some of our operations."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.maybe_current_level() is not None or has_dual_numbers()
@@ -36,7 +36,7 @@ def readable(x: Tensor) -> bool:
     """Whether a number can be read from ``x`` without waiting for a device or breaking a graph."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    # A plain tensor: one that only stands for its shape and type (FakeTensorMode) has no number to ask for.
+    # Only a plain tensor: one that has only a shape and a type (FakeTensorMode) has no number to read.
     return type(x) is Tensor and x.is_cpu
 
 
@@ -46,5 +46,5 @@ def unobserved(x: Tensor) -> bool:
         readable(x)
         and not torch.is_grad_enabled()
         and torch._C._len_torch_dispatch_stack() == 0  # FlopCounterMode and the like
-        and not transformed()  # no_grad does not switch dual numbers off
+        and not transformed()  # no_grad does not turn off dual numbers
     )

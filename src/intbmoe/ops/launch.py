@@ -1,8 +1,8 @@
-"""Launching a Triton kernel without what Triton repeats at every launch.
+"""Launch a Triton kernel without the work that Triton repeats at every launch.
 
-``kernel[grid](…)`` binds names, describes every argument and builds a text to look the compiled kernel up by: longer
-than a small kernel runs. The same compiled kernel is found here by what Triton specialises on: types, whether addresses
-and integers are multiples of 16, integers that are one, and the constants.
+``kernel[grid](…)`` binds names, describes every argument and builds a string as the key of the compiled kernel, which
+takes longer than a small kernel runs. Here the compiled kernel is found by what Triton specialises on: types, whether
+addresses and integers are multiples of 16, integers that are one, and the constants.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ _compiled: dict[tuple, tuple[Any, tuple]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """``kernel[grid](*arguments, **constants)`` on the arguments' device; constants are all that have names."""
+    """Run ``kernel[grid](*arguments, **constants)`` on the arguments' device; only constants are passed by name."""
     if INTERPRETING:
         kernel[grid](*arguments, **constants)
         return

@@ -1,12 +1,12 @@
-"""Operations of our own: known to torch as custom ops, called directly where nothing observes them.
+"""Our own operations: registered with torch as custom ops, but called directly when nothing observes them.
 
 Compilers, counters, profilers, tensor subclasses and modes must see one opaque operation with a shape function and a
-derivative, so each is registered with torch. But torch's way to a Python kernel and its derivative takes longer than
-launching the kernel does, and an eager layer starts dozens: with plain tensors and nothing in between, the kernel is
-called straight away, inside one autograd node where gradients are wanted.
+derivative, so each is registered with torch. But torch takes longer to reach a Python kernel and its derivative than
+the kernel takes to launch, and an eager layer runs dozens. So with plain tensors and no observer, the kernel is called
+directly, inside a single autograd node if gradients are needed.
 
-Defined by schema rather than by ``torch.library.custom_op``, whose wrapper imports the compiler at the first call (over
-a second).
+They are defined by schema instead of ``torch.library.custom_op``, whose wrapper imports the compiler at the first call
+(over a second).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ SCHEMA_TYPES = {int: "int", float: "float", bool: "bool", str: "str", torch.dtyp
 
 
 def schema_of(function: Callable[..., Any], outputs: int = 1) -> str:
-    """The schema of an operation with the parameters of ``function``, tensors or None where it does not annotate."""
+    """Return the schema of an operation with the parameters of ``function``; those unannotated are tensors or None."""
     parameters = signature(function).parameters.values()
     inputs = ", ".join(f"{SCHEMA_TYPES.get(each.annotation, 'Tensor?')} {each.name}" for each in parameters)
     return f"({inputs}) -> " + ("Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})")
@@ -37,12 +37,12 @@ def define(
     differentiate: Callable[..., Any] | None = None,
     flops: Callable[..., int] | None = None,
 ) -> Callable[..., Any]:
-    """Register ``intbmoe::name`` and return what calls it.
+    """Register ``intbmoe::name`` and return a function that calls it.
 
     ``run`` computes, ``fake`` allocates results of the same shapes. ``save(ctx, inputs, output)`` keeps what
-    ``differentiate(ctx, *grads)`` needs, by default the inputs; gradients of outputs that nobody used are None. Without
-    ``differentiate`` the operation is a backward pass, which cannot be differentiated itself, or has no derivative.
-    ``flops(*shapes)`` is what torch's counter counts.
+    ``differentiate(ctx, *grads)`` needs, by default the inputs; the gradients of unused outputs are None. Without
+    ``differentiate`` the operation has no derivative, for example because it is itself a backward pass.
+    ``flops(*shapes)`` gives the number for torch's FLOP counter.
     """
     torch.library.define(f"intbmoe::{name}", schema)
     torch.library.impl(f"intbmoe::{name}", "default", run)
@@ -76,7 +76,7 @@ def define(
             return (differentiate or refuse)(ctx, *grads)
 
     Node.__name__ = name
-    apply = super(torch.autograd.Function, Node).apply  # without a search for torch.func's wrappers: ``observed`` has
+    apply = super(torch.autograd.Function, Node).apply  # skips the check for torch.func, which ``observed`` has done
 
     def call(*inputs: Any) -> Any:
         if torch.compiler.is_compiling() or observed(inputs):
@@ -93,7 +93,7 @@ def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 def observed(inputs: tuple) -> bool:
-    """Whether something traces, maps, counts or profiles operations, or stands in for a tensor."""
+    """Whether something traces, maps, counts or profiles operations, or an input is not a plain tensor or number."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0

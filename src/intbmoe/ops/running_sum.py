@@ -1,9 +1,9 @@
-"""Running sums that the compiler does not take apart.
+"""Running sums that the compiler does not fuse with what comes before.
 
-Inductor fuses what leads to a ``cumsum`` into its scan, and fails where that is a product of tensors of different
-shapes and the scan is long ("Unexpected tiling", and pytorch/pytorch#180221). An ordinary call scans a stored tensor
-too, so in compiled code for a GPU the sum is an operation by itself. Elsewhere it is torch's, with all its derivatives,
-and an exported program keeps the ``cumsum`` that every runtime has.
+Inductor fuses the input of a ``cumsum`` into its scan, and fails if that input is a product of tensors of different
+shapes and the scan is long ("Unexpected tiling", and pytorch/pytorch#180221). In eager mode the scan reads a stored
+tensor too, so in code compiled for a GPU the sum is a separate operation. Elsewhere it is torch's, with all its
+derivatives, and an exported program keeps the ``cumsum`` that every runtime has.
 """
 
 import torch
@@ -15,7 +15,7 @@ torch.library.define("intbmoe::running_sum", "(Tensor x, int dim) -> Tensor")
 
 
 def running_sum(x: Tensor, dim: int) -> Tensor:
-    """As ``x.cumsum(dim)``."""
+    """The same as ``x.cumsum(dim)``."""
     return torch.ops.intbmoe.running_sum(x, dim) if compiled_for_gpu(x) else x.cumsum(dim)
 
 

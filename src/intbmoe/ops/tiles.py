@@ -1,8 +1,8 @@
 """What Triton kernels over rows sorted by group share: which rows a program has, and sums over a group's rows.
 
-A program takes up to ``ROWS`` rows of one group, so that it reads the group's bias once and leaves one partial sum.
-How many programs a group needs is known on the device alone: there are ⌈M / ROWS⌉ + G of them, enough for any routing,
-and each finds its group and rows from the groups' ends.
+A program takes up to ``ROWS`` rows of one group, so that it reads the group's bias once and writes one partial sum.
+Only the device knows how many programs a group needs: there are ⌈M / ROWS⌉ + G of them, enough for any routing, and
+each finds its group and rows from the groups' ends.
 """
 
 from functools import cache
@@ -22,24 +22,24 @@ _ASSEMBLY = tl.constexpr(torch.version.hip is None and not INTERPRETING)
 
 
 class Tiling(NamedTuple):
-    """How a kernel over rows is cut up, whatever their width."""
+    """How a kernel over rows is divided, whatever their width."""
 
-    elements: int  # of a tile: rows at a time, times the width rounded up to a power of two
-    per_lane: int  # elements that each lane holds; the number of warps follows
+    elements: int  # per tile: rows at a time, times the width rounded up to a power of two
+    per_lane: int  # elements that each lane holds; the number of warps follows from it
     tiles: int = 1  # per program, which reads its bias and writes its partial sums once for all of them
-    stages: int = 1  # tiles that are being loaded while one is computed
-    pieces: tuple[int, ...] = (1,)  # into which a row may be cut: 2844 columns take 3072 lanes in three, 4096 in one
+    stages: int = 1  # tiles being loaded while one is computed
+    pieces: tuple[int, ...] = (1,)  # allowed cuts of a row: 2844 columns take 3072 lanes in three pieces, 4096 in one
 
     def cut(self, width: int) -> int:
-        """The number of pieces that takes the fewest lanes."""
+        """Return the number of pieces that takes the fewest lanes."""
         return min(self.pieces, key=lambda pieces: pieces * power_of_2(-(-width // pieces), 16))
 
     def tile(self, width: int) -> dict[str, int]:
-        """Launch arguments of a program with one tile: rows, columns of a piece of them rounded up, and warps."""
+        """Return launch arguments of a program with one tile: rows, columns of a piece (rounded up), and warps."""
         return dict(_tile(self, width))
 
     def chunk(self, width: int, rows: int) -> dict[str, int]:
-        """As ``tile``, for several tiles. Few rows make small programs, so that all multiprocessors have some."""
+        """The same as ``tile``, for several tiles; with few rows, programs are small, to use all multiprocessors."""
         sizes = self.tile(width)
         tiles = min(self.tiles, power_below(rows // (sizes["TILE"] * ENOUGH_PROGRAMS)))
         return {**sizes, "ROWS": sizes["TILE"] * tiles, "STAGES": min(self.stages, tiles)}
@@ -55,7 +55,7 @@ def _tile(tiling: Tiling, width: int) -> dict[str, int]:
 
 
 def power_below(number: int) -> int:
-    """The largest power of two up to ``number``; 1 if there is none."""
+    """Return the largest power of two up to ``number``, at least 1."""
     return max(1, power_of_2(number + 1) // 2)
 
 
@@ -81,14 +81,14 @@ def sigmoid(x):
 
 @triton.jit
 def load_rows(base, row, column, stride, mask):
-    """A tile of rows in float32."""
+    """Load a tile of rows in float32."""
     place = row[:, None].to(tl.int64) * stride + column[None, :]
     return tl.load(base + place, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def tiles_of_groups(ends, GROUPS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Index, first row, end, number of tiles and number of tiles up to its last, of every group."""
+    """Return every group's index, first row, end, number of tiles, and number of tiles up to its last."""
     group = tl.arange(0, PADDED)
     end = tl.load(ends + group, mask=group < GROUPS, other=0)
     start = tl.load(ends + group - 1, mask=(group > 0) & (group < GROUPS), other=0)
@@ -98,7 +98,7 @@ def tiles_of_groups(ends, GROUPS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.c
 
 @triton.jit
 def rows_of_program(program, ends, GROUPS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """(group, first row, end) of a program; no rows (first ≥ end) for those that are left over."""
+    """Return (group, first row, end) of a program; programs left over have no rows (first ≥ end)."""
     index, start, end, tiles, last = tiles_of_groups(ends, GROUPS, PADDED, ROWS)
     group = tl.sum((last <= program).to(tl.int32))
     mine = index == group

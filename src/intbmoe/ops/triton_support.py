@@ -1,15 +1,15 @@
-"""What Triton's kernels share on the host's side; needs no Triton itself."""
+"""What Triton's kernels need on the host; this module itself does not need Triton."""
 
 from functools import cache
 
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes that a row's start must be a multiple of: the grouped GEMM reads that many at once
+ALIGNMENT = 16  # a row must start at a multiple of this many bytes: the grouped GEMM reads that many at once
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """``x`` (M, c) with the entries of a row one after another; itself where they are."""
+    """Return ``x`` (M, c) with contiguous rows; the same tensor if they already are."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
@@ -20,12 +20,12 @@ def aligned(width: int, dtype: torch.dtype) -> int:
 
 
 def empty_rows(like: Tensor, rows: int, width: int) -> Tensor:
-    """(rows, width) uninitialised, rows starting at multiples of ``ALIGNMENT`` bytes whatever the width."""
+    """(rows, width) uninitialised, with rows that start at multiples of ``ALIGNMENT`` bytes whatever the width."""
     return like.new_empty_strided((rows, width), (aligned(width, like.dtype), 1))
 
 
 def empty_matrices(like: Tensor, count: int, rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """(count, rows, width) uninitialised, likewise."""
+    """(count, rows, width) uninitialised, with rows aligned in the same way."""
     stride = aligned(width, dtype or like.dtype)
     return like.new_empty_strided((count, rows, width), (rows * stride, stride, 1), dtype=dtype or like.dtype)
 
@@ -36,19 +36,19 @@ def power_of_2(number: int, least: int = 1) -> int:
 
 
 def ceil_div(number: int, size: int) -> int:
-    """``number / size`` rounded up. Triton's own takes longer on the host than a launch."""
+    """Return ``number / size`` rounded up; Triton's own function takes longer on the host than a launch."""
     return -(-number // size)
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many the device has; 2 in the interpreter, so that its tests have few and many programs."""
+    """The number of multiprocessors; 2 in the interpreter, so that tests have both few and many programs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of it that a program may have; an H200's in the interpreter."""
+    """The bytes of shared memory that a program may have; in the interpreter, those of an H200."""
     if device.type != "cuda":
         return 232_448
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 65_536)  # AMD's: 64 KiB

@@ -1,13 +1,15 @@
-"""Many devices: pools cut along their entries, composed slice by slice, gathered as K blocks (docs/scaling.md).
+"""Many devices: pools are sharded along their entries, composed slice by slice and gathered as K blocks.
+
+See docs/scaling.md.
 
 mesh = init_device_mesh("cuda", (world,))
 parallel.shard_pools(model, mesh)                                    # each rank keeps its slice of every expert base
 fully_shard(model, mesh=mesh, ignored_params=parallel.pool_parameters(model))    # or DDP, which ignores them by itself
 …
-parallel.set_requires_gradient_sync(model, last)                     # of micro-batches; not needed without accumulation
+parallel.set_requires_gradient_sync(model, last)                     # last micro-batch? only needed with accumulation
 parallel.clip_grad_norm(model.parameters(), 1.0)
 
-Or, of methods that send tokens to experts: whole experts shared out, to which the tokens travel.
+Expert parallelism, for methods that send tokens to experts: each rank holds some of the experts.
 
 parallel.shard_experts(model, mesh)
 model = DistributedDataParallel(model)

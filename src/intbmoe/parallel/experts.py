@@ -1,12 +1,12 @@
-"""Experts that are shared out over ranks: each rank holds some of them whole, and tokens travel there and back.
+"""Expert parallelism: each rank holds some experts whole, and tokens are sent to them and back.
 
-Rank r keeps ⌈E/R⌉ experts of every stack, the last ranks what is left. In a forward each rank sorts its own tokens by
-expert, tells the others how many rows will come for each of theirs, sends the rows (all-to-all), and gets the outputs
-back the same way; weights and sums stay where the tokens are. Backward sends the gradients of both. What a method
-decides, capacity and losses included, it decides before any row is sent: so nothing else of it changes.
+Rank r keeps ⌈E/R⌉ experts of every stack, and the last ranks what is left. In a forward each rank sorts its own tokens
+by expert, tells the others how many rows to expect for each of their experts, sends the rows (all-to-all), and gets the
+outputs back in the same way; weights and sums stay with the tokens. Backward sends the gradients of both. A method
+makes all its decisions, including capacity and losses, before any row is sent, so nothing else about it changes.
 
-Gradients are as data parallelism that averages over ranks expects them. An expert sees the rows of all ranks, so its
-gradient is their sum; 1/R of it, taken before it is added to ``.grad``, is the average, final.
+Gradients fit data parallelism that averages over ranks. An expert sees the rows of all ranks, so its gradient is their
+sum; it is divided by R before it is added to ``.grad``, which makes it the final average.
 """
 
 from typing import Any
@@ -28,12 +28,12 @@ from intbmoe.parts.experts import StackedExperts, StackedLinear
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep of every layer's experts only this rank's, in place; all ranks call it, with equal weights, before training.
+    """Keep only this rank's experts in every layer, in place; all ranks call it, with equal weights, before training.
 
     ``mesh`` has one dimension, over which the ranks have different tokens. Parameters keep their names and become
-    DTensors, so an optimizer that is made afterwards has state for this rank's experts alone. Ranks need not divide the
-    number of experts. Layers of methods that send no tokens to experts stay whole, as the rest of the model does; a
-    model that has no others is refused.
+    DTensors, so an optimizer made afterwards has state only for this rank's experts. The number of ranks need not
+    divide the number of experts. Layers of methods that do not send tokens to experts stay whole, like the rest of the
+    model; a model with only such layers is refused.
     """
     require_one_dimension(mesh, "experts")
     layers = dict(moe_layers(model))
@@ -41,10 +41,10 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     if not stacks:
         found = {type(layer).__name__: layer.REFUSES["experts"] for layer in layers.values()}
         why = "; ".join(f"{name}: {reason}" for name, reason in found.items()) or "it holds no MoE layer"
-        raise ValueError(f"{type(model).__name__} has no experts to share out ({why})")
+        raise ValueError(f"{type(model).__name__} has no experts to shard ({why})")
     for name, experts in stacks.items():
         if experts.exchange is not None:
-            raise ValueError(f"{name or 'the model'}: its experts are shared out already, call shard_experts once")
+            raise ValueError(f"{name or 'the model'}: its experts are already sharded: call shard_experts once")
         for linear in experts.children():
             linear.__class__ = ShardedLinear
             linear.share_out(mesh)
@@ -53,13 +53,13 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Those of all shared-out experts: what FSDP2 must leave alone (``ignored_params``)."""
+    """The parameters of all sharded experts, which FSDP2 must ignore (``ignored_params``)."""
     stacks = (module for module in model.modules() if isinstance(module, StackedExperts))
     return {parameter for experts in stacks if experts.exchange is not None for parameter in experts.parameters()}
 
 
 class ShardedLinear(StackedLinear):
-    """Stacked maps of which this rank has some; ``shard_experts`` makes one of a ``StackedLinear``."""
+    """Stacked maps of which this rank holds some; ``shard_experts`` makes it from a ``StackedLinear``."""
 
     def share_out(self, mesh: DeviceMesh) -> None:
         self.ranks = mesh.size()
@@ -70,7 +70,7 @@ class ShardedLinear(StackedLinear):
 
     def _own(self, parameter: Tensor) -> Tensor:
         own = parameter.to_local()
-        if own.requires_grad:  # not a hook of the parameter, which gets lost where ``model.to`` replaces it
+        if own.requires_grad:  # not a hook on the parameter, which is lost if ``model.to`` replaces the parameter
             own.register_hook(lambda grad: grad / self.ranks)
         return own
 
@@ -84,9 +84,9 @@ class _Exchange:
         self.own = slice_of(rank, ranks, experts)
         self.count = self.held[rank]
 
-    @_disable_dynamo  # as torch.compiler.disable, which would import the compiler right here
+    @_disable_dynamo  # like torch.compiler.disable, which would import the compiler right here
     def __call__(self, experts: StackedExperts, rows: Tensor, counts: Tensor, backend: Backend) -> Tensor:
-        """(M, d) rows sorted by expert, (E,) rows of each → their outputs (M, d); zero for rows of no expert."""
+        """(M, d) rows sorted by expert, (E,) rows per expert → outputs (M, d); zero for rows without an expert."""
         coming = _send(counts, self.held, [self.count] * len(self.held), self.group)
         coming = coming.view(len(self.held), self.count)  # from each rank, for each of this rank's experts
         going = torch.stack([part.sum() for part in counts.split(self.held)])
@@ -97,8 +97,8 @@ class _Exchange:
         return F.pad(returned, (0, 0, 0, len(rows) - len(returned)))
 
     def _run(self, experts: StackedExperts, received: Tensor, coming: Tensor, backend: Backend) -> Tensor:
-        """Rows that came by rank, and from each by expert, through their experts; in the same order."""
-        if self.count == 0:  # nothing came; the empty parameters get their empty gradients, as on other ranks
+        """Run received rows, ordered by rank and then by expert, through their experts; outputs keep the order."""
+        if self.count == 0:  # nothing was received; the empty parameters get empty gradients, as on other ranks
             held = [tensor for linear in experts.children() for tensor in linear.held() if tensor is not None]
             return sum((tensor.sum() for tensor in held), received)
         numbers = torch.arange(self.count, device=coming.device).repeat(len(coming))
@@ -108,7 +108,7 @@ class _Exchange:
 
 
 def _send(rows: Tensor, outgoing: list[int], incoming: list[int], group: ProcessGroup) -> Tensor:
-    """``outgoing`` rows to each rank, in their order; ``incoming`` rows from each."""
+    """Send ``outgoing`` rows to each rank, in order, and receive ``incoming`` rows from each."""
     sent = collectives.all_to_all_single(rows.contiguous(), incoming, outgoing, group)
     return collectives.wait_tensor(sent)
 

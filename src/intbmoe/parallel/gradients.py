@@ -1,4 +1,4 @@
-"""Gradients of which each rank holds all or a slice: one norm over all of them, one clipping."""
+"""Norm and clipping over gradients that may be whole or sharded."""
 
 from collections.abc import Iterable
 
@@ -31,7 +31,7 @@ def global_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``, for any mix of whole and sharded parameters; returns the norm before."""
+    """Like ``torch.nn.utils.clip_grad_norm_``, for any mix of whole and sharded parameters; returns the norm before."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = global_norm(gradients)
     if gradients:
@@ -40,6 +40,6 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def scale_to(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients of this norm down to ``max_norm``, in torch's own arithmetic."""
+    """Scale gradients of norm ``norm`` down to ``max_norm``, with torch's own formula."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([local(gradient) for gradient in gradients], factor.to(gradients[0].device))

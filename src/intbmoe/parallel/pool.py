@@ -1,13 +1,13 @@
-"""Pools that are shared out over ranks along their entries.
+"""Pools that are sharded over ranks along their entries.
 
 A composed block is a weighted sum over the E bases, entry by entry. So rank r keeps the entries (E, i_r, o) of every
-base, composes its slice (K, i_r, P·o) of all blocks, and one all-gather makes them whole (K, i, P·o). Backward is one
-reduce-scatter of their gradient. What is sent depends on K, never on E or on the tokens, and nothing on the data.
+base, composes its slice (K, i_r, P·o) of all blocks, and one all-gather completes them (K, i, P·o). Backward is one
+reduce-scatter of their gradient. The amount sent depends on K, but not on E, on the tokens or on their values.
 
-Gradients are as data parallelism that averages over ranks (FSDP2, DDP) expects them. With G the sum over ranks of the
-gradients of the composed blocks, a slice of the pool gets 1/R of its share of G: the average, final. Coefficients,
-which all ranks have, get from each rank what its slice contributes, times R: the average over ranks, which FSDP2 or
-DDP takes of everything before them, is then the sum of all slices' contributions. No message of their own is needed.
+Gradients fit data parallelism that averages over ranks (FSDP2, DDP). With G the sum over ranks of the gradients of the
+composed blocks, a slice of the pool gets 1/R of its part of G, which is the final average. Coefficients, which all
+ranks have, get on each rank the contribution of its slice times R. FSDP2 or DDP then averages everything before them
+over ranks, which gives the sum of all slices' contributions. No extra message is needed.
 """
 
 from typing import Any, Literal
@@ -31,14 +31,15 @@ from intbmoe.precision import wide
 collectives = torch.ops._c10d_functional  # their Python functions were renamed between versions of torch
 
 How = tuple[Literal["weights", "biases"], torch.dtype, Backend]
-"""What of a pool is composed, in which type, by what."""
+"""What is composed from a pool, in which type, and by which backend."""
 
 
 def shard_pools(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep of every pool only this rank's slice, in place; all ranks call it, with equal weights, before training.
+    """Keep only this rank's slice of every pool, in place; all ranks call it, with equal weights, before training.
 
     ``mesh`` has one dimension, over which the ranks have different tokens. Parameters keep their names and become
-    DTensors, so an optimizer that is made afterwards has state for its slice alone. Ranks need not divide the width.
+    DTensors, so an optimizer made afterwards has state only for its slice. The number of ranks need not divide the
+    width.
     """
     require_one_dimension(mesh, "pools")
     why = why_not_shared(model)
@@ -46,7 +47,7 @@ def shard_pools(model: nn.Module, mesh: DeviceMesh) -> None:
         raise ValueError(f"{why}; use FSDP2 or DDP")
     for name, layer in _layers(model):
         if isinstance(layer.pools[0], ShardedPool):
-            raise ValueError(f"{name}: its pools are shared out already, call shard_pools once")
+            raise ValueError(f"{name}: its pools are already sharded: call shard_pools once")
         for pool in layer.pools:
             pool.__class__ = ShardedPool
             pool.share_out(mesh)
@@ -56,15 +57,15 @@ def shard_pools(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def why_not_shared(model: nn.Module) -> str | None:
-    """Why the model has no pools that ranks could share out; None if it has."""
+    """Why the model has no pools that can be sharded; None if it has."""
     layers = _layers(model)
     if not layers:
-        return f"{type(model).__name__} holds no IntBMoE, so it has no pools to share out"
+        return f"{type(model).__name__} holds no IntBMoE, so it has no pools to shard"
     for name, layer in layers:
         if layer.config.conditioning_dim:
             return (
                 f"{name} has conditioning_dim={layer.config.conditioning_dim}: each rank composes a slice of all "
-                f"ranks' blocks, so their conditioning would have to be equal"
+                f"ranks' blocks, so all ranks would need the same conditioning"
             )
     return None
 
@@ -74,22 +75,22 @@ def _layers(model: nn.Module) -> list[tuple[str, IntBMoE]]:
 
 
 def pool_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Those of all shared-out pools: what FSDP2 must leave alone (``ignored_params``)."""
+    """The parameters of all sharded pools, which FSDP2 must ignore (``ignored_params``)."""
     return {parameter for pool in _sharded(model) for parameter in pool.parameters()}
 
 
 def set_requires_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """As FSDP2's method of this name: False before all but the last of a step's micro-batches, True before that.
+    """Like FSDP2's method of this name: set False before a step's micro-batches, and True before the last of them.
 
-    Until then pools keep their composed blocks and add up their gradients, so a step gathers and scatters once. With
-    ``layer.recompute`` nothing is kept: every micro-batch gathers twice and scatters once.
+    Until the last one, pools keep their composed blocks and add up their gradients, so a step gathers and scatters
+    once. With ``layer.recompute`` nothing is kept: every micro-batch gathers twice and scatters once.
     """
     for pool in _sharded(model):
         pool.sync = sync
 
 
 def abandon_step(model: nn.Module) -> None:
-    """Forget the gradients of micro-batches whose last one will not come."""
+    """Discard the gradients of the micro-batches so far, if the step will not be finished."""
     for pool in _sharded(model):
         pool.kept.clear()
 
@@ -99,15 +100,15 @@ def _sharded(model: nn.Module) -> list["ShardedPool"]:
 
 
 class ShardedPool(Pool):
-    """A pool of which this rank has a slice, biases included; ``shard_pools`` makes one of a ``Pool``."""
+    """A pool of which this rank holds a slice, including biases; ``shard_pools`` makes it from a ``Pool``."""
 
     def share_out(self, mesh: DeviceMesh) -> None:
         self.group, self.sync = mesh.get_group(), True
-        self.kept: dict[How, _Composition] = {}  # of the step's micro-batches, while more are to come
-        self.awaited: list[_Composition] = []  # of this forward, whose blocks are dropped at its end
+        self.kept: dict[How, _Composition] = {}  # of the step's micro-batches, until the last one
+        self.awaited: list[_Composition] = []  # of this forward; their blocks are dropped at its end
         share_out(self, mesh, dim=1)
 
-    @_disable_dynamo  # as torch.compiler.disable, which would import the compiler right here
+    @_disable_dynamo  # like torch.compiler.disable, which would import the compiler right here
     def forward(
         self, alpha: Coefficients, dtype: torch.dtype, backend: Backend, recompute: bool
     ) -> tuple[Tensor, Tensor]:
@@ -118,14 +119,14 @@ class ShardedPool(Pool):
     def _biases(self, alpha: Coefficients, backend: Backend) -> Tensor:
         if self.bias is None:
             return super()._biases(alpha, backend)
-        # As a pool of one column: its entries are then the second dimension, as those of weights are. No kernel for it.
+        # As a pool with one column, whose entries are the second dimension, as in weights. There is no kernel for it.
         own = self.bias.to_local().unsqueeze(2)
         how = "biases", wide(own).dtype, "naive" if backend == "naive" else "tiled"
         blocks = self._gathered(how, alpha, own, self.bias.shape[1], recompute=False)
         return blocks.transpose(1, 2).flatten(1).contiguous()
 
     def _gathered(self, how: How, alpha: Coefficients, own: Tensor, width: int, recompute: bool) -> Tensor:
-        """The K blocks (K, i, P·o) of all ranks' slices, this one's being ``own`` (E, i_r, o)."""
+        """The K blocks (K, i, P·o) from all ranks' slices; this rank's slice is ``own`` (E, i_r, o)."""
         learned = any(tensor is not None and tensor.requires_grad for tensor in (alpha.value, alpha.gate, own))
         if not (torch.is_grad_enabled() and learned):
             return _Composition(self, how, alpha, own, width, drops=False).blocks()
@@ -142,24 +143,24 @@ class ShardedPool(Pool):
         return blocks
 
     def _kept(self, how: How, own: Tensor) -> "_Composition | None":
-        """What the step's earlier micro-batches composed, if there were any."""
+        """The composition from the step's earlier micro-batches, if there were any."""
         found = self.kept.get(how)
         if found is None or found.version == own._version:
             return found
         if found.grad is not None:
             raise RuntimeError(
-                "the pool was changed while gradients of micro-batches were waiting for the step's last one: call "
-                "intbmoe.parallel.set_requires_gradient_sync(model, True) before that, or abandon_step(model)"
+                "the pool was changed while gradients of micro-batches were kept for the step's last one: call "
+                "intbmoe.parallel.set_requires_gradient_sync(model, True) before the last one, or abandon_step(model)"
             )
         return self.kept.pop(how) and None
 
 
 class _Composition:
-    """K blocks composed from the ranks' slices: whole on every rank, or dropped until they are asked for again."""
+    """K blocks composed from the ranks' slices: whole on every rank, or dropped until they are needed again."""
 
     def __init__(self, pool: ShardedPool, how: How, alpha: Coefficients, own: Tensor, width: int, drops: bool) -> None:
         self.pool, self.width, self.drops, self.version = pool, width, drops, own._version
-        self.grad: Tensor | None = None  # of the blocks, from micro-batches before the last
+        self.grad: Tensor | None = None  # the blocks' gradient, from micro-batches before the last
         learns = torch.is_grad_enabled()
         self.inputs = [
             None if tensor is None else tensor.detach().requires_grad_(learns and tensor.requires_grad)
@@ -167,7 +168,7 @@ class _Composition:
         ]
         _, dtype, backend = how
         self.how = alpha.factor, dtype, backend if own.numel() else "tiled"
-        self._own: Tensor | None = None  # this rank's slice of the blocks, with its graph, which keeps inputs alone
+        self._own: Tensor | None = None  # this rank's slice of the blocks, with its graph, which holds only inputs
         self._blocks: Tensor | None = None
 
     def blocks(self) -> Tensor:
@@ -179,7 +180,7 @@ class _Composition:
     def _compose(self) -> Tensor:
         value, gate, own = self.inputs
         factor, *how = self.how
-        # Whatever saves tensors in its own way around this (activation checkpointing) has nothing to save here.
+        # Keep outer saved-tensor hooks (activation checkpointing) out: there is nothing for them to save here.
         with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             return compose(Coefficients(value, gate, factor), own, *how)
 
@@ -189,14 +190,14 @@ class _Composition:
         return blocks is not None and blocks.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
     def hand_over(self) -> None:
-        """Leave the blocks to whoever got them: activation checkpointing frees what nobody else holds."""
+        """Drop our reference to the blocks, so that activation checkpointing can free them."""
         self._blocks = None
 
     def drop(self) -> None:
         self._own = self._blocks = None
 
     def collect(self, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of coefficients and slice, from all micro-batches; none as long as more are to come."""
+        """The gradients of coefficients and slice from all micro-batches; None before the last micro-batch."""
         if not (self.drops or self.pool.sync):
             self.grad = wide(grad) + (0 if self.grad is None else self.grad)
             return (None, None, None)
@@ -219,7 +220,7 @@ class _Compose(Function):
     @staticmethod
     def forward(ctx: Any, composition: _Composition, value: Tensor, gate: Tensor | None, own: Tensor) -> Tensor:
         ctx.composition = composition
-        return composition.blocks().detach()  # a tensor of its own for each micro-batch's graph, on the same memory
+        return composition.blocks().detach()  # a separate tensor for each micro-batch's graph, in the same memory
 
     @staticmethod
     @once_differentiable
@@ -249,7 +250,7 @@ def _scatter(grad: Tensor, group: dist.ProcessGroup, own: int) -> Tensor:
     return mine[:, :own].contiguous()
 
 
-# ``layer.recompute``: autograd keeps the composition in place of the blocks, and asks for them again in backward.
+# ``layer.recompute``: autograd keeps the composition instead of the blocks, and recomputes them in backward.
 
 
 def _drop_composed(layer: IntBMoE, _: Any) -> None:

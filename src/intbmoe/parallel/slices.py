@@ -1,4 +1,4 @@
-"""Cutting parameters: each rank keeps a slice of them, and DDP leaves them alone."""
+"""Shard parameters: each rank keeps a slice of them, and DDP ignores them."""
 
 from collections.abc import Set as AbstractSet
 
@@ -8,17 +8,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def share_out(module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
-    """Keep of the module's own parameters this rank's slice along ``dim``, as DTensors of the same names, in place.
+    """Keep this rank's slice along ``dim`` of the module's own parameters, as DTensors of the same names, in place.
 
-    Every rank has the same whole, and nothing is sent. Slices are as large as DTensor's: the last ranks may have less,
-    or nothing.
+    Every rank starts with equal whole parameters, so nothing is sent. Slices have DTensor's sizes: the last ranks may
+    have less, or nothing.
     """
-    from torch.distributed.tensor import DTensor, Shard  # takes a second, which a run of one process need not spend
+    from torch.distributed.tensor import DTensor, Shard  # importing takes a second that a single process can save
 
     rank, ranks = mesh.get_local_rank(), mesh.size()
     for name, parameter in list(module.named_parameters(recurse=False)):
         own = parameter.detach()[(slice(None),) * dim + (slice_of(rank, ranks, parameter.shape[dim]),)]
-        # Only the slice goes to the mesh's device, in memory of its own, or the whole would stay with it.
+        # Only the slice goes to the mesh's device, in its own memory; otherwise the whole parameter would be kept.
         device = own.device if own.device.type == mesh.device_type else mesh.device_type
         own = own.to(device, copy=True, memory_format=torch.contiguous_format)
         whole = {"shape": parameter.shape, "stride": parameter.stride()}
@@ -38,7 +38,7 @@ def size_of(rank: int, ranks: int, width: int) -> int:
 
 def require_one_dimension(mesh: DeviceMesh, what: str) -> None:
     if mesh.ndim != 1:
-        raise ValueError(f"mesh has {mesh.ndim} dimensions: {what} are cut over one, take mesh['name of it']")
+        raise ValueError(f"mesh has {mesh.ndim} dimensions: {what} are sharded over one, pass mesh['its name']")
 
 
 def leave_out_of_ddp(model: nn.Module, parameters: AbstractSet[nn.Parameter]) -> None:

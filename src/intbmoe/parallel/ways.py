@@ -1,4 +1,4 @@
-"""Which ways of sharing a model out over ranks it has: ``train.parallel`` and ``intbmoe plan`` ask here."""
+"""Which modes of parallel training a model supports, for ``train.parallel`` and ``intbmoe plan``."""
 
 from typing import Literal, get_args
 
@@ -12,12 +12,12 @@ WAYS: tuple[Way, ...] = get_args(Way)
 
 
 def refusals(model: nn.Module) -> dict[Way, str]:
-    """The ways that the model cannot be trained in, and why."""
+    """The modes in which the model cannot be trained, and why."""
     layers = [layer for _, layer in moe_layers(model)]
     why = {way: f"{type(layer).__name__}: {reason}" for layer in layers for way, reason in layer.REFUSES.items()}
     if not layers:
         why["experts"] = f"{type(model).__name__} holds no MoE layer"
-    elif any("experts" not in layer.REFUSES for layer in layers):  # others beside them stay whole
+    elif any("experts" not in layer.REFUSES for layer in layers):  # the other layers stay whole
         why.pop("experts", None)
     pools = why_not_shared(model)
     return why if pools is None else {**why, "pools": pools}

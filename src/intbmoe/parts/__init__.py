@@ -1,1 +1,1 @@
-"""What two methods or more share."""
+"""Building blocks that two or more methods share."""

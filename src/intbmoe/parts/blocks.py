@@ -1,7 +1,7 @@
-"""How tokens run through composed blocks, backend by backend (``ops/backend.py``); all compute the same.
+"""Run tokens through composed blocks, on each of the backends (``ops/backend.py``); all compute the same result.
 
-fused and native are in ``ops/blocks/``, as is the specification, ``naive.py``; grouped and tiled are here, and fused
-for the forms of a block that Triton's kernels do not know: then only its products and its dispatch are kernels.
+fused, native and the specification, ``naive.py``, are in ``ops/blocks/``. grouped and tiled are here, and so is fused
+for forms of a block without a Triton kernel: then only matrix products and dispatch use kernels.
 """
 
 import torch
@@ -33,8 +33,8 @@ def run_blocks(
 ) -> tuple[Tensor, Tensor]:
     """(N, d) tokens, (N, k) their blocks (−1: none) and weights → (N, d) weighted sums plus ``shared``, and loads (K,).
 
-    ``complete`` says that no id is −1; ``dtype`` is a type that the caller casts to, which a backend may spare it.
-    ``branches`` made ``shared`` and the blocks' weights and biases.
+    ``complete`` says that no id is −1. ``dtype`` is the type that the caller will cast to; a backend may cast already.
+    ``branches`` are those that computed ``shared`` and the blocks' weights and biases.
     """
     count = blocks.weights[0].shape[0]
     if backend == "fused" and blocks.has_kernels:
@@ -54,7 +54,7 @@ def run_blocks(
 
 
 def _run_rows(x: Tensor, blocks: Blocks, plan: Permutation) -> Tensor:
-    """(N, d) tokens → (M, d) their rows' outputs, sorted by block."""
+    """(N, d) tokens → (M, d) outputs of their rows, sorted by block."""
     z = to_rows(x, plan)
     if blocks.token_filter is not None:
         token_term = to_rows(linear(x, blocks.token_filter), plan)
@@ -71,7 +71,7 @@ def _run_rows(x: Tensor, blocks: Blocks, plan: Permutation) -> Tensor:
 
 
 def dprg(vg: Tensor, gain: Tensor | None, scale: Tensor, shift: Tensor | None = None) -> Tensor:
-    """As ``naive.dprg``, on (M, 2·o) rows [v | g] → (M, o)."""
+    """Like ``naive.dprg``, on (M, 2·o) rows [v | g] → (M, o)."""
     v, g = vg.chunk(2, dim=-1)
     if shift is not None:
         return torch.addcmul(v, v, scale * F.silu(F.layer_norm(g, gain.shape, gain, shift, naive.LAYER_NORM_EPS)))
@@ -79,7 +79,7 @@ def dprg(vg: Tensor, gain: Tensor | None, scale: Tensor, shift: Tensor | None = 
         return torch.addcmul(v, v, scale * F.silu(g))
     if torch.is_grad_enabled() or transformed():
         return torch.addcmul(v, v, scale * F.silu(F.rms_norm(g, gain.shape, gain, naive.RMS_EPS)))
-    # Without gradients nothing need be kept: one buffer is written over and over.
+    # Without gradients nothing must be kept, so one buffer is reused.
     size = g.square().mean(-1, keepdim=True).add_(naive.RMS_EPS).rsqrt_()
     gate = F.silu((g * gain).mul_(size), inplace=True).mul_(scale)
     return torch.addcmul(v, v, gate, out=gate)

@@ -1,6 +1,6 @@
-"""Capacity: how many tokens an expert takes from one sequence, where a method may drop the others.
+"""Capacity: how many tokens an expert takes from one sequence in methods that may drop the others.
 
-The group is the sequence, so that a result does not depend on the batch around it, and padding needs no place.
+Capacity is counted per sequence, so that a result does not depend on the rest of the batch. Padding needs no place.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from intbmoe.settings import Positive
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityConfig(ExpertsConfig):
-    """Fields of a token-choice method that can drop."""
+    """Options of a token-choice method that can drop tokens."""
 
     capacity_factor: Positive | None = None
-    """Places an expert has for a sequence, relative to its fair share, in training; None drops nothing."""
+    """Places per expert and sequence in training, relative to a fair share; None drops nothing."""
     eval_capacity_factor: Positive | None = None
     """The same in evaluation."""
 
@@ -30,12 +30,12 @@ class CapacityConfig(ExpertsConfig):
         if not self.has_capacity:
             return None
         return (
-            "an expert's capacity grows with the number of tokens in the sequence, later ones too (None drops nothing)"
+            "an expert's capacity depends on the number of tokens in the sequence, later ones too (None drops nothing)"
         )
 
 
 class CapacityLayer(RoutedLayer):
-    """Keeps the factors as exact fractions, by whether the layer is training: compiled code could not make them."""
+    """Holds the capacity factors for training and evaluation as exact fractions, which compiled code cannot make."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -45,7 +45,7 @@ class CapacityLayer(RoutedLayer):
         }
 
     def places(self, x: Tensor, mask: Tensor | None, least: int) -> int | Tensor | None:
-        """Of an expert for a sequence: (B, 1) with a mask, since padding needs no place; None if nothing is dropped."""
+        """Places per expert and sequence; (B, 1) with a mask, as padding needs no place; None if nothing is dropped."""
         ratio = self._ratios[self.training]
         if ratio is None:
             return None

@@ -1,4 +1,4 @@
-"""The vector that a call may bring along: a task, a scenario."""
+"""The vector that a call may pass with its tokens: a task or a scenario."""
 
 from torch import Tensor
 
@@ -7,9 +7,9 @@ from intbmoe.precision import cast
 
 
 def check_conditioning(vector: Tensor | None, width: int, like: Tensor, per_sequence: bool = False) -> Tensor | None:
-    """``layer(x, conditioning=vector)`` in the type of ``like``; None where there is none, and ``width`` is 0.
+    """Check the vector of ``layer(x, conditioning=vector)`` and cast it like ``like``; None if ``width`` is 0.
 
-    One vector (width,) for the whole call, or with ``per_sequence`` also (B, width), B the length of ``like``.
+    It is one vector (width,) for the whole call or, with ``per_sequence``, also (B, width), where B is ``len(like)``.
     """
     if vector is None and width == 0:
         return None
@@ -17,6 +17,6 @@ def check_conditioning(vector: Tensor | None, width: int, like: Tensor, per_sequ
     if vector is None or width == 0 or tuple(vector.shape) not in shapes:
         found = None if vector is None else f"a tensor of shape {tuple(vector.shape)}"
         many = ", one for the whole call or one per sequence" if per_sequence else ", one for the whole call"
-        allowed = f"a vector of conditioning_dim={width} numbers{many}" if width else "None where conditioning_dim is 0"
+        allowed = f"a vector of conditioning_dim={width} numbers{many}" if width else "None if conditioning_dim is 0"
         require(False, "conditioning", found, allowed)
     return cast(vector, like.dtype)

@@ -1,12 +1,12 @@
-"""The only place that sorts tokens: from "token n goes to expert e" to rows grouped by expert, and back.
+"""The only place where tokens are sorted: from "token n goes to expert e" to rows grouped by expert, and back.
 
 Letters: ``N`` tokens, ``k`` choices per token, ``M = N·k`` rows, ``G`` groups (experts or blocks).
 
-Shapes depend on N and k alone, never on where the tokens go, so nothing waits for a device. A choice of −1
-(a masked token, a dropped assignment) becomes a row after the last group, which no expert computes, and which kernels
-neither read nor write (``ops/expert_rows``); where asking how many there are costs nothing, on the CPU outside a
+Shapes depend only on N and k, never on where the tokens go, so the host never waits for the device. A choice of −1
+(a masked token, a dropped assignment) becomes a row after the last group, which no expert computes and which kernels
+neither read nor write (``ops/expert_rows``). If their number can be read at no cost, that is on the CPU outside a
 compiled graph, such rows are left out altogether.
-Every backward pass here is a gather or a matrix product, never an atomic scatter: runs repeat bit for bit.
+Every backward pass here is a gather or a matrix product, never an atomic scatter, so runs repeat bit for bit.
 """
 
 from fractions import Fraction
@@ -42,12 +42,12 @@ def to_rows(x: Tensor, plan: Permutation) -> Tensor:
 
 
 def from_rows(rows: Tensor, plan: Permutation) -> Tensor:
-    """(N, c) rows → (N, c) in the order of their tokens, of which each has one: undoes ``to_rows``."""
+    """(N, c) rows, one per token → (N, c) in token order: undoes ``to_rows``."""
     return to_rows(rows, plan._replace(token=plan.inverse.flatten(), inverse=plan.token.unsqueeze(1)))
 
 
 def spread(table: Tensor, plan: Permutation) -> Tensor:
-    """(G, c) values of groups → (M, c) values of their rows; zero for rows of no group."""
+    """(G, c) values of groups → (M, c) values of their rows; zero for rows without a group."""
     if not plan.complete:
         table = torch.cat([table, table.new_zeros(1, table.shape[1])])
     if not _differentiates(table):
@@ -67,7 +67,7 @@ def combine(rows: Tensor, weights: Tensor, plan: Permutation) -> Tensor:
 
 
 def _differentiates(*tensors: Tensor) -> bool:
-    """Whether our own derivatives are asked for; torch.func takes those of plain operations."""
+    """Whether our own derivatives are needed; torch.func differentiates plain operations instead."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors) and not transformed()
 
 
@@ -76,7 +76,7 @@ def _weighted_sum(rows: Tensor, weights: Tensor, inverse: Tensor, trimmed: bool)
 
 
 class _ToRows(Function):
-    """Autograd would scatter the gradient of a gather; each token knows its k rows, so gather them instead."""
+    """A gather with a gather as its backward: autograd would scatter, but each token knows its k rows."""
 
     @staticmethod
     def forward(ctx, x, token, inverse, backend):
@@ -91,7 +91,7 @@ class _ToRows(Function):
 
 
 class _Spread(Function):
-    """Many rows share a group: their gradients are summed by a product with the 0/1 matrix of memberships."""
+    """Values of groups to rows. Backward sums the gradients of a group's rows by a product with a 0/1 matrix."""
 
     @staticmethod
     def forward(ctx, table, group):
@@ -106,7 +106,7 @@ class _Spread(Function):
 
 
 class _Combine(Function):
-    """The transpose of ``_ToRows``, weighted; the weights' gradient needs only the rows already saved."""
+    """The weighted transpose of ``_ToRows``; the weights' gradient needs only the saved rows."""
 
     @staticmethod
     def forward(ctx, rows, weights, token, choice, inverse, trimmed):
@@ -123,7 +123,7 @@ class _Combine(Function):
 
 
 class Seats(NamedTuple):
-    """M seats, which experts gave to tokens of their own choice: a token may have none or several."""
+    """M seats that experts gave to the tokens they chose: a token may have none or several."""
 
     token: Tensor  # (M,) the token in each seat
     order: Tensor  # (M,) the seats sorted by token
@@ -131,7 +131,7 @@ class Seats(NamedTuple):
 
 
 def seat(token: Tensor, tokens: int) -> Seats:
-    """The plan for M seats holding ``token`` (M,), each one of N = ``tokens``."""
+    """Make the plan for M seats holding ``token`` (M,), each one of N = ``tokens``."""
     counts = torch.zeros(tokens, dtype=torch.int64, device=token.device)
     counts = counts.scatter_add(0, token, torch.ones_like(token))
     return Seats(token, torch.argsort(token, stable=True), counts.cumsum(0) - counts)
@@ -145,7 +145,7 @@ def to_seats(x: Tensor, plan: Seats) -> Tensor:
 
 
 def sum_seats(values: Tensor, plan: Seats) -> Tensor:
-    """(M, c) values of seats → (N, c), for each token the sum over the seats it has."""
+    """(M, c) values of seats → (N, c), the sum over each token's seats."""
     if transformed():
         return values.new_zeros(plan.starts.shape[0], values.shape[1]).index_add(0, plan.token, values)
     return _SumSeats.apply(values, *plan)
@@ -165,7 +165,7 @@ class _ToSeats(Function):
 
 
 class _SumSeats(Function):
-    """Each token reads its seats one after another: no atomics, and no (N, E, c) table of what it might have."""
+    """Each token sums its seats one after another: no atomics, and no (N, E, c) table of possible seats."""
 
     @staticmethod
     def forward(ctx, values, token, order, starts):
@@ -178,14 +178,14 @@ class _SumSeats(Function):
 
 
 def exact_ratio(factor: float) -> tuple[int, int]:
-    """Numerator and denominator of a factor as its author wrote it: 1.1 is 11/10. Not for compiled code."""
+    """Numerator and denominator of a factor as it is written: 1.1 is 11/10. Does not work in compiled code."""
     return Fraction(str(factor)).as_integer_ratio()
 
 
 def capacity_of(factor: tuple[int, int], tokens: int | Tensor, experts: int, multiple: int = 1) -> int | Tensor:
     """⌈factor · tokens / experts⌉, rounded up to a ``multiple``; ``tokens`` is a number or an integer tensor.
 
-    In integers, because 1.1 · 10 / 11 in floating point is a little more than 1 and would round up to 2.
+    Computed in integers, because 1.1 · 10 / 11 in floating point is a little more than 1 and would round up to 2.
     """
     numerator, denominator = factor
     whole = -(-(tokens * numerator) // (experts * denominator))
@@ -193,16 +193,15 @@ def capacity_of(factor: tuple[int, int], tokens: int | Tensor, experts: int, mul
 
 
 def limit_capacity(ids: Tensor, experts: int, capacity: int | Tensor, priority: Tensor | None = None) -> Tensor:
-    """Choices (B, T, k) with −1 for those that find their expert full: ``capacity`` a sequence and expert.
+    """Set the choices (B, T, k) that find their expert full to −1: an expert takes ``capacity`` tokens per sequence.
 
-    ``capacity`` is a number, or (B, 1) when it differs between sequences. First choices of all tokens come before
-    second choices; within a rank, tokens come in their order, or in descending ``priority`` (B, T), equal ones in
-    their order.
+    ``capacity`` is a number, or (B, 1) if it differs between sequences. First choices of all tokens come before second
+    choices; within a rank, tokens come in token order, or by descending ``priority`` (B, T) with ties in token order.
     """
     batch, tokens, k = ids.shape
     if priority is not None:
         order = priority.argsort(dim=1, descending=True, stable=True)
-        # ``take_along_dim`` would bind sizes that a compiler or exporter leaves free.
+        # ``take_along_dim`` would fix sizes that a compiler or exporter keeps dynamic.
         kept = limit_capacity(ids.gather(1, order.unsqueeze(-1).expand_as(ids)), experts, capacity)
         return kept.gather(1, order.argsort(dim=1).unsqueeze(-1).expand_as(ids))
     ranked = ids.transpose(1, 2).reshape(batch, k * tokens)

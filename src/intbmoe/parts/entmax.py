@@ -1,10 +1,10 @@
-"""entmax-1.5: between softmax and argmax, with exact zeros.
+"""entmax-1.5: a mapping between softmax and argmax that gives exact zeros.
 
 Peters, Niculae and Martins, "Sparse Sequence-to-Sequence Models", ACL 2019.
 
     p = max(0, z/2 − τ)²,  τ such that Σ p = 1
 
-One class takes everything as soon as its score leads by 2.
+One class gets all the weight once its score leads by 2.
 """
 
 import torch
@@ -20,7 +20,7 @@ def entmax15(scores: Tensor) -> Tensor:
 
 
 def _root(x: Tensor) -> Tensor:
-    """√x, and 0 where x is not positive; never of 0, where its derivative is infinite."""
+    """√x, or 0 if x is not positive; never the root of 0, whose derivative is infinite."""
     inside = x > 0
     return torch.where(inside, torch.where(inside, x, 1).sqrt(), 0)
 
@@ -28,22 +28,22 @@ def _root(x: Tensor) -> Tensor:
 def _weights(scores: Tensor) -> Tensor:
     half = scores / 2
     half = half - half.amax(-1, keepdim=True)
-    # Whatever lies 1 or more below the largest has weight 0 and does not touch τ. Moved away from that border it
-    # stays out despite rounding, and the sums of squares stay small, hence accurate, for any scores.
+    # Scores 1 or more below the largest have weight 0 and do not affect τ. Moved away from that border, they stay
+    # out despite rounding, and the sums of squares stay small, hence accurate, for any scores.
     half = torch.where(half <= -1, -2, half)
     ordered = half.sort(dim=-1, descending=True).values
     count = torch.arange(1, half.shape[-1] + 1, dtype=half.dtype, device=half.device)
     mean = ordered.cumsum(-1) / count
     spread = ordered.square().cumsum(-1) - count * mean.square()
-    # τ_j solves Σ (z/2 − τ)² = 1 over the j largest scores; the right j is the last that keeps all of its j.
+    # τ_j solves Σ (z/2 − τ)² = 1 over the j largest scores; the right j is the largest that keeps all j of them.
     thresholds = mean - _root((1 - spread) / count)
     support = (thresholds <= ordered).sum(-1, keepdim=True)
-    threshold = thresholds.gather(-1, (support - 1).clamp(min=0))  # no support only where a score is NaN
+    threshold = thresholds.gather(-1, (support - 1).clamp(min=0))  # the support is empty only if a score is NaN
     return (half - threshold).clamp(min=0).square()
 
 
 class _Entmax15(Function):
-    """Autograd through the sort would be right but slow: the derivative needs only the result."""
+    """entmax with its own derivative, which needs only the result: autograd through the sort would be slow."""
 
     @staticmethod
     def forward(ctx, scores):

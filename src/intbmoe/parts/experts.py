@@ -1,11 +1,11 @@
 """Expert networks: one that is always on, and E stacked ones that run in four ways.
 
-A stacked network is written once, over an open linear map that each way fills in:
+The equation of a stacked network is written once; each way supplies its own linear map:
 
     rows      rows sorted by expert, each through its expert           sparse methods
     batch     (E, S, d), each expert on its own S inputs               Soft MoE, Expert Choice, dense mixtures
-    merged    (G, S, d), group g through the expert Σ_e a_{g,e} θ_e    parameters merged
-    composed  the same, of experts that ``compose`` built before       one composition for a whole text
+    merged    (G, S, d), group g through the expert Σ_e a_{g,e} θ_e    merged parameters
+    composed  the same, with experts built earlier by ``compose``      one composition for a whole text
 """
 
 import math
@@ -41,16 +41,16 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor, backend: Backend | None = None) -> Tensor:
-        """(…, d) → (…, d), in the type of ``x``; ``backend`` None chooses by the input."""
+        """(…, d) → (…, d), in the type of ``x``; with ``backend=None`` the input decides."""
         maps = self.gate, self.up, self.down
-        # A weight of another kind, such as a quantised one, knows only how to be called.
+        # A map with another kind of weight, such as a quantised one, can only be called.
         if not all(untouched(each, nn.Linear) and type(each.weight) is nn.Parameter for each in maps):
             return called(x, lambda x: self.down(F.silu(self.gate(x)) * self.up(x)), self)
         return swiglu(x, *(each.weight for each in maps), backend or choose_backend(x))
 
 
 class StackedLinear(nn.Module):
-    """E linear maps (E, inputs, outputs), applied as z W; each slice starts as ``nn.Linear`` does, biases at zero."""
+    """E linear maps (E, inputs, outputs), applied as z W; each is initialised like ``nn.Linear``, with zero biases."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class StackedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        # The bound is a slice's: a fan computed from the stack would be wrong.
+        # The bound is that of one slice: a fan computed from the whole stack would be wrong.
         bound = 1 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -70,11 +70,11 @@ class StackedLinear(nn.Module):
         return f"{experts} × ({inputs}, {outputs}), bias={self.bias is not None}"
 
     def held(self) -> tuple[Tensor, Tensor | None]:
-        """Weights and biases of the experts that this rank holds: of all, unless ranks share them out."""
+        """Weights and biases of the experts that this rank holds: all of them, unless under expert parallelism."""
         return self.weight, self.bias
 
     def forward(self, z: Tensor, way: Literal["rows", "batch", "merged"], *given: Any) -> Tensor:
-        """In one of three ways. Through the module's own call, where hooks, adapters and parametrisations expect it."""
+        """Run in one of three ways, all through the module's call, as hooks, adapters and parametrisations expect."""
         return {"rows": self._rows, "batch": self._batch, "merged": self._merged}[way](z, *given)
 
     def _rows(self, z: Tensor, plan: Permutation) -> Tensor:
@@ -84,7 +84,7 @@ class StackedLinear(nn.Module):
         return out if bias is None else out + spread(bias.to(z.dtype), plan)
 
     def open_rows(self, z: Tensor, plan: Permutation) -> Tensor:
-        """As ``_rows``, without the bias, and with nothing in the rows of no expert."""
+        """Like ``_rows``, but without the bias and leaving rows without an expert unwritten."""
         return grouped_mm(z, self.weight.to(z.dtype), plan.ends, plan.backend, complete=True)
 
     def _batch(self, z: Tensor) -> Tensor:
@@ -114,19 +114,19 @@ class Exchange(Protocol):
     """Which experts this rank holds."""
 
     def __call__(self, experts: "StackedExperts", rows: Tensor, counts: Tensor, backend: Backend) -> Tensor:
-        """(M, d) rows sorted by expert, (E,) rows of each → their outputs (M, d); zero for rows of no expert."""
+        """(M, d) rows sorted by expert, (E,) rows per expert → outputs (M, d); zero for rows without an expert."""
 
 
 class StackedExperts(nn.Module):
-    """E experts of one shape; subclasses write ``network`` over an open linear map."""
+    """E experts of one shape; subclasses define ``network`` in terms of a given linear map."""
 
     NETWORK: ClassVar[Literal["gelu", "swiglu"] | None] = None
-    """Its name in ``ops/experts/``; None if it has no kernels. A subclass with another ``network`` sets it anew."""
+    """Its name in ``ops/experts/``; None if it has no kernels. A subclass with another ``network`` must set it."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
         self.count = experts
-        self.exchange: Exchange | None = None  # where ranks share the experts out
+        self.exchange: Exchange | None = None  # set under expert parallelism
 
     def network(self, z: Tensor, apply: Apply) -> Tensor:
         """The expert's equation, with ``apply(linear, z)`` for each of its linear maps."""
@@ -138,7 +138,7 @@ class StackedExperts(nn.Module):
         return self.rows_here(z, plan)
 
     def rows_here(self, z: Tensor, plan: Permutation) -> Tensor:
-        """As ``rows``, of the experts that this rank holds."""
+        """Like ``rows``, for the experts that this rank holds."""
         return self.network(z, lambda layer, z: layer(z, "rows", plan))
 
     def batch(self, z: Tensor) -> Tensor:
@@ -151,11 +151,11 @@ class StackedExperts(nn.Module):
         return self.network(z, lambda layer, z: layer(z, "merged", a))
 
     def compose(self, a: Tensor, dtype: torch.dtype) -> Composed:
-        """The experts that (G, E) coefficients merge, one per group, for any number of calls of ``composed``."""
+        """Merge experts with (G, E) coefficients, one per group, for any number of calls of ``composed``."""
         return {name: layer.compose(a, dtype) for name, layer in self.named_children()}
 
     def composed(self, z: Tensor, built: Composed) -> Tensor:
-        """(G, S, d) → (G, S, d), each group through its own."""
+        """(G, S, d) → (G, S, d), each group through its own merged expert."""
         names = {layer: name for name, layer in self.named_children()}
 
         def apply(layer: StackedLinear, z: Tensor) -> Tensor:
@@ -169,23 +169,23 @@ class StackedExperts(nn.Module):
 
         The sum is in the type of ``weights``. Pass ``complete`` if no choice is −1.
         """
-        # Asked first: a compiler must not see the rest.
+        # Checked first, because a compiler must not see the rest.
         if choose_backend(x, has_native=True) == "native" and weights.dtype == x.dtype:
             found = self._stored()
             if found is not None:
                 return native.run_experts(self.NETWORK, x, ids, weights, *found)
         plan = dispatch(ids, self.count, choose_backend(x), complete)
-        # With an expert for every row there is nothing to leave out, and plain operations are started faster.
+        # If every row has an expert there is nothing to skip, and plain operations launch faster.
         if plan.backend == "fused" and not complete and self._readable():
             return self._route_open(x, weights, plan), plan.counts
         return combine(self.rows(to_rows(x, plan), plan), weights, plan), plan.counts
 
     def open_rows(self, z: Tensor, plan: Permutation) -> Tensor:
-        """``rows`` by kernels that leave rows of no expert alone: see ``ops.expert_rows``."""
+        """Like ``rows``, with kernels that skip rows without an expert: see ``ops.expert_rows``."""
         raise TypeError(f"{type(self).__name__} does not define open_rows()")
 
     def _stored(self) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Parameters, and the scales of int8 weights, as the compiled library takes them; None where it cannot."""
+        """Parameters and scales of int8 weights in the form the compiled library takes; None if it cannot."""
         layers = list(self.children())
         stored = [stored_in_int8(layer, "weight") for layer in layers]
         in_int8 = None not in stored
@@ -196,11 +196,11 @@ class StackedExperts(nn.Module):
         return [each for pair in pairs for each in pair if each is not None], [s for _, s in stored] if in_int8 else []
 
     def _readable(self, type_of: Callable[[nn.Module], type] = type) -> bool:
-        """Whether reading the linear maps' weights, of experts whose network is known, is as good as calling them."""
+        """Whether the network is known and reading its maps' weights is equivalent to calling the maps."""
         if self.NETWORK is None or self.exchange is not None:
             return False
         if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
-            return False  # it looks for NaN in gradients of all rows, also of those that are not written
+            return False  # anomaly detection looks for NaN in the gradients of all rows, even unwritten ones
         return all(type_of(layer) is StackedLinear and untouched(layer, type(layer)) for layer in self.children())
 
     def _route_open(self, x: Tensor, weights: Tensor, plan: Permutation) -> Tensor:
@@ -211,12 +211,13 @@ class StackedExperts(nn.Module):
         return fused.combine(rows, weights, plan.token, plan.choice, plan.inverse, plan.ends)
 
     def mix(self, x: Tensor, weights: Tensor) -> Tensor:
-        """(N, d) tokens, each through all experts, and (N, E) weights → weighted sums (N, d), in their type."""
+        """(N, d) tokens, each through all experts, and (N, E) weights → weighted sums (N, d), in the weights' type."""
         outputs = self.batch(x.expand(self.count, *x.shape))
         return torch.einsum("ne,end->nd", weights, outputs.to(weights.dtype))
 
     def expert_parameters(self) -> int:
-        return sum(parameter.numel() // parameter.shape[0] for parameter in self.parameters())  # indexing would gather
+        # Not by indexing, which would gather sharded parameters.
+        return sum(parameter.numel() // parameter.shape[0] for parameter in self.parameters())
 
 
 class FFNExperts(StackedExperts):
@@ -263,12 +264,12 @@ class SwiGLUExperts(StackedExperts):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(LayerConfig):
-    """Fields of every method with stacked experts. ``experts`` is literal: that many are made."""
+    """Options of every method with stacked experts. ``experts`` is literal: exactly that many are made."""
 
     experts: PositiveInt = 8
-    """E, how many experts."""
+    """E, the number of experts."""
     expert: Literal["gelu", "swiglu"] = "gelu"
-    """The expert network: GELU FFN with biases, or SwiGLU without."""
+    """The expert network: a GELU FFN with biases, or SwiGLU without."""
 
     def make_experts(self) -> StackedExperts:
         network = FFNExperts if self.expert == "gelu" else SwiGLUExperts
@@ -282,7 +283,7 @@ class ChoosingLayer(MoELayer):
 
     @property
     def executed(self) -> float:
-        """Experts of a token, or of the mean token; where a router decides, the number that it is trained for."""
+        """Experts per token, on average; if the router decides, the number that it is trained for."""
         return self.config.top_k
 
     @property

@@ -1,4 +1,4 @@
-"""From a block's code to the coefficients that compose it."""
+"""The hypernetwork: from a block's code to the coefficients that compose the block."""
 
 import math
 from typing import Literal
@@ -13,9 +13,9 @@ from intbmoe.precision import linear, wide
 
 
 class Hypernetwork(nn.Module):
-    """From a block's code to its coefficients: one for each base and path.
+    """Maps a block's code to its coefficients, one for each base and path.
 
-    ``hidden`` is the inner width of the paper's two-layer form; None makes each path one linear map of the code.
+    ``hidden`` is the inner width of the paper's two-layer form; with None each path is one linear map of the code.
     """
 
     def __init__(

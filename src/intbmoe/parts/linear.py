@@ -1,4 +1,4 @@
-"""A linear map of our own, which no host takes for one of its own."""
+"""Our own linear map, which host libraries do not treat like an ``nn.Linear``."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,11 +10,11 @@ from intbmoe.precision import linear
 
 
 class Linear(nn.Module):
-    """A linear map in the type of its input, whatever the type of its parameters; it starts as ``nn.Linear`` does.
+    """A linear map in the type of its input, whatever the type of its parameters; initialised like ``nn.Linear``.
 
-    Not an ``nn.Linear``, because a layer reads these weights itself, in kernels. What others do to every ``nn.Linear``
-    they find would change its start (Hugging Face, timm), its precision (quantisers) or its memory (vLLM), or have no
-    effect (PEFT's adapters), in silence.
+    It is not an ``nn.Linear``, because layers read these weights directly, in kernels. Libraries that modify every
+    ``nn.Linear`` they find would silently change its initialisation (Hugging Face, timm), its precision (quantisers) or
+    its memory (vLLM), or have no effect (PEFT's adapters).
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
@@ -35,9 +35,9 @@ class Linear(nn.Module):
 
 
 def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether calling ``module`` runs the forward of ``kind`` and nothing else, so that it need not be called.
+    """Whether calling ``module`` runs only the forward of ``kind``, so that its weights can be read directly instead.
 
-    A subclass, a wrapper, a hook or a forward of its own (accelerate's) says that somebody wants to be in between.
+    A subclass, a wrapper, a hook or a replaced forward (accelerate's) means that other code expects the call.
     """
     return (
         type(module) is kind
@@ -48,9 +48,9 @@ def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def called(x: Tensor, network: Callable[[Tensor], Tensor], owner: nn.Module) -> Tensor:
-    """``network(x)`` in the type of ``x``, where the modules of ``owner`` do not cast by themselves.
+    """``network(x)`` in the type of ``x``, for modules of ``owner`` that do not cast their weights themselves.
 
-    Autocast, which a layer has switched off, does it if types differ.
+    If types differ, autocast, which a layer has switched off, is switched on again for the call.
     """
     mixed = any(weight.is_floating_point() and weight.dtype != x.dtype for weight in owner.parameters())
     with torch.autocast(x.device.type, x.dtype) if mixed else nullcontext():

@@ -1,8 +1,8 @@
 """Auxiliary losses over the valid tokens of *all* ranks.
 
-Data parallelism averages gradients over ranks. A loss computed on every rank from globally summed statistics,
-whose backward sums again, then has the gradient of the single process on the whole batch: each rank sees the sum of
-the ranks' equal upstream gradients, and the average divides it out.
+Data parallelism averages gradients over ranks. A loss that every rank computes from globally summed statistics, and
+whose backward sums again, then has the gradient of a single process on the whole batch: each rank gets the sum of the
+ranks' equal upstream gradients, and averaging divides by the number of ranks.
 """
 
 import torch
@@ -30,8 +30,10 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def global_sum(x: Tensor) -> Tensor:
-    """A loss's statistic over all ranks. Without gradients the loss teaches nothing, and one rank may look at its
-    model alone, which a collective would make wait for the others: then this rank's own.
+    """Sum a loss's statistic over all ranks; without gradients, return this rank's own.
+
+    Without gradients the loss is not trained on, and a rank that runs its model alone must not wait for the others in a
+    collective.
     """
     return sum_over_ranks(x) if torch.is_grad_enabled() else x
 
@@ -49,11 +51,11 @@ def masked_sum(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def balance_loss(probabilities: Tensor, load: Tensor, mask: Tensor | None, mass: float = 1.0) -> Tensor:
-    """E·Σ_e f_e P_e: 1 when both are uniform, E when everything goes to one expert with certainty.
+    """E·Σ_e f_e P_e: 1 if both are uniform, E if everything goes to one expert with certainty.
 
-    ``probabilities`` (N, E) of this rank's tokens sum to ``mass`` in each, ``load`` (E,) are the assignments counted
-    before any dropping, ``mask`` says which tokens are valid. f_e is e's share of the assignments, P_e the mean
-    probability; the gradient flows through P alone.
+    ``probabilities`` (N, E) of this rank's tokens sum to ``mass`` for each token, ``load`` (E,) counts the assignments
+    before any dropping, and ``mask`` says which tokens are valid. f_e is e's share of the assignments, P_e the mean
+    probability; the gradient flows only through P.
     """
     load = global_sum(load.to(probabilities.dtype))
     share = load / load.sum().clamp(min=1)
@@ -63,7 +65,7 @@ def balance_loss(probabilities: Tensor, load: Tensor, mask: Tensor | None, mass:
 
 
 def squared_variation(x: Tensor) -> Tensor:
-    """(standard deviation / mean)², population form, over the last dimension; 0 where the mean is 0."""
+    """(standard deviation / mean)², population form, over the last dimension; 0 if the mean is 0."""
     mean = x.mean(-1)
     variance = (x - mean.unsqueeze(-1)).square().mean(-1)
     return variance / torch.where(mean == 0, 1, mean.square())

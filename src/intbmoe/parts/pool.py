@@ -1,4 +1,4 @@
-"""A pool of expert bases, merged into blocks."""
+"""A pool of expert bases from which blocks are composed."""
 
 import torch
 from torch import Tensor
@@ -10,15 +10,15 @@ from intbmoe.parts.experts import StackedLinear
 
 
 class Pool(StackedLinear):
-    """E bases of one internal layer. Calling it composes: its own forward reads its weights, where hooks, adapters and
-    parametrisations expect it."""
+    """E bases of one internal layer. Calling the pool composes blocks, so that its weights are read in its own forward,
+    as hooks, adapters and parametrisations expect."""
 
     def forward(
         self, alpha: Coefficients, dtype: torch.dtype, backend: Backend, recompute: bool
     ) -> tuple[Tensor | Pooled, Tensor]:
-        """K blocks' weights (K, i, P·o) in ``dtype``, and their biases (K, P·o) in the wide type.
+        """Return K blocks' weights (K, i, P·o) in ``dtype``, and their biases (K, P·o) in the wide type.
 
-        With ``recompute`` weights are composed where they are used, in backward once more, if the backend can.
+        With ``recompute``, and if the backend can, weights are composed where they are used, and again in backward.
         """
         if recompute and torch.is_grad_enabled() and backend in ("fused", "grouped"):
             return Pooled(alpha, self.weight), self._biases(alpha, backend)

@@ -1,9 +1,9 @@
-"""Weights that are stored in 8 bits and multiplied out where they are used.
+"""Weights that are stored in 8 bits and dequantised where they are used.
 
     int8   w ≈ s q   with q ∈ {−127 … 127} and s = max|w| / 127
     fp8    w ≈ s q   with q in float8_e4m3fn (4 bits exponent, 3 bits mantissa) and s = max|w| / 448
 
-Each output column has its own s. The inputs, over which it is taken, are dimension 1 of every weight of a linear map.
+Each output has its own s, the maximum over its inputs, which are dimension 1 of every linear map's weight.
 """
 
 from typing import Literal
@@ -19,10 +19,10 @@ LARGEST = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}
 
 
 class Quantized(nn.Module):
-    """A parametrisation: the owner's attribute is computed from two stored tensors, 8-bit numbers and their scales.
+    """A parametrisation that computes the owner's weight from two stored tensors: 8-bit numbers and their scales.
 
-    The scales have the type that the weight is computed in. fp8 is kept as bytes: ``model.to(dtype)``, which casts all
-    that is floating-point, would else undo it in silence.
+    The scales have the type that the weight is computed in. fp8 is stored as bytes, because ``model.to(dtype)``, which
+    casts everything floating-point, would silently undo the quantisation.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -34,7 +34,7 @@ class Quantized(nn.Module):
         exact = wide(weight.detach())
         scales = exact.abs().amax(1, keepdim=True) / LARGEST[self.storage]
         scales = torch.where(scales == 0, 1.0, scales).to(weight.dtype)
-        # Rounded to its type first, so that the numbers fit the scale that will be used.
+        # With the scale already rounded to its type, so that the numbers fit the scale that will be used.
         numbers = (exact / wide(scales)).clamp(-LARGEST[self.storage], LARGEST[self.storage])
         if self.storage == "int8":
             return numbers.round().to(torch.int8), scales
@@ -43,7 +43,7 @@ class Quantized(nn.Module):
     def forward(self, numbers: Tensor, scales: Tensor) -> Tensor:
         if self.storage == "fp8":
             numbers = numbers.view(torch.float8_e4m3fn)
-        return numbers.to(scales.dtype).mul_(scales)  # in place: half the time, which memory takes
+        return numbers.to(scales.dtype).mul_(scales)  # in place, which halves the time: memory is the bottleneck
 
     def extra_repr(self) -> str:
         return self.storage
@@ -55,7 +55,7 @@ def store(owner: nn.Module, name: str, storage: Storage) -> None:
 
 
 def stored_in_int8(owner: nn.Module, name: str) -> tuple[Tensor, Tensor] | None:
-    """Numbers and scales of ``owner``'s parameter ``name``; None if it is not kept in int8, or not by us alone."""
+    """Numbers and scales of ``owner``'s parameter ``name``; None if it is not in int8 or has other parametrisations."""
     stored = owner._modules.get("parametrizations")
     if stored is None or name not in stored or len(stored[name]) != 1:
         return None
@@ -66,12 +66,12 @@ def stored_in_int8(owner: nn.Module, name: str) -> tuple[Tensor, Tensor] | None:
 
 
 def all_in_int8(weights: nn.ParameterList) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
-    """Numbers and scales of all weights; None if one of them is not kept in int8."""
+    """Numbers and scales of all weights; None if one of them is not in int8."""
     stored = [stored_in_int8(weights, str(place)) for place in range(len(weights))]
     return tuple(zip(*stored, strict=True)) if all(stored) else None
 
 
 def weight_dtype(weights: nn.ParameterList) -> torch.dtype:
-    """The type the weights are computed in, without multiplying any out."""
+    """The type the weights are computed in, found without dequantising any."""
     stored = weights._modules.get("parametrizations")
     return weights[0].dtype if stored is None else stored["0"].original1.dtype

@@ -14,14 +14,14 @@ SHARED = {
     "mlp": {"up.": "0.", "down.": "2."},
     "linear": {"": ""},
 }
-"""Parts of a shared expert: our names → the authors'."""
+"""Kind of shared expert → its parts, our names → the authors'."""
 
 
 def reference_names(layer: Any) -> dict[str, tuple[str, ...]]:
-    """An IntBMoE's parameter names → the authors', of which a parameter may have two."""
+    """Map an IntBMoE's parameter names to the authors' names, of which a parameter may have two."""
     c = layer.config
     ours_or_none = layer.shared is None or isinstance(layer.shared, OURS)
-    require(ours_or_none, "shared", type(layer.shared), "of a kind that the authors have, for their names")
+    require(ours_or_none, "shared", type(layer.shared), "one of the authors' kinds, so that it has their names")
     prefixes = {
         "codebook": ["block_embeddings.weight"],
         "scale": ["composition_alpha"],
@@ -35,7 +35,7 @@ def reference_names(layer: Any) -> dict[str, tuple[str, ...]]:
         "filter.": ["feature_filter."],
         "norms.": ["layer_norms."],
     }
-    if c.hypernetwork == "linear":  # their value head then is the projection itself
+    if c.hypernetwork == "linear":  # then their value head is the projection itself
         prefixes["hypernetwork.value."].append("basis_weight_projection.")
     for place in range(len(c.hidden) + 1):
         theirs = f"composition_gate_norms.{place}"
@@ -53,7 +53,7 @@ def reference_names(layer: Any) -> dict[str, tuple[str, ...]]:
 
 
 def unused_in_reference(layer: Any) -> dict[str, Tensor]:
-    """What the authors' module holds and never uses, at its start: its last LayerNorm, biases that are not added."""
+    """Initial values that the authors' module holds but never uses: its last LayerNorm, and biases it does not add."""
     c, like, unused = layer.config, layer.pools[-1].weight.detach(), {}
     if c.layer_norm:
         last = f"layer_norms.{len(c.hidden)}"

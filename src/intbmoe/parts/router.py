@@ -1,4 +1,4 @@
-"""Choosing experts or blocks for a token: scores in the wide type, ties to the lower index."""
+"""Choose experts or blocks for a token: scores are in the wide type, and ties go to the lower index."""
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,10 @@ class MLPRouter(nn.Module):
     def forward(
         self, x: Tensor, dtype: torch.dtype | None = None, backend: Backend | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """(N, d) tokens → (N, choices) scores in the wide type; with ``dtype`` also the tokens in it.
+        """(N, d) tokens → (N, choices) scores in the wide type; with ``dtype`` also the tokens in that type.
 
-        Both, because a kernel that reads the tokens can write them too. ``backend`` None chooses by the input.
+        It returns both because a kernel that reads the tokens can write them too. With ``backend=None`` the input
+        decides.
         """
         maps = [(layer.weight, layer.bias) for layer in (self.hidden, self.scores)]
         scores, tokens = router_scores(x, *maps, dtype or x.dtype, backend or choose_backend(x))
@@ -35,16 +36,16 @@ def top_k(scores: Tensor, k: int) -> Tensor:
         backend = choose_backend(scores, has_native=True)
         if backend in ("fused", "native"):
             return choose(scores.detach(), k, backend)[0]
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]  # torch.topk leaves ties open
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]  # torch.topk does not define ties
 
 
 def mask_choices(ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Choices (N, k) with −1 for masked tokens; ``mask`` has N entries, None for no mask."""
+    """Set the choices (N, k) of masked tokens to −1; ``mask`` has N entries, or is None."""
     return ids if mask is None else torch.where(mask.reshape(-1, 1), ids, -1)
 
 
 def count_choices(ids: Tensor, experts: int) -> Tensor:
-    """(E,) how often each expert stands in ``ids``; −1 counts for none. Integer sums, so exact in any order."""
+    """(E,) how often each expert occurs in ``ids``, ignoring −1. Integer sums are exact in any order."""
     keys = ids.reshape(-1) + 1
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
     return counts.scatter_add(0, keys, torch.ones_like(keys))[1:]
@@ -53,8 +54,8 @@ def count_choices(ids: Tensor, experts: int) -> Tensor:
 def pack_choices(weights: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
     """Weights (N, E) and whether each expert is active (N, E) → ids (N, E) and their weights.
 
-    A token's active experts come first, heaviest first, equal ones by index; then −1 with weight 0. For methods
-    in which the number of experts varies from token to token.
+    A token's active experts come first, by descending weight and ties by index; then −1 with weight 0. This is for
+    methods in which the number of experts varies from token to token.
     """
     keys = torch.where(active, weights.detach(), -torch.inf)
     order = top_k(keys, keys.shape[-1])

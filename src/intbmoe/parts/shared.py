@@ -1,4 +1,4 @@
-"""Experts that every token passes, beside those it is sent to: three kinds, or a module of the user's own."""
+"""Shared experts, which every token uses besides its routed ones: one of three kinds, or the user's own module."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ OURS = (SwiGLU, SiLUNetwork, LinearMap, SummedExperts)
 
 
 def make_shared(kind: SharedKind, dim: int, hidden: int, count: int) -> nn.Module:
-    """``count`` shared experts as one module; one alone is not wrapped, so its parameters keep short names."""
+    """Make ``count`` shared experts as one module; a single one is not wrapped, so its parameters keep short names."""
     makers: dict[str, Callable[[], nn.Module]] = {
         "swiglu": lambda: SwiGLU(dim, hidden),
         "mlp": lambda: SiLUNetwork(dim, hidden),
@@ -60,9 +60,9 @@ def make_shared(kind: SharedKind, dim: int, hidden: int, count: int) -> nn.Modul
 
 
 def run_shared(expert: nn.Module, x: Tensor, backend: Backend, branches: Branches) -> Tensor:
-    """(N, d) tokens in the compute type → (N, d) in it, to be read once ``branches`` are joined.
+    """(N, d) tokens → (N, d), both in the compute type; to be read only after ``branches`` are joined.
 
-    ``expert`` is one of ours or the user's own module, which may do anything and therefore is no branch.
+    ``expert`` is one of ours or the user's own module, which may do anything and therefore does not run in a branch.
     """
     if isinstance(expert, OURS):
         with branches.branch(x):
@@ -71,38 +71,38 @@ def run_shared(expert: nn.Module, x: Tensor, backend: Backend, branches: Branche
     if not isinstance(y, Tensor) or y.shape != x.shape:
         found = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
         raise ValueError(
-            f"layer.shared ({type(expert).__name__}) gave {found} for tokens {tuple(x.shape)}: a shared expert of your "
-            f"own must return a tensor of the tokens' shape"
+            f"layer.shared ({type(expert).__name__}) returned {found} for tokens {tuple(x.shape)}: your own shared "
+            f"expert must return a tensor of the tokens' shape"
         )
     return cast(y, x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedConfig(ExpertsConfig):
-    """Top-k of SwiGLU experts, and shared ones; several of these are one of their joint width, the same function."""
+    """Top-k of SwiGLU experts, plus shared ones. Several shared experts are computed as one of their joint width."""
 
     expert: Annotated[Literal["swiglu"], MustBe("'swiglu' in this method")] = "swiglu"
     """The expert network: always SwiGLU without biases."""
     top_k: Annotated[PositiveInt, AtMost("experts")] = 2
-    """k, routed experts of a token."""
+    """k, routed experts per token."""
     shared_experts: NonNegativeInt = 1
-    """Experts that every token passes; 0 for none."""
+    """The number of experts that every token uses; 0 for none."""
 
     @property
     def shared_width(self) -> int:
-        """Of all shared experts together."""
+        """The inner width of all shared experts together."""
         return self.shared_experts * self.hidden
 
 
 class SharedLayer(RoutedLayer):
-    """Routed experts, and a shared one that is always on."""
+    """Routed experts, plus a shared one that is always on."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.shared = SwiGLU(self.config.dim, self.config.shared_width) if self.config.shared_experts else None
 
     def run_experts(self, tokens: Tensor, ids: Tensor, weights: Tensor, complete: bool) -> tuple[Tensor, Tensor]:
-        """As ``StackedExperts.route``, the shared expert's output added."""
+        """Like ``StackedExperts.route``, with the shared expert's output added."""
         if self.shared is None:
             return self.experts.route(tokens, ids, weights, complete)
         branches = Branches(tokens)
@@ -114,6 +114,6 @@ class SharedLayer(RoutedLayer):
     @torch.no_grad()
     def start_as(self, module: nn.Module) -> None:
         experts = self.config.shared_experts
-        require(experts > 0, "shared_experts", experts, "1 where a module becomes the shared expert")
+        require(experts > 0, "shared_experts", experts, "at least 1 if a module is to become the shared expert")
         self.shared = module
         self.experts.down.weight.zero_()

@@ -1,7 +1,7 @@
-"""Pools of experts that grow and shrink in training.
+"""Pools of experts that grow and shrink during training.
 
 All slots are allocated at once, so that the optimizer, DDP and a compiled graph see fixed parameters; a mask says
-which are open. Every parameter of such a layer is stacked, slot by slot, along its first dimension.
+which slots are open. The first dimension of every parameter of such a layer is the slot.
 """
 
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ from intbmoe.settings import AtMost, PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class PoolConfig(ExpertsConfig):
-    """A pool: ``experts`` is the number of slots, the most experts there can ever be."""
+    """Options of a pool: ``experts`` is the number of slots, and so the largest possible number of experts."""
 
     initial_experts: Annotated[PositiveInt | None, AtMost("experts")] = None
-    """Slots open at the start, the first ones; None for half of them, rounded down (8 of 17)."""
+    """Slots open at the start; None for half of them, rounded down (8 of 17)."""
 
     @property
     def start(self) -> int:
@@ -30,9 +30,9 @@ class PoolConfig(ExpertsConfig):
 
 
 class PoolLayer(WideBuffers, ChoosingLayer):
-    """A layer with slots: the mask ``active`` and the mean number of experts a token uses, ``mean_choices``."""
+    """A layer with slots: ``active`` masks the open ones, ``mean_choices`` is the mean number of experts per token."""
 
-    REFUSES: ClassVar = {"fsdp": "it opens and closes experts by single rows of its parameters, which it needs whole"}
+    REFUSES: ClassVar = {"fsdp": "it opens and closes experts by writing single rows of its unsharded parameters"}
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -41,7 +41,7 @@ class PoolLayer(WideBuffers, ChoosingLayer):
         self.register_buffer("mean_choices", torch.tensor(self._expected_choices(), dtype=torch.float32))
 
     def _expected_choices(self) -> float:
-        """Experts a token uses before training, until a step has measured it."""
+        """The number of experts per token to assume until a training step has measured it."""
         raise TypeError(f"{type(self).__name__} does not define _expected_choices()")
 
     def _measure_choices(self, choices: Tensor, tokens: Tensor) -> None:
@@ -51,7 +51,7 @@ class PoolLayer(WideBuffers, ChoosingLayer):
 
     @property
     def executed(self) -> float:
-        """The mean of the last training step: the number of experts varies from token to token."""
+        """The mean in the last training step, since the number of experts varies from token to token."""
         return self._expected_choices() if self.mean_choices.is_meta else float(self.mean_choices)
 
     @property
@@ -59,25 +59,25 @@ class PoolLayer(WideBuffers, ChoosingLayer):
         return self.active
 
     def _require_whole_slots(self) -> None:
-        """Raise if a parameter is sharded: slots are opened by writing single rows, which may lie on another rank.
+        """Raise if a parameter is sharded: slots are opened by writing single rows, which may be on another rank.
 
-        Experts that ranks share out whole are slots still, each on one rank.
+        Expert parallelism is fine: each slot is whole on one rank.
         """
         apart = {} if self.experts.exchange is None else set(self.experts.parameters())
         for name, parameter in self.named_parameters():
             if hasattr(parameter, "full_tensor") and parameter not in apart:  # a DTensor, without importing it
                 raise RuntimeError(
-                    f"{type(self).__name__} opens and closes experts by rows of {name!r}, which is sharded: train it "
-                    f"with DistributedDataParallel, or keep its parameters out of FSDP2 by ignored_params"
+                    f"{type(self).__name__} opens and closes experts by writing rows of {name!r}, which is sharded: "
+                    f"train it with DistributedDataParallel, or keep its parameters out of FSDP2 with ignored_params"
                 )
 
 
 def reset_moments(optimizer: Any, parameters: Iterable[Tensor], slots: Tensor, own: slice = slice(None)) -> None:
-    """Zero the optimizer's memory of ``slots``, (E,) bool: what a slot held before says nothing of what it holds now.
+    """Zero the optimizer's state of ``slots``, (E,) bool, because it belongs to the slots' previous contents.
 
-    ``own`` are the slots of which this rank holds the parameters. Every state tensor of a parameter's own shape (Adam's
-    moments, SGD's momentum) loses those rows. Others stay: the step count is the whole parameter's, and a factored
-    second moment cannot be told apart by slot.
+    ``own`` are the slots whose parameters this rank holds. The slots' rows are zeroed in every state tensor that has
+    its parameter's shape (Adam's moments, SGD's momentum). Other state stays: the step count belongs to the whole
+    parameter, and a factored second moment has no rows per slot.
     """
     if optimizer is None:
         return

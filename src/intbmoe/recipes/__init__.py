@@ -1,9 +1,9 @@
-"""Experiments as data: the paper's settings and their small twins, one YAML file each.
+"""Experiments as data: the paper's settings and small versions of them, one YAML file each.
 
     recipe = load_recipe("digits")            # or the path of your own file
     recipe_to_dict(recipe)                    # plain data; recipe_from_dict is its inverse
 
-``sets.py`` has the named sets of variants that ``intbmoe compare`` takes.
+``sets.py`` has the named sets of variants for ``intbmoe compare``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ def list_recipes() -> list[str]:
 
 
 def load_recipe(name: str | Path) -> Recipe:
-    """The recipe of that name, or the one in a YAML file of yours: a path that ends in .yaml."""
+    """Load the recipe of that name, or your own from a YAML file: a path that ends in .yaml."""
     path = _find(str(name))
     data = _read(path)
     try:
@@ -42,7 +42,7 @@ def _find(name: str) -> Path:
     if path.suffix not in SUFFIXES:
         if name not in list_recipes():
             known = did_you_mean(name, list_recipes())
-            raise KeyError(f"no recipe is called {name!r}: {known} (a file of your own ends in .yaml)")
+            raise KeyError(f"no recipe is called {name!r}: {known} (for your own file, give a path that ends in .yaml)")
         return FOLDER / f"{name}.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"there is no recipe file {path}")
@@ -50,7 +50,7 @@ def _find(name: str) -> Path:
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> Any:
-    """A file's content; ``base: NAME`` in it stands for all settings of that recipe that it does not give itself."""
+    """Read a file; with ``base: NAME`` in it, settings it does not give itself come from that recipe."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -62,7 +62,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> Any:
     except (KeyError, FileNotFoundError) as error:
         raise ValueError(f"{path}: base: {error.args[0]}") from error
     if base in (path, *above):
-        raise ValueError(f"{path}: base: {data['base']} is built on this recipe itself: name another")
+        raise ValueError(f"{path}: base: {data['base']} is itself based on this recipe: name another")
     own = {key: value for key, value in data.items() if key != "base"}
     return _merged(_read(base, (path, *above)), own)
 
@@ -74,18 +74,18 @@ def _merged(base: Any, own: Any) -> Any:
 
 
 def describe_recipe(name: str) -> str:
-    """What the recipe's file says of itself in its first line."""
+    """The description of a recipe: the first line of its file."""
     first = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
     return first.removeprefix("#").strip()
 
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain data, every setting written out: what stands in a run's ``config.yaml``."""
+    """The recipe as plain data with every setting written out, as in a run's ``config.yaml``."""
     return to_plain(recipe)
 
 
 def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
-    """The recipe that ``data`` describes. Unknown settings, options and wrong types are errors that say where."""
+    """Make a recipe from ``data``. Unknown settings, unknown options and wrong types are errors that say where."""
     if not isinstance(data, Mapping):
         raise ValueError(f"a recipe is a mapping of settings, not {type(data).__name__}")
     task = data.get("task")
@@ -100,12 +100,12 @@ def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
 
 
 def override(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
-    """The recipe with ``settings`` by their dotted names; another method starts without the recipe's options."""
+    """Change settings of a recipe by their dotted names; a different method starts without the recipe's options."""
     plain = recipe_to_dict(recipe)
     if settings.get("moe.name", recipe.moe.name) != recipe.moe.name:
         plain["moe"] |= {"options": {}, "label": None}
     if "train.epochs" in settings and "train.steps" not in settings:
-        plain["train"]["steps"] = None  # asked for in epochs, where the recipe counts steps
+        plain["train"]["steps"] = None  # the user asks for epochs, while the recipe counts steps
     for name, value in settings.items():
         *above, last = name.split(".")
         place = plain
@@ -118,7 +118,7 @@ def override(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
 
 
 def _upgraded(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings under today's names: runs of earlier versions have ``decay_all``, whose False spared every group."""
+    """Settings under their current names: earlier versions had ``decay_all``; False meant no decay for any group."""
     train = data.get("train")
     if not isinstance(train, Mapping) or "decay_all" not in train:
         return data
@@ -127,7 +127,7 @@ def _upgraded(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def option_types(method: str) -> dict[str, Any]:
-    """What ``moe.options`` may set for a method, with types: the fields of its Config, all but the width ``dim``."""
+    """The options that ``moe.options`` may set for a method, with types: its Config's fields except ``dim``."""
     return {name: kind for name, kind in field_types(find_method(method).layer.Config).items() if name != "dim"}
 
 
@@ -139,12 +139,12 @@ def require_options(method: str, names: Iterable[str], where: str = "moe.options
 
 
 def check_options(method: str, options: Mapping[str, Any], where: str = "moe.options") -> dict[str, Any]:
-    """``options`` with names, types and values checked against the method's Config, as plain data."""
+    """Check names, types and values of ``options`` against the method's Config; return them as plain data."""
     require_options(method, options, where)
     known = option_types(method)
     typed = {name: from_plain(known[name], value, f"{where}.{name}") for name, value in options.items()}
     try:
-        find_method(method).config(**{"dim": 8, "hidden": 8, **typed})  # sizes that any option goes with
+        find_method(method).config(**{"dim": 8, "hidden": 8, **typed})  # sizes that work with any option
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     return {name: to_plain(value) for name, value in typed.items()}

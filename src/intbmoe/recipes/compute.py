@@ -1,20 +1,20 @@
-"""Models with IntBMoE's compute: dense layers made wider, sparse ones given more experts a token.
+"""Models with as much compute as IntBMoE: wider dense layers, and sparse ones with more experts per token.
 
-At equal parameters IntBMoE runs more FLOPs than most of what it is compared with. These variants have its FLOPs
-instead, whatever their parameters:
+At equal parameters IntBMoE runs more FLOPs than most baselines. These variants match its FLOPs instead, whatever their
+parameters:
 
-dense, swiglu     a GELU and a SwiGLU FFN in the layers that IntBMoE's mixtures take, of a width that comes within
+dense, swiglu     a GELU or a SwiGLU FFN in the layers where IntBMoE has mixtures, of a width that comes within
                   ``TOLERANCE``; the backbone's own may be either
-vmoe, deepseek    the k that comes nearest; one more or less is a whole expert, so they can be some per cent off
-remoe             the k that its router is steered to, as if it were there from the beginning: at first more are open
-expert_choice     its capacity factor, the mean number of experts of a token (images only: it looks ahead)
+vmoe, deepseek    the nearest k; one step is a whole expert, so they can be a few per cent off
+remoe             the k that its controller aims for, counted as if it held from the start: at first more are active
+expert_choice     its capacity factor, the mean number of experts per token (images only: it looks ahead)
 
-Switch has k = 1 by definition and becomes V-MoE with more; in DynMoE and MASS the trained router decides.
+Switch has k = 1 by definition, and with more it would be V-MoE; in DynMoE and MASS the trained router decides.
 
-What is matched is the forward of one training example. IntBMoE composes its blocks once a forward, for all examples in
-it: at the batch size 1 of the paper's cost tables that is a large share, at a training batch next to nothing. So the
-count here is the cost of one more example and, of what a forward costs besides, its share in the recipe's batch.
-Everything is counted by running models, not by formulas.
+The forward of one training example is matched. IntBMoE composes its blocks once per forward, for all examples in it. At
+the batch size 1 of the paper's cost tables that is a large share, at a training batch almost nothing. So the count here
+is the cost of one more example, plus the fixed cost of a forward divided by the recipe's batch size. Everything is
+counted by running models, not by formulas.
 """
 
 import math
@@ -33,12 +33,12 @@ from intbmoe.tasks.recipe import MoESettings, Recipe
 
 TOLERANCE = 0.02
 WIDTH_STEP = 16
-"""Widths are multiples of it, which GPUs multiply fastest, unless the model is too small for steps like that."""
+"""Widths are multiples of this, which GPUs multiply fastest, unless the model is too small for such steps."""
 FIRST_WIDTHS = (256, 512)
 
 
 def equal_compute(recipe: Recipe, intbmoe: MoESettings) -> list[tuple[str, MoESettings]]:
-    """Titles and settings of the variants with the compute of ``intbmoe`` in the recipe's model."""
+    """Titles and settings of the variants that match the compute of ``intbmoe`` in the recipe's model."""
     target = _flops(recipe, intbmoe)
     options = {"vmoe": "top_k", "deepseek": "top_k", "remoe": "top_k"}
     if not find_task(recipe.task).causal:
@@ -55,10 +55,10 @@ def dense_of_compute(recipe: Recipe, intbmoe: MoESettings) -> list[tuple[str, Mo
 def training_flops(
     model: nn.Module, inputs: tuple[Any, ...], batch: int, active: float | None = None, *, attention: bool = False
 ) -> float:
-    """FLOPs of the forward of one example in a batch of ``batch``, with attention's score and value products or not.
+    """FLOPs of the forward of one example in a batch of ``batch``, with or without attention's products.
 
-    ``inputs`` are those of a batch of one. A forward's FLOPs are those of its examples and what it does once (IntBMoE
-    composes blocks), so batches of one and two say them all. ``active`` as in ``count_flops``.
+    ``inputs`` are those of a batch of one. A forward has FLOPs per example and FLOPs that occur once (IntBMoE composes
+    blocks), so runs with batches of one and two determine both. ``active`` is as in ``count_flops``.
     """
     batches = ([_repeat(value, size) for value in inputs] for size in (1, 2))
     counts = [count_flops(model, *repeated, active=active) for repeated in batches]
@@ -68,7 +68,7 @@ def training_flops(
 
 
 def _repeat(value: Any, size: int) -> Any:
-    """Tensors of a batch of one, also those of a dict (the travel model's), as a batch of ``size``."""
+    """Repeat the tensors of a batch of one, also in a dict (the travel model's), to a batch of ``size``."""
     if isinstance(value, Tensor):
         return value.repeat(size, *[1] * (value.dim() - 1))
     if isinstance(value, Mapping):
@@ -86,9 +86,9 @@ def _flops(recipe: Recipe, moe: MoESettings) -> float:
 
 
 def _solve(recipe: Recipe, moe: MoESettings, option: str, first: tuple[int, int], target: float) -> float:
-    """The value of ``option`` at which the FLOPs, which grow linearly with it, are ``target``."""
+    """Find the value of ``option`` at which the FLOPs, which are linear in it, are ``target``."""
     low, high = (_flops(recipe, replace(moe, options={option: value})) for value in first)
-    require(high > low, option, first, "of some effect on the model's FLOPs")
+    require(high > low, option, first, "an option that changes the model's FLOPs")
     return first[0] + (target - low) * (first[1] - first[0]) / (high - low)
 
 

@@ -1,14 +1,16 @@
-"""Named sets of variants for ``intbmoe compare``: the paper's methods, its ablations, its sensitivity grid, models of
-IntBMoE's compute (``compute.py``), and dense in the place of a mixture.
+"""Named sets of variants for ``intbmoe compare``.
 
-Each set makes variants of a recipe: what stands in place of the FFN changes, and nothing else. A variant is a title for
-the table and ``MoESettings`` whose label names its runs; a variant that changes nothing is the plain IntBMoE run, which
-is thus trained once for all sets.
+They are the paper's methods, its ablations, its sensitivity grid, models with IntBMoE's compute (``compute.py``), and a
+dense FFN in the place of a mixture.
 
-The paper varies K, k, E and L one at a time from (8, 2, 16, 2), with k = 1 where K = 1. Its text names K = 1, 8, 32,
-k = 1, 2, E = 16, 64 and L = 2; the others here are powers of two, and L = 1, 3, 4. Nor does it say what a deeper block
-is: here an expert keeps its number of weights. The inner widths become equal and narrower (d → 2d → 2d → d at L = 3,
-where L = 2 is d → 4d → d), and a single layer, which has no inner width, gets more experts, as in the ablation.
+Each set makes variants of a recipe that differ only in what replaces the FFN. A variant is a title for the table and
+``MoESettings`` whose label names its runs; a variant that changes nothing is the plain IntBMoE run, which is thus
+trained once for all sets.
+
+The paper varies K, k, E and L one at a time from (8, 2, 16, 2), with k = 1 for K = 1. Its text names K = 1, 8, 32,
+k = 1, 2, E = 16, 64 and L = 2; the other values here are powers of two, and L = 1, 3, 4. It does not define a deeper
+block; here an expert keeps its number of weights. The inner widths become equal and narrower (d → 2d → 2d → d at L = 3,
+compared with d → 4d → d at L = 2), and a single layer, which has no inner width, gets more experts, as in the ablation.
 """
 
 import math
@@ -34,7 +36,7 @@ ABLATIONS = {
     "no_filter": "w/o filter",
     "softmax": "softmax coefficients",
 }
-PLACED = "dense-placed"  # the label of the backbone's FFN where a mixture would stand
+PLACED = "dense-placed"  # the label of the backbone's FFN in a mixture's place
 BLOCKS = (1, 2, 4, 8, 16, 32)
 TOP_K = (1, 2, 4, 8)
 EXPERTS = (1, 2, 4, 8, 16, 32, 64)
@@ -62,13 +64,13 @@ Options = Mapping[str, Mapping[str, Any]]  # by method
 
 
 def find_variants(recipe: Recipe, choice: str, options: Options | None = None) -> list[Variant]:
-    """The variants that ``choice`` names: methods and sets, with commas between them; each label once.
+    """The variants that ``choice`` names, methods and sets separated by commas; each label occurs once.
 
-    ``options`` of a method go to its plain row, on top of the budget, and into the title of that row.
+    ``options`` of a method apply to its plain row, on top of the budget, and appear in the title of that row.
     """
     names = [name.strip() for name in choice.split(",") if name.strip()]
     if not names:
-        raise KeyError("no method was named: all, or names from intbmoe methods with commas between them")
+        raise KeyError("no method was named: use all, or names from intbmoe methods separated by commas")
     found: dict[str, Variant] = {}
     for name in names:
         if name in SETS:
@@ -82,9 +84,9 @@ def find_variants(recipe: Recipe, choice: str, options: Options | None = None) -
             found.setdefault(variant.label, variant)
     for name, given in (options or {}).items():
         if name == recipe.moe.name:
-            raise ValueError(f"--options.{name}: it is the recipe's own method: --moe.options.{next(iter(given))}")
+            raise ValueError(f"--options.{name}: this is the recipe's method: use --moe.options.{next(iter(given))}")
         if name not in found:
-            raise ValueError(f"--options.{name}: not among --methods {choice}: add {name} there")
+            raise ValueError(f"--options.{name}: {name} is not among --methods {choice}: add it there")
         plain = found[name]
         told = ", ".join(f"{option} = {value}" for option, value in given.items())
         found[name] = Variant(f"{plain.title}, {told}", replace(plain.moe, options={**plain.moe.options, **given}))
@@ -92,7 +94,7 @@ def find_variants(recipe: Recipe, choice: str, options: Options | None = None) -
 
 
 def _method(recipe: Recipe, name: str) -> Variant:
-    """The method under the recipe's budget; the recipe's own options belong to the recipe's own method."""
+    """The method under the recipe's budget; the recipe's options apply only to the recipe's own method."""
     own = recipe.moe.options if name == recipe.moe.name else {}
     return Variant(find_method(name).title, MoESettings(name, recipe.moe.experts, dict(own)))
 
@@ -106,7 +108,7 @@ def _everything(recipe: Recipe) -> list[Variant]:
 
 
 def _vary(changes: Callable[[IntBMoEConfig], list[Change]], recipe: Recipe) -> list[Variant]:
-    """IntBMoE with its Config changed; without a difference it is the plain run."""
+    """IntBMoE with its Config changed; a variant without a difference is the plain run."""
     full = _method(recipe, "intbmoe")
     model = make_task(replace(recipe, moe=full.moe)).make_model()
     config = next(layer.config for _, layer in moe_layers(model))  # after the budget
@@ -153,7 +155,7 @@ def _layers(config: IntBMoEConfig) -> list[Change]:
 
 
 def _experts(recipe: Recipe) -> list[Variant]:
-    """E is the recipe's own ``moe.experts``; an option of that name would overrule it."""
+    """Vary ``moe.experts``; an option of that name would override it, so it is removed."""
     full = _method(recipe, "intbmoe")
     options = {name: value for name, value in full.moe.options.items() if name != "experts"}
     return [
@@ -170,7 +172,7 @@ def _compute(recipe: Recipe) -> list[Variant]:
 
 
 def _place(recipe: Recipe) -> list[Variant]:
-    """What a mixture is to be compared with: it may get more than its experts, see ``Task.dense_in_place``."""
+    """Dense baselines; a mixture may differ from dense in more than experts, see ``Task.dense_in_place``."""
     dense, own = _method(recipe, "dense"), find_task(recipe.task).dense_in_place
     if own is None:
         return [dense]
@@ -188,12 +190,12 @@ def _equal_widths(config: IntBMoEConfig, count: int) -> tuple[int, ...]:
 
 SETS: dict[str, VariantSet] = {
     "all": VariantSet("the methods of the paper's table for the task", _methods),
-    "everything": VariantSet("these, and the methods that the paper names without measuring them", _everything),
+    "everything": VariantSet("these, and the methods that the paper names but does not measure", _everything),
     "ablations": VariantSet("IntBMoE and its six ablations", partial(_vary, _ablations)),
-    "compute": VariantSet("IntBMoE, and dense and sparse models with as many FLOPs in a training step", _compute),
-    "place": VariantSet("dense, and its FFN with all that a mixture gets in its place but experts", _place),
+    "compute": VariantSet("IntBMoE, and dense and sparse models with equal FLOPs per training step", _compute),
+    "place": VariantSet("dense, and a dense FFN with everything a mixture gets in its place except experts", _place),
     "K": VariantSet(f"IntBMoE with K = {', '.join(map(str, BLOCKS))} blocks", partial(_vary, _blocks)),
-    "k": VariantSet(f"IntBMoE with k = {', '.join(map(str, TOP_K))} blocks a token", partial(_vary, _top_k)),
+    "k": VariantSet(f"IntBMoE with k = {', '.join(map(str, TOP_K))} blocks per token", partial(_vary, _top_k)),
     "E": VariantSet(f"IntBMoE with E = {', '.join(map(str, EXPERTS))} experts", _experts),
-    "L": VariantSet(f"IntBMoE with L = {', '.join(map(str, LAYERS))} layers in a block", partial(_vary, _layers)),
+    "L": VariantSet(f"IntBMoE with L = {', '.join(map(str, LAYERS))} layers per block", partial(_vary, _layers)),
 }

@@ -1,4 +1,4 @@
-"""Mixtures in place of the FFNs of somebody else's model: found, replaced, measured, saved and loaded again."""
+"""Replace the FFNs of an existing model by mixtures: find them, replace them, measure the change, save and load."""
 
 from intbmoe.replace.replacement import replace_ffn
 from intbmoe.replace.report import ReplacedFFN, Report

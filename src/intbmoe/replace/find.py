@@ -1,8 +1,8 @@
-"""The FFNs of a model, known by the names and shapes of their linear maps. What is not understood is refused.
+"""Find a model's FFNs by the names and shapes of their linear maps. An FFN that is not understood is refused.
 
-whole     a module of its own: two maps (fc1, fc2), three (gate, up, down), or two of which one is gate and up
-split     two modules of a block (BERT's ``intermediate`` and ``output``): the first is bypassed, the mixture
-          stands where the second has its map
+whole     one module: two maps (fc1, fc2), three (gate, up, down), or two, the first of which is gate and up
+split     two modules of a block (BERT's ``intermediate`` and ``output``): the first is bypassed, and the mixture
+          replaces the second one's map
 inline    two maps and an activation among the other parts of a block (BART, OPT, Whisper): likewise
 """
 
@@ -24,53 +24,53 @@ KNOWN_NAMES = (
     ("fc1", "fc2"), ("c_fc", "c_proj"), ("wi", "wo"), ("up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"),
     ("lin1", "lin2"), ("fc_in", "fc_out"), ("linear1", "linear2"), ("intermediate_dense", "output_dense"),
 )  # fmt: skip
-"""What libraries call the maps of an FFN, the one back to the model's width last."""
+"""Names that libraries give to the maps of an FFN; the map back to the model's width comes last."""
 
 INLINE = (("fc1", "activation_fn", "fc2"),)
-"""Maps and activation of blocks that have no module for their FFN."""
+"""Maps and activation of blocks whose FFN is not a module."""
 
 SPLIT = ("intermediate", "output")
-"""Modules of a block that share its FFN; each has a map called ``dense``."""
+"""Modules of a block that form its FFN together; each has a map called ``dense``."""
 
 TIED = ("ffn", "ffn_output")
-"""ALBERT's maps: one block, which runs at every depth."""
+"""ALBERT's maps: one block that runs at every depth."""
 
 
 @dataclass(frozen=True)
 class FFN:
-    """An FFN that was found: what it is, and where its mixture goes."""
+    """An FFN that was found, and where its mixture goes."""
 
     name: str
-    """Where the mixture goes: the name of the FFN, or of its last map."""
+    """The module that the mixture replaces: the FFN, or its last map."""
     module: nn.Module
     """Tokens (…, T, d) → (…, T, d)."""
     form: Form
     maps: tuple[nn.Module, ...]
-    """Its linear maps, the one back to d last; a gate, where names tell which it is, first."""
+    """Its linear maps: a gate first if names identify it, the map back to d last."""
     dim: int
     hidden: int
     entry: str
-    """The module that is called with its tokens."""
+    """The module that is called with the FFN's tokens."""
     marker: str
-    """A parameter of the model that will be gone: the last map's weight."""
+    """A parameter that the replacement removes: the last map's weight."""
     bypassed: tuple[str, ...] = ()
     """Modules that become identities."""
     known: bool = True
-    """Whether its maps have names that FFNs have."""
+    """Whether its maps have the usual names of an FFN's maps."""
 
     def place(self, model: nn.Module, layer: nn.Module) -> None:
         for name in self.bypassed:
             model.set_submodule(name, nn.Identity())
         host = model.get_submodule(self.name.rpartition(".")[0])
         if self.bypassed and hasattr(host, "activation_dropout"):
-            host.activation_dropout = 0.0  # it is in ``module`` now: here it would drop the mixture's input
+            host.activation_dropout = 0.0  # ``module`` has it now; here it would act on the mixture's input
         model.set_submodule(self.name, layer)
 
 
 class Found(NamedTuple):
     ffns: list[FFN]
     refused: dict[str, str]
-    """Name → why; FFNs by their names that cannot be replaced as they are."""
+    """Name of an FFN that cannot be replaced as it is → why."""
 
 
 def find_ffns(model: nn.Module) -> Found:
@@ -95,7 +95,7 @@ def find_ffns(model: nn.Module) -> Found:
 
 
 def sizes(module: nn.Module) -> tuple[int, int] | None:
-    """(inputs, outputs) of a linear map, quantised or wrapped ones too; None for anything else."""
+    """(inputs, outputs) of a linear map, including quantised and wrapped ones; None for anything else."""
     if isinstance(module, nn.Linear) or (hasattr(module, "in_features") and hasattr(module, "out_features")):
         return module.in_features, module.out_features
     if _is_conv1d(module):
@@ -109,12 +109,12 @@ def matrix(module: nn.Module) -> Tensor:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """GPT-2's linear map, whose matrix is stored the other way round."""
+    """Whether this is GPT-2's linear map, whose matrix is stored transposed."""
     return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
 
 
 def _ffns_of(name: str, module: nn.Module) -> Iterator[FFN | str]:
-    """The FFN that ``module`` is or, as a block, contains in parts; a reason where it contains one that is refused."""
+    """Yield the FFN that ``module`` is or, if it is a block, contains in parts; or the reason to refuse that FFN."""
     maps = {child: part for child, part in module.named_children() if sizes(part) is not None}
     others = [part for child, part in module.named_children() if child not in maps]
     is_block = any(sizes(part) is not None for other in others for part in other.modules())
@@ -124,9 +124,9 @@ def _ffns_of(name: str, module: nn.Module) -> Iterator[FFN | str]:
             yield ffn
         return
     if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-        yield "PyTorch's own layer reads the weights of its maps itself: write the block out, around intbmoe.create(…)"
+        yield "PyTorch's layer reads its maps' weights directly: write the block yourself, around intbmoe.create(…)"
     if all(child in maps for child in TIED):
-        yield "one FFN that runs at every depth: a mixture keeps the losses and loads of its last run only"
+        yield "one FFN runs at every depth, but a mixture keeps only the losses and loads of its last run"
     for first, activation, second in INLINE:
         if first in maps and second in maps:
             yield _inline(name, module, first, activation, second)
@@ -140,19 +140,19 @@ def _whole(name: str, module: nn.Module, maps: dict[str, nn.Module]) -> FFN | No
         parts = tuple(maps[child] for child in names)
         form = _form([sizes(part) for part in parts])
         hidden, dim = sizes(parts[-1])
-        if form is not None and (known or hidden != dim):  # else three maps of one size, as in attention
+        if form is not None and (known or hidden != dim):  # not three maps of equal size, as in attention
             marker = _join(name, names[-1], "weight")
             return FFN(name, module, form, parts, dim, hidden, name, marker, known=known is not None)
     return None
 
 
 def _join(*names: str) -> str:
-    """A module's name; the model's own is empty."""
+    """Join the parts of a module's name; the model's own name is empty."""
     return ".".join(name for name in names if name)
 
 
 def _orders(names: list[str]) -> list[tuple[str, ...]]:
-    """The ways to take one map for the last."""
+    """The orders of the maps, with each of them last once."""
     return [(*(other for other in names if other != last), last) for last in reversed(names)]
 
 
@@ -169,10 +169,10 @@ def _form(shapes: list[tuple[int, int]]) -> Form | None:
 def _inline(name: str, block: nn.Module, first: str, activation: str, second: str) -> FFN | str:
     function = getattr(block, activation, None)
     if not isinstance(function, nn.Module):
-        return f"{first} and {second} stand among other parts, with no module {activation!r} between them"
+        return f"{first} and {second} are among other parts of a block that has no module {activation!r}"
     maps = getattr(block, first), getattr(block, second)
     if _form([sizes(part) for part in maps]) != "plain":
-        return f"{first} and {second} have sizes {sizes(maps[0])} and {sizes(maps[1])}, which is no FFN"
+        return f"{first} and {second} have sizes {sizes(maps[0])} and {sizes(maps[1])}, which is not an FFN"
     dropout = nn.Dropout(getattr(block, "activation_dropout", 0.0))
     whole = nn.Sequential(OrderedDict({first: maps[0], activation: function, "dropout": dropout, second: maps[1]}))
     hidden, dim = sizes(maps[1])
@@ -184,7 +184,7 @@ def _split(name: str, block: nn.Module) -> FFN | str:
     first, last = (getattr(block, part) for part in SPLIT)
     maps = first.dense, last.dense
     if _form([sizes(part) for part in maps]) != "plain":
-        return f"its two maps have sizes {sizes(maps[0])} and {sizes(maps[1])}, which is no FFN"
+        return f"its two maps have sizes {sizes(maps[0])} and {sizes(maps[1])}, which is not an FFN"
     whole = nn.Sequential(OrderedDict({SPLIT[0]: first, "dense": last.dense}))
     hidden, dim = sizes(last.dense)
     entry, place = _join(name, SPLIT[0]), _join(name, SPLIT[1], "dense")
@@ -192,9 +192,9 @@ def _split(name: str, block: nn.Module) -> FFN | str:
 
 
 def _reason_against(model: nn.Module, ffn: FFN, uses: Counter, places: Counter) -> str | None:
-    """Why a mixture may not stand here; None if it may."""
+    """Why the FFN cannot be replaced by a mixture; None if it can."""
     if not ffn.name:
-        return "the model is itself an FFN: put a layer (intbmoe.create) in its place where it is used"
+        return "the model itself is an FFN: use a layer (intbmoe.create) instead of it"
     for part in ffn.maps:
         weight = getattr(part, "weight", None)
         plain = type(part) is nn.Linear or _is_conv1d(part) or _is_hosts_linear(part)
@@ -202,11 +202,11 @@ def _reason_against(model: nn.Module, ffn: FFN, uses: Counter, places: Counter) 
             kind = type(part).__name__ if not plain else type(weight).__name__
             return f"a map is a {kind}: replace before quantising, sharding or adding adapters"
     if places[id(ffn.module)] > 1 or any(uses[id(parameter)] > 1 for parameter in ffn.module.parameters()):
-        return "it is tied to another: a mixture keeps the losses and loads of its last run only"
+        return "it is tied to another FFN, but a mixture keeps only the losses and loads of its last run"
     parents = ffn.name.split(".")[:-1]
     mixtures = (".".join(parents[:depth]) for depth in range(len(parents) + 1))
     if "experts" in parents or any(hasattr(model.get_submodule(name), "experts") for name in mixtures):
-        return "it is part of a mixture already"
+        return "it is already part of a mixture"
     if "token" in ffn.name.rpartition(".")[2]:
         return "it maps tokens, not channels (MLP-Mixer)"
     needed = [
@@ -216,11 +216,11 @@ def _reason_against(model: nn.Module, ffn: FFN, uses: Counter, places: Counter) 
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.POSITIONAL_ONLY)
     ]
     if len(needed) > 1:
-        return f"its forward takes {', '.join(parameter.name for parameter in needed)}, a mixture the tokens alone"
+        return f"its forward takes {', '.join(parameter.name for parameter in needed)}, but a mixture takes only tokens"
     return None
 
 
 def _is_hosts_linear(part: nn.Module) -> bool:
-    """An ``nn.Linear`` with a forward of its own, from a model's own file, such as Falcon's."""
+    """Whether this is a subclass of ``nn.Linear`` from a model's own file, such as Falcon's."""
     in_host = isinstance(part, nn.Linear) and ".models." in type(part).__module__
     return in_host and {name for name, _ in part.named_parameters()} <= {"weight", "bias"}

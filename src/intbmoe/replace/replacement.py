@@ -1,4 +1,4 @@
-"""``replace_ffn``: mixtures in place of a model's FFNs."""
+"""``replace_ffn``: replace a model's FFNs by mixtures."""
 
 import copy
 import re
@@ -20,9 +20,9 @@ from intbmoe.replace.saving import record_of, remember
 from intbmoe.replace.starts import STARTS, Start, Started, start_layer
 
 TOKENS = (2, 16)
-"""Sequences and tokens of the random input that layers are measured on, where there is no example."""
+"""Sequences and tokens of the random input on which layers are measured if there is no example."""
 ROUNDING = 64
-"""How many last bits of the largest output may change where nothing should."""
+"""How many units of rounding, relative to the largest output, count as no change."""
 
 
 def replace_ffn(
@@ -36,24 +36,24 @@ def replace_ffn(
     redraw: float = 0.0,
     **options: Any,
 ) -> Report:
-    """Put ``method``'s layers in place of FFNs of ``model``, a transformers, timm or other model; in place.
+    """Replace FFNs of ``model``, a transformers, timm or other model, by layers of ``method``, in place.
 
-    ``layers`` picks among the FFNs found, in the model's order, from 0 (negative: from the end); ``match`` is a regular
-    expression that a name must contain, and also admits FFNs whose maps have unknown names. ``options`` go to the
-    method; ``hidden`` is the FFN's own unless given. ``starts.py`` says what ``start`` and ``redraw`` do.
+    ``layers`` selects FFNs by number, in the model's order from 0 (negative: from the end). ``match`` is a regular
+    expression to be found in an FFN's name; it also admits FFNs whose maps have unknown names. ``options`` go to the
+    method; ``hidden`` defaults to the FFN's own. ``starts.py`` explains ``start`` and ``redraw``.
 
-    With ``example``, inputs of the model (a tensor, a tuple or a dict), layers are measured on the tokens they get
-    there, and the report says how far the model's output has moved; without, on random ones. Nothing is changed unless
-    every chosen FFN can be replaced.
+    With ``example``, an input of the model (a tensor, a tuple or a dict), layers are measured on the tokens they get
+    from it, and the report says how much the model's output has changed; without it, on random tokens. Nothing is
+    changed unless every chosen FFN can be replaced.
     """
     require(start in STARTS, "start", start, f"one of {', '.join(map(repr, STARTS))}")
-    require(0 <= redraw < 1, "redraw", redraw, "a share in [0, 1)")
+    require(0 <= redraw < 1, "redraw", redraw, "a fraction in [0, 1)")
     require(not redraw or start == "copy", "redraw", redraw, "0 unless start='copy'")
     find_method(method)
     model = unwrap(model)
     chosen, left = _choose(model, layers, match)
     if any(parameter.is_meta for ffn in chosen for parameter in ffn.module.parameters()):
-        raise ValueError("the model is on the meta device and has no weights yet: load them, then replace")
+        raise ValueError("the model is on the meta device and has no weights yet: load them first")
     parameters = _count(model)
     with _evaluating(model), torch.no_grad():
         seen, before = (None, None) if example is None else _run(model, chosen, example)
@@ -74,25 +74,25 @@ def _choose(model: nn.Module, layers: Iterable[int] | None, match: str | None) -
     found = find_ffns(model)
     wanted = [ffn for ffn in found.ffns if (re.search(match, ffn.name) if match else ffn.known)]
     refused = {name: reason for name, reason in found.refused.items() if not match or re.search(match, name)}
-    unnamed = "it has the shape of an FFN, but its maps have unknown names: match= takes it all the same"
+    unnamed = "it has the shape of an FFN, but its maps have unknown names: use match= to replace it anyway"
     left = {ffn.name: unnamed for ffn in found.ffns if not ffn.known and ffn not in wanted}
     if refused:
         listed = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
-        rest = "\nmatch= chooses others by name" if wanted else ""
+        rest = "\nuse match= to choose others by name" if wanted else ""
         raise ValueError(f"{type(model).__name__} has FFNs that cannot be replaced:\n{listed}{rest}")
     if not wanted:
         others = "".join(f"\n  {name}: {reason}" for name, reason in left.items())
         where = f" whose name contains {match!r}" if match else ""
-        fix = "in a model of your own, put intbmoe.create(…) where its FFN is made"
-        fix = "it holds mixtures already" if any(moe_layers(model)) else fix
+        fix = "in your own model, use intbmoe.create(…) where its FFN is made"
+        fix = "it already holds mixtures" if any(moe_layers(model)) else fix
         raise ValueError(
-            f"{type(model).__name__} has no FFN{where} that is known by names and shapes of its maps; {fix}{others}"
+            f"{type(model).__name__} has no FFN{where} with known names and shapes of its maps; {fix}{others}"
         )
     if layers is None:
         return wanted, left
     indices = list(layers)
     if not indices or any(not -len(wanted) <= index < len(wanted) for index in indices):
-        require(False, "layers", indices, f"numbers among 0…{len(wanted) - 1}: {len(wanted)} FFNs were found")
+        require(False, "layers", indices, f"numbers from 0 to {len(wanted) - 1}: {len(wanted)} FFNs were found")
     kept = sorted({index % len(wanted) for index in indices})
     return [wanted[index] for index in kept], left
 
@@ -108,11 +108,11 @@ def _build(
 ) -> tuple[Started, ReplacedFFN]:
     weight = ffn.maps[-1].weight
     tokens = seen[ffn.name] if seen else torch.randn(*TOKENS, ffn.dim, device=weight.device).to(weight.dtype)
-    before = ffn.module.eval()(tokens)  # a module that was joined of parts is not in the model yet
+    before = ffn.module.eval()(tokens)  # a module built from parts of a block is not in the model, so it needs eval()
     if not isinstance(before, Tensor) or before.shape != tokens.shape:
         found = tuple(before.shape) if isinstance(before, Tensor) else f"a {type(before).__name__}"
         raise ValueError(
-            f"{ffn.name} gives {found} for tokens {tuple(tokens.shape)}: not an FFN that a layer can replace"
+            f"{ffn.name} returns {found} for tokens {tuple(tokens.shape)}: not an FFN that a layer can replace"
         )
     started = start_layer(method, ffn, start, tokens, redraw, options)
     layer = started.layer.eval()
@@ -121,7 +121,7 @@ def _build(
     if start == "shared" and change > ROUNDING * torch.finfo(weight.dtype).eps * size:
         raise ValueError(
             f"{ffn.name} ({type(ffn.module).__name__}) computes something else as a shared expert (off by {change:.3g} "
-            f"of {size:.3g}): its tokens are not independent of one another"
+            f"of {size:.3g}): its outputs depend on more than one token each"
         )
     dense, flops, per_forward = _flops(ffn.module, layer, ffn.dim, weight)
     description = f"{type(ffn.module).__name__} {ffn.dim}→{ffn.hidden}"
@@ -131,23 +131,23 @@ def _build(
 
 
 def _require_fit(model: nn.Module, method: str, ffn: FFN, layer: MoELayer) -> None:
-    """A decoder may have neither a layer that looks ahead nor, when it generates, one that remembers."""
+    """Refuse layers that look ahead in a model that generates, and warn about layers with a decoding state."""
     generates = getattr(model, "can_generate", lambda: False)() and "encoder" not in ffn.name.split(".")
     if not generates:
         return
     reason = layer.config.noncausal_reason()
     if reason is not None:
-        raise ValueError(f"{method} may not stand in {ffn.name} of a model that generates: {reason}")
+        raise ValueError(f"{method} cannot be used in {ffn.name} of a model that generates: {reason}")
     if layer.new_state(1) is not None:
         warnings.warn(
-            f"{method} remembers earlier tokens, which the model's cache does not: generate with use_cache=False",
+            f"{method} keeps a state of earlier tokens, which the model's cache lacks: generate with use_cache=False",
             stacklevel=4,
         )
 
 
 def _flops(module: nn.Module, layer: MoELayer, dim: int, weight: Tensor) -> tuple[int, int, int]:
-    """FLOPs per token of the FFN and of the layer, and what the layer needs per forward, from two lengths."""
-    if weight.dtype == torch.float64:  # in which tiles run, whose padding would count
+    """FLOPs per token of the FFN and of the layer, and the layer's FLOPs per forward, from runs of two lengths."""
+    if weight.dtype == torch.float64:  # float64 runs tiles, whose padding would be counted
         module, layer = copy.deepcopy(module).float(), copy.deepcopy(layer).float()
     dtype = torch.float32 if weight.dtype == torch.float64 else weight.dtype
     length = TOKENS[1]
@@ -159,7 +159,7 @@ def _flops(module: nn.Module, layer: MoELayer, dim: int, weight: Tensor) -> tupl
 
 
 def _run(model: nn.Module, ffns: list[FFN], example: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """The tokens that each FFN gets in ``example``, and the model's first output."""
+    """Run ``example``; return the tokens that each FFN gets, and the model's first output."""
     seen: dict[str, list[Tensor]] = {ffn.name: [] for ffn in ffns}
     hooks = [
         model.get_submodule(ffn.entry).register_forward_pre_hook(

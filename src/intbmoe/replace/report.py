@@ -1,4 +1,4 @@
-"""What a replacement did, in numbers."""
+"""The report of a replacement: sizes, costs and changes."""
 
 from dataclasses import dataclass, field
 
@@ -11,32 +11,32 @@ class ReplacedFFN:
     ffn: str
     """The FFN's class and sizes."""
     parameters: tuple[int, int]
-    """Before and after; what the layer keeps of the FFN counts in both."""
+    """Before and after; an FFN that the layer keeps counts in both."""
     flops: tuple[int, int]
-    """For a token, before and after: 2 × multiply-adds."""
+    """Per token, before and after: 2 × multiply-adds."""
     flops_per_forward: int
-    """What the layer needs beside, whatever the number of tokens: composition, which ``precompose`` does once."""
+    """FLOPs of the layer that do not depend on the number of tokens: composition, which ``precompose`` does once."""
     change: float
     """Largest change of an output, in evaluation mode."""
     size: float
     """Largest output of the FFN on the same tokens."""
     scale: float = 1.0
-    """What ``start="copy"`` multiplied the experts' last map by."""
+    """The factor that ``start="copy"`` applied to the experts' last map."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What ``replace_ffn`` did; printed, it is a table."""
+    """What ``replace_ffn`` did; printing it gives a table."""
 
     method: str
     start: str
     layers: tuple[ReplacedFFN, ...]
     parameters: tuple[int, int]
-    """Of the model, before and after."""
+    """The model's parameters, before and after."""
     left: dict[str, str] = field(default_factory=dict)
-    """What has the shape of an FFN and was left alone → why."""
+    """Name of a module that has the shape of an FFN but was left alone → why."""
     output_change: float | None = None
-    """Largest change of the model's first output on the ``example``; None without one."""
+    """Largest change of the model's first output on the ``example``; None without an example."""
 
     @property
     def largest_change(self) -> float:

@@ -1,9 +1,10 @@
-"""A model with replaced FFNs, on disk and back.
+"""Save and load a model with replaced FFNs.
 
 The model's own class would build its old FFNs, find no weights for them and leave them random, with a warning at most.
-So the state of a replaced model holds a *marker* for each layer: one number under the name of a weight that is gone,
-which no loader can fit into that weight; and one whose name says what to do. ``from_pretrained`` reads what was
-replaced from ``config.json``, builds the model with its layers and loads the rest as the model's own library does.
+So the state of a replaced model holds a *marker* for each layer: a single number under the name of a removed weight,
+which no loader can fit into that weight. One more entry says in its name how to load the model. ``from_pretrained``
+reads what was replaced from ``config.json``, builds the model with its layers and loads the rest as the model's own
+library does.
 """
 
 import json
@@ -25,19 +26,19 @@ from intbmoe.replace.starts import make_layer
 from intbmoe.settings import from_plain, to_plain
 
 KEY = "intbmoe"
-"""Of ``config.json``, under which it says what was replaced."""
+"""The key of ``config.json`` that says what was replaced."""
 
 HINT = "load_this_model_with.intbmoe.from_pretrained"
-"""A key of the saved state, for those who meet it in an error of another loader."""
+"""A key of the saved state, for people who see it in another loader's error."""
 
 
 def record_of(method: str, ffn: FFN, layer: MoELayer, keeps_ffn: bool) -> dict[str, Any]:
-    """What ``rebuild`` needs to put the layer in the place of ``ffn``."""
+    """The record that ``rebuild`` needs to replace ``ffn`` by the layer."""
     return {"method": method, "keeps_ffn": keeps_ffn, "marker": ffn.marker, "config": to_plain(layer.config)}
 
 
 def remember(model: nn.Module, records: Mapping[str, Mapping[str, Any]]) -> None:
-    """Keep with ``model``, and in its configuration, what stands where."""
+    """Store in ``model``, and in its configuration, which layers replaced its FFNs."""
     if not hasattr(model, "replaced_ffns"):
         model.replaced_ffns = {}
         model.register_state_dict_post_hook(_add_markers)
@@ -48,9 +49,9 @@ def remember(model: nn.Module, records: Mapping[str, Mapping[str, Any]]) -> None
 
 
 def rebuild(model: nn.Module, records: Mapping[str, Mapping[str, Any]], keys: Collection[str] = ()) -> None:
-    """Put layers with the recorded Configs into a model of the old class; their weights come afterwards.
+    """Put layers with the recorded Configs into a model of the old class; their weights are loaded afterwards.
 
-    ``keys`` of the saved state say which layers had been precomposed.
+    ``keys`` are those of the saved state; they show which layers were precomposed.
     """
     found = {ffn.name: ffn for ffn in find_ffns(model).ffns}
     for name, record in records.items():
@@ -68,8 +69,8 @@ def rebuild(model: nn.Module, records: Mapping[str, Mapping[str, Any]], keys: Co
 def save_pretrained(model: nn.Module, folder: str | PathLike[str], **model_args: Any) -> None:
     """Save a transformers or timm model with replaced FFNs; ``from_pretrained`` loads it.
 
-    A transformers model can as well save itself. A timm model does not know how it was made: ``model_args`` are the
-    arguments that ``timm.create_model`` got beside its name, and are left out where there were none.
+    A transformers model can also save itself. A timm model does not know how it was made: ``model_args`` are the
+    arguments that ``timm.create_model`` got besides the name, if any.
     """
     model = unwrap(model)
     records = getattr(model, "replaced_ffns", None)
@@ -82,8 +83,8 @@ def save_pretrained(model: nn.Module, folder: str | PathLike[str], **model_args:
         return
     if not hasattr(model, "pretrained_cfg"):
         raise TypeError(
-            f"{type(model).__name__} is of neither transformers nor timm: save model.state_dict(); to load it, build "
-            f"the model and call replace_ffn with the same arguments first"
+            f"{type(model).__name__} is neither a transformers nor a timm model: save model.state_dict(); before "
+            f"loading it, build the model and call replace_ffn with the same arguments"
         )
     from timm.models import save_for_hf
 
@@ -91,16 +92,16 @@ def save_pretrained(model: nn.Module, folder: str | PathLike[str], **model_args:
 
 
 def from_pretrained(folder: str | PathLike[str], **options: Any) -> nn.Module:
-    """The model with replaced FFNs that was saved in ``folder``, in evaluation mode.
+    """Load the model with replaced FFNs that was saved in ``folder``, in evaluation mode.
 
     ``options`` go to ``from_pretrained`` of the model's class (transformers) or to ``timm.create_model``.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there: expected the folder of a saved transformers or timm model")
+        raise FileNotFoundError(f"{path} does not exist: expected the folder of a saved transformers or timm model")
     config = json.loads(path.read_text(encoding="utf-8"))
     if KEY not in config:
-        raise ValueError(f"{path} says nothing of replaced FFNs: load the model as its own library does")
+        raise ValueError(f"{path} does not mention replaced FFNs: load the model with its own library")
     import_torchvision(required=False)
     load = _load_timm if "architecture" in config else _load_transformers
     return load(Path(folder), config, options).eval()
@@ -121,7 +122,7 @@ def _load_transformers(folder: Path, config: Mapping[str, Any], options: Mapping
         wide = {f"{name}.{part}" for name, layer in moe_layers(self) for part in layer.KEPT_WIDE}
         self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *wide}
 
-    # Same name and module: transformers looks both up. The class is taken off again when the weights are there.
+    # Same name and module, because transformers looks up both. The original class is restored after loading.
     markers = [re.escape(key) for key in (HINT, *(record["marker"] for record in records.values()))]
     ignored = [*(original._keys_to_ignore_on_load_unexpected or ()), *(f"{marker}$" for marker in markers)]
     body = {"__init__": build, "__module__": original.__module__, "_keys_to_ignore_on_load_unexpected": ignored}
@@ -131,7 +132,7 @@ def _load_transformers(folder: Path, config: Mapping[str, Any], options: Mapping
     if lost:
         raise RuntimeError(f"{folder} does not fit the model that its config.json describes: {lost}")
     model.__class__ = original
-    remember(model, records)  # not before: transformers asks the model which weights it needs
+    remember(model, records)  # not earlier, because transformers asks the model which weights it needs
     return model
 
 

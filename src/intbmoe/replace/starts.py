@@ -1,14 +1,14 @@
-"""How a mixture begins in the place of a trained FFN.
+"""How a mixture is initialised when it replaces a trained FFN.
 
-    shared    the FFN stays, as the shared expert, and the mixture beside it starts at zero: nothing changes
+    shared    the FFN stays as the shared expert, and the mixture beside it starts at zero: nothing changes
     copy      every expert starts as a copy of the FFN ("sparse upcycling", Komatsuzaki et al., ICLR 2023)
-    fresh     the layer starts as it always does; what the FFN had learned is gone
+    fresh     the layer keeps its usual initialisation; what the FFN had learned is lost
 
-A copy changes nothing where the weights of a token's experts sum to one. Where they do not (Switch, V-MoE, ReMoE, …)
-the last map of every expert is divided by their mean sum, measured on tokens; He et al. ("Upcycling Large Language
-Models into Mixture of Experts", 2024) scale by a constant. Equal experts become different only as far as the router
-sends them different tokens; ``redraw`` lets each draw a share of its inner units anew, with the mean and deviation of
-the copied ones (Drop-Upcycling, Nakamura et al., ICLR 2025).
+A copy changes nothing if the weights of a token's experts sum to one. If they do not (Switch, V-MoE, ReMoE, …), the
+last map of every expert is divided by their mean sum, measured on tokens; He et al. ("Upcycling Large Language Models
+into Mixture of Experts", 2024) scale by a constant. Equal experts diverge only because the router sends them different
+tokens; with ``redraw`` each expert draws a fraction of its inner units again, with the mean and deviation of the copied
+ones (Drop-Upcycling, Nakamura et al., ICLR 2025).
 """
 
 import copy
@@ -33,7 +33,7 @@ STARTS = ("shared", "copy", "fresh")
 SAME = 1e-9
 """How much an expert may differ from the FFN it copies, in float64 and relative to the largest output."""
 SCALED_FROM = 1e-3
-"""Weights whose mean sum is nearer to one than this need no scaling."""
+"""Weights whose mean sum is closer to one than this are not scaled."""
 
 
 class Started(NamedTuple):
@@ -45,7 +45,7 @@ class Started(NamedTuple):
 def start_layer(
     method: str, ffn: FFN, start: Start, tokens: Tensor, redraw: float, options: Mapping[str, Any]
 ) -> Started:
-    """The layer for the place of ``ffn``, on its device and in its type."""
+    """Make the layer that replaces ``ffn``, on its device and in its type."""
     chosen = {"hidden": ffn.hidden, **options}
     if start != "copy":
         found = find_method(method)
@@ -55,8 +55,8 @@ def start_layer(
         return Started(layer, start == "shared", 1.0)
     if chosen["hidden"] != ffn.hidden:
         raise ValueError(
-            f"hidden={chosen['hidden']} is not allowed with start='copy': {ffn.name} is copied with its own width, "
-            f"{ffn.hidden}"
+            f"hidden={chosen['hidden']} is not allowed with start='copy': {ffn.name} is copied with its own width "
+            f"({ffn.hidden})"
         )
     expert, parts = _as_expert(ffn, tokens)
     layer = make_layer(find_method(method).layer, ffn, _copy_config(method, ffn, expert, chosen))
@@ -65,7 +65,7 @@ def start_layer(
 
 
 def make_layer(kind: type[MoELayer], ffn: FFN, config: Any) -> MoELayer:
-    """On the device and in the type of ``ffn``; in half precision, what decides where tokens go stays in float32."""
+    """Make a layer on the device and in the type of ``ffn``; in half precision, routers stay in float32."""
     weight = ffn.maps[-1].weight
     with torch.device(weight.device):
         layer = kind(config)
@@ -77,13 +77,13 @@ def make_layer(kind: type[MoELayer], ffn: FFN, config: Any) -> MoELayer:
 
 
 def _copy_config(method: str, ffn: FFN, expert: str, options: dict[str, Any]) -> Any:
-    """The method's Config with experts like ``ffn``, and no shared expert that would come on top."""
+    """The method's Config with experts like ``ffn`` and without an additional shared expert."""
     found = find_method(method)
     plain = found.config(ffn.dim, options.pop("hidden"), **options)
     if not hasattr(plain, "expert"):
         raise ValueError(
-            f"{method} has no experts that an FFN can be copied into: start='shared' keeps the FFN, where a method has "
-            f"a shared expert (intbmoe, deepseek)"
+            f"{method} has no experts that an FFN can be copied into: use start='shared', which keeps the FFN, with a "
+            f"method that has a shared expert (intbmoe, deepseek)"
         )
     if options.get("expert", expert) != expert:
         raise ValueError(f"expert={options['expert']!r} is not allowed: {ffn.name} is a {expert} network")
@@ -105,8 +105,8 @@ def _as_expert(ffn: FFN, tokens: Tensor) -> tuple[str, dict[str, tuple[Tensor, T
             if (network(tokens.double()) - wanted).abs().max() <= SAME * wanted.abs().max():
                 return expert, parts
     raise ValueError(
-        f"{ffn.name} ({type(ffn.module).__name__}) cannot be copied: experts are GELU networks (exact, not by tanh) or "
-        f"SwiGLU without biases, and nothing else; start='shared' keeps any FFN"
+        f"{ffn.name} ({type(ffn.module).__name__}) cannot be copied: experts can only be GELU networks (exact, not "
+        f"tanh) or SwiGLU without biases; start='shared' works with any FFN"
     )
 
 
@@ -115,14 +115,14 @@ def _double(tensor: Tensor | None) -> Tensor | None:
 
 
 def _readings(ffn: FFN) -> Iterator[tuple[str, dict[str, tuple[Tensor, Tensor | None]]]]:
-    """What the maps may be; of two that look alike, either may be the gate."""
+    """The possible roles of the maps: of two with the same shape, either may be the gate."""
     biases = [getattr(part, "bias", None) for part in ffn.maps]
     matrices = [matrix(part) for part in ffn.maps]
     if ffn.form == "plain":
         yield "gelu", dict(zip(("up", "down"), zip(matrices, biases, strict=True), strict=True))
         return
     if any(bias is not None and bias.any() for bias in biases):
-        return  # SwiGLU experts have none
+        return  # SwiGLU experts have no biases
     first = matrices[0].chunk(2, dim=1) if ffn.form == "fused" else matrices[:2]
     for gate, up in (first, first[::-1]):
         yield "swiglu", {"gate": (gate, None), "up": (up, None), "down": (matrices[-1], None)}
@@ -157,7 +157,7 @@ def _fill(experts: StackedExperts, parts: Mapping[str, tuple[Tensor, Tensor | No
 
 @torch.no_grad()
 def _scale(layer: MoELayer, tokens: Tensor) -> float:
-    """Divide the experts' last map by what their weights sum to for a token, on average; returns the factor."""
+    """Divide the experts' last map by the mean sum of a token's weights; return the factor."""
     layer.eval()
     with record_routing(nn.ModuleDict({"layer": layer})) as log:
         layer(tokens)

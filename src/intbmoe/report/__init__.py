@@ -1,5 +1,7 @@
-"""What reports are made of, whoever writes them (``compare``, ``cost``, ``analyse``, the study): numbers, one table and
-its renderers, one page, one style for all pictures, and where numbers come from."""
+"""The parts of all reports (``compare``, ``cost``, ``analyse``, the study).
+
+They are number formats, one table and its renderers, one page, one style for all pictures, and the traces of runs.
+"""
 
 from importlib.util import find_spec
 

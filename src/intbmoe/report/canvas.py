@@ -1,6 +1,6 @@
-"""What the pictures share: the picture itself, panels, axes, legends. Their colours are in ``style.py``.
+"""Common to all pictures: the picture itself, panels, axes and legends. Colours are in ``style.py``.
 
-Pictures of panels are as wide as a phone can show, with letters that can be read there; more panels make them taller.
+Pictures with panels are as wide as a phone can show, with letters readable there; more panels make them taller.
 """
 
 import io
@@ -22,16 +22,16 @@ from intbmoe.files import to_json
 from intbmoe.report.style import BLOCKS, DIVERGING, FAMILIES, GRID, NOTHING, PHONE_INCHES, PHONE_POINTS
 from intbmoe.report.svg import for_pages
 
-SHADES = (0.0, -0.45, 0.5)  # of the blocks' colours, where there are more blocks: as they are, darker, lighter
+SHADES = (0.0, -0.45, 0.5)  # variants of the blocks' colours if there are more blocks: plain, darker, lighter
 FORMATS = ("png", "svg")
-DPI = 150  # of a PNG, and of what an SVG holds as pixels
+DPI = 150  # of a PNG, and of the pixel images inside an SVG
 LOAD_TITLES = {
     "utilisation": "utilisation (1: all get tokens)",
     "entropy": "entropy of the load (1: even)",
     "worst_case": "largest load / mean load (1: even)",
     "dropped": "share of assignments dropped",
 }
-"""Of panels that show a load over training."""
+"""Titles of panels that show a load over training."""
 LETTER_INCHES = 0.088  # width of a digit of PHONE_POINTS - 1, in matplotlib's typeface
 
 Data = Mapping[str, Any]
@@ -39,9 +39,9 @@ Data = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure and what is to be said under it."""
+    """A figure and its caption."""
 
-    name: str  # of its files, without ending
+    name: str  # of its files, without the extension
     title: str
     see: str  # what to see
     how: str  # how it was computed
@@ -51,19 +51,19 @@ class Picture:
         return {"title": self.title, "see": self.see, "how": self.how}
 
     def content(self, form: str) -> bytes:
-        """The bytes of a PNG or SVG, the same for the same figure; an SVG has colours for dark screens too."""
+        """The bytes of a PNG or SVG, always the same for the same figure; an SVG also has colours for dark screens."""
         buffer = io.BytesIO()
         if form != "svg":
             self.figure.savefig(buffer, format=form, dpi=DPI)
             return buffer.getvalue()
-        # Without a salt and with a date, no two SVG files would be equal.
+        # Without a fixed salt, or with a date, no two SVG files would be equal.
         with matplotlib.rc_context({"svg.hashsalt": self.name, "svg.fonttype": "none"}):
             self.figure.savefig(buffer, format=form, dpi=DPI, metadata={"Date": None})
         return for_pages(buffer.getvalue().decode()).encode()
 
 
 def require_format(path: Path) -> str:
-    """The format that a picture's path asks for by its ending, which must be one of ``FORMATS``."""
+    """The format of a picture from its path's extension, which must be one of ``FORMATS``."""
     form = path.suffix.removeprefix(".")
     if form not in FORMATS:
         raise ValueError(f"{path}: a picture must end in {' or '.join(f'.{known}' for known in FORMATS)}")
@@ -71,7 +71,7 @@ def require_format(path: Path) -> str:
 
 
 def save_picture(picture: Picture, path: Path) -> None:
-    """As PNG or SVG, by the ending of ``path``."""
+    """Save a picture as PNG or SVG, by the extension of ``path``."""
     content = picture.content(require_format(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
@@ -86,7 +86,7 @@ def save_pictures(pictures: Iterable[Picture], folder: Path) -> None:
 
 
 def add_legend(figure: Figure, families: Container[str], size: float = 9) -> None:
-    """Below the figure: the ``families`` that are in it, in two columns where four would be wider than it."""
+    """Add a legend of the figure's ``families`` below it, in two columns if four would be too wide."""
     handles = [
         Line2D([], [], color=colour, marker=marker, linestyle="", markersize=8, label=name)
         for name, (colour, marker) in FAMILIES.items()
@@ -97,12 +97,12 @@ def add_legend(figure: Figure, families: Container[str], size: float = 9) -> Non
 
 
 def shorten(label: str, letters: int) -> str:
-    """At most so many letters of a row's label, so that the row keeps its room."""
+    """Cut a row's label to at most ``letters`` letters, so that the row keeps its space."""
     return label if len(label) <= letters else f"{label[: letters - 1]}…"
 
 
 def layer_title(name: str) -> str:
-    """ "layer 2" of "blocks.2.moe"; a layer without number keeps its last name."""
+    """ "layer 2" for "blocks.2.moe"; the last part of the name if it has no number."""
     parts = name.split(".")
     numbers = [part for part in parts if part.isdigit()]
     return f"layer {numbers[-1]}" if numbers else parts[-1]
@@ -111,7 +111,7 @@ def layer_title(name: str) -> str:
 def make_panels(
     number: int, width: float, height: float, ylabel: str = "", labels: float = 0.0
 ) -> tuple[Figure, list[Axes]]:
-    """``number`` axes, as many beside each other as a phone's width has room for, where row labels take ``labels``.
+    """Make ``number`` axes, as many side by side as fit on a phone if row labels take ``labels``.
 
     Sizes are in inches. Axes with a common ``ylabel`` share their scale.
     """
@@ -129,19 +129,19 @@ def make_panels(
 
 
 def bars_width(bars: int) -> float:
-    """Inches of a panel: two in a row while their bars are wide enough."""
+    """The width of a panel in inches: two in a row if their bars are wide enough."""
     return PHONE_INCHES / (2 if bars <= 16 else 1)
 
 
 def rows_height(rows: int) -> float:
-    """Inches of a heat map: rows of one height while they are few, then lower ones."""
+    """The height of a heat map in inches: up to 16 rows have full height, further rows are lower."""
     return 0.15 * min(rows, 16) + 0.04 * max(0, rows - 16)
 
 
 def heat_map(axes: Axes, values: np.ndarray, limit: float, title: str) -> Any:
-    """Symmetric colours, so that white is 0; grey where there is nothing."""
+    """Draw a heat map with symmetric colours, so that white is 0; grey means no value."""
     axes.set_facecolor(NOTHING)
-    # Not interpolated at all, an SVG holds one pixel a value, and browsers draw them with sharp edges.
+    # Without interpolation an SVG holds one pixel per value, and browsers draw the pixels with sharp edges.
     look = {"cmap": DIVERGING, "vmin": -limit, "vmax": limit, "aspect": "auto", "interpolation": "none"}
     image = axes.imshow(np.ma.masked_invalid(values), **look)
     axes.set_title(title, loc="left", fontsize=PHONE_POINTS)
@@ -151,7 +151,7 @@ def heat_map(axes: Axes, values: np.ndarray, limit: float, title: str) -> Any:
 
 
 def number_columns(axes: Axes, numbers: Sequence[int], unit: str, width: float) -> None:
-    """Below columns that are ``width`` inches wide: all numbers, or as many as there is room for."""
+    """Label columns that are ``width`` inches wide with all numbers, or as many as there is room for."""
     letters = max(len(str(number)) for number in numbers)
     step = math.ceil((letters * LETTER_INCHES + 0.05) / width)
     axes.set_xticks(range(0, len(numbers), step), [str(number) for number in numbers[::step]])
@@ -160,7 +160,7 @@ def number_columns(axes: Axes, numbers: Sequence[int], unit: str, width: float) 
 
 
 def colour_bar(figure: Figure, image: Any, panels: Any, title: str) -> None:
-    """Below the panels; as thick and as far from them in a tall picture as in a low one."""
+    """Add a colour bar below the panels, of the same thickness and distance whatever the picture's height."""
     pad = 0.1 / figure.get_size_inches()[1]
     bar = figure.colorbar(image, ax=panels, location="bottom", shrink=0.9, aspect=30, pad=pad)
     bar.set_label(title, fontsize=PHONE_POINTS)
@@ -171,7 +171,7 @@ def colour_bar(figure: Figure, image: Any, panels: Any, title: str) -> None:
 def tidy(
     axes: Axes, title: str = "", xlabel: str = "", *, ticks: int = 0, grid: Any = None, size: float = PHONE_POINTS - 1
 ) -> None:
-    """No box, numbers of ``size`` points, at most ``ticks`` whole ones below, a ``grid`` of x, y or both behind."""
+    """Remove the box; set the font size, at most ``ticks`` integer ticks on the x axis and a ``grid`` (x, y, both)."""
     if title:
         axes.set_title(title, loc="left", fontsize=size + 1)
     if xlabel:
@@ -186,7 +186,7 @@ def tidy(
 
 
 def block_colours(number: int) -> list[tuple[float, float, float]]:
-    """A colour for each of ``number`` blocks or experts: eight that all can tell apart, then darker, then lighter."""
+    """A colour for each of ``number`` blocks or experts: eight easily distinguished ones, then darker, then lighter."""
     base = [np.array(to_rgb(colour)) for colour in BLOCKS]
     if number > len(SHADES) * len(base):
         return [tuple(colour[:3]) for colour in matplotlib.colormaps["viridis"](np.linspace(0, 1, number))]

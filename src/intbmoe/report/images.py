@@ -1,4 +1,4 @@
-"""Pictures as parts of a page: SVG where it is small enough, else PNG on a white plate, inside the page as data."""
+"""Pictures embedded in a page as data: SVG if it is small enough, otherwise PNG on a white background."""
 
 import base64
 import re
@@ -19,11 +19,11 @@ class Image:
     uri: str
     width: int
     height: int
-    adapts: bool  # whether it has colours of its own for dark screens
+    adapts: bool  # whether it has its own colours for dark screens
 
     @property
     def fits_phone(self) -> bool:
-        """Whether its letters can be read where it is as narrow as a phone."""
+        """Whether its letters can be read at a phone's width."""
         return self.width <= PHONE_INCHES * CSS_DPI
 
 

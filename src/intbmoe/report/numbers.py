@@ -1,4 +1,4 @@
-"""How numbers are written, in tables, answers, captions and on axes alike."""
+"""How numbers are written in tables, answers, captions and on axes."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ NOTHING = "–"
 
 
 def format_metric(metric: str, value: float, interval: float | None = None) -> str:
-    """The value, accuracies in per cent and all else as it is, and ± where there is an interval."""
+    """Format a value, with ± if there is an interval; accuracies are in per cent."""
     percent = metric.startswith("accuracy")
     factor, digits, unit = (100, 2, " %") if percent else (1, 2 if metric == "perplexity" else 4, "")
     reach = "" if interval is None else f" ± {interval * factor:.{digits}f}"
@@ -14,7 +14,7 @@ def format_metric(metric: str, value: float, interval: float | None = None) -> s
 
 
 def format_difference(metric: str, difference: float, points: str, sign: str = "") -> str:
-    """The distance of two values; of accuracies in percentage points, which the caller has a word for."""
+    """Format the difference of two values; for accuracies in percentage points, which the caller names ``points``."""
     if metric.startswith("accuracy"):
         return f"{100 * difference:{sign}.2f} {points}".replace("-", "−")
     return f"{difference:{sign}.4f}".replace("-", "−")
@@ -25,7 +25,7 @@ def counted(number: int, word: str) -> str:
 
 
 def axis_scale(metric: str) -> tuple[float, str]:
-    """What a metric is multiplied by on an axis, and what is added to the axis's title."""
+    """The factor for a metric on an axis, and what to add to the axis's title."""
     return (100, " (%)") if metric.startswith("accuracy") else (1, "")
 
 

@@ -1,7 +1,7 @@
-"""What a report page consists of, and how it becomes one HTML file that needs nothing but itself.
+"""The parts of a report page, and how they become one self-contained HTML file.
 
-Texts are plain strings everywhere: the template escapes each of them, so that no name of a run can become markup. The
-content security policy in the page's head allows no request at all, and no script but its own.
+All texts are plain strings: the template escapes each of them, so that the name of a run can never become markup. The
+content security policy in the page's head allows no requests and no script but the page's own.
 """
 
 import base64
@@ -25,12 +25,12 @@ Verdict = Literal["win", "tie", "no claim", "one run"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What stands at the top of a page: a headline and five lines, each with its name."""
+    """The top of a page: a headline and five lines, each with its name."""
 
     verdict: Verdict
     headline: str
     lines: tuple[tuple[str, str], ...]
-    leaders: tuple[str, ...] = ()  # titles of what won or is tied for it; nothing where there is no claim
+    leaders: tuple[str, ...] = ()  # titles of the winner, or of those tied for first place; empty without a claim
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Figure:
     see: str
     how: str
     image: Image
-    source: str  # the files it comes from, beside the page
+    source: str  # the files it comes from, next to the page
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,16 @@ class Page:
 
 
 def read_figure(caption: Path, data: str) -> Figure:
-    """The picture that a caption's file stands beside; ``data`` names the files it was drawn from."""
+    """Read the picture that belongs to a caption's file; ``data`` names the files it was drawn from."""
     words, image = read_json(caption), read_image(caption.parent, caption.stem)
     if image is None:
-        raise FileNotFoundError(f"{caption} is the caption of a picture that is not there")
+        raise FileNotFoundError(f"{caption} is the caption of a picture that does not exist: draw it again")
     source = ", ".join(part for part in (f"pictures/{caption.stem}.svg", data) if part)
     return Figure(words["title"], words["see"], words["how"], image, source)
 
 
 def write_page(folder: Path, page: Page) -> Path:
-    """Write report.html into ``folder``, beside its data and pictures; returns its path."""
+    """Write report.html into ``folder``, next to its data and pictures; return its path."""
     path = folder / NAME
     replace_file(path, render(page).encode())
     return path

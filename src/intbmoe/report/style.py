@@ -1,6 +1,6 @@
-"""How everything that is drawn looks: typefaces, colours by family of methods, and their counterparts on dark screens.
+"""The style of all pictures: typefaces, colours by family of methods, and their counterparts on dark screens.
 
-Okabe and Ito's colours, which colour-blind readers can tell apart too. ``style.css`` has those of pages.
+The colours are Okabe and Ito's, which colour-blind readers can also distinguish. ``style.css`` has those of pages.
 """
 
 from pathlib import Path
@@ -9,22 +9,22 @@ CSS = Path(__file__).with_name("style.css")
 SANS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'Noto Sans', 'DejaVu Sans', sans-serif"
 MONO = "'DejaVu Sans Mono', ui-monospace, 'SF Mono', 'Cascadia Mono', Menlo, Consolas, monospace"
 PHONE_INCHES, PHONE_POINTS = 6.0, 11.0
-"""Width and letters of a picture that must be readable on a phone: 375 pixels wide, letters have nine or ten."""
+"""Width and font size of a picture that must be readable on a phone: at 375 pixels, letters have nine or ten."""
 BLUE, ORANGE, GREEN, PINK, AMBER, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 INK, GREY, PALE, NOTHING, GRID, PAPER = "#000000", "#777777", "#bbbbbb", "#cccccc", "#dddddd", "#ffffff"
 ON_COLOUR = "#111111"
-"""Of letters on coloured cells, which are the same on dark screens; ``INK`` becomes light there."""
+"""The colour of letters on coloured cells, which stays the same on dark screens; ``INK`` becomes light there."""
 BLOCKS = (BLUE, AMBER, GREEN, PINK, SKY, ORANGE, "#f0e442", "#999999")
-"""Of blocks and experts, by number; the server's page has the same."""
+"""Colours of blocks and experts, by number; the server's page has the same."""
 METHODS = (BLUE, GREEN, PINK, AMBER, SKY, INK, GREY)
-"""Of methods that are lines: without yellow, which white swallows, and orange, which is IntBMoE's."""
+"""Colours of methods drawn as lines: without yellow, which is invisible on white, and orange, which is IntBMoE's."""
 FAMILIES = {
     "IntBMoE": (ORANGE, "*"),
     "all experts take part": (BLUE, "s"),
     "few experts take part": (AMBER, "o"),
     "no experts": (GREY, "D"),
 }
-"""Colour and marker of a method's family (``registry.method_family``); the marker says again what the colour says."""
+"""Colour and marker of a method's family (``registry.method_family``); both carry the same information."""
 DIVERGING = "RdBu_r"
 DARK = {
     INK: "#e9eae6",
@@ -35,7 +35,7 @@ DARK = {
     NOTHING: "#4a505c",
     GRID: "#343944",
     BLUE: "#5fb0ea",  # Okabe and Ito's is too dark on a dark page
-    ORANGE: "#e8661a",  # without green cones, a lighter one looks like amber
+    ORANGE: "#e8661a",  # a lighter one looks like amber to readers with green blindness
     GREEN: "#1fb58a",
     PINK: PINK,
     AMBER: "#f2b33d",

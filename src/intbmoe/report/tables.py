@@ -1,7 +1,7 @@
-"""One table: built once of typed columns and cells, then rendered for the terminal, as Markdown, CSV or JSON.
+"""One table: built once from typed columns and cells, then rendered for the terminal or as Markdown, CSV or JSON.
 
-``page.html`` renders the same table on a page, where its headings sort. People read the cells' texts; files for
-programs have the records, which keep every digit.
+``page.html`` renders the same table on a page, where clicking a heading sorts it. People read the cells' texts; files
+for programs contain the records, which keep every digit.
 """
 
 import csv
@@ -18,13 +18,13 @@ from rich.table import Table as RichTable
 
 from intbmoe.report.numbers import NOTHING
 
-WIDE = 100  # columns of a terminal that has room for all of a table's
+WIDE = 100  # characters per line from which a terminal shows all columns of a table
 BARE = {"title_style": "bold", "box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
 
 
 @dataclass(frozen=True)
 class Span:
-    """A mean, its interval and its single values on an axis from 0 to 1, drawn into a page's cell."""
+    """A mean, its interval and its single values on an axis from 0 to 1, drawn in a cell of a page."""
 
     mean: float
     low: float
@@ -36,7 +36,7 @@ class Span:
 class Cell:
     text: str
     value: float | str | None = None
-    """None for what has no place in an order: such rows stay at the end, whatever the order."""
+    """The value to sort by; rows with None stay at the end in any order."""
     href: str | None = None
     span: Span | None = None
     small: str | None = None  # a second line, in small print
@@ -44,7 +44,7 @@ class Cell:
 
     @classmethod
     def of(cls, value: Any) -> "Cell":
-        """A cell of plain data: four digits of a float, thousands of an integer apart."""
+        """A cell from plain data: floats with four digits, integers with separated thousands."""
         if value is None or value == "":
             return cls(NOTHING)
         if isinstance(value, float):
@@ -58,8 +58,8 @@ class Column:
     numeric: bool = True
     hint: str | None = None
     sorted: str | None = None  # "ascending" or "descending", if the rows come in the order of this column
-    name: str = ""  # by which ``select`` knows it; the title where there is none
-    spare: bool = False  # left out on a narrow terminal
+    name: str = ""  # its name for ``select``; the title if empty
+    spare: bool = False  # whether it is left out on a narrow terminal
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[str] = ()
-    marked: frozenset[int] = frozenset()  # rows that stand out
-    starred: frozenset[int] = frozenset()  # rows whose name has a star on a page, as their points have in its pictures
+    marked: frozenset[int] = frozenset()  # highlighted rows
+    starred: frozenset[int] = frozenset()  # rows whose name has a star on a page, like their points in its pictures
     anchors: Sequence[str] = ()  # an id for each row, for links to it
-    folded: bool = False  # shown on a page on request only
+    folded: bool = False  # collapsed on a page until it is opened
     records: Sequence[Mapping[str, Any]] = ()  # the rows as plain data, for CSV and JSON
 
     @classmethod
@@ -84,7 +84,7 @@ class Table:
         spare: Collection[str] = (),
         **more: Any,
     ) -> "Table":
-        """A first column of names, and numbers that are texts already."""
+        """A table from texts: a first column of names, then numbers that are already formatted."""
         columns = [Column(name, numeric=place > 0, spare=name in spare) for place, name in enumerate(header)]
         return cls(title, columns, [[Cell(text) for text in row] for row in rows], **more)
 
@@ -92,7 +92,7 @@ class Table:
     def of_records(
         cls, title: str, records: Sequence[Mapping[str, Any]], titles: Mapping[str, str] | None = None, **more: Any
     ) -> "Table":
-        """Plain data under its own names, or under ``titles``; a column with a string in it is one of words."""
+        """A table from plain data under its own names or ``titles``; a column with a string in it is a text column."""
         names = list(dict.fromkeys(name for record in records for name in record))
         columns = [
             Column(
@@ -112,13 +112,13 @@ class Table:
         return replace(self, columns=[self.columns[place] for place in places], rows=rows)
 
     def terminal(self, width: int) -> RichTable:
-        """For rich to print on a terminal of ``width`` columns: without a frame, headings on two lines.
+        """The table for rich to print on a terminal of ``width`` characters, without a frame, headings on two lines.
 
-        Where it does not fit all the same, long names are broken, never numbers.
+        If it still does not fit, long names are wrapped, but never numbers.
         """
         shown = [place for place, column in enumerate(self.columns) if width >= WIDE or not column.spare]
         spared = ", ".join(column.title for place, column in enumerate(self.columns) if place not in shown)
-        caption = f"for a wider terminal: {spared}" if spared else None
+        caption = f"shown in a wider terminal: {spared}" if spared else None
         table = RichTable(title=self.title, title_justify="left", caption=caption, caption_justify="left", **BARE)
         for column in (self.columns[place] for place in shown):
             heading, side = column.title.replace(" (", "\n("), "right" if column.numeric else "left"
@@ -128,7 +128,7 @@ class Table:
         return table
 
     def markdown(self) -> str:
-        """The rows alone, the marked ones in bold."""
+        """Only the heading and the rows, the marked ones in bold."""
         lines = [[column.title for column in self.columns], ["--:" if c.numeric else ":--" for c in self.columns]]
         for place, row in enumerate(self.rows):
             bold = "**" if place in self.marked else ""
@@ -136,12 +136,12 @@ class Table:
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def markdown_document(self, *below: "Table") -> str:
-        """With its title and notes, and other tables between the two."""
+        """The table with its title and notes, and with other tables between them."""
         parts = [f"**{self.title}**", self.markdown(), *(table.markdown() for table in below), *self.notes]
         return "\n\n".join(parts) + "\n"
 
     def csv(self, names: Sequence[str] = (), line_end: str = "\n") -> str:
-        """The records under a header, lists with spaces between their values; nothing without records."""
+        """The records under a header, the values of lists separated by spaces; empty if there are no records."""
         buffer = io.StringIO()
         if self.records:
             header = list(names or self.records[0])
@@ -156,13 +156,13 @@ class Table:
         return json.dumps(self.records, indent=2, ensure_ascii=False) + "\n"
 
     def print(self, form: str) -> None:
-        """To standard output as "text", "markdown" or "json"."""
+        """Print to standard output as "text", "markdown" or "json"."""
         if form == "json":
             sys.stdout.write(self.json())
         elif form == "markdown":
             sys.stdout.write(self.markdown_document())
         else:
-            # Away from a terminal there is no width to fit into, and a broken line cannot be searched.
+            # Outside a terminal there is no width to fit into, and wrapped lines cannot be searched.
             console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
             console.print(self.terminal(console.width))
             for note in self.notes:

@@ -14,7 +14,7 @@ from intbmoe.train.run import RunDirectory
 
 
 def trace_run(run: RunDirectory) -> dict[str, Any]:
-    """What identifies a finished run, without its place on the disk: a copy of it has the same trace."""
+    """What identifies a finished run, without its location on disk: a copy of the run has the same trace."""
     recipe, result = run.recipe, run.result
     starts = run.starts()
     last = starts[-1] if starts else {}
@@ -28,7 +28,7 @@ def trace_run(run: RunDirectory) -> dict[str, Any]:
         "started": last.get("time"),
         "device": last.get("device"),
         "torch": _inside(last.get("packages"), "torch"),
-        "commit": _inside(last.get("git"), "commit"),  # a package that lies in no checkout has none
+        "commit": _inside(last.get("git"), "commit"),  # None if the package is not in a checkout
         "test": result["test"],
         "params": result.get("params"),
         "steps": result.get("steps"),

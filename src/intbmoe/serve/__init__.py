@@ -1,4 +1,4 @@
-"""An exported model answers over HTTP, within a latency budget.
+"""Serves an exported model over HTTP, within a latency budget.
 
     supervisor   starts the others, restarts what dies, reloads, drains     supervisor.py, processes.py
       fronts     HTTP: validate, encode, hold connection and deadline       front.py, front_process.py, connection.py,
@@ -8,11 +8,11 @@
       engines    batch the requests of all fronts and run the model         engine.py, engine_process.py, batcher.py
     links        a front's connections to the engines                       links.py
     messages     what all of them send each other                           messages.py
-    background   tasks that nobody waits for                                background.py
+    background   tasks that nothing waits for                               background.py
     local        engine and front in one process, for Ray Serve             local.py, ray.py
 
-What is answered, and how a request is checked, is the artifact's predictor (``intbmoe.export``): nothing here knows a
-task. ``docs/serving.md`` is the manual.
+The artifact's predictor (``intbmoe.export``) checks requests and computes the answers; nothing here knows a task.
+``docs/serving.md`` is the manual.
 """
 
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgpack", "prometheus_
 
 
 def require_packages() -> None:
-    """Raise, saying what to install, where a package is missing."""
+    """Raise if a package is missing, saying what to install."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(f"serving needs {', '.join(missing)}: pip install 'intbmoe[serve]'")

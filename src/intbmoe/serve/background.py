@@ -1,4 +1,4 @@
-"""Tasks that nobody waits for."""
+"""Tasks that nothing waits for."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Background(set[asyncio.Task]):
-    """Those that run: the event loop by itself does not keep a task alive."""
+    """The running tasks: the event loop alone does not keep a task alive."""
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task:
         task = asyncio.create_task(work)

@@ -1,8 +1,9 @@
-"""A request's body: JSON that costs no more than an honest request, encoded for the engines.
+"""A request's body: JSON that costs no more to parse than an honest request, encoded for the engines.
 
-A body of ``[],[],…`` takes thirty times its bytes when it is parsed, and the interpreter's lock for as long. So a body
-is measured before it is parsed: outside strings, each value but the first has a comma or a bracket before it. A request
-may have as many values as its schema allows, and some more so that the schema's own message can say what is too many.
+Parsing a body of ``[],[],…`` takes thirty times its bytes, and holds the interpreter's lock meanwhile. So the values in
+a body are counted before it is parsed: outside strings, each value but the first has a comma or a bracket before it. A
+request may have as many values as its schema allows, and some more, so that the schema's own message can say what is
+too many.
 """
 
 import json
@@ -16,8 +17,8 @@ from intbmoe.tasks.serving import Predictor, RequestError
 from intbmoe.tasks.serving.requests import shown, to_wire
 
 KINDS = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
-SEVERAL, SOME = 4, 1000  # values allowed beyond what the schema allows: so many times as many, and so many more
-VALUE = re.compile(rb'[,\[{]|"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # what comes before one, or a string
+SEVERAL, SOME = 4, 1000  # a body may have SEVERAL times as many values as its schema allows, plus SOME
+VALUE = re.compile(rb'[,\[{]|"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # the character before a value, or a string
 BEFORE_VALUES = b",[{"
 
 
@@ -45,12 +46,12 @@ def bad_request(error: RequestError) -> HttpError:
 
 
 def most_values(schema: Mapping[str, Any]) -> float:
-    """How many values a body may have if its schema is this one, for ``parse_json``."""
+    """Return how many values a body with this schema may have, for ``parse_json``."""
     return SEVERAL * _values(schema) + SOME
 
 
 def _values(schema: Mapping[str, Any]) -> float:
-    """Objects, lists, strings, numbers and the like, with those inside, and names of fields."""
+    """Count objects, lists, strings, numbers and so on, including nested ones and the names of fields."""
     inside = sum(1 + _values(field) for field in schema.get("properties", {}).values())
     if "items" in schema:
         inside += schema.get("maxItems", float("inf")) * _values(schema["items"])
@@ -72,9 +73,9 @@ def parse_json(body: bytes, most_values: float = float("inf")) -> dict[str, Any]
 
 
 def _has_more_values(body: bytes, most: float) -> bool:
-    if sum(map(body.count, BEFORE_VALUES)) <= most:  # with those in strings: enough for nearly all
+    if sum(map(body.count, BEFORE_VALUES)) <= most:  # also counts those in strings; enough for nearly all bodies
         return False
-    # Each value and each name of a field is found at most twice: by the sign before it, and as a string.
+    # Each value and each field name is found at most twice: by the character before it, and as a string.
     return any(number > 2 * most for number, _ in enumerate(VALUE.finditer(body)))
 
 
@@ -83,11 +84,11 @@ def _no_constant(name: str) -> Any:
 
 
 def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Which of two would count depends on the parser: a proxy may have checked the other."""
+    """Refuse repeated names: which one counts depends on the parser, and a proxy may have checked the other."""
     found = dict(pairs)
     if len(found) < len(pairs):
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the field {shown(twice)} comes twice in one object")
+        raise ValueError(f"the field {shown(twice)} appears twice in one object")
     return found
 
 
@@ -95,10 +96,10 @@ DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_no_na
 
 
 def _is_streamed(content: Mapping[str, Any]) -> bool:
-    """Whether to send a text piece by piece; one that is explained is sent whole."""
+    """Whether to send a text piece by piece; a text with an explanation is sent whole."""
     explained = content.get("explain") is True
     streamed = content.get("stream", not explained) is not False
     if streamed and explained:
-        message = "stream=true is not allowed with explain=true: a text is explained whole, send stream=false"
+        message = "stream=true is not allowed with explain=true: an explained text is sent whole, send stream=false"
         raise HttpError(422, message, field="stream", outcome="bad")
     return streamed

@@ -1,18 +1,18 @@
 """A client's connection: uvicorn's, with limits on the time and size of a request's head.
 
-A request can be answered before all of it has arrived: it is too large, has no key, asks for an unknown path. Closing
-the connection at once would lose the answer, because the client is still sending. So the rest is discarded, up to a
-limit in bytes and time, and the connection stays open.
+A request can be answered before all of it has arrived: because it is too large, has no key or asks for an unknown path.
+Closing the connection at once would lose the answer, because the client is still sending. So the rest is discarded, up
+to a limit in bytes and time, and the connection stays open.
 
 A client that does not read its answer is cut off: a normal close would wait for it forever.
 
-A client may close its own direction and wait for the answer. One that has gone looks the same, so it is sent "100
-Continue", which every client ignores, and to which the system of one that has gone replies with a reset.
+A client may close its own direction and wait for the answer. A client that has gone looks the same, so it is sent "100
+Continue", which every client ignores, but which the operating system of a client that has gone answers with a reset.
 
-Where there are as many connections as there may be, the one that has been idle for longest makes room for a new one.
+When the limit on connections is reached, the one that has been idle longest makes room for a new one.
 
 A client that was refused for overload is told to wait a second. If it asks again at once, refusing it over and over
-takes the time in which others could be answered. So connections that were refused are read again one after the other.
+takes time in which others could be answered. So refused connections are read again one after the other.
 """
 
 import asyncio
@@ -25,35 +25,35 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEADERS_BYTES = 65_536
-LINGER_BYTES = 64 * 2**20  # how much of an already answered request is discarded
+LINGER_BYTES = 64 * 2**20  # how much of a request that is already answered is discarded
 TOLD = 256  # connections beyond the limit that still get a 503; further ones are closed at once
-PROBED_S = 0.005  # for the reset of a client that has gone to arrive; after that, twice as long each time
+PROBED_S = 0.005  # how long to wait for the reset of a client that has gone; doubled each time
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CLOSE = (b"connection", b"close")
-REFUSAL_S = 0.002  # between two connections that were refused and are read again: refusing takes a tenth of that
-RETRY_S = 1.0  # the longest that a refused connection is not read, as Retry-After says at least
+REFUSAL_S = 0.002  # between reading one refused connection again and the next: refusing takes a tenth of that
+RETRY_S = 1.0  # the longest time that a refused connection is not read; Retry-After is at least this long
 SENT_AHEAD = 64  # pipelined requests that may wait for earlier answers; uvicorn itself has no limit
 
 
 class Crowd:
-    """What all connections of a front share: who is idle or was refused, how many each address has, whether it ends."""
+    """What all connections of a front share: which are idle or refused, the count per address, and shutdown flags."""
 
     def __init__(self, per_address: int | None = None) -> None:
         self.per_address = per_address
-        self.idle: dict[Any, None] = {}  # the longest first
+        self.idle: dict[Any, None] = {}  # idle connections, the longest idle first
         self.by_address: Counter[str] = Counter()
-        self.ending = False  # each answer is the last of its connection
-        self.closing = False  # connections that are idle are closed
-        self._refused_until = 0.0  # when the last of those refused is read again
+        self.ending = False  # whether each answer is the last on its connection
+        self.closing = False  # whether idle connections are closed
+        self._refused_until = 0.0  # when the last refused connection is read again
 
     def seconds_unread(self, now: float) -> float:
-        """How long a connection that is refused now is not read."""
+        """Return how long a connection that is refused now stays unread."""
         self._refused_until = min(max(self._refused_until, now) + REFUSAL_S, now + RETRY_S)
         return self._refused_until - now
 
 
 def patient_protocol(seconds: float, crowd: Crowd) -> type[HttpToolsProtocol]:
-    """A client has ``seconds`` for a request's head, for the rest of an answered request, and to read some answer."""
+    """Give a client ``seconds`` for a request's head, for the rest of an answered request, and to read some answer."""
 
     class Patient(HttpToolsProtocol):
         _refusal = ""
@@ -63,7 +63,7 @@ def patient_protocol(seconds: float, crowd: Crowd) -> type[HttpToolsProtocol]:
         _later: asyncio.TimerHandle | None = None
         _bytes = 0  # of this head, or discarded
         _in_body = _half_closed = _refused = False
-        _answered: Any = None  # the request being answered; uvicorn's ``cycle`` is the last that was sent
+        _answered: Any = None  # the request being answered; uvicorn's ``cycle`` is the last one received
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
@@ -89,7 +89,7 @@ def patient_protocol(seconds: float, crowd: Crowd) -> type[HttpToolsProtocol]:
                 self.transport.abort()
 
         def leave(self) -> None:
-            """Close an idle connection, unless a request has just come."""
+            """Close an idle connection, unless a request has just arrived."""
             crowd.idle.pop(self, None)
             if not self._has_unread():
                 self.connections.discard(self)
@@ -145,7 +145,7 @@ def patient_protocol(seconds: float, crowd: Crowd) -> type[HttpToolsProtocol]:
             return self.cycle is not None and not self.cycle.response_complete
 
         def shutdown(self) -> None:
-            """The server ends, but what has been sent, in whole or in part, is still answered."""
+            """Shut the connection down once everything received, in whole or in part, has been answered."""
             crowd.closing = True
             if not self._is_busy and not self._bytes:
                 self.leave()
@@ -159,7 +159,7 @@ def patient_protocol(seconds: float, crowd: Crowd) -> type[HttpToolsProtocol]:
                 async def send_watched(message: Any) -> None:
                     if message["type"] == "http.response.start":
                         self._refused = message["status"] == 429
-                        if crowd.ending and not self.pipeline:  # no more is answered on this connection
+                        if crowd.ending and not self.pipeline:  # this is the last answer on this connection
                             message = {**message, "headers": [*message["headers"], CLOSE]}
                     await send(message)
 
@@ -211,7 +211,7 @@ def patient_protocol(seconds: float, crowd: Crowd) -> type[HttpToolsProtocol]:
             super().resume_writing()
 
         def _wait_for_reading(self, before: int | None = None) -> None:
-            """Check every ``seconds`` that less is left than ``before``; if not, cut the client off."""
+            """Check every ``seconds`` that the client has read something since ``before``; if not, cut it off."""
             self._stop_waiting()
             left = self.transport.get_write_buffer_size()
             if before is None or left < before:
@@ -236,7 +236,7 @@ def patient_protocol(seconds: float, crowd: Crowd) -> type[HttpToolsProtocol]:
             super().connection_lost(exc)
 
         def _let_go(self) -> None:
-            """Nobody gets the answer under way: writing it would fail, with fifty lines in the log."""
+            """Drop the answer under way, which no one will get: writing it would fail, with fifty lines in the log."""
             if self._answered is not None and not self._answered.response_complete:
                 self._answered.disconnected = True
                 self._answered.message_event.set()

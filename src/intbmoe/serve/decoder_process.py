@@ -1,16 +1,16 @@
-"""Processes that decode what strangers send, each with a budget of CPU time and memory: ``decoders.py`` asks them.
+"""Processes that decode untrusted input, each with a budget of CPU time and memory; ``decoders.py`` sends requests.
 
-A host opens artifacts and forks a decoder for each socket that it is handed: a fork takes milliseconds where a new
-interpreter would take seconds. A front forks its host before it does anything else; others start one with
+A host process opens artifacts and forks a decoder for each socket that it receives: a fork takes milliseconds, a new
+interpreter seconds. A front forks its host before it does anything else; others start one with
 ``python -m intbmoe.serve.decoder_process LOADER CONTROL``.
 
 front → host      {"fork": id, "number": version's number, "artifact": …, "version": …, "heavy": …}, with a socket
                   {"kill": id}
 decoder → front   READY    then for each body:   ENCODED, tokens, content, streamed
                                                  BAD, status, message, field
-                                                 HEAVY, where the decoder is not for requests of that size
+                                                 HEAVY, if the request is too large for this decoder
 
-CPU time is counted by the kernel, which ends the process when it is spent, whatever the decoder is doing.
+The kernel counts CPU time and ends the process when it is used up, whatever the decoder is doing.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ from intbmoe.serve.messages import unpacker
 from intbmoe.tasks.serving import Predictor, RequestError
 
 READY, ENCODED, BAD, HEAVY = range(4)
-PARSE_S, PARSE_BYTE_S = 0.05, 30e-9  # CPU time to parse a body and look at its image's head, and for each byte of it
-LIGHT_S = 0.35  # what may take longer is for the heavy decoder
+PARSE_S, PARSE_BYTE_S = 0.05, 30e-9  # CPU time to parse a body and its image's header: fixed, and per byte of the body
+LIGHT_S = 0.35  # requests that may take longer go to the heavy decoder
 LIGHT_BYTES, HEAVY_BYTES = 256 * 2**20, 1024 * 2**20  # memory of a decoder, beyond what it starts with
-NICENESS = 10  # of the heavy one: nobody else waits for it
+NICENESS = 10  # of the heavy decoder: other requests do not wait for it
 READ = 1024 * 1024
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Host:
         self._pids: dict[int, int] = {}
 
     def run(self) -> None:
-        """Obey until the front is gone."""
+        """Follow the front's orders until it is gone."""
         while True:
             select.select([self._control], [], [], 1.0)
             for number, pid in list(self._pids.items()):
@@ -66,17 +66,17 @@ class Host:
 
     def _obey(self, message: dict[str, Any], handed: list[int]) -> None:
         if "kill" in message:
-            if message["kill"] in self._pids:  # not reaped, so the number is still this process's
+            if message["kill"] in self._pids:  # not reaped yet, so the pid still belongs to this process
                 os.kill(self._pids[message["kill"]], signal.SIGKILL)
             return
         with socket.socket(fileno=handed[0]) as connection:
             try:
                 version, encoder = self._open(message["number"], message["artifact"])
             except Exception:
-                log.exception("%s cannot be opened for decoding", message["artifact"])
+                log.exception("cannot open %s for decoding", message["artifact"])
                 return
             if version != message["version"]:
-                log.error("%s holds version %s, %s is served", message["artifact"], version, message["version"])
+                log.error("%s holds version %s, but %s is served", message["artifact"], version, message["version"])
                 return
             pid = os.fork()
             if pid:
@@ -96,11 +96,11 @@ class Host:
     def _open(self, number: int, artifact: str) -> tuple[str, Predictor]:
         if number not in self._encoders:
             opened = self._loader.open_artifact(artifact)
-            for old in sorted(self._encoders)[:-1]:  # a version is followed by at most one that is prepared
+            for old in sorted(self._encoders)[:-1]:  # only the newest version and the one being prepared are needed
                 del self._encoders[old]
             self._encoders[number] = opened.version, opened.encoder
             gc.collect()
-            gc.freeze()  # pages stay shared with the decoders
+            gc.freeze()  # keeps the pages shared with the decoders
         return self._encoders[number]
 
 
@@ -108,7 +108,7 @@ def _limit(heavy: bool) -> None:
     if heavy:
         os.nice(NICENESS)
     if sys.platform == "linux":
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, not the front
+        Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, kill this process, not the front
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         most = mapped + (HEAVY_BYTES if heavy else LIGHT_BYTES)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -142,7 +142,7 @@ def _answer(encoder: Predictor, most: float, body: bytes, heavy: bool) -> tuple[
     except HttpError as error:
         return BAD, error.status, error.content["message"], error.content.get("field")
     except MemoryError:
-        return BAD, 422, "this request takes more memory than it may to decode", "body"
+        return BAD, 422, "decoding this request takes more memory than allowed", "body"
 
 
 def _parsing_seconds(body: bytes) -> float:
@@ -150,7 +150,7 @@ def _parsing_seconds(body: bytes) -> float:
 
 
 def fork_host(loader: str) -> socket.socket:
-    """Fork a host, from a process that has one thread and no connections yet; the socket is the line to it."""
+    """Fork a host from a process with one thread and no connections yet; return the socket connected to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork():
         theirs.close()

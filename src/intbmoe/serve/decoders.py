@@ -1,6 +1,6 @@
-"""A front's decoders: processes that encode requests of strangers within a budget, and are replaced when it is spent.
+"""A front's decoders: processes that encode untrusted requests within a budget, and are replaced when it is used up.
 
-Requests whose encoding may take long have one decoder of their own, at low priority, so that the others never wait for
+Requests that may take long to encode have one decoder of their own, at low priority, so that the others never wait for
 them. A request that cannot be encoded before its deadline is refused at once.
 """
 
@@ -24,12 +24,12 @@ from intbmoe.serve.http import HttpError
 from intbmoe.serve.loading import Opened
 from intbmoe.serve.messages import Receiver
 
-HEAVY_BODY = 2**20  # what is larger takes long to parse already
+HEAVY_BODY = 2**20  # even parsing a larger body takes long
 START_S = 60.0
-WALL_S = 30.0  # a decoder that is silent for so long has been stopped, or swapped out: it is killed
-RETRY_S = 1.0  # before a decoder that could not be started is tried again
-KEPT = 0.9  # weight that earlier requests keep in the mean time of one
-Reply = asyncio.Future[tuple[Any, ...] | None]  # a decoder's message about one body; None if it ended instead
+WALL_S = 30.0  # a decoder that is silent for this long has been stopped or swapped out, and is killed
+RETRY_S = 1.0  # before trying again to start a decoder that could not be started
+KEPT = 0.9  # the weight of earlier requests in the mean time per request
+Reply = asyncio.Future[tuple[Any, ...] | None]  # a decoder's message about one body; None if the decoder ended
 
 
 class DecoderHost:
@@ -40,7 +40,7 @@ class DecoderHost:
         self._numbers = itertools.count(1)
 
     def fork(self, number: int, artifact: str, version: str, heavy: bool) -> tuple[int, socket.socket]:
-        """Start a decoder: its id, and the line to it, which closes if it cannot be started."""
+        """Start a decoder; return its id and a socket to it, which closes if it cannot be started."""
         ours, theirs = socket.socketpair()
         name = next(self._numbers)
         wanted = {"fork": name, "number": number, "artifact": artifact, "version": version, "heavy": heavy}
@@ -59,7 +59,7 @@ class DecoderHost:
 
 
 def spawned_host(loader: str, on_end: Callable[[], None]) -> DecoderHost:
-    """For a process that has threads, which cannot be forked (``decoder_process.fork_host``)."""
+    """Start a host for a process that has threads, which cannot use ``decoder_process.fork_host``."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         command = [sys.executable, "-P", "-m", "intbmoe.serve.decoder_process", loader, str(theirs.fileno())]
@@ -71,7 +71,7 @@ class _Decoder(Receiver):
     def __init__(self, lane: "_Lane", name: int) -> None:
         self._lane, self.name = lane, name
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.job: Reply | None = None  # of what it is encoding
+        self.job: Reply | None = None  # the reply to what it is encoding
         self._started = 0.0
         self._limit: asyncio.TimerHandle | None = None
 
@@ -89,13 +89,13 @@ class _Decoder(Receiver):
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ready.done():
-            self.ready.set_exception(ConnectionError("a process for decoding could not be started: see the log"))
-            self.ready.exception()  # nobody may be waiting
+            self.ready.set_exception(ConnectionError("a decoder process could not be started: see the log"))
+            self.ready.exception()  # mark as retrieved: perhaps nothing is waiting for it
         self._end(None)
         self._lane.lost(self)
 
     def _end(self, message: tuple[Any, ...] | None) -> None:
-        """``None``: the process ended."""
+        """Pass on the decoder's message; None means that the process has ended."""
         if self.job is not None:
             job, self.job = self.job, None
             self._limit.cancel()
@@ -133,23 +133,23 @@ class _Lane:
         return decoder
 
     def expected_wait(self) -> float:
-        """How long a request takes that comes now; zero if a decoder is free, so that a wrong estimate is corrected."""
+        """Estimate how long a new request takes; zero if a decoder is free, so that a wrong estimate is corrected."""
         if self._idle:
             return 0.0
         return self._mean * (1 + (len(self._waiting) + 1) / self._count)
 
     async def encode(self, body: bytes, deadline: float) -> tuple[Any, ...] | None:
-        """What a decoder says of ``body``; None if it ended instead."""
+        """Return what a decoder replies about ``body``; None if the decoder ended."""
         refuse_late(self.expected_wait(), deadline - time.monotonic())
         job: Reply = asyncio.get_running_loop().create_future()
         self._waiting[job] = body
         self._next()
         try:
             return await job
-        except asyncio.CancelledError:  # nobody waits for it any more
+        except asyncio.CancelledError:  # the client no longer waits
             self._waiting.pop(job, None)
             for decoder in self._all:
-                if self._heavy and decoder.job is job:  # a light one ends sooner than its process could be replaced
+                if self._heavy and decoder.job is job:  # a light decoder finishes before it could be replaced
                     self.host.kill(decoder.name)
             raise
 
@@ -184,7 +184,7 @@ class _Lane:
 
 
 class Decoders:
-    """Of one version; they are started by ``open``, or by the first request."""
+    """The decoders of one version, started by ``open`` or by the first request."""
 
     def __init__(self, host: DecoderHost, number: int, artifact: str, opened: Opened, count: int) -> None:
         def lane(count: int, heavy: bool) -> _Lane:
@@ -199,14 +199,14 @@ class Decoders:
         await asyncio.shield(self._opening)
 
     async def encode(self, body: bytes, deadline: float, step_aside: Callable[[], None] = lambda: None) -> Prepared:
-        """Raises ``HttpError``; to be cancelled when nobody waits for it. ``step_aside`` is called if it is heavy."""
+        """Encode a body or raise ``HttpError``; cancel it if its client leaves. Heavy ones call ``step_aside``."""
         await self.open()
         reply = (HEAVY,) if len(body) > HEAVY_BODY else await self._light.encode(body, deadline)
         if reply is not None and reply[0] == HEAVY:
             step_aside()
             reply = await self._heavy.encode(body, deadline)
         if reply is None:
-            message = "this request costs more to decode than its size accounts for: save the image anew, and smaller"
+            message = "this request costs more to decode than its size justifies: save the image again, and smaller"
             raise HttpError(422, message, field="body", outcome="bad")
         kind, *content = reply
         if kind == BAD:
@@ -216,6 +216,6 @@ class Decoders:
         return Prepared(*content)
 
     def close(self) -> None:
-        """When its requests have been encoded, its processes end."""
+        """End the processes once all requests have been encoded."""
         self._light.close()
         self._heavy.close()

@@ -1,8 +1,8 @@
 """The engine without its process: requests in, batches through the predictor, replies out.
 
-Whoever carries messages calls ``submit`` and ``cancel``; ``step`` computes one batch, and one more token of every text
-being written, and returns the replies. One thread does all of it: while the model computes, new requests wait in the
-sockets, and the next ``step`` finds them together. ``warm_up`` checks and times a model before it serves.
+The caller passes messages to ``submit`` and ``cancel``; ``step`` computes one batch, and one more token of every text
+being written, and returns the replies. A single thread does all of it: while the model computes, new requests wait in
+the sockets, and the next ``step`` finds them together. ``warm_up`` checks and times a model before it serves.
 """
 
 import logging
@@ -42,8 +42,8 @@ class _Text:
     stream: Any
     tickets: list[Ticket]
     going: set[int]
-    unread: int  # padded tokens of the prompts until the first step, which is the longest, has read them
-    pieces: dict[int, list[str]] = field(default_factory=dict)  # so far, of texts that are sent whole
+    unread: int  # padded tokens of the prompts, until the first (and longest) step has read them
+    pieces: dict[int, list[str]] = field(default_factory=dict)  # so far, for texts that are sent whole
 
 
 class Engine:
@@ -71,7 +71,7 @@ class Engine:
 
     @property
     def most_together(self) -> int:
-        """Requests that may be computed at a time."""
+        """The number of requests that may be computed at a time."""
         return self._most_texts if self.predictor.streams else min(self.batcher.queue, self.batcher.batch_tokens)
 
     @property
@@ -81,14 +81,14 @@ class Engine:
     def submit(
         self, key: Hashable, deadline: float, content: bytes, stream: bool, sent: float | None = None
     ) -> Reply | None:
-        """Accept a request that has waited since it was ``sent`` (None), or say why not."""
+        """Accept a request that has waited since it was ``sent`` (None), or say why it is refused."""
         encoded = from_wire(content)
         arrived = self.clock() if sent is None else sent
         refusal = self.batcher.submit(Ticket(key, encoded.tokens, deadline, encoded, stream, arrived))
         return None if refusal is None else Reply(key, REFUSED, (refusal.reason, refusal.retry_after))
 
     def receive(self, kind: str, key: Hashable, *content: Any) -> list[Reply]:
-        """Take a front's message, ``ASK`` or ``CANCEL``; a refusal is the only reply there is at once."""
+        """Handle a front's message, ``ASK`` or ``CANCEL``; only a refusal is replied at once."""
         if kind == CANCEL:
             self.cancel(key)
             return []
@@ -132,7 +132,7 @@ class Engine:
                 answers = self.predictor.answer(batch)
                 seconds = self.clock() - started
         except Exception:
-            log.exception("a batch of %d failed; its requests are tried one by one", len(batch))
+            log.exception("a batch of %d failed; retrying its requests one by one", len(batch))
             return [self._answer_alone(ticket) for ticket in taken.batch]
         self.batcher.cost.learn(taken.padded_tokens, seconds)
         self._metrics.compute_seconds.observe(seconds)
@@ -155,7 +155,7 @@ class Engine:
         return []
 
     def _write(self) -> list[Reply]:
-        """One more token of every text; a predictor may compute those of all batches together."""
+        """Write one more token of every text; a predictor may compute those of all batches together."""
         started, unread = self.clock(), sum(text.unread for text in self._texts)
         replies = [reply for text in self._texts for reply in self._continue(text)]
         seconds = self.clock() - started
@@ -191,7 +191,7 @@ class Engine:
         return replies
 
     def _answer_whole(self, text: _Text, index: int, finished: str) -> Reply:
-        """The same as ``Predictor.answer``, which would make other requests wait for the whole text."""
+        """Do the same as ``Predictor.answer``, which would make other requests wait for the whole text."""
         ticket, ids = text.tickets[index], text.stream.ids[index]
         answer = {"text": "".join(text.pieces[index]), "new_tokens": len(ids), "score": text.stream.scores[index]}
         try:
@@ -231,17 +231,17 @@ def _failure(ticket: Ticket, error: Exception) -> Reply:
     if isinstance(error, RequestError):
         return Reply(ticket.key, BAD, (error.field, str(error)))
     if isinstance(error, torch.AcceleratorError):
-        raise error  # the GPU is unusable in this process: let it end, its requests go to another engine
+        raise error  # the GPU is unusable in this process: let the process end, its requests go to another engine
     log.error("a request failed", exc_info=error)
-    return Reply(ticket.key, FAILED, ("the model failed on this request; the server's log says more",))
+    return Reply(ticket.key, FAILED, ("the model failed on this request; see the server's log",))
 
 
 class BrokenModelError(RuntimeError):
-    """A model does not answer as it did at export; the message says where."""
+    """A model answers differently than at export; the message says where."""
 
 
 def warm_up(engine: Engine, golden: Sequence[Mapping[str, Any]]) -> None:
-    """Ask the golden requests, alone and in batches: this checks the model, warms it up and times it."""
+    """Run the golden requests, alone and in batches: this checks the model, warms it up and times it."""
     if not golden:
         raise BrokenModelError("the artifact has no golden requests, so it cannot be checked: export it again")
     predictor = engine.predictor

@@ -1,7 +1,8 @@
-"""The engine's process: ``python -m intbmoe.serve.engine_process SETTINGS ARTIFACT SOCKET CONTROL``, by the supervisor.
+"""The engine's process, started as ``python -m intbmoe.serve.engine_process SETTINGS ARTIFACT SOCKET CONTROL``.
 
-It listens on a Unix socket for fronts, and computes whenever nothing is left to read. Told to drain, it continues until
-every front has closed its connection, which a front does once all its requests have been answered.
+The supervisor starts it. It listens on a Unix socket for fronts, and computes whenever nothing is left to read. When
+told to drain, it continues until every front has closed its connection, which a front does once all its requests have
+been answered.
 """
 
 import gc
@@ -60,7 +61,7 @@ class EngineProcess:
                 tell(self._control, {"event": "alive"})
 
     def _listen(self, seconds: float) -> bool:
-        """Read what has arrived, or arrives within ``seconds``; False if nothing did."""
+        """Read what has arrived or arrives within ``seconds``; False if nothing did."""
         ready = self._selector.select(seconds)
         for key, events in ready:
             if key.data is self._listener:
@@ -75,7 +76,7 @@ class EngineProcess:
         return bool(ready)
 
     def _gather(self) -> None:
-        """Read messages that do not fit a socket's buffer: it holds an image or two, and a batch should have more."""
+        """Read messages larger than a socket's buffer, which holds an image or two: a batch should have more."""
         batcher = self._engine.batcher
         end = time.monotonic() + 0.1 * batcher.budget_s
         while len(batcher) and not batcher.full and time.monotonic() < end:
@@ -86,10 +87,10 @@ class EngineProcess:
     def _read_control(self) -> None:
         try:
             data = self._control.recv(READ)
-        except ConnectionError:  # a killed supervisor had not read everything
+        except ConnectionError:  # the supervisor was killed before it had read everything
             data = b""
         self._supervised = bool(data)
-        self._draining = self._draining or self._supervised  # an engine is told nothing else
+        self._draining = self._draining or self._supervised  # "drain" is the only message an engine gets
 
     def _serve(self, front: _Front, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -114,7 +115,7 @@ class EngineProcess:
         for reply in replies:
             number, request = reply.key
             front = self._fronts.get(number)
-            if front is not None:  # it may have gone while the model computed
+            if front is not None:  # it may have left while the model computed
                 front.unsent += messages.pack(reply.kind, request, *reply.content)
                 touched[number] = front
         for front in touched.values():
@@ -133,7 +134,7 @@ class EngineProcess:
         self._selector.modify(front.socket, waits, front)
 
     def _lose(self, front: _Front) -> None:
-        """A front has closed its connection: nobody waits for its requests."""
+        """Cancel the requests of a front that has closed its connection."""
         if self._fronts.pop(front.number, None) is None:
             return
         self._selector.unregister(front.socket)
@@ -142,7 +143,7 @@ class EngineProcess:
 
 
 def tell(control: socket.socket, message: dict[str, Any]) -> None:
-    """Send the supervisor a message; if it is gone, reading from it will show that."""
+    """Send the supervisor a message; if it is gone, the next read will show that."""
     try:
         control.send(to_line(message))
     except (BlockingIOError, ConnectionError):
@@ -162,7 +163,7 @@ def main(args: list[str]) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(path)
         listener.listen(256)
-        # All of this stays alive: a garbage collection over it would take longer than many a latency budget.
+        # All of this stays alive, and collecting garbage over it would take longer than many a latency budget.
         gc.collect()
         gc.freeze()
     except Exception as error:
@@ -174,10 +175,10 @@ def main(args: list[str]) -> None:
     try:
         EngineProcess(engine, listener, control).run()
     except Exception:
-        log.exception("the engine failed: its requests go to others")
+        log.exception("the engine failed: its requests go to other engines")
         status = 1
     logging.shutdown()
-    # Shutting down an interpreter with torch takes long, and its requests would wait meanwhile.
+    # Shutting down an interpreter with torch takes long, and the requests would wait meanwhile.
     os._exit(status)
 
 

@@ -1,7 +1,7 @@
 """The HTTP application of a front: checks and encodes a request, asks an engine, and answers in time.
 
-Starlette without FastAPI: the artifact's encoder knows and checks what a request must look like, so FastAPI would have
-nothing to do and would halve the rate of a front.
+It uses Starlette without FastAPI: the artifact's encoder already checks requests, so FastAPI would have nothing to do
+and would halve the rate of a front.
 """
 
 import asyncio
@@ -55,11 +55,11 @@ class Front:
         ]
         handlers = {HttpError: lambda _, error: error.response(), HTTPException: _standard_error, Exception: _bug}
         app = Starlette(routes=routes, exception_handlers=handlers)
-        app.router.redirect_slashes = False  # it would send clients to whatever their Host header says
+        app.router.redirect_slashes = False  # a redirect would send clients to whatever their Host header says
         return app
 
     def tell_memory(self) -> None:
-        """Update the metric; called once per second, because at each request it would cost too much."""
+        """Update the metric, once per second: at every request it would cost too much."""
         self._metrics.body_bytes.set(self._memory.held)
 
     def _endpoint(self, action: str) -> Callable[[Request], Awaitable[Response]]:
@@ -84,7 +84,7 @@ class Front:
                 raise
             finally:
                 self._metrics.ended(action, outcome, time.monotonic() - started)
-                if isinstance(response, TextStream):  # it ends with its text
+                if isinstance(response, TextStream):  # it ends when its text does
                     response.at_end(give_back)
                 else:
                     give_back()
@@ -102,12 +102,12 @@ class Front:
         most = self._settings.body_bytes or served.opened.encoder.limits.body_bytes
         limits = {"most": min(most, self._memory.most), "patience_s": self._settings.patience_s}
         body = await read_body(request, headers, share, **limits)
-        # Texts are written at the same time, and some are a hundred times as long as others.
+        # Texts are not counted: they are written at the same time, and some are a hundred times as long as others.
         call = Call(body, time.monotonic() + seconds, None if streams else served.door.enter())
         watcher, response = asyncio.create_task(_watch(request, call)), None
 
         def give_up() -> None:
-            call.finish(LEFT)  # does nothing where the call has ended
+            call.finish(LEFT)  # does nothing if the call has ended
             watcher.cancel()
 
         try:
@@ -136,7 +136,7 @@ class Front:
                 yield "text", piece
                 piece = await call.pieces.get()
             outcome = call.done.result()
-            if outcome.name == "left":  # nobody reads how it ends
+            if outcome.name == "left":  # no one is reading
                 return
             try:
                 yield "done", _content_of(outcome, seconds)
@@ -151,7 +151,7 @@ class Front:
     def _served(self, action: str | None = None) -> ServedVersion:
         served = self._dispatcher.current
         if served is None:
-            raise HttpError(503, "the model is being loaded", outcome="unavailable", headers={"retry-after": "1"})
+            raise HttpError(503, "the model is still loading", outcome="unavailable", headers={"retry-after": "1"})
         known = served.opened.encoder.action
         if action not in (None, known):
             raise HttpError(404, f"this server's model does not {action}: POST /v1/{known}", outcome="bad")
@@ -218,7 +218,7 @@ class Front:
 
 
 def _headers_of(request: Request) -> dict[str, str]:
-    """By lower-case name; Starlette's own ``headers`` search all of them at each lookup."""
+    """Return the headers by lower-case name; Starlette's own ``headers`` searches all of them at each lookup."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in request.scope["headers"]}
 
 
@@ -229,7 +229,7 @@ async def _watch(request: Request, call: Call) -> None:
 
 
 def _content_of(outcome: Outcome, seconds: float) -> Any:
-    """The answer; raises the ``HttpError`` of any other outcome."""
+    """Return the answer, or raise the ``HttpError`` of any other outcome."""
     if outcome.name == "answered":
         return outcome.content[0]
     if outcome.name == "bad":
@@ -240,7 +240,7 @@ def _content_of(outcome: Outcome, seconds: float) -> Any:
         headers = {"retry-after": str(max(1, math.ceil(wait)))}
         raise HttpError(429, f"too many requests: {reason}", outcome="refused", headers=headers)
     if outcome.name == "expired":
-        raise HttpError(504, f"no answer within the {1000 * seconds:g} ms of this request", outcome="expired")
+        raise HttpError(504, f"no answer within this request's {1000 * seconds:g} ms", outcome="expired")
     if outcome.name == "unavailable":
         raise HttpError(503, outcome.content[0], outcome="unavailable", headers={"retry-after": "1"})
     if outcome.name == "left":
@@ -254,4 +254,4 @@ async def _standard_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return HttpError(500, "an error in the server; its log says more", outcome="failed").response()
+    return HttpError(500, "an error in the server; see its log", outcome="failed").response()

@@ -1,9 +1,9 @@
-"""A front's process: ``python -m intbmoe.serve.front_process SETTINGS LISTENER WHEN CONTROL``, by the supervisor.
+"""A front's process, started as ``python -m intbmoe.serve.front_process SETTINGS LISTENER WHEN CONTROL``.
 
-uvicorn on a socket that the supervisor opened, so that a front that dies loses no connection it has not accepted.
-WHEN is ``at-once`` for the first fronts, which say "not ready" until the model is loaded, and ``when-ready`` for one
-that replaces another: connections wait for it. With ``when-chosen`` it is in reserve: it has the sockets of all fronts,
-and is told which of them to listen on when one is to be replaced.
+The supervisor starts it. It runs uvicorn on a socket that the supervisor opened, so a front that dies loses no
+connection that it had not accepted yet. WHEN is ``at-once`` for the first fronts, which answer "not ready" until the
+model is loaded, and ``when-ready`` for one that replaces another: connections wait for it. With ``when-chosen`` it is a
+reserve: it has the sockets of all fronts, and is told which one to listen on when a front must be replaced.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ from intbmoe.serve.messages import LONGEST_LINE, from_lines, reason, to_line
 from intbmoe.serve.metrics import FrontMetrics
 from intbmoe.serve.settings import Settings
 
-LAME_S = 0.2  # between "not ready" and closing the port; answers during this time ask clients to reconnect
+LAME_S = 0.2  # between "not ready" and closing the port; answers in this time ask clients to reconnect
 ALIVE_EVERY_S = 1.0
-TOLD_S = 0.1  # for a last message to the supervisor to leave this process
-SPARE_FILES = 512  # besides clients' connections: those beyond the limit that get a 503, engines, metrics
+TOLD_S = 0.1  # so that a last message to the supervisor can leave this process
+SPARE_FILES = 512  # besides clients' connections: connections beyond the limit that get a 503, engines, metrics
 log = logging.getLogger(__name__)
 
 
 class OtherVersionError(RuntimeError):
-    """The artifact's folder holds another version than the engines serve."""
+    """The artifact's folder holds a different version than the engines serve."""
 
 
 class FrontProcess:
@@ -133,7 +133,7 @@ class FrontProcess:
             self._tell({"event": "cannot", "number": number, "why": reason(error), "other": other})
             if self._when_ready and not self._ready.is_set():
                 await asyncio.sleep(TOLD_S)
-                os._exit(1)  # it cannot answer anything: the next one may
+                os._exit(1)  # it cannot answer anything; its replacement may
         else:
             self._tell({"event": "serving" if wanted["do"] == "serve" else "prepared", "number": number})
 
@@ -143,15 +143,15 @@ class FrontProcess:
             self._dispatcher.switch(served)
             self._prepared = None if self._prepared is served else self._prepared
         elif served is not current:
-            served.retire()  # a later version was faster to open: let go of the engines of this one
+            served.retire()  # a later version opened sooner: release the engines of this one
         if not self._ready.is_set():
-            # All of this stays alive: a garbage collection over it would take longer than many an answer.
+            # All of this stays alive, and collecting garbage over it would take longer than many an answer.
             gc.collect()
             gc.freeze()
             self._ready.set()
 
     async def _served(self, wanted: dict[str, Any]) -> ServedVersion:
-        """The version of that number, with links to its engines."""
+        """Return the version with that number, with links to its engines."""
         served = self._dispatcher.current
         if served is None or served.number != wanted["number"]:
             async with self._opening:
@@ -159,7 +159,7 @@ class FrontProcess:
                     opened = await asyncio.to_thread(self._loader.open_artifact, wanted["artifact"])
                     if opened.version != wanted["version"]:
                         raise OtherVersionError(
-                            f"{wanted['artifact']} holds version {opened.version}, {wanted['version']} is served"
+                            f"{wanted['artifact']} holds version {opened.version}, but {wanted['version']} is served"
                         )
                     decoders = None
                     if opened.encoder.untrusted:
@@ -190,11 +190,11 @@ class FrontProcess:
         self._ready.set()
         self._with_keys.set()
         self._chosen.set()
-        for waiting in self._reloads.values():  # a reload in progress is given up
+        for waiting in self._reloads.values():  # a reload in progress is abandoned
             if not waiting.done():
-                waiting.set_result({"ok": False, "why": "the server is ending"})
+                waiting.set_result({"ok": False, "why": "the server is shutting down"})
         await asyncio.sleep(LAME_S)
-        # Connections that have not been accepted yet are still to be answered.
+        # Connections that are not accepted yet must still be answered.
         while self._listener is not None and select.select([self._listener], [], [], 0)[0]:
             await asyncio.sleep(0.01)
         self._server.should_exit = True
@@ -210,7 +210,7 @@ class FrontProcess:
 
 
 def allow_files(count: int) -> None:
-    """Raise the limit on open files to ``count``: every connection is one, and the usual limit is 1024."""
+    """Raise the limit on open files to ``count``: every connection is a file, and the usual limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     endless = resource.RLIM_INFINITY
     if soft == endless or soft >= count:
@@ -225,7 +225,7 @@ def main(args: list[str]) -> None:
     settings = Settings.from_json(args[0])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s front %(process)d: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    # Before there are threads and connections; without its host a front must end.
+    # Fork before there are threads and connections; without its host a front must end.
     host = DecoderHost(fork_host(settings.loader), lambda: os._exit(1))
     allow_files(settings.connections + SPARE_FILES)
 

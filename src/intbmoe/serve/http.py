@@ -1,4 +1,4 @@
-"""HTTP in and out: reading request bodies within limits, JSON answers, errors that say what to do, streamed text."""
+"""HTTP input and output: request bodies read within limits, JSON answers, helpful errors, streamed text."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 
 
 class TextStream(Response):
-    """A text sent piece by piece: server-sent events, or if the client asks for it one JSON object per line."""
+    """A text sent piece by piece: as server-sent events or, if the client asks for it, one JSON object per line."""
 
     def __init__(self, events: AsyncIterator[tuple[str, Any]], as_lines: bool, patience_s: float) -> None:
         super().__init__(headers={"cache-control": "no-store"}, media_type=LINES if as_lines else EVENTS)
@@ -49,7 +49,7 @@ class TextStream(Response):
         self._ending = ExitStack()
 
     def at_end(self, work: Callable[[], None]) -> None:
-        """Do ``work`` when the text has ended, for whatever reason; what was added last is done first."""
+        """Do ``work`` when the text has ended, for whatever reason; the last added runs first."""
         self._ending.callback(work)
 
     async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
@@ -61,7 +61,7 @@ class TextStream(Response):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
-            return  # without an end, so that the connection is closed
+            return  # without sending an end, so that the connection is closed
         finally:
             self._ending.close()
 
@@ -72,20 +72,20 @@ class TextStream(Response):
 
 
 class BodyMemory:
-    """The total size of request bodies in a front, from when a request announces its body until it has ended."""
+    """The total size of request bodies in a front, each from when its length is announced until the request ends."""
 
     def __init__(self, most: int) -> None:
         self.most, self.held = most, 0
 
 
 class Share:
-    """One request's part of ``BodyMemory``, to be given back when the request has ended."""
+    """One request's part of ``BodyMemory``, given back when the request ends."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self._memory, self._size = memory, 0
 
     def hold(self, size: int) -> None:
-        """Hold ``size`` bytes in all from now on, or refuse the request."""
+        """Hold ``size`` bytes in total from now on, or refuse the request."""
         more = max(0, size - self._size)
         if more and self._memory.held + more > self._memory.most:
             message = f"too many requests: their bodies take {self._memory.held} of {self._memory.most} bytes"
@@ -101,15 +101,15 @@ class Share:
 async def read_body(
     request: Request, headers: Mapping[str, str], share: Share, *, most: int, patience_s: float
 ) -> bytes:
-    """The body; raises ``HttpError``.
+    """Read the body, or raise ``HttpError``.
 
-    A body that is too large is refused as soon as that is known: by the announced length, before any of it is read, or
-    while it arrives. The connection discards the rest (``connection.py``).
+    A body that is too large is refused as soon as that is known: from the announced length, before any of it is read,
+    or while it arrives. The connection discards the rest (``connection.py``).
     """
     if headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
-        raise HttpError(415, f"a request is JSON: send 'Content-Type: {JSON}'", outcome="bad")
+        raise HttpError(415, f"requests must be JSON: send 'Content-Type: {JSON}'", outcome="bad")
     length = headers.get("content-length", "0")
-    # A number of more than 18 digits is too large whatever the limit.
+    # A number with more than 18 digits is too large whatever the limit.
     announced = int(length) if length.isdecimal() and len(length) <= 18 else most + 1
     _require_size(announced, most)
     share.hold(announced)
@@ -123,7 +123,7 @@ async def read_body(
                 parts.append(part)
     except TimeoutError:
         message = f"the request did not arrive within {patience_s:g} s"
-        # Closing, so that nobody waits for the rest of it.
+        # Close the connection, so that nothing waits for the rest.
         raise HttpError(408, message, outcome="too_slow", headers={"connection": "close"}) from None
     return b"".join(parts)
 

@@ -1,8 +1,8 @@
 """A front's connections to engines, and the requests on their way through them.
 
-Call            one request: it ends exactly once, whoever ends it first
+Call            one request; it ends exactly once, whoever ends it first
 Link            the connection to one engine
-ServedVersion   an artifact's encoder with the links to the engines that serve it
+ServedVersion   an artifact's encoder and the links to the engines that serve it
 Dispatcher      the current version; sends calls, and sends them again when an engine dies
 """
 
@@ -22,10 +22,10 @@ from intbmoe.serve.door import Door, Leave
 from intbmoe.serve.http import HttpError
 from intbmoe.serve.loading import Opened
 
-MOST_SENDS = 2  # a request whose first two engines died is not sent to a third: it may be what kills them
+MOST_SENDS = 2  # a request whose first two engines died is not sent to a third: it may be the cause
 LARGE_BODY = 65_536  # from this size on a request is encoded in a thread
 UNSENT_BYTES = 64 * 2**20
-"""Limit of a front's buffer of requests that an engine has not read; they stay in it after their clients were told."""
+"""Limit on buffered requests that an engine has not read; they stay buffered even after their clients were answered."""
 
 
 class Outcome(NamedTuple):
@@ -56,10 +56,12 @@ class Call:
         self._timer = loop.call_later(max(0.0, deadline - time.monotonic()), self.finish, EXPIRED)
 
     async def encode(self, served: "ServedVersion") -> None:
-        """Check the request and prepare it for the engines of ``served``, no longer than to its deadline; raises
-        ``HttpError``. A body that may take long is encoded beside the loop, so that others do not wait."""
+        """Check the request and prepare it for the engines of ``served``, or raise ``HttpError``.
+
+        It stops at the deadline. A body that may take long is encoded outside the event loop, so others do not wait.
+        """
         if served.decoders is not None:
-            # A heavy one is encoded apart from the others, and says nothing about how long they take.
+            # A heavy request is encoded separately and says nothing about how long the others take.
             step_aside = partial(self._leave, teaches=False)
             encoding = asyncio.create_task(served.decoders.encode(self.body, self.deadline, step_aside))
         elif len(self.body) >= LARGE_BODY:
@@ -70,13 +72,13 @@ class Call:
         try:
             await asyncio.wait({encoding, self.done}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            encoding.cancel()  # does nothing where it has ended
+            encoding.cancel()  # does nothing if it has ended
         if encoding.done():
             self._take(served, encoding.result())
 
     def _take(self, served: "ServedVersion", prepared: Prepared) -> None:
         if self.done.done():
-            return  # it has expired meanwhile
+            return  # it expired in the meantime
         self.served = served
         self.tokens, self.content, streamed = prepared
         if streamed and self.pieces is None:
@@ -92,7 +94,7 @@ class Call:
             self.finish(Outcome("answered", ({"finished": finished},)))
 
     def finish(self, outcome: Outcome) -> None:
-        """End the call, if it has not ended, and tell an engine that still works on it."""
+        """End the call if it has not ended, and tell an engine that is still working on it."""
         if self.done.done():
             return
         self._timer.cancel()
@@ -105,14 +107,14 @@ class Call:
 
 
 class Line(ABC):
-    """The calls to one engine, however messages get there: a socket, or a queue in the same process."""
+    """The calls to one engine, whatever carries the messages: a socket, or a queue in the same process."""
 
     is_open = True
     has_room = True  # whether the engine reads what it is sent
 
     def __init__(self) -> None:
         self.load = 0  # tokens in flight
-        self._given_up = 0  # of these, tokens of calls that ended here since the engine was last heard from
+        self._given_up = 0  # of these, the tokens of calls that ended here since the engine last replied
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
 
@@ -130,14 +132,14 @@ class Line(ABC):
         self._post(messages.ASK, call.number, call.deadline, call.content, call.pieces is not None, time.monotonic())
 
     def forget(self, call: Call, *, tell: bool) -> None:
-        """The call has ended here; ``tell`` the engine if it does not know."""
+        """Drop a call that has ended here; ``tell`` the engine if it does not know."""
         if self._calls.pop(call.number, None) is None:
             return
         call.link = None
         if not tell:
             self.load -= call.tokens
             return
-        # Calls to an engine that hangs expire. If that lowered its load, it would get most of the new ones.
+        # Calls to an engine that hangs expire. If that lowered its load, it would get most of the new calls.
         self._given_up += call.tokens
         if self.is_open:
             self._post(messages.CANCEL, call.number)
@@ -146,7 +148,7 @@ class Line(ABC):
         self.load -= self._given_up
         self._given_up = 0
         call = self._calls.get(number)
-        if call is None:  # it has ended here meanwhile
+        if call is None:  # it ended here in the meantime
             return
         if kind == messages.PIECE:
             call.add_piece(*content)
@@ -208,7 +210,7 @@ class ServedVersion:
         return prepare(self.opened.encoder, self._most_values, body)
 
     def add(self, path: str, link: Line) -> None:
-        """Add an engine; if another version serves by now, its link is closed again."""
+        """Add an engine; if another version is serving by now, close its link again."""
         self.links[path] = link
         if self._retired:
             link.retire()
@@ -217,7 +219,7 @@ class ServedVersion:
         return min((link for link in self.links.values() if link.is_open), key=lambda link: link.load, default=None)
 
     def retire(self) -> None:
-        """Another version serves now: close each link when its calls have ended."""
+        """Close each link when its calls have ended, because another version serves now."""
         self._retired = True
         for link in list(self.links.values()):
             link.retire()
@@ -259,15 +261,15 @@ class Dispatcher:
         if link is None:
             call.finish(Outcome("unavailable", ("no engine is running at the moment",)))
         elif not link.has_room:
-            call.finish(Outcome("refused", ("the engine has not read those before it", 1.0)))
+            call.finish(Outcome("refused", ("the engine has not read the requests before it", 1.0)))
         else:
             link.send(call)
 
     async def _encode_again(self, call: Call) -> None:
-        """For the version that serves now, because the one it was encoded for has no engine any more."""
+        """Encode the call for the current version, because its own version no longer has an engine."""
         try:
             await call.encode(self.current)
-        except HttpError as error:  # the new model does not know what the old one knew
+        except HttpError as error:  # the new model does not accept what the old one did
             call.finish(Outcome("bad", (error.content.get("field", "body"), error.content["message"])))
         if not call.done.done():
             self.send(call)
@@ -280,5 +282,5 @@ class Dispatcher:
                 call.finish(Outcome("unavailable", ("the engines that had this request died",)))
                 continue
             self._on_retry()
-            call.received = 0  # the other engine writes the text anew; what the client already has is skipped
+            call.received = 0  # the other engine writes the text again; what the client already has is skipped
             self.send(call)

@@ -1,4 +1,4 @@
-"""Opening an artifact for a front (no weights) and for an engine."""
+"""Open an artifact for a front (without weights) or for an engine."""
 
 import logging
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ class Opened:
 
 
 def open_artifact(path: str, device: str | None = None) -> Opened:
-    """For an engine, with the model on ``device``; for a front, which checks requests, without weights."""
+    """Open an artifact: for an engine with the model on ``device``, for a front, which checks requests, without it."""
     artifact = load_artifact(path)
     about = {key: artifact.about[key] for key in ("task", "method", "dtype", "precomposed")}
     about["metrics"] = artifact.about.get("metrics", {})
     if device is None:
         return Opened(artifact.version, about, artifact.encoder(), [])
     if about["dtype"] == "bfloat16" and precision.bfloat16_is_slow(device):
-        log.warning("%s is in bfloat16, for which this CPU has no instructions: export it with --dtype float32", path)
+        log.warning("%s is in bfloat16, but this CPU has no bfloat16 instructions: export with --dtype float32", path)
     return Opened(artifact.version, about, artifact.predictor(device), artifact.golden)

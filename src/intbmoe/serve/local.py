@@ -22,12 +22,12 @@ from intbmoe.serve.links import Dispatcher, Line, Outcome, ServedVersion
 from intbmoe.serve.metrics import EngineMetrics, FrontMetrics
 from intbmoe.serve.settings import Settings
 
-LAST_ANSWERS_S = 1.0  # time to answer the clients of an engine that died
+LAST_ANSWERS_S = 1.0  # time for answering the clients of an engine that died
 log = logging.getLogger(__name__)
 
 
 class ThreadLine(Line):
-    """To an engine in a thread, which ends with the application."""
+    """A line to an engine in a thread, which ends with the application."""
 
     def __init__(self, engine: Engine, on_death: Callable[[], None]) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ class ThreadLine(Line):
                     self._step_began = None
                 self._hand_over(self._deliver_all, replies)
         except Exception:
-            log.exception("the engine has ended: nothing is answered any more, this process must be restarted")
-            self.is_open = False  # before clients are told: requests that come meanwhile must find it closed
+            log.exception("the engine has ended and answers nothing more: restart this process")
+            self.is_open = False  # before clients are told: requests that arrive meanwhile must find it closed
             self._hand_over(self._end_all)
 
     def _hand_over(self, work: Callable[..., None], *arguments: Any) -> None:
@@ -83,11 +83,11 @@ class ThreadLine(Line):
 
 
 def build_app(settings: Settings, on_death: Callable[[], None] = lambda: None) -> Starlette:
-    """The whole server as one ASGI application, its model loaded, checked and warm.
+    """Return the whole server as one ASGI application, with its model loaded, checked and warm.
 
-    An engine that fails, with its GPU for example, cannot be restarted in the same process: from then on
+    If an engine fails, for example with its GPU, it cannot be restarted in the same process: from then on
     ``/health/ready`` says so, and ``on_death`` is called. The application's ``state`` has the ``version`` it serves and
-    ``check_health()``, which raises where the engine has failed or hangs.
+    ``check_health()``, which raises if the engine has failed or hangs.
     """
     settings.check()
     opened = importlib.import_module(settings.loader).open_artifact(settings.artifact, settings.device)

@@ -1,17 +1,17 @@
 """Messages between the processes of a server.
 
-**Between fronts and engines**, over Unix sockets: msgpack, one message after another, which cannot carry code.
+**Between fronts and engines**, over Unix sockets: a stream of msgpack messages, which cannot carry code.
 
 front → engine   [ASK, id, deadline, request, stream, sent]    [CANCEL, id]
 engine → front   [ANSWER, id, answer]    [PIECE, id, text, finished]    [EXPIRED, id]    [FAILED, id, message]
                  [REFUSED, id, reason, retry after]            [BAD, id, field, message]
 
-A request is what ``intbmoe.tasks.serving.requests.to_wire`` makes of it. Deadlines and sending times are on the
+A request has the form that ``intbmoe.tasks.serving.requests.to_wire`` gives it. Deadlines and sending times are on the
 machine's monotonic clock, which all processes share.
 
 **Between the supervisor and each of its processes**, over a socket pair: lines of JSON. The process inherits its end as
-a file descriptor. When the supervisor is gone, for whatever reason, the line closes and the process exits: nothing is
-left behind.
+a file descriptor. When the supervisor is gone, for whatever reason, the socket closes and the process exits, so nothing
+is left behind.
 
 supervisor → engine   {"do": "drain"}
 engine → supervisor   {"event": "ready", "version": …}   {"event": "broken", "why": …}   {"event": "alive"}
@@ -39,7 +39,7 @@ ANSWER, REFUSED, EXPIRED, BAD, FAILED = "answered", "refused", "expired", "bad",
 LARGEST_MESSAGE = 256 * 1024 * 1024
 LONGEST_LINE = 1024 * 1024
 OWN = ("intbmoe", "__main__")
-"""Where this program's errors are defined; the module that a process is started with is its ``__main__``."""
+"""Modules that define this program's errors; the module that a process is started with is its ``__main__``."""
 
 
 def pack(*message: Any) -> bytes:
@@ -52,7 +52,7 @@ def unpacker() -> msgpack.Unpacker:
 
 
 class Receiver(asyncio.Protocol):
-    """One end of a connection over which msgpack comes; ``receive`` gets each message."""
+    """One end of a connection that carries msgpack; ``receive`` gets each message."""
 
     transport: asyncio.Transport | None = None
 
@@ -70,13 +70,13 @@ def to_line(message: dict[str, Any]) -> bytes:
 
 
 async def from_lines(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """The messages until the other side is gone, which may have left some of ours unread."""
+    """Yield messages until the other side is gone, which may have left some of ours unread."""
     with suppress(ConnectionError):
         while (line := await reader.readline()).endswith(b"\n"):
             yield json.loads(line)
 
 
 def reason(error: Exception) -> str:
-    """The text of ``why``. Our own errors explain themselves; for others the type says more than the message."""
+    """Return the text of ``why``: our own errors explain themselves, for others the type says more than the message."""
     own = type(error).__module__.partition(".")[0] in OWN
     return (str(error) if own else f"{type(error).__name__}: {error}")[:2000]

@@ -1,8 +1,8 @@
 """Metrics over all processes of a server.
 
-Each process writes its figures to files in ``PROMETHEUS_MULTIPROC_DIR``, which the supervisor sets; the front that is
-asked for ``/metrics`` adds them up. The counts of dead processes are added to one common file, so that the number of
-files does not grow however often a process is replaced.
+Each process writes its figures to files in ``PROMETHEUS_MULTIPROC_DIR``, which the supervisor sets; the front that gets
+a request for ``/metrics`` adds them up. The counts of dead processes are added to one common file, so that the number
+of files does not grow however often processes are replaced.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ class FrontMetrics:
         requests = counter("intbmoe_requests", "Requests by action and outcome.", ["action", "outcome"])
         seconds = Histogram(
             "intbmoe_request_seconds",
-            "From the request's head to its answer, of those that were answered; for a stream, to its first piece.",
+            "Time from a request's head to its answer, if it was answered; for a stream, to its first piece.",
             ["action"],
             buckets=LATENCIES,
             registry=registry,
@@ -58,20 +58,20 @@ class EngineMetrics:
         registry = registry or CollectorRegistry()
         counter, gauge = partial(Counter, registry=registry), partial(_gauge, registry=registry)
         histogram = partial(Histogram, registry=registry)
-        waited = "From a front's sending a request to the batch that it is in."
+        waited = "Time from when a front sends a request to the batch that includes it."
         self.queue_seconds = histogram("intbmoe_queue_seconds", waited, buckets=LATENCIES)
-        computed = "Time of the model for a batch."
+        computed = "Time the model takes for a batch."
         self.compute_seconds = histogram("intbmoe_compute_seconds", computed, buckets=LATENCIES)
         self.batch_requests = histogram("intbmoe_batch_requests", "Requests in a batch.", buckets=BATCHES)
         self.tokens = counter("intbmoe_tokens", "Tokens computed, by use.", ["use"])
-        self.waiting = gauge("intbmoe_queue_requests", "Requests that wait.")
-        chosen = "Tokens each block was chosen for, in a sample of batches."
+        self.waiting = gauge("intbmoe_queue_requests", "Requests waiting.")
+        chosen = "Tokens routed to each block, in a sample of batches."
         self.block_tokens = counter("intbmoe_block_tokens", chosen, ["layer", "block"])
         gauge("intbmoe_model_engines", "Engines that serve a version.", ["version"]).labels(version).set(1)
 
 
 def read_metrics(own: CollectorRegistry) -> tuple[bytes, str]:
-    """The metrics of all processes, or outside a server the ``own`` ones, in Prometheus' text format, and its type."""
+    """Return all processes' metrics (outside a server, the ``own`` ones) in Prometheus' text format, and its type."""
     if FOLDER not in os.environ:
         return generate_latest(own), CONTENT_TYPE_LATEST
     registry = CollectorRegistry()
@@ -83,10 +83,10 @@ def read_metrics(own: CollectorRegistry) -> tuple[bytes, str]:
 def forget_process(pid: int, folder: Path) -> None:
     mark_process_dead(pid, str(folder))
     try:
-        with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):  # a reader may be stopped: do not wait for it
-            for kind in ("counter", "histogram"):  # those that outlive their process, in the file of process 0
+        with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):  # do not wait: a reader may have been stopped
+            for kind in ("counter", "histogram"):  # kinds that outlive their process, in the file of process 0
                 _hand_over(folder / f"{kind}_{pid}.db", folder / f"{kind}_0.db")
-    except Exception as error:  # its file stays, and is read as it is
+    except Exception as error:  # the file stays, and is read as it is
         log.warning("the figures of process %d stay in a file of their own: %s", pid, error)
 
 
@@ -102,7 +102,7 @@ def _hand_over(source: Path, target: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path, how: int) -> Iterator[None]:
-    """Keeps counts from moving between files while a front adds them up: it would count them twice or not at all."""
+    """Keep counts from moving between files while a front adds them up: it would count some twice or not at all."""
     with open(folder / "lock", "w") as file:
         fcntl.flock(file, how)
         yield

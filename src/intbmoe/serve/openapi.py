@@ -1,4 +1,4 @@
-"""The OpenAPI document of a server: what its model can be asked, with the artifact's own schema and examples."""
+"""The OpenAPI document of a server: what its model accepts, with the artifact's own schema and examples."""
 
 from typing import Any
 
@@ -12,24 +12,24 @@ from intbmoe.version import program_version
 DEADLINE = "x-deadline-ms"
 ERRORS = {
     "404": "The model of this server does something else.",
-    "408": "The request came too slowly.",
+    "408": "The request arrived too slowly.",
     "413": "The request is too large.",
     "415": "The request does not say that it is application/json.",
     "422": "The request is not allowed; `field` says where and `message` what is allowed.",
-    "429": "Too many requests; `Retry-After` says in how many seconds to come again.",
+    "429": "Too many requests; `Retry-After` says after how many seconds to try again.",
     "500": "The model failed on this request.",
     "503": "No engine is running at the moment.",
     "504": "There was no answer before the request's deadline.",
 }
 RELOAD_ERRORS = {
-    "409": "The artifact is broken, or a reload is under way; the old one serves on.",
-    "403": "Without a key, only a server that listens on loopback is reloaded, by clients that call it so.",
+    "409": "The artifact is broken, or a reload is under way; the old one keeps serving.",
+    "403": "Without a key, only a server on a loopback address can be reloaded, by clients that use a loopback name.",
 }
 UNAUTHORISED = {"401": "The key is missing or wrong."}
 
 
 def known_predictors() -> list[type[Predictor]]:
-    """Of all tasks; a server has one of them."""
+    """Return the predictors of all tasks; a server has one of them."""
     return [predictor for name in list_tasks() if (predictor := find_task(name).predictor) is not None]
 
 
@@ -42,7 +42,7 @@ def describe(opened: Opened, settings: Settings, *, with_key: bool) -> dict[str,
     ready = _operation("A warmed-up engine is connected.", _answer(), not_ready) | open_to_all
     reload = _operation(
         "Load the artifact's folder again, check it, and switch to it without a pause.",
-        _answer("The new version serves."),
+        _answer("The new version is serving."),
         RELOAD_ERRORS | unauthorised,
         operationId="reload",
     )
@@ -79,7 +79,7 @@ def _ask(encoder: Predictor, settings: Settings, errors: dict[str, str]) -> dict
         "name": DEADLINE,
         "in": "header",
         "required": False,
-        "description": f"Milliseconds after which the answer is of no use, at most {most:g}.",
+        "description": f"Milliseconds after which the answer is no longer useful, at most {most:g}.",
         "schema": {"type": "number", "minimum": 1},
     }
     return _operation(
@@ -99,6 +99,6 @@ def _operation(summary: str, answer: dict[str, Any], errors: dict[str, str], **m
 
 
 def _answer(description: str = "The answer.", **kinds: str) -> dict[str, Any]:
-    """A good response: a JSON object, or one of ``kinds``, by media type."""
+    """Describe a successful response: a JSON object, or one of ``kinds``, by media type."""
     content = {kind: {"schema": {"type": schema}} for kind, schema in (kinds or {JSON: "object"}).items()}
     return {"description": description, "content": content}

@@ -1,13 +1,13 @@
 "use strict";
-// Forms: how each is built, what it asks, and what of the answer it shows. A task may bring its own, forms["name"], in a
-// script beside its code; "schema" is the form of all others, and follows from the schema of a request.
+// Forms: how each is built, what it requests, and how it shows the answer. A task may bring its own, forms["name"], in a
+// script beside its code; all others use "schema", which is built from the schema of a request.
 //   build(fields, schema)   puts its inputs into the element `fields`
 //   example(example)        fills them with an example of the schema
-//   request()               what they say, as a request
-//   show(answer)            into $("answer")
-//   run(request, signal)    instead of one question and one answer: shows what it does, returns the answer
-//   picture                 the URL of an image whose patches the tokens are
-//   spaced                  whether tokens are text, in which spaces count
+//   request()               returns their values as a request
+//   show(answer)            shows the answer in $("answer")
+//   run(request, signal)    instead of one request and one answer: shows its progress, returns the answer
+//   picture                 the URL of the image, if tokens are its patches
+//   spaced                  whether tokens are text, where spaces matter
 const forms = {};
 
 function number(name, schema, value) {
@@ -17,7 +17,7 @@ function number(name, schema, value) {
   return input;
 }
 
-// An input for a value of this schema: { element, read, write }; `read` gives undefined for what is left out.
+// An input for a value of this schema: { element, read, write }; `read` returns undefined if it is left out.
 function entry(name, schema, required) {
   const label = (input) => make("label", { title: schema.description ?? "" }, name.replaceAll("_", " ") + " ", input);
   const plain = (input, read = (text) => text) => {
@@ -40,7 +40,7 @@ function entry(name, schema, required) {
   if (schema.type === "string") {
     return plain(schema.maxLength > 200 ? make("textarea", { name }) : make("input", { name, maxLength: schema.maxLength ?? 200 }));
   }
-  const area = plain(make("textarea", { name, spellcheck: false }), JSON.parse);  // lists and what else there may be
+  const area = plain(make("textarea", { name, spellcheck: false }), JSON.parse);  // lists and any other types
   const write = area.write;
   return { ...area, write: (value) => write(value === undefined ? undefined : JSON.stringify(value)) };
 }

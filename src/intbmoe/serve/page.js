@@ -1,5 +1,5 @@
-// Okabe and Ito's colours, which people who are colour-blind can tell apart, as in the pictures (report/style.py); after
-// eight they return with stripes, and every block also has its number.
+// Okabe and Ito's colours, which colour-blind people can tell apart, as in the pictures (report/style.py); after eight
+// they repeat with stripes, and every block also has its number.
 const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999"];
 const DARK = new Set(["#0072b2"]);
 const $ = (id) => document.getElementById(id);
@@ -35,7 +35,7 @@ async function ask(path, body, signal) {
 // ---- answers ------------------------------------------------------------------------------------------------------
 function showResults(answer) {
   const scores = answer.results.map((one) => one.score);
-  // Probabilities are drawn as they are; other scores between the least and the best of this answer.
+  // Probabilities are drawn as they are; other scores relative to the lowest and the highest of this answer.
   const plain = scores.every((score) => score >= 0 && score <= 1);
   const low = plain ? 0 : Math.min(...scores), high = plain ? 1 : Math.max(...scores);
   const list = make("ol", { className: "results" });
@@ -58,10 +58,10 @@ function showRouting(answer) {
   shown.layers = layers;
   if (!layers.length) {
     $("tokens").replaceChildren();
-    $("routing-hint").textContent = "In this model tokens do not choose between blocks: each goes through all of it.";
+    $("routing-hint").textContent = "This model has no routing: every token goes through the whole model.";
     return;
   }
-  $("routing-hint").textContent = "Each token is in the colour, and has the number, of the block it chose.";
+  $("routing-hint").textContent = "Each token has the colour and the number of the block it went to.";
   const before = $("layer").value;
   $("layer").replaceChildren(...layers.map((layer, at) => make("option", { value: at }, layer.layer)));
   if (before && before < layers.length) $("layer").value = before;
@@ -79,7 +79,7 @@ function drawRouting() {
   const counts = new Map(), tokens = $("tokens");
   tokens.replaceChildren();
   const patches = form.picture !== undefined;
-  // What an image's tokens are beside its patches (the class token) stands before them.
+  // Tokens of an image other than its patches (the class token) come first.
   const side = Math.floor(Math.sqrt(shown.tokens.length)), first = shown.tokens.length - side * side;
   const grid = make("div", { className: "patches" });
   if (patches) {

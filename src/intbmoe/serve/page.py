@@ -1,11 +1,11 @@
-"""The page at ``/``: its parts put into one, which loads nothing from anywhere else.
+"""The page at ``/``, assembled from its parts into one file that loads nothing from anywhere else.
 
-page.html       what stands on it
-style.css       typefaces and colours, in light and dark, as the report page has them (report/style.css)
-page.css        how it looks
-page-form.js    the form that follows from a request's schema, and what forms share
+page.html       its content
+style.css       typefaces and colours, in light and dark, shared with the report page (report/style.css)
+page.css        its layout
+page-form.js    the form built from a request's schema, and what forms share
 TASK/*.js       the forms that tasks bring (``Predictor.form``)
-page.js         asking, answers, and where tokens went
+page.js         sending requests, answers, and where tokens went
 """
 
 import base64
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent
 
 
 def parts() -> dict[str, list[Path]]:
-    """The files inside each tag, in their order."""
+    """Return the files inside each tag, in order."""
     forms = {predictor.form for predictor in known_predictors() if predictor.form is not None}
     script = [FOLDER / "page-form.js", *sorted(forms, key=lambda form: form.name), FOLDER / "page.js"]
     return {"style": [CSS, FOLDER / "page.css"], "script": script}
@@ -30,7 +30,7 @@ def parts() -> dict[str, list[Path]]:
 
 @cache
 def _page() -> tuple[bytes, dict[str, str]]:
-    """The page with its headers, among them a policy under which a browser runs its own script and style only."""
+    """Return the page and its headers, with a policy that lets a browser run only the page's own script and style."""
     text, digests = (FOLDER / "page.html").read_text(encoding="utf-8"), {}
     for tag, files in parts().items():
         inside = "".join(file.read_text(encoding="utf-8") for file in files)
@@ -45,7 +45,7 @@ def _page() -> tuple[bytes, dict[str, str]]:
         "content-security-policy": policy,
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",  # may be kept, but is asked for each time: another version has another page
+        "cache-control": "no-cache",  # may be cached, but must be revalidated: another version has another page
         "etag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
     }
     return body, headers

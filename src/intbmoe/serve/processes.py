@@ -1,4 +1,4 @@
-"""What the supervisor starts: a process with the line to it, and the engines of one version, which are kept running."""
+"""What the supervisor starts: a process with a socket to it, and the engines of one version, which it keeps running."""
 
 import asyncio
 import contextlib
@@ -37,8 +37,8 @@ class Child:
     async def start(
         cls, command: Sequence[str], folder: Path, threads: int, on_event: Tell, pass_fds: Sequence[int] = ()
     ) -> "Child":
-        """Start the process, with its figures in ``folder``; Ctrl-C in a terminal reaches the supervisor alone."""
-        # Without a number of threads, numeric libraries would take all cores in each process.
+        """Start the process, with its metrics in ``folder``; Ctrl-C in a terminal reaches only the supervisor."""
+        # Without this limit, numeric libraries would use all cores in each process.
         environment = {FOLDER: str(folder), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         ours, theirs = socket.socketpair()
         with theirs:
@@ -79,7 +79,7 @@ class Child:
             self.process.send_signal(signal.SIGKILL)
 
     async def watch(self, hang_s: float) -> int:
-        """Wait for its end and return its status; kill it if, after its first message, it is silent for ``hang_s``."""
+        """Wait for its end and return its status; kill it if it is silent for ``hang_s`` after its first message."""
         while self.is_running:
             await asyncio.wait({self.ended}, timeout=WATCH_S)  # unlike wait_for, this does not cancel ``ended``
             if self.is_running and self.heard is not None and time.monotonic() - self.heard > hang_s:
@@ -103,7 +103,7 @@ class Child:
             log.exception("process %d sent something unreadable: killed", self.pid)
             self.kill()
         self._writer.close()
-        # A process that closed its line should be ending.
+        # A process that has closed its socket should be ending.
         try:
             return await asyncio.wait_for(self.process.wait(), 5)
         except TimeoutError:
@@ -112,14 +112,14 @@ class Child:
 
 
 class StartError(RuntimeError):
-    """An engine did not become ready; the message is the engine's own."""
+    """An engine did not become ready; the message comes from the engine."""
 
 
 class EngineGroup:
     """The engines of one version, with sockets in ``folder``.
 
-    ``on_change`` is called when an engine came or went; ``on_other`` starts a reload when the artifact's folder holds
-    another version.
+    ``on_change`` is called when an engine starts or ends; ``on_other`` starts a reload when the artifact's folder holds
+    a different version.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class EngineGroup:
         self._started = 0
 
     def describe(self) -> dict[str, Any]:
-        """For fronts: what is served, and the sockets of the engines that are ready."""
+        """Tell fronts what is served, and the sockets of the engines that are ready."""
         ready = [path for child, path in self._paths.items() if child.is_ready]
         return {"number": self.number, "artifact": self.artifact, "version": self.version, "engines": ready}
 
@@ -204,7 +204,7 @@ class EngineGroup:
         pause = FIRST_PAUSE_S
         while True:
             status = await child.watch(self._settings.hang_s)
-            log.error("engine %d ended with status %s: another is started", child.pid, status)
+            log.error("engine %d ended with status %s: starting another", child.pid, status)
             pause = FIRST_PAUSE_S if time.monotonic() - child.started > LONGEST_PAUSE_S else pause
             self._forget(child)
             self._on_change(self)
@@ -216,18 +216,18 @@ class EngineGroup:
             self._on_change(self)
 
     async def _start_again(self) -> Child | None:
-        """An engine that serves the same version as the others, or None."""
+        """Return an engine that serves the same version as the others, or None."""
         try:
             child = await self._start_one()
         except (StartError, OSError) as error:
-            log.error("an engine could not be started again: %s", error)
+            log.error("an engine could not be restarted: %s", error)
             return None
         if child.ready.result() == self.version:
             return child
-        log.error("%s holds another version than the one served: reloading", self.artifact)
+        log.error("%s holds a different version than the one served: reloading", self.artifact)
         child.kill()
         self._forget(child)
-        await asyncio.wait({self._on_other()})  # where that succeeds, these engines are drained; else it is tried again
+        await asyncio.wait({self._on_other()})  # if the reload succeeds, these engines are drained; if not, try again
         return None
 
     def _forget(self, child: Child) -> None:

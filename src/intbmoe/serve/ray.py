@@ -1,8 +1,8 @@
 """The same server on Ray Serve, over several machines: ``serve run intbmoe.serve.ray:app artifact=/models/one``.
 
-Each replica is engine and front in one process (``local.py``); Ray's proxies distribute requests, and its controller
-replaces the supervisor: it starts, scales, updates and restarts replicas. The artifact must be at the same path on
-every machine, each version in a folder of its own.
+Each replica is an engine and a front in one process (``local.py``); Ray's proxies distribute requests, and its
+controller replaces the supervisor: it starts, scales, updates and restarts replicas. The artifact must be at the same
+path on every machine, each version in a folder of its own.
 """
 
 import importlib
@@ -20,23 +20,23 @@ from intbmoe.zoo import in_zoo
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas(Checked):
-    """How many replicas there are, and what each of them has."""
+    """How many replicas there are, and the resources of each."""
 
     max_replicas: PositiveInt = 1
     min_replicas: Annotated[PositiveInt, AtMost("max_replicas")] = 1
-    """With fewer than ``max_replicas``, Ray starts and stops replicas by the load."""
+    """If less than ``max_replicas``, Ray starts and stops replicas with the load."""
     ongoing: Positive = 16.0
-    """Requests that a replica should have at a time, in its batch and waiting; with more of them Ray adds replicas."""
+    """Requests that a replica should have at a time, in its batch and waiting; beyond that Ray adds replicas."""
     surge_percent: Annotated[int, MustBe("an integer from 0 to 100", lambda value: 0 <= value <= 100)] = 25
-    """Replicas of a new version that may run beside the old ones, at least one. 0 if there is no room for it: then each
-    new one starts in the place of an old one, and requests wait for it."""
+    """Replicas of a new version that may run beside the old ones, at least one. 0 if there is no room for that: then
+    each new one takes the place of an old one, and requests wait for it."""
     num_cpus: NonNegative = 1.0
     num_gpus: NonNegative = 0.0
     per_node: PositiveInt | None = None
-    """At most so many on one machine."""
+    """The most replicas on one machine."""
 
     def options(self) -> dict[str, Any]:
-        """As ``ray.serve.deployment`` takes them."""
+        """Return the options as ``ray.serve.deployment`` takes them."""
         resources = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
         found = {"ray_actor_options": resources, "max_surge_percent": self.surge_percent}
         if self.per_node is not None:
@@ -48,7 +48,7 @@ class Replicas(Checked):
 
 
 def app(arguments: Mapping[str, Any]) -> Any:
-    """What ``serve run`` and ``serve deploy`` build: settings of ``Replicas`` and of ``intbmoe serve``, by name."""
+    """Build the application for ``serve run`` and ``serve deploy``: settings of ``Replicas`` and ``intbmoe serve``."""
     known = field_types(Replicas) | field_types(Settings)
     for name in arguments:
         if name not in known:
@@ -59,7 +59,7 @@ def app(arguments: Mapping[str, Any]) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """The command line of Ray has strings alone: of a setting that is no text, the number that it stands for."""
+    """Convert a setting from Ray's command line, which passes only strings, to the number that it stands for."""
     import yaml
 
     if not isinstance(value, str):
@@ -72,22 +72,22 @@ def _read(kind: Any, value: Any) -> Any:
 
 
 def deployment(settings: Settings, replicas: Replicas | None = None, **options: Any) -> Any:
-    """A Ray Serve application, for ``ray.serve.run``; ``options`` are further ones of Ray's deployments.
+    """Return a Ray Serve application for ``ray.serve.run``; ``options`` are further options of Ray's deployments.
 
-    Deployed again under the same name, Ray exchanges the replicas one after another.
+    When it is deployed again under the same name, Ray replaces the replicas one after another.
     """
     serve = import_extra("ray.serve", "serving over machines", "ray")
     replicas = replicas or Replicas()
     require(not in_zoo(settings.artifact), "artifact", settings.artifact, "a folder: export it first (intbmoe export)")
     settings.check()
-    # A link that is moved to another version is followed now: replicas that Ray starts later are of the same version.
+    # Resolve a link now, in case it is moved to another version: replicas that Ray starts later must match these.
     threads = settings.threads or max(1, int(replicas.num_cpus))
     settings = replace(settings, artifact=os.path.realpath(settings.artifact), threads=threads)
     version = importlib.import_module(settings.loader).open_artifact(settings.artifact).version
     content = settings.to_json()
 
     def build() -> Any:
-        """Runs on the replica."""
+        """Build the server on the replica."""
         import torch
 
         from intbmoe.serve.local import build_app
@@ -104,7 +104,7 @@ def deployment(settings: Settings, replicas: Replicas | None = None, **options: 
     @serve.ingress(build)
     class Replica:
         def check_health(self) -> None:
-            """Ray asks every few seconds, and replaces a replica that raises."""
+            """Raise if the engine has failed: Ray calls this every few seconds, and replaces a replica that raises."""
             self.app.state.check_health()
 
     # Requests beyond the current batch wait in the engine's own bounded queue, which refuses with 429.

@@ -1,4 +1,4 @@
-"""The process that a person starts: it opens the port, starts fronts and engines, and keeps them running.
+"""The process that the user starts: it opens the port, starts fronts and engines, and keeps them running.
 
 SIGTERM or Ctrl-C   drain: accept no new connection, answer requests in flight, then exit; twice: exit at once
 SIGHUP              reload: read the keys again, and the artifact's folder, with new engines next to the old ones
@@ -30,28 +30,28 @@ from intbmoe.serve.settings import Settings
 
 BACKLOG = 2048
 SPARE = -1  # in place of a listener's number
-SPARE_AFTER_S = 10.0  # a spare front is started when the others have started
+SPARE_AFTER_S = 10.0  # a spare front is started after the others
 SO_ATTACH_FILTER = 26
-# Load the flags, keep SYN and ACK; if only SYN is left, take no byte of the packet, else all of it.
+# Load the flags and keep SYN and ACK; if only SYN is set, accept no byte of the packet, otherwise all of it.
 DROP_SYN = ((0x30, 0, 0, 13), (0x54, 0, 0, 0x12), (0x15, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
 LONGEST_PATH = 80
-"""Of the private folder, in bytes: the path of a Unix socket in it may have 104 to 108, depending on the system."""
+"""Of the private folder, in bytes: the path of a Unix socket may have 104 to 108, depending on the system."""
 log = logging.getLogger(__name__)
 
 
 def serve(settings: Settings, say: Callable[[str], None]) -> None:
-    """Serve until a signal; raises ``StartError`` if the artifact cannot be served, ``OSError`` for the port."""
+    """Serve until a signal; raise ``StartError`` if the artifact cannot be served, ``OSError`` for the port."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     settings.check()
     with private_folder(Path(tempfile.gettempdir()), "intbmoe-", ".run") as folder:
         if len(os.fsencode(folder)) > LONGEST_PATH:
             where = f"the folder for temporary files, {str(folder.parent)!r},"
-            raise OSError(f"{where} has too long a path for sockets: set TMPDIR to a shorter one, such as /tmp")
+            raise OSError(f"{where} has too long a path for sockets: set TMPDIR to a shorter path, such as /tmp")
         asyncio.run(Supervisor(settings, folder, say).run())
 
 
 class Supervisor:
-    """``folder`` is for the sockets of engines and the figures of all processes."""
+    """Keeps fronts and engines running; ``folder`` holds the engines' sockets and the metrics of all processes."""
 
     def __init__(self, settings: Settings, folder: Path, say: Callable[[str], None]) -> None:
         self._settings, self._folder, self._say = settings, folder, say
@@ -59,15 +59,15 @@ class Supervisor:
         self._fronts: dict[int, Child] = {}  # by the number of their listener
         self._spare_taken = asyncio.Event()
         self._engines: EngineGroup | None = None
-        self._engine_groups: weakref.WeakSet[EngineGroup] = weakref.WeakSet()  # with those that are started, or left
+        self._engine_groups: weakref.WeakSet[EngineGroup] = weakref.WeakSet()  # including those starting or draining
         self._versions = 0
         self._reloading = asyncio.Lock()
         self._asked: int | None = None  # the version that fronts were told to prepare or serve
-        self._answers: dict[Child, asyncio.Future[str | None]] = {}  # None of a front that did, or why it did not
+        self._answers: dict[Child, asyncio.Future[str | None]] = {}  # None if a front complied, else why it did not
         self._background = Background()
         self._stop: asyncio.Event | None = None
         self._ending = False
-        self._keys: tuple[bytes, ...] = ()  # from here, so that all fronts have the same, whatever the file holds
+        self._keys: tuple[bytes, ...] = ()  # read once here, so that all fronts have the same, even if the file changes
 
     async def run(self) -> None:
         self._stop = asyncio.Event()
@@ -103,25 +103,25 @@ class Supervisor:
         shown = f"[{host}]" if ":" in host else host
         self._say(f"serving {self._engines.version} on http://{shown}:{port} (process {os.getpid()})")
         if not self._settings.on_loopback and self._settings.api_key_file is None:
-            log.warning("anyone who reaches %s can use this server: --api-key-file asks for a key", host)
+            log.warning("anyone who can reach %s can use this server: set --api-key-file to require a key", host)
 
     @property
     def _is_serving(self) -> bool:
-        """Whether the engines of a version have been ready."""
+        """Whether the engines of some version have become ready."""
         return self._engines is not None and bool(self._engines.version)
 
     async def _start_first(self) -> None:
         engines = self._engines = self._new_engines()
-        async with self._reloading:  # fronts are asked one thing at a time
+        async with self._reloading:  # fronts get one question at a time
             await engines.start()
             refusals = await self._ask_fronts("serve", engines)
         for child, why in refusals.items():
-            if child.is_running:  # one that died has a successor, which starts with these engines
+            if child.is_running:  # a front that died is replaced by one that starts with these engines
                 raise StartError(f"{self._name(child)}: {why}")
 
     def _new_engines(self) -> EngineGroup:
         self._versions += 1
-        # A link that is moved to another version is followed now; these engines stay with where it leads today.
+        # Resolve a link now, in case it is moved to another version: these engines stay with today's target.
         artifact, callbacks = os.path.realpath(self._settings.artifact), (self._engines_changed, self._start_reload)
         engines = EngineGroup(self._versions, artifact, self._settings, self._folder, *callbacks)
         self._engine_groups.add(engines)
@@ -146,7 +146,7 @@ class Supervisor:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def _keep_spare(self) -> None:
-        """A front that has all but a socket: to start another takes seconds, in which clients wait on the port."""
+        """Keep a front that lacks only a socket: starting one takes seconds, in which clients would wait."""
         while True:
             await asyncio.sleep(SPARE_AFTER_S)
             child = await self._start_front(SPARE, "when-chosen")
@@ -154,7 +154,7 @@ class Supervisor:
                 ends = [asyncio.create_task(end) for end in (self._watch_front(child), self._spare_taken.wait())]
                 try:
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                finally:  # also when the server stops: a spare that ends then is no news
+                finally:  # also when the server stops: then the end of the spare is not worth a message
                     for end in ends:
                         end.cancel()
                 self._spare_taken.clear()
@@ -190,7 +190,7 @@ class Supervisor:
         status = await child.watch(self._settings.hang_s)
         forget_process(child.pid, self._folder)
         self._take_answer(child, f"it ended with status {status}")
-        log.error("front %d ended with status %s: another takes its place", child.pid, status)
+        log.error("front %d ended with status %s: replacing it", child.pid, status)
 
     def _tell_front(self, child: Child) -> None:
         if self._is_serving:
@@ -210,7 +210,7 @@ class Supervisor:
         try:
             self._keys = self._settings.api_keys()
         except ValueError as error:
-            log.error("the old keys stay: %s", error)
+            log.error("keeping the old keys: %s", error)
             return
         for child in self._fronts.values():
             self._tell_keys(child)
@@ -226,7 +226,7 @@ class Supervisor:
             if message["number"] == self._asked:
                 self._take_answer(child, message.get("why"))
             elif message.get("other"):
-                log.error("%s holds another version than the one served: reloading", self._engines.artifact)
+                log.error("%s holds a different version than the one served: reloading", self._engines.artifact)
                 self._start_reload()
 
     def _take_answer(self, child: Child, why: str | None) -> None:
@@ -240,34 +240,34 @@ class Supervisor:
     async def _reload_by_signal(self) -> None:
         result = await self.reload()
         if result["ok"]:
-            log.info("reloaded: %s serves, before it %s", result["version"], result["previous"])
+            log.info("reloaded: serving %s, previously %s", result["version"], result["previous"])
         else:
-            log.error("not reloaded, the old version serves on: %s", result["why"])
+            log.error("not reloaded, the old version keeps serving: %s", result["why"])
 
     async def reload(self) -> dict[str, Any]:
         """Serve what the artifact's folder holds now; if that fails, the old version keeps serving."""
         if self._reloading.locked() or not self._is_serving or self._ending:
-            return {"ok": False, "why": "the server is being started, reloaded or ended: try again later"}
+            return {"ok": False, "why": "the server is starting, reloading or shutting down: try again later"}
         async with self._reloading:
             old, new = self._engines, self._new_engines()
             try:
                 await new.start()
-                # Every front opens the artifact and connects to its engines; none serves it until all have.
+                # Every front opens the artifact and connects to its engines; none serves it until all are ready.
                 for child, why in (await self._ask_fronts("prepare", new)).items():
                     raise StartError(f"{self._name(child)} cannot serve version {new.version}: {why}")
-                self._engines = new  # from here on there is no way back
+                self._engines = new  # no way back from here
                 for child, why in (await self._ask_fronts("serve", new)).items():
                     log.error(
-                        "%s did not switch and is ended; its successor serves the new version: %s",
+                        "%s did not switch and is killed; its replacement serves the new version: %s",
                         self._name(child),
                         why,
                     )
                     child.kill()
             except (StartError, OSError) as error:
-                return {"ok": False, "why": f"version {old.version} serves on: {error}"}
-            except Exception as error:  # the client waits for an answer
+                return {"ok": False, "why": f"version {old.version} keeps serving: {error}"}
+            except Exception as error:  # the client is waiting for an answer
                 log.exception("the reload failed")
-                return {"ok": False, "why": f"version {old.version} serves on: {reason(error)}"}
+                return {"ok": False, "why": f"version {old.version} keeps serving: {reason(error)}"}
             finally:
                 if self._engines is not new:
                     for child in self._fronts.values():
@@ -277,7 +277,7 @@ class Supervisor:
             return {"ok": True, "version": new.version, "previous": old.version}
 
     async def _ask_fronts(self, do: str, engines: EngineGroup) -> dict[Child, str]:
-        """Tell all fronts to prepare or serve the version of ``engines``; of those that do not, the reasons."""
+        """Tell all fronts to prepare or serve the version of ``engines``; return the reasons of those that do not."""
         loop, running = asyncio.get_running_loop(), [child for child in self._fronts.values() if child.is_running]
         answers = self._answers = {child: loop.create_future() for child in running}
         self._asked = engines.number
@@ -299,7 +299,7 @@ class Supervisor:
 
     def _receive_end(self) -> None:
         if not self._stop.is_set():
-            log.info("ending: requests under way are answered; once more ends at once")
+            log.info("shutting down: answering requests under way; a second signal ends at once")
             self._stop.set()
             return
         self._kill_fronts()
@@ -319,7 +319,7 @@ class Supervisor:
         await asyncio.gather(*(child.end(self._settings.drain_s + 5) for child in self._fronts.values()))
         if self._engines is not None:
             await self._engines.drain(5)
-        # An engine that hangs would not notice that it is alone.
+        # An engine that hangs would not notice that the supervisor is gone.
         await asyncio.gather(*(engines.kill() for engines in self._engine_groups if engines is not self._engines))
         for task in self._background:
             task.cancel()
@@ -328,9 +328,9 @@ class Supervisor:
 
 
 def refuse_new(listener: socket.socket) -> None:
-    """Let no connection begin, and lose none that has: closing the socket would reset those not accepted yet.
+    """Refuse new connections without losing any: closing the socket would reset those not accepted yet.
 
-    A filter on the socket drops packets that begin a connection (SYN without ACK in the flags, byte 13 of TCP's head).
+    A filter on the socket drops packets that begin a connection (SYN without ACK in the flags, byte 13 of the header).
     """
     if sys.platform != "linux":
         return
@@ -340,16 +340,16 @@ def refuse_new(listener: socket.socket) -> None:
     try:
         listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filter_)
     except OSError as error:
-        log.warning("connections that begin while the server ends may be lost: %s", error)
+        log.warning("connections that begin while the server shuts down may be lost: %s", error)
 
 
 def open_listeners(host: str, port: int, count: int) -> list[socket.socket]:
-    """``count`` sockets on one port, over which the kernel distributes connections."""
+    """Return ``count`` sockets on one port, over which the kernel distributes connections."""
     listeners: list[socket.socket] = []
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         options = {"family": family, "backlog": BACKLOG, "dualstack_ipv6": family == socket.AF_INET6}
-        if count > 1:  # sockets that share a port would share it with another server too: it must be free
+        if count > 1:  # sockets that share a port would also share it with another server, so check that it is free
             socket.create_server(address, **options).close()
         for _ in range(count):
             listeners.append(socket.create_server(address, **options, reuse_port=count > 1))

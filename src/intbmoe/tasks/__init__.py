@@ -1,4 +1,4 @@
-"""A task is one folder: its data, model, loss and metrics, how it is served and looked at (``base.py``).
+"""A task is one folder: its data, model, loss and metrics, and how it is served and analysed (``base.py``).
 
 It registers itself, and nothing about it is written anywhere else.
 """
@@ -11,16 +11,16 @@ from intbmoe.tasks.recipe import Recipe
 
 
 def make_task(recipe: Recipe) -> Task:
-    """The recipe's task. Nothing is read yet: data is, at the first use of a split."""
+    """Return the recipe's task; its data is read only when a split is first used."""
     task = find_task(recipe.task)
     if not isinstance(recipe, task.recipe_type):
         expected = task.recipe_type.__name__
-        raise TypeError(f"the task {recipe.task!r} takes a {expected}, this recipe is a {type(recipe).__name__}")
+        raise TypeError(f"the task {recipe.task!r} takes a {expected}, but this recipe is a {type(recipe).__name__}")
     return task(recipe)
 
 
 def list_preparations() -> dict[str, Preparation]:
-    """What ``intbmoe prepare`` can make ready, by name."""
+    """Return what ``intbmoe prepare`` can prepare, by name."""
     return {name: found for task in list_tasks() for name, found in find_task(task).preparations.items()}
 
 

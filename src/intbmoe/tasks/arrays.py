@@ -1,4 +1,4 @@
-"""Arrays in files. Those of an ``.npz`` are read with messages that name the file, the array and the row that is wrong.
+"""Arrays in files; errors in an ``.npz`` file name the file, the array and the row that is wrong.
 
 Nothing is sorted or repaired, and object arrays, which could hold code, are never read.
 """
@@ -13,13 +13,13 @@ import numpy as np
 from intbmoe.tasks.errors import DataError
 
 LARGEST = np.iinfo(np.int64).max
-# What numpy raises depends on where a file is cut off or what else it is.
+# What numpy raises depends on where a file is cut off, or what kind of file it is.
 BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError)
 VISITS = ("user", "poi", "time")
 
 
 def map_array(path: Path, dtype: np.dtype) -> np.ndarray:
-    """All of a file, mapped into memory."""
+    """Map a whole file into memory."""
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(path, dtype=dtype, mode="r")
@@ -28,7 +28,7 @@ def map_array(path: Path, dtype: np.dtype) -> np.ndarray:
 def read_arrays(
     file: Path, what: str, names: Sequence[str], numbers: Sequence[str] = (), optional: Sequence[str] = ()
 ) -> dict[str, np.ndarray]:
-    """``names`` are whole numbers (int64), ``numbers`` any (float64), ``optional`` whole ones that may be missing."""
+    """Read ``names`` as integers (int64), ``numbers`` as float64, and ``optional`` integers if they are there."""
     arrays = {}
     try:
         opened = np.load(file, allow_pickle=False)
@@ -61,24 +61,24 @@ def read_arrays(
 
 
 def check_visits(file: Path, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """(users + 1,) where each user's rows begin; raises unless rows are in the order of (user, time)."""
+    """Return (users + 1,) where each user's rows begin; raise unless rows are sorted by (user, time)."""
     user, time = arrays["user"], arrays["time"]
     for name in ("poi", "time"):
         check_length(file, arrays, name, "user")
-    refuse(np.diff(user) < 0, f"{file}: 'user'", user[1:], "rows in the order of (user, time)", first_row=1)
+    refuse(np.diff(user) < 0, f"{file}: 'user'", user[1:], "rows sorted by (user, time)", first_row=1)
     same = np.diff(user) == 0
-    refuse(same & (np.diff(time) < 0), f"{file}: 'time'", time[1:], "rows of a user in the order of time", first_row=1)
+    refuse(same & (np.diff(time) < 0), f"{file}: 'time'", time[1:], "each user's rows sorted by time", first_row=1)
     return np.concatenate([[0], np.flatnonzero(~same) + 1, [len(user)]]).astype(np.int64)
 
 
 def check_length(file: Path, arrays: dict[str, np.ndarray], name: str, other: str) -> None:
     rows, expected = len(arrays[name]), len(arrays[other])
     if rows != expected:
-        raise DataError(f"{file}: {name!r} has {rows} rows and {other!r} has {expected}: expected as many")
+        raise DataError(f"{file}: {name!r} has {rows} rows and {other!r} has {expected}: expected the same number")
 
 
 def refuse(bad: np.ndarray, where: str, values: np.ndarray, expected: str, first_row: int = 0) -> None:
-    """Raise for the first row that is bad, with its value; rows count from 0."""
+    """Raise an error for the first bad row, with its value; rows count from 0."""
     if bad.any():
         index = int(np.argmax(bad))
         raise DataError(f"{where}, row {index + first_row}, is {values[index]}: expected {expected}")

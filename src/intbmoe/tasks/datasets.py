@@ -1,8 +1,8 @@
-"""Data sets that live in Python: anything with ``len(data)`` and ``data[i]``, or a dict of such by split.
+"""Data sets given in Python: anything with ``len(data)`` and ``data[i]``, or a dict of such objects by split.
 
-A torch ``Dataset`` of the map style is one, so are Hugging Face's ``Dataset`` (and ``DatasetDict``, a dict by split), a
-list, and for tables of columns a data frame. They are written out once, as files that ``data.path`` takes, so that a
-run of theirs is like any other: commands and processes that come later find the data.
+This includes a map-style torch ``Dataset``, Hugging Face's ``Dataset`` (and ``DatasetDict``, a dict by split), a list,
+and, for tables of columns, a data frame. They are written once, as files that ``data.path`` accepts, so that such a run
+is like any other: later commands and processes find the data.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from intbmoe.tasks.own_data import split_of
 
 
 def by_split(data: Any) -> dict[str, Any]:
-    """Split → data set; one that is not divided is all ``train``, of which the others are then held out."""
+    """Return split → data set; an undivided data set is ``train``, from which the others are then held out."""
     if not isinstance(data, Mapping):
         return {"train": data}
     found: dict[str, Any] = {}
@@ -32,15 +32,15 @@ def by_split(data: Any) -> dict[str, Any]:
 
 
 def entries(dataset: Any, where: str) -> Iterator[Any]:
-    """``dataset[0]``, ``dataset[1]``, …; an error of its own says which one it was."""
-    if isinstance(dataset, str | bytes | Path):  # else its letters would be the examples
+    """Yield ``dataset[0]``, ``dataset[1]``, …"""
+    if isinstance(dataset, str | bytes | Path):  # otherwise its letters would be the examples
         raise DataError(
-            f"{where} is a {type(dataset).__name__}: give a list of examples; files are named by the setting data.path"
+            f"{where} is a {type(dataset).__name__}: give a list of examples; for files, use the setting data.path"
         )
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
-            f"{where} is {type(dataset).__name__}, which has no length or cannot be read at a place: give a map-style "
-            f"data set, or a list of what it yields"
+            f"{where} is {type(dataset).__name__}, which has no length or cannot be indexed: give a map-style data "
+            f"set, or a list of what it yields"
         )
     if len(dataset) == 0:
         raise DataError(f"{where} is empty: expected some examples")
@@ -49,13 +49,13 @@ def entries(dataset: Any, where: str) -> Iterator[Any]:
 
 
 def column_names(data: Any) -> list[str] | None:
-    """Of a Hugging Face data set, an Arrow table, a data frame or a dict of columns; None for anything else."""
+    """Return the columns of a Hugging Face data set, Arrow table, data frame or dict of columns, otherwise None."""
     names = data.keys() if isinstance(data, Mapping) else getattr(data, "column_names", getattr(data, "columns", None))
     return None if names is None or callable(names) else [str(name) for name in names]
 
 
 def field(entry: Mapping[str, Any], names: Sequence[str], option: str, where: str) -> Any:
-    """The first of ``names`` that the entry has; ``option`` says how to name another."""
+    """Return the first of ``names`` that the entry has; ``option`` says how to give another name."""
     for name in names:
         if name in entry:
             return entry[name]

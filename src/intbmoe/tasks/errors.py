@@ -1,4 +1,4 @@
-"""What is raised when data is not as it should be."""
+"""The error raised when data is not as it should be."""
 
 
 class DataError(ValueError):

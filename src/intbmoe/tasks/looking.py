@@ -1,4 +1,4 @@
-"""How a task's tokens are told apart and its examples are shown, for ``intbmoe analyse``."""
+"""How a task tells its tokens apart and shows its examples, for ``intbmoe analyse``."""
 
 import difflib
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NO_LABEL = -1  # the label of tokens that a view does not count: padding, and what it does not speak of
+NO_LABEL = -1  # the label of tokens that a view does not count: padding, and others it does not cover
 BUCKETS = 8
 MOST_EXAMPLES = 3
 MOST_LISTED = 30  # names in an error message
@@ -20,14 +20,14 @@ Batch = dict[str, Tensor]
 class View:
     name: str
     labels: tuple[str, ...]
-    find: Callable[[Batch], Tensor]  # batch → (B, T) or (B, 1) places in ``labels``, or ``NO_LABEL``
+    find: Callable[[Batch], Tensor]  # batch → (B, T) or (B, 1) indices into ``labels``, or ``NO_LABEL``
     words: tuple[tuple[str, ...], ...] = ()
-    """What else each label is called, where ``--classes`` may choose among them; empty where it may not."""
+    """Other names of each label, if ``--classes`` may choose among them; otherwise empty."""
     of_examples: Callable[[Any], np.ndarray] | None = None
-    """Examples → the one label of each, where all tokens of an example have it: others need not be read then."""
+    """Examples → the label of each, if all tokens of an example share it: then other examples need not be read."""
 
     def places_of(self, wanted: Sequence[str]) -> list[int]:
-        """Where the wanted labels stand, each given by the label, another of its names, or its number."""
+        """Return the indices of the wanted labels, each given by the label, another of its names, or its number."""
         known: dict[str, list[int]] = {}
         for place, words in enumerate(zip(self.labels, *zip(*self.words, strict=True), strict=True)):
             for word in {word.casefold() for word in words}:
@@ -48,8 +48,8 @@ class View:
         return list(dict.fromkeys(found))
 
     def narrowed(self, places: Sequence[int]) -> "View":
-        """The labels at ``places`` alone, in that order; tokens of the others have no label."""
-        table = torch.full((len(self.labels) + 1,), NO_LABEL)  # whose last entry is that of NO_LABEL, −1
+        """Return a view of only the labels at ``places``, in that order; other tokens have no label."""
+        table = torch.full((len(self.labels) + 1,), NO_LABEL)  # the last entry, at index −1, is for NO_LABEL itself
         table[list(places)] = torch.arange(len(places))
         labels = tuple(self.labels[place] for place in places)
         words = tuple(self.words[place] for place in places)
@@ -64,11 +64,11 @@ class View:
 def _some(names: Sequence[str]) -> str:
     if len(names) <= MOST_LISTED:
         return f"known: {', '.join(names)}"
-    return f"there are {len(names)}, such as {', '.join(names[:3])}; their numbers 0 to {len(names) - 1} will do too"
+    return f"there are {len(names)}, such as {', '.join(names[:3])}; their numbers 0 to {len(names) - 1} work too"
 
 
 def position_view(length: int, valid: Callable[[Batch], Tensor]) -> View:
-    """Tokens by their place among ``length``, in stretches of equal length; ``valid`` says which are not padding."""
+    """Return a view by position among ``length``, in ranges of equal length; ``valid`` says which are not padding."""
     stretch = -(-length // BUCKETS)
     starts = range(0, length, stretch)
     labels = tuple(f"{start}–{min(start + stretch, length) - 1}" for start in starts)
@@ -82,7 +82,7 @@ def position_view(length: int, valid: Callable[[Batch], Tensor]) -> View:
 
 
 class Token(NamedTuple):
-    """What a token is; None in its place is padding."""
+    """What a token is; None in its place means padding."""
 
     kind: str
     text: str
@@ -91,11 +91,11 @@ class Token(NamedTuple):
 class Content(NamedTuple):
     title: str
     tokens: list[Token | None]  # in the order of the model's tokens
-    image: str | None = None  # of images, a PNG of its pixels in base64
+    image: str | None = None  # for images, a PNG of the pixels in base64
 
 
 class Shown(NamedTuple):
-    form: Literal["image", "text", "sessions", "items"]  # how they are drawn
+    form: Literal["image", "text", "sessions", "items"]  # how the examples are drawn
     indices: list[int]  # which examples of the split, always the same
     describe: Callable[[Batch, int, int], Content]  # (batch, row, index in the split) → what the example is
 

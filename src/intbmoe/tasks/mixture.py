@@ -1,4 +1,4 @@
-"""From a recipe's ``moe`` settings to the layers that stand in place of a backbone's FFNs."""
+"""From a recipe's ``moe`` settings to the layers that replace a backbone's FFNs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,10 @@ from intbmoe.tasks.recipe import MoESettings
 
 
 def ffn_maker(moe: MoESettings, dim: int, hidden: int, **backbone: Any) -> Callable[[], nn.Module] | None:
-    """What makes one layer of the recipe's method under the paper's budget; None for "dense", the backbone itself.
+    """Return a function that makes one layer of the recipe's method under the paper's budget; None for plain "dense".
 
-    With ``moe.options.hidden`` "dense" is a GELU FFN of that width where the others have their mixture. ``backbone``
-    says more of the FFN that is replaced, as ``match_budget`` takes it: ``expert``, ``tokens``, ``domain``.
+    With ``moe.options.hidden``, "dense" is a GELU FFN of that width in the place of the mixture. ``backbone`` describes
+    the FFN that is replaced, as ``match_budget`` takes it: ``expert``, ``tokens``, ``domain``.
     """
     find_method(moe.name)
     if moe.name == "dense":

@@ -1,4 +1,4 @@
-"""What your own data needs in every task: the names of splits, what is held out, and whether it has changed."""
+"""What your own data needs in every task: names of splits, holding out, and a check whether it has changed."""
 
 import fcntl
 import hashlib
@@ -25,23 +25,23 @@ SPLIT_WORDS = {
 
 
 def split_of(name: str) -> str | None:
-    """The split that a file or folder is named after: "val" of Val, validation-00000-of-00001.parquet, dev.txt."""
+    """Return the split that a name stands for: "valid" for Val, validation-00000-of-00001.parquet or dev.txt."""
     word = re.match(r"[a-z]*", name.lower())[0]
     return next((split for split, words in SPLIT_WORDS.items() if word in words), None)
 
 
 def cache_folder() -> Path:
-    """Where what is made of the data is kept between runs; it can be deleted at any time."""
+    """Return the folder for what is derived from the data, kept between runs; it can be deleted at any time."""
     own = os.environ.get("INTBMOE_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "intbmoe"
 
 
 def cached_folder(kind: str, key: str, make: Callable[[Path], None], whole: Callable[[Path], bool]) -> Path:
-    """The folder of this key in the cache; unless it is ``whole``, ``make`` fills a new one, in one process alone."""
+    """Return the cache folder of this key; unless it is ``whole``, one process alone fills a new one with ``make``."""
     folder = cache_folder() / kind / key
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "wb") as lock:
-        with suppress(OSError):  # where the file system has no locks, each process makes its own
+        with suppress(OSError):  # if the file system has no locks, each process makes its own
             fcntl.flock(lock, fcntl.LOCK_EX)  # the first one makes it, the others wait
         if not whole(folder):
             with replacing_folder(folder) as beside:
@@ -50,7 +50,7 @@ def cached_folder(kind: str, key: str, make: Callable[[Path], None], whole: Call
 
 
 def launched_as() -> tuple[int, int]:
-    """This process's rank and how many there are, as torchrun and its like say in the environment."""
+    """Return this process's rank and the number of processes, as torchrun and others set them in the environment."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -64,13 +64,13 @@ def require_path(path: str | None, source: str, what: str, page: str = PAGE) -> 
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """What was probably meant, for the end of a message that lists all there are; empty where nothing is near."""
+    """Return what was probably meant, to end a message that lists all choices; empty if nothing is close."""
     found = did_you_mean(word, known)
     return f"; {found}" if found.startswith("did") else ""
 
 
 def fingerprint(*parts: bytes | str | np.ndarray) -> str:
-    """16 hexadecimal digits that differ for different data."""
+    """Return 16 hexadecimal digits that differ for different data."""
     sha256 = hashlib.sha256()
     for part in parts:
         content = part.encode(errors="surrogateescape") if isinstance(part, str) else np.ascontiguousarray(part).data
@@ -83,7 +83,7 @@ def require_same_data(expected: str | None, found: str, where: str) -> None:
     if expected not in (None, found):
         raise DataError(
             f"{where} is not what this run was trained on (data.fingerprint={expected}, now {found}): put the files "
-            f"back as they were, or begin a run of another name (--name)"
+            f"back as they were, or start a run with another name (--name)"
         )
 
 
@@ -101,7 +101,7 @@ def require_unused(settings: Any, source: str, names: Iterable[str]) -> None:
 
 
 def choose_held_out(count: int, shares: tuple[float, float], seed: int, where: str) -> np.ndarray:
-    """(count,) of 0 for train, 1 for valid, 2 for test: ``shares`` of valid and test, drawn by ``seed``."""
+    """Return (count,) with 0 for train, 1 for valid, 2 for test: ``shares`` of valid and test, drawn by ``seed``."""
     numbers = [max(1, round(share * count)) if share else 0 for share in shares]
     if sum(numbers) >= count:
         raise DataError(
@@ -116,15 +116,15 @@ def choose_held_out(count: int, shares: tuple[float, float], seed: int, where: s
 
 
 def resolved(recipe: Any, fingerprint: str, **sizes: int) -> Any:
-    """The recipe with what its data decides: sizes of the model, and the fingerprint."""
+    """Return the recipe with what its data determines: sizes of the model, and the fingerprint."""
     data = replace(recipe.data, fingerprint=fingerprint)
     return replace(recipe, data=data, model=replace(recipe.model, **sizes))
 
 
 def require_known(value: int | None, setting: str) -> int:
-    """A size of the model that the data may decide."""
+    """Return a size of the model that the data may determine; raise if it is not known yet."""
     if value is None:
-        raise ValueError(f"{setting} is left to the data, which train and compare read first: set it to a number here")
+        raise ValueError(f"{setting} comes from the data, which only train and compare read: set it to a number here")
     return value
 
 

@@ -9,7 +9,7 @@ from intbmoe.tasks.errors import DataError
 
 
 def open_parquet(file: Path, columns: Sequence[str], extra: str, **options: Any) -> Any:
-    """A ``ParquetFile`` that has these columns; ``extra`` of this package brings pyarrow, which takes ``options``."""
+    """Open a ``ParquetFile`` that has these columns; this package's ``extra`` has pyarrow, which takes ``options``."""
     parquet = import_extra("pyarrow.parquet", "reading parquet files", extra)
     from pyarrow import ArrowException
 
@@ -26,7 +26,7 @@ def open_parquet(file: Path, columns: Sequence[str], extra: str, **options: Any)
 
 
 def read_batches(opened: Any, file: Path, columns: Sequence[str], rows: int) -> Iterator[Any]:
-    """So many rows at a time of an open file."""
+    """Yield ``rows`` rows at a time from an open file."""
     from pyarrow import ArrowException
 
     row, batches = 0, opened.iter_batches(batch_size=rows, columns=list(columns))

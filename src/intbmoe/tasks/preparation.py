@@ -1,8 +1,8 @@
-"""Data that must be made ready once before training: ``intbmoe prepare NAME SOURCE TARGET``.
+"""Data that must be prepared once before training: ``intbmoe prepare NAME SOURCE TARGET``.
 
-A preparation can be interrupted and repeated: it goes on from what is finished, and writes nothing that looks whole
-before it is. What it leaves in ``target`` is what the recipe's ``data.path`` takes. Its parts may be done by several
-processes or machines (``workers.py``).
+A preparation can be interrupted and repeated: it resumes from what is finished, and writes nothing that looks complete
+before it is. The recipe's ``data.path`` accepts what it leaves in ``target``. Several processes or machines may share
+its parts (``workers.py``).
 """
 
 import fcntl
@@ -22,9 +22,9 @@ from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.workers import ALONE, Progress, Workers
 
 UNFINISHED = "unfinished"
-"""The folder in a target where work is kept until all is there."""
+"""The folder inside a target where work is kept until everything is done."""
 META = "meta.json"
-"""Written last: a target that has it is whole."""
+"""Written last: a target that has it is complete."""
 log = logging.getLogger(__name__)
 
 
@@ -37,11 +37,11 @@ class Preparation:
     def run(
         self, source: Path, target: Path, *, skip_bad: bool, progress: Progress, workers: Workers = ALONE
     ) -> Mapping[str, Any]:
-        """Make ``target`` from ``source``. A malformed row raises ``DataError``, or is counted with ``skip_bad``."""
-        # For workers, wherever they run.
+        """Make ``target`` from ``source``; a malformed row raises ``DataError``, or is counted with ``skip_bad``."""
+        # Absolute paths, for workers wherever they run.
         source, target = source.expanduser().absolute(), target.expanduser().absolute()
         if source.resolve() == target.resolve():
-            raise DataError(f"{target} is the source itself: give another target, for what is made of it")
+            raise DataError(f"{target} is the source itself: give another target to write to")
         in_the_way = next((path for path in (target, *target.parents) if path.exists() and not path.is_dir()), None)
         if in_the_way is not None:
             raise DataError(f"{in_the_way} is not a folder: give another target")
@@ -52,22 +52,22 @@ class Preparation:
 
 @contextmanager
 def locked(folder: Path, target: Path) -> Iterator[None]:
-    """One preparation of ``target`` at a time; the system drops the lock, in ``folder``, when its holder dies."""
+    """Allow one preparation of ``target`` at a time; the system releases the lock when its holder dies."""
     with open(folder / "lock", "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise DataError(f"another process is preparing {target}: wait for it, or stop it") from error
         except OSError as error:
-            log.warning("%s has no locks (%s): see to it that only one process prepares it", target, error)
+            log.warning("%s has no locks (%s): make sure that only one process prepares it", target, error)
         yield
 
 
 def prepare_once(target: Path, plan: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The content of ``target``'s meta.json, ``plan`` and what ``make`` returns; a finished target is left as it is.
+    """Return ``target``'s meta.json: ``plan`` and what ``make`` returns. A finished target is left as it is.
 
-    ``plan`` has ``version``, ``name``, and ``files``: the size of each source file by its name. ``make`` gets a folder
-    for unfinished work, where some may be left from before.
+    ``plan`` has ``version``, ``name``, and ``files``: the size of each source file by name. ``make`` gets a folder for
+    unfinished work, which may hold some from an earlier attempt.
     """
     unfinished = target / UNFINISHED
     if (target / META).is_file():
@@ -84,7 +84,7 @@ def prepare_once(target: Path, plan: Mapping[str, Any], make: Callable[[Path], M
 
 
 def _claim(file: Path, plan: Mapping[str, Any], target: Path) -> None:
-    """Write down what is being made, or check that it is what was begun."""
+    """Record what is being made, or check that it matches what was begun."""
     if not file.is_file():
         replace_file(file, to_json(plan))
         return
@@ -105,9 +105,10 @@ def _require_same_files(before: Mapping[str, Any], now: Mapping[str, Any], targe
 
 
 def do_part(folder: Path, stem: str, skip_bad: bool, work: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """What ``work`` counted, kept in ``folder`` as a receipt: it is not done again, unless it skipped what may not be.
+    """Return what ``work`` counted, kept in ``folder`` as a receipt so that it is not done again.
 
-    It gets a folder of its own: a machine that was given up may still be writing the same part.
+    It is done again if it skipped rows that may not be skipped now. ``work`` gets its own folder, because a machine
+    that was given up may still be writing the same part.
     """
     receipt = folder / f"{stem}.json"
     if receipt.is_file():

@@ -1,7 +1,7 @@
-"""Who does the parts of a preparation: this process, several of this machine, or the machines of a Ray cluster.
+"""Who does the parts of a preparation: this process, several on this machine, or the machines of a Ray cluster.
 
-A part leaves files of its own that appear whole, and is not done again where they are there. So it does not matter who
-does it, in which order, and how often it was begun: what comes out is the same, byte for byte.
+Each part writes its own files, which appear only when complete, and is skipped if they exist. So it does not matter who
+does a part, in which order, and how often it was started: the result is the same, byte for byte.
 """
 
 import ctypes
@@ -20,31 +20,31 @@ from intbmoe.foreign import import_extra
 from intbmoe.machine import usable_cores
 from intbmoe.tasks.errors import DataError
 
-Progress = Callable[[str, int, int | None], None]  # (what is being done, how much of it is, of how much if known)
+Progress = Callable[[str, int, int | None], None]  # (what is being done, how much is done, out of how much if known)
 Work = Callable[[Any, Progress], Any]  # (a part, progress) → what was counted; both can be pickled
-AGAIN = "the same command goes on from what is finished"
-RETRIES = 5  # of a part whose machine or process was lost
+AGAIN = "the same command resumes from what is finished"
+RETRIES = 5  # for a part whose machine or process was lost
 
 
 class Workers(Protocol):
     share: int
-    """How many parts one machine does at a time: of its cores and memory each has this fraction."""
+    """How many parts one machine does at a time: each gets this fraction of its cores and memory."""
 
     def run(self, stage: str, work: Work, parts: Sequence[Any], progress: Progress) -> list[Any]:
-        """``work`` of every part, in the order of ``parts``; the first error ends it."""
+        """Apply ``work`` to every part and return the results in order; the first error ends it."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """So many processes of this machine; one is this process itself."""
+    """``share`` processes on this machine; with one, this process does the work itself."""
 
     share: int
 
     def run(self, stage: str, work: Work, parts: Sequence[Any], progress: Progress) -> list[Any]:
         if self.share == 1 or len(parts) < 2:
-            return [work(part, progress) for part in parts]  # which tells its own progress
+            return [work(part, progress) for part in parts]  # ``work`` reports its own progress
         others, server = set(multiprocessing.active_children()), multiprocessing.get_context("forkserver")
-        _preload(work.__module__)  # a fork of this process instead would inherit the locks of its threads
+        _preload(work.__module__)  # forking this process instead would inherit the locks of its threads
         executor = ProcessPoolExecutor(min(self.share, len(parts)), server, initializer=_begin)
         try:
             futures = [executor.submit(_do, work, part, self.share) for part in parts]
@@ -67,7 +67,7 @@ ALONE = Processes(1)
 
 @dataclass(frozen=True)
 class OnRay:
-    """Parts as Ray tasks of one core each; source and target lie at the same path on every machine."""
+    """Runs parts as Ray tasks of one core each; source and target have the same path on every machine."""
 
     address: str
     """local for this machine alone, auto for the cluster it belongs to, or that cluster's HOST:PORT."""
@@ -118,23 +118,23 @@ def choose_workers(number: int, ray: str | None) -> Workers:
 
 
 def end_with_parent(signum: int) -> None:
-    """Have the system send this process ``signum`` when the one that started it ends, however it does."""
+    """Make the system send ``signum`` to this process when the process that started it ends, for whatever reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signum), 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
 
 
 def _preload(module: str) -> None:
-    """Have the server that workers are forked from import it once; each of them would take seconds."""
+    """Make the fork server import the module once; importing it in each worker would take seconds."""
     multiprocessing.set_forkserver_preload([module])
 
 
 def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group: it ends without a traceback
-    end_with_parent(signal.SIGKILL)  # the server that forked it, which ends with the preparation
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group: end without a traceback
+    end_with_parent(signal.SIGKILL)  # the parent is the fork server, which ends with the preparation
     if not multiprocessing.parent_process().is_alive():
-        os._exit(1)  # it ended before
+        os._exit(1)  # the parent had already ended
 
 
 def _do(work: Work, part: Any, share: int) -> Any:
-    os.environ["RAYON_NUM_THREADS"] = str(max(1, usable_cores() // share))  # of tokenizers, which would take all cores
+    os.environ["RAYON_NUM_THREADS"] = str(max(1, usable_cores() // share))  # or tokenizers would use all cores
     return work(part, lambda stage, done, total: None)

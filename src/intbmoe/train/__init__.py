@@ -1,7 +1,7 @@
-"""Training: one loop for every task and method, and the run directory it leaves.
+"""Training: one loop for every task and method, and the run directory that it writes.
 
-``intbmoe.train(recipe, …)`` is ``intbmoe.train.train``: importing this package puts it in the place of any function of
-that name, so it can be called itself.
+``intbmoe.train(recipe, …)`` is ``intbmoe.train.train``. Importing this package makes ``intbmoe.train`` the name of the
+package, so the package itself can be called.
 """
 
 import sys

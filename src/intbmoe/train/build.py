@@ -1,4 +1,4 @@
-"""Building a training: from a task to its data, model, optimizer (with its learning rate) and stepper."""
+"""Build what a training run needs from a task: data, model, optimizer (with its learning rate) and stepper."""
 
 import math
 from collections.abc import Iterator
@@ -25,15 +25,15 @@ NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 class Built(NamedTuple):
     examples: Examples  # of the training split
     plan: BatchPlan
-    model: nn.Module  # on this rank's device, compiled, replicated or sharded as the recipe and the launcher say
+    model: nn.Module  # on this rank's device; compiled, replicated or sharded as the recipe and the launcher ask
     optimizer: torch.optim.Optimizer
     stepper: Stepper
 
 
 def build(task: Task, ranks: Ranks, begins: bool = True) -> Built:
-    """Everything that follows from the task's recipe; the weights follow from its seed.
+    """Build everything that the task's recipe describes; its seed determines the initial weights.
 
-    Where a training goes on (not ``begins``), they are replaced by a checkpoint's, and ``train.start`` is not needed.
+    When training resumes (``begins`` is False), a checkpoint replaces these weights and ``train.start`` is ignored.
     """
     settings = task.recipe.train
     examples = task.split("train")
@@ -41,45 +41,45 @@ def build(task: Task, ranks: Ranks, begins: bool = True) -> Built:
     torch.manual_seed(derive_seed(settings.seed, "model"))
     try:
         model = task.make_model().train()
-    except ValueError as error:  # settings that do not go together, such as a method that looks ahead in a text model
+    except ValueError as error:  # settings that contradict each other, e.g. a method that looks ahead in a text model
         raise TrainingError(str(error)) from error
     if begins and settings.start is not None:
         begin_with(model, settings.start)
-    plan_steps(model, plan.steps)  # before the model is placed: a replica holds on to the buffers it was made with
+    plan_steps(model, plan.steps)  # before the model is placed: a replica keeps the buffers it was created with
     model = ranks.place(model, settings)
     optimizer = make_optimizer(unwrap(model), settings)
     return Built(examples, plan, model, optimizer, Stepper(task, model, optimizer, ranks, settings))
 
 
 def doubts(settings: TrainSettings, plan: BatchPlan, device: torch.device) -> Iterator[str]:
-    """Warnings about settings that are allowed but hardly intended."""
+    """Yield warnings about settings that are allowed but probably not intended."""
     if settings.precision == "bfloat16" and bfloat16_is_slow(device):
         yield (
-            "train.precision='bfloat16' is far slower than float32 on this CPU, which has no instructions for it: "
-            "--train.precision float32"
+            "train.precision='bfloat16' is far slower than float32 on this CPU, which has no bfloat16 instructions: "
+            "use --train.precision float32"
         )
     if settings.batch > plan.examples:
         yield (
             f"train.batch={settings.batch} is more than the {plan.examples} training examples: each step takes all of "
-            "them, and an epoch is one step. Lower train.batch for more steps an epoch"
+            "them, and an epoch is one step. Lower train.batch for more steps per epoch"
         )
     warmup = plan.epochs_to_steps(settings.warmup) if settings.warmup else 0
     if warmup > plan.steps:
         yield (
-            f"train.warmup={settings.warmup:g} epochs are {warmup} steps, more than the {plan.steps} of this run: its "
+            f"train.warmup={settings.warmup:g} epochs are {warmup} steps, more than the {plan.steps} of this run: the "
             f"learning rate never reaches train.lr={settings.lr:g}"
         )
 
 
 def decay_group(model: nn.Module, name: str) -> str:
-    """What ``train.undecayed`` calls the parameter ``name`` of ``model``; "weights" for what always decays.
+    """Return the name that ``train.undecayed`` uses for the parameter ``name``; "weights" if it always decays.
 
-    Biases go by their name and norms by their module; for the rest the module that holds a parameter, or one around it,
-    says what it is (``DECAY_GROUPS``); of what nobody speaks for, single numbers and vectors are scales.
+    Biases are recognised by their name and norms by their module. For any other parameter, the module that holds it, or
+    one that encloses it, may give the group (``DECAY_GROUPS``). If none does, scalars and vectors count as scales.
     """
     path = name.split(".")
     owners = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
-    if path[-1] == "bias":  # those of stacked experts have two dimensions
+    if path[-1] == "bias":  # by name, because the biases of stacked experts have two dimensions
         return "biases"
     if isinstance(owners[-1], NORMS):
         return "norms"
@@ -90,9 +90,9 @@ def decay_group(model: nn.Module, name: str) -> str:
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW; a group each for parameters that decay and that ``undecayed`` spares, for whole and for sharded ones.
+    """Return AdamW with separate parameter groups: decayed or exempted by ``undecayed``, whole or sharded.
 
-    torch's fused AdamW cannot mix whole and sharded tensors in one.
+    torch's fused AdamW cannot mix whole and sharded tensors in one group.
     """
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
@@ -110,7 +110,7 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ada
 
 
 def learning_rate(step: int, settings: TrainSettings, plan: BatchPlan) -> float:
-    """Of step ``step``, from 0: a line up to ``lr``, then constant or half a cosine down to ``final_lr``."""
+    """Return the rate of ``step`` (from 0): linear warmup to ``lr``, then constant or a half cosine to ``final_lr``."""
     warmup = start = round(settings.warmup * plan.steps_per_epoch)
     end = plan.steps - round(settings.cooldown * plan.steps_per_epoch)
     if settings.schedule == "epoch-cosine":

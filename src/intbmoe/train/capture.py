@@ -1,9 +1,9 @@
-"""A micro-batch's forward and backward pass as a CUDA graph: recorded once, replayed at every step.
+"""The forward and backward pass of a micro-batch as a CUDA graph: recorded once, replayed at every step.
 
 A step of a small model is hundreds of short kernels, and Python launches them more slowly than a large GPU runs them. A
-replayed graph is one launch. The kernels and their random numbers are those of the ordinary step, so a captured
-run ends with the same weights; only what lies between the micro-batches (clipping, the optimizer, the methods' state,
-which lives in buffers and moves in place) still runs from Python.
+replayed graph is a single launch. It runs the same kernels with the same random numbers as an ordinary step, so a
+captured run ends with the same weights. Only the work between micro-batches still runs from Python: clipping, the
+optimizer, and the methods' state, which lives in buffers that are updated in place.
 """
 
 from collections.abc import Callable
@@ -18,32 +18,32 @@ from intbmoe.tasks.base import Batch
 from intbmoe.train.errors import CaptureError, lacks_memory
 
 WARM_UPS = 2
-"""Forwards and backwards before the recording, in which libraries choose algorithms and kernels are compiled."""
-MOST_GRAPHS = 16  # different shapes of batches; each holds its own memory
+"""Passes before the recording, during which libraries choose their algorithms and kernels are compiled."""
+MOST_GRAPHS = 16  # one for each batch shape; each holds its own memory
 
 
 @dataclass(frozen=True)
 class _Recording:
     graph: torch.cuda.CUDAGraph
-    batch: Batch  # where the graph reads
+    batch: Batch  # the tensors that the graph reads
     totals: Tensor
     gradients: list[Tensor | None]
     sums: list[dict[str, Tensor]]  # what each MoE layer counted
-    addresses: list[int]  # of the model when it was recorded
+    addresses: list[int]  # of the model's tensors at recording time
 
 
 class CapturedBackward:
-    """``backward(batch)``, which returns a tensor and leaves gradients, replayed from a recording."""
+    """Replays ``backward(batch)``, which returns a tensor and leaves gradients, from a recording."""
 
     def __init__(self, backward: Callable[[Batch], Tensor], model: nn.Module) -> None:
         self.backward, self.model = backward, model
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.statistics = [layer.statistics for _, layer in moe_layers(model)]
-        self.recordings: dict[tuple, _Recording] = {}  # by names, shapes and types of the batch
+        self.recordings: dict[tuple, _Recording] = {}  # by the names, shapes and types in the batch
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Gradients are added to those there are; the tensor is valid until the next call."""
+        """Add the batch's gradients to the existing ones; the returned tensor is valid until the next call."""
         signature = tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(batch.items()))
         recording = self.recordings.get(signature)
         if recording is None or recording.addresses != addresses(self.model):
@@ -58,7 +58,7 @@ class CapturedBackward:
     def _record(self, batch: Batch) -> _Recording:
         if len(self.recordings) >= MOST_GRAPHS:
             raise CaptureError(
-                f"train.capture records a graph for each shape of batch, and these had {MOST_GRAPHS} already: "
+                f"train.capture records a graph for each batch shape, and the limit of {MOST_GRAPHS} is reached: "
                 f"use --train.capture False for data of many lengths"
             )
         kept = [parameter.grad for parameter in self.parameters]
@@ -91,20 +91,20 @@ class CapturedBackward:
         return _Recording(graph, fixed, totals, gradients, sums, addresses(self.model))
 
     def _forget(self) -> None:
-        """The recording starts without gradients and counts, so that each replay's are those of its batch alone."""
+        """Clear gradients and counts, so that a replay produces those of its own batch alone."""
         for parameter in self.parameters:
             parameter.grad = None
         for statistics in self.statistics:
             statistics.exchange_pending({})
 
     def _hand_on(self, recording: _Recording) -> None:
-        """The replay's gradients and counts to where an ordinary backward leaves them."""
+        """Put the replay's gradients and counts where an ordinary backward pass leaves them."""
         added, values = [], []
         for parameter, gradient in zip(self.parameters, recording.gradients, strict=True):
             if gradient is None:
                 continue
             if parameter.grad is None:
-                parameter.grad = gradient  # lent to a step's first micro-batch: see ``own_gradients``
+                parameter.grad = gradient  # the graph's own tensor: ``own_gradients`` copies it
             else:
                 added.append(parameter.grad)
                 values.append(gradient)
@@ -114,7 +114,7 @@ class CapturedBackward:
             statistics.add(sums)
 
     def own_gradients(self) -> None:
-        """Between micro-batches: gradients that belong to a graph become copies that no replay overwrites."""
+        """Copy gradients that belong to a graph, so that the replay of the next micro-batch does not overwrite them."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()

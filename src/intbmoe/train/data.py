@@ -1,12 +1,12 @@
-"""Which examples form which step, who reads them, and the seeds of all that is random.
+"""Which examples form which step, which rank reads them, and the seeds of everything random.
 
-The examples of an epoch are put in an order that follows from (seed, epoch) and cut into global batches; the last,
-incomplete one is left out. A set smaller than one batch is a batch by itself. Each rank takes a contiguous part of a
-global batch, and each micro-batch a contiguous part of that: the number of devices and what one holds do not change
-which examples form a step. Any step can be the first, without reading those before it.
+The order of an epoch's examples depends only on (seed, epoch). They are cut into global batches; an incomplete last
+batch is dropped, and a set smaller than one batch is a single batch. Each rank takes a contiguous part of a global
+batch, and each micro-batch a contiguous part of that, so neither the number of devices nor the size of a micro-batch
+changes which examples form a step. Training can start at any step without reading the earlier ones.
 
-Nothing random in training has a memory: each step's numbers follow from (seed, purpose, step, rank). A resumed run
-therefore needs no generator state, and evaluating in between disturbs nothing.
+No random generator carries state from step to step: the numbers of a step follow from (seed, purpose, step, rank). A
+resumed run therefore needs no generator state, and an evaluation in between changes nothing.
 """
 
 import hashlib
@@ -35,12 +35,12 @@ def make_generator(seed: int, purpose: str, *numbers: int) -> torch.Generator:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a global batch is shared out, and how many of them training takes."""
+    """How a global batch is divided, and how many of them training takes."""
 
     examples: int  # size of the training set
-    batch: int  # examples of a step, over all ranks
-    micro: int  # examples a rank takes at a time
-    accumulation: int  # micro-batches of a rank in a step
+    batch: int  # examples per step, over all ranks
+    micro: int  # examples per rank and micro-batch
+    accumulation: int  # micro-batches per rank and step
     steps_per_epoch: int
     steps: int  # optimizer steps of the whole training
 
@@ -49,11 +49,11 @@ class BatchPlan:
 
 
 def plan_batches(examples: int, settings: TrainSettings, world: int) -> BatchPlan:
-    """Share the recipe's global batch out over ``world`` ranks, each taking at most ``device_batch`` at a time."""
+    """Divide the recipe's global batch among ``world`` ranks, each taking at most ``device_batch`` at a time."""
     if examples < 1:
         raise TrainingError("the training split is empty")
     batch = min(settings.batch, examples)
-    small = "" if batch == settings.batch else f" (the whole training set: train.batch={settings.batch} is more)"
+    small = "" if batch == settings.batch else f" (the whole training set: train.batch={settings.batch} is larger)"
     if batch % world:
         raise TrainingError(f"a batch of {batch}{small} cannot be shared evenly by {world} devices: change train.batch")
     share = batch // world
@@ -74,16 +74,16 @@ def epoch_order(examples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 class MicroBatch(NamedTuple):
-    """One read: which examples, of which epoch, and where in the run they stand."""
+    """One read: which examples, of which epoch, and their position in the run."""
 
     step: int
     epoch: int
-    offset: int  # place of the first example in the global batch
+    offset: int  # position of the first example in the global batch
     indices: list[int]
 
 
 def micro_batches(plan: BatchPlan, seed: int, rank: int, first_step: int) -> Iterator[MicroBatch]:
-    """All that ``rank`` reads from ``first_step`` on, in order."""
+    """Yield everything that ``rank`` reads from ``first_step`` on, in order."""
     order, ordered = None, None
     for step in range(first_step, plan.steps):
         epoch = step // plan.steps_per_epoch
@@ -97,10 +97,10 @@ def micro_batches(plan: BatchPlan, seed: int, rank: int, first_step: int) -> Ite
 
 
 def evaluation_batches(examples: int, size: int, rank: int, world: int) -> Iterator[tuple[list[int], bool]]:
-    """(indices, counts) of ``rank``, covering every example once over all ranks.
+    """Yield (indices, counts) for ``rank``; together the ranks cover every example once.
 
-    Every rank gets equally many batches, because a sharded model needs all ranks in each forward: one that has nothing
-    left reads an example again, and ``counts`` is False.
+    Every rank gets the same number of batches, because a sharded model needs all ranks in each forward. A rank with
+    nothing left reads an example again, with ``counts`` False.
     """
     for start in range(0, examples, size * world):
         own = range(start + rank * size, min(start + (rank + 1) * size, examples))
@@ -119,7 +119,7 @@ class _Reads(Dataset):
 def read_ahead(
     examples: Examples, reads: Iterator[Any], seed: int, workers: int, pin: bool = False
 ) -> Iterator[tuple[Any, Batch]]:
-    """(read, batch) for each entry of ``reads``, in their order; ``workers`` processes prepare them ahead."""
+    """Yield (read, batch) for each entry of ``reads``, in order; ``workers`` processes prepare them ahead."""
     loader = DataLoader(
         _Reads(examples, seed),
         batch_size=None,
@@ -127,7 +127,7 @@ def read_ahead(
         num_workers=workers,
         pin_memory=pin,
         worker_init_fn=leave_signals_to_parent,
-        generator=torch.Generator(),  # the loader draws a number it has no use for: not from the global generator
+        generator=torch.Generator(),  # the loader draws a number it never uses: keep it off the global generator
     )
-    with children_miss_signals():  # workers are begun here
+    with children_miss_signals():  # the workers start here
         return iter(loader)

@@ -1,11 +1,11 @@
 """Devices and ranks: where the model lives, how it is replicated or sharded, and sums over all ranks.
 
-Started plainly there is one process; under ``torchrun`` there are many, and ``train.parallel`` says what each holds:
+Without a launcher there is one process; under ``torchrun`` there are many, and ``train.parallel`` says what each holds:
 the whole model (``ddp``), shards of it (``fsdp``, which is FSDP2; ``ACCELERATE_USE_FSDP=true FSDP_VERSION=2``, as
 ``accelerate launch`` sets them, means the same), slices of the pools and shards of the rest (``pools``), or some of the
 experts and the whole of the rest (``experts``); see ``intbmoe.parallel``. accelerate finds the device and the process
-group, replicates and casts. Sharding calls torch's ``fully_shard`` itself: accelerate (1.15) silently skips FSDP where
-the ranks have no GPU, and a single path for both can be tested.
+group, replicates and casts. Sharding calls torch's ``fully_shard`` directly, because accelerate (1.15) silently skips
+FSDP on ranks without a GPU, and because one code path for CPU and GPU can be tested.
 """
 
 import os
@@ -30,11 +30,11 @@ from intbmoe.train.errors import LostRankError, TrainingError
 from intbmoe.train.rendezvous import INIT_METHOD
 
 LOST = ("closed by peer", "reset by peer", "broken pipe", "timed out waiting", "connection refused")
-"""In what gloo says when a rank is gone or silent."""
+"""Phrases in gloo's messages when a rank is gone or silent."""
 
 
 def stacked_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a Transformer: the members of its lists of modules that lie inside no other member."""
+    """Return the blocks of a Transformer: the members of its module lists that lie inside no other member."""
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inner = {id(m) for stack in stacks for member in stack for m in member.modules() if m is not member}
     members = [member for stack in stacks for member in stack if id(member) not in inner]
@@ -42,13 +42,13 @@ def stacked_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_in_place(model: nn.Module) -> None:
-    """``torch.compile`` that leaves the parameters' names alone.
+    """Apply ``torch.compile`` without changing the parameters' names.
 
-    It goes block by block if every mixture lies in a block: equal blocks share a graph, and a deep model is compiled as
-    fast as a shallow one.
+    If every MoE layer lies in a block, the blocks are compiled one by one: equal blocks share a graph, and a deep model
+    compiles as fast as a shallow one.
     """
-    # Left alone, the compiler puts backward passes under the forward's autocast: what a layer does in float32 (routers,
-    # hypernetworks) would get its gradients from bfloat16 products.
+    # By default the compiler runs backward passes under the forward's autocast: what a layer computes in float32
+    # (routers, hypernetworks) would then get its gradients from bfloat16 products.
     torch._functorch.config.backward_pass_autocast = "off"
     blocks = stacked_blocks(model)
     inside = {id(module) for block in blocks for module in block.modules()}
@@ -57,10 +57,10 @@ def compile_in_place(model: nn.Module) -> None:
 
 
 class Ranks:
-    """All processes of a training, seen from one of them."""
+    """All processes of a training run, seen from one of them."""
 
     def __init__(self, precision: str = "float32", parallel: str = "ddp", patience: float = 600.0) -> None:
-        # accelerate keeps one state per process and refuses another precision: a later run may have one.
+        # accelerate keeps one state per process and refuses to change its precision, but a later run may need another.
         AcceleratorState._reset_state()
         self.accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),
@@ -81,19 +81,19 @@ class Ranks:
                 raise TrainingError("FSDP2 needs a process group: start with torchrun")
             if self.parallel == "experts":
                 raise TrainingError(
-                    "train.parallel='experts' keeps all but the experts whole on every rank, and ACCELERATE_USE_FSDP "
-                    "asks for shards: unset it"
+                    "train.parallel='experts' keeps everything but the experts whole on every rank, but "
+                    "ACCELERATE_USE_FSDP asks for shards: unset it"
                 )
             self.parallel = "fsdp" if self.parallel == "ddp" else self.parallel
         self.sharded = self.parallel in ("fsdp", "pools")
 
     def place(self, model: nn.Module, settings: TrainSettings) -> nn.Module:
-        """The model on this rank's device, compiled if asked, replicated or sharded. Names of parameters stay."""
+        """Move the model to this rank's device, compile it if asked, and replicate or shard it; names stay the same."""
         why = refusals(model)
         if self.parallel in why:
             others = " or ".join(repr(way) for way in WAYS if way not in why)
             raise TrainingError(
-                f"train.parallel={self.parallel!r} does not fit this model, take {others}: {why[self.parallel]}"
+                f"train.parallel={self.parallel!r} does not fit this model, use {others}: {why[self.parallel]}"
             )
         if self.sharded:
             self._shard(model)
@@ -108,7 +108,7 @@ class Ranks:
         return self.accelerator.prepare_model(model)
 
     def _shard(self, model: nn.Module) -> None:
-        """Each member of a list of modules (the blocks of a Transformer) is a unit, the rest of the model another."""
+        """Make one unit of each member of a module list (a Transformer's blocks), and one of the rest of the model."""
         from torch.distributed.fsdp import fully_shard
 
         mesh = self._mesh()
@@ -126,14 +126,14 @@ class Ranks:
         return init_device_mesh(self.device.type, (self.world,))
 
     def _placement(self, parameter: nn.Parameter) -> Any:
-        """A dimension that the ranks divide: of eight stacked experts in 64 shards, 56 would be sent as padding."""
+        """Shard a dimension divisible by the ranks: for 8 stacked experts in 64 shards, 56 would be sent as padding."""
         from torch.distributed.tensor import Shard
 
         return next((Shard(place) for place, size in enumerate(parameter.shape) if size % self.world == 0), None)
 
     @contextmanager
     def accumulating(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """Gradients are exchanged in the backward of a step's last micro-batch only."""
+        """Exchange gradients only in the backward pass of a step's last micro-batch."""
         if self.sharded:
             model.set_requires_gradient_sync(last)
             set_requires_gradient_sync(model, last)
@@ -142,16 +142,16 @@ class Ranks:
 
     @contextmanager
     def losses_are_explained(self) -> Iterator[None]:
-        """Turn what a message to a rank that is gone or silent raises into an error that says so."""
+        """Turn the error raised on contacting a rank that is gone or silent into one that says so."""
         try:
             yield
-        except RuntimeError as error:  # gloo has no class of its own
+        except RuntimeError as error:  # gloo has no error class of its own
             told = str(error).lower()
             if self.world == 1 or not (isinstance(error, dist.DistError) or any(word in told for word in LOST)):
                 raise
             raise LostRankError(
                 f"rank {self.rank} has lost another rank, which has ended or has not answered for train.patience="
-                f"{self.patience:g} seconds: its own message, if it left one, says why. The same command goes on from "
+                f"{self.patience:g} seconds. If that rank left a message, it says why. The same command resumes from "
                 f"the last checkpoint. ({error})"
             ) from error
 
@@ -173,7 +173,7 @@ class Ranks:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; if it is, all ranks must call this together."""
+    """Return the whole of a tensor that may be sharded; if it is, all ranks must call this together."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -182,6 +182,6 @@ def assign(target: Tensor, value: Tensor) -> None:
     if hasattr(target, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor
 
-        # Every rank has read the whole value: it keeps its part, and nothing is sent.
+        # Every rank has read the whole value and keeps its own part, so nothing is sent.
         value = distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
     target.copy_(value)

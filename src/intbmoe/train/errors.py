@@ -1,4 +1,4 @@
-"""What can end a training; each message says what to do."""
+"""Errors that can end a training run; each message says what to do."""
 
 import signal
 
@@ -6,21 +6,21 @@ OUT_OF_MEMORY = "out of memory"
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Whether torch found no room on the device: CUDA's errors have several classes, the CPU's has none."""
+    """Whether the device is out of memory: CUDA's errors have several classes, the CPU's has none of its own."""
     told = str(error).lower()
     return isinstance(error, RuntimeError) and (OUT_OF_MEMORY in told or "can't allocate memory" in told)
 
 
 class TrainingError(RuntimeError):
-    """Training cannot start, go on or be read back; the message says why and what to do."""
+    """Training cannot start, continue or be read back; the message says why and what to do."""
 
 
 class DamagedFileError(TrainingError):
-    """A file of a run or checkpoint is missing, truncated, altered or of another kind."""
+    """A file of a run or checkpoint is missing, truncated, altered or of the wrong kind."""
 
 
 class RunConflictError(TrainingError):
-    """The run directory belongs to another configuration, or another process trains into it."""
+    """The run directory belongs to another configuration, or another process is training in it."""
 
 
 class NonFiniteLossError(TrainingError):
@@ -32,15 +32,15 @@ class CaptureError(TrainingError):
 
 
 class LostRankError(TrainingError):
-    """Another rank has ended, or does not answer."""
+    """Another rank has ended or does not answer."""
 
 
 class OutOfMemoryError(TrainingError):
-    """The device has no room for a step."""
+    """The device has too little memory for a step."""
 
 
 class DiskFullError(TrainingError):
-    """Nothing more can be written."""
+    """The disk is full."""
 
 
 class TrainingInterrupted(SystemExit):

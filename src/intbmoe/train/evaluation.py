@@ -1,4 +1,4 @@
-"""Metrics of a whole split, and from a finished run back to its model."""
+"""Evaluate a model on a whole split, and load the model of a finished run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from intbmoe.train.outcomes import MOST_EXAMPLES
 from intbmoe.train.resume import restore_model
 from intbmoe.train.run import RunDirectory
 
-BATCH = 256  # examples a device takes at a time, where the recipe does not say
+BATCH = 256  # examples per device and batch, unless the recipe says otherwise
 
 
 def load(run: str | PathLike[str]) -> nn.Module:
@@ -29,9 +29,9 @@ def load(run: str | PathLike[str]) -> nn.Module:
 def evaluate(
     run: str | PathLike[str], split: str = "test", data: str | PathLike[str] | None = None
 ) -> dict[str, float]:
-    """The metrics of a finished run's model on ``valid`` or ``test``, in the recipe's precision.
+    """Return the metrics of a finished run's model on ``valid`` or ``test``, in the recipe's precision.
 
-    ``data`` says where the data is, if not where the run found it.
+    ``data`` is the path of the data, if it is not where the run found it.
     """
     if split not in ("valid", "test"):
         raise ValueError(f"split={split!r} is not allowed: split must be 'valid' or 'test'")
@@ -45,7 +45,7 @@ def evaluate(
 
 def _load(run: RunDirectory, data: str | PathLike[str] | None = None) -> tuple[Task, nn.Module]:
     if not run.finished:
-        raise TrainingError(f"{run.path} is not finished, so it has no model yet: train it to its end first")
+        raise TrainingError(f"{run.path} is not finished, so it has no model yet: train it to the end first")
     tensors = read_tensors(run.model_path, run.result["sha256"]["model.safetensors"])
     if run.result.get("weights") == HALVED:
         tensors = {name: value.float() if value.dtype == torch.float16 else value for name, value in tensors.items()}
@@ -57,7 +57,7 @@ def _load(run: RunDirectory, data: str | PathLike[str] | None = None) -> tuple[T
 
 
 def halve(run: RunDirectory) -> dict[str, bytes]:
-    """The files of a finished run that change when its weights are stored in half precision, by name."""
+    """Return, by name, the files of a finished run that change when its weights are stored in half precision."""
     tensors = read_tensors(run.model_path, run.result["sha256"]["model.safetensors"])
     weights = pack_tensors(
         {name: value.half() if value.dtype == torch.float32 else value for name, value in tensors.items()}
@@ -68,31 +68,31 @@ def halve(run: RunDirectory) -> dict[str, bytes]:
 
 
 def read_split(task: Task, split: str) -> Examples:
-    """The split, if it has examples; a recipe need not hold anything out for validation."""
+    """Return the split, which must not be empty; a recipe need not hold out a validation split."""
     examples = task.split(split)
     if len(examples) == 0:
-        why = "nothing was held out for validation (take --split test)" if split == "valid" else "check the data"
+        why = "nothing was held out for validation (use --split test)" if split == "valid" else "check the data"
         raise TrainingError(f"the {split} split is empty: {why}")
     return examples
 
 
 HALVED = "rounded to half precision"
-"""In a run's ``done.json`` under "weights": its file is half as large, and training cannot go on from it."""
+"""In a run's ``done.json`` under "weights": the file is half as large, and training cannot resume from it."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
     metrics: dict[str, float]
     outcomes: Mapping[str, Tensor] | None
-    """(N,) what each example of the split, in its order, added to the metrics' sums; None where the task does not
-    evaluate each by itself, or where there are more than ``MOST_EXAMPLES``."""
+    """(N,) what each example of the split, in order, added to the sums of the metrics; None if the task does not
+    evaluate examples one by one, or if there are more than ``MOST_EXAMPLES``."""
 
 
 @torch.no_grad()
 def evaluate_split(
     task: Task, model: nn.Module, split: str, ranks: Ranks, size: int, seed: int, workers: int
 ) -> Evaluation:
-    """The task's metrics of ``split``, each example counted once; each rank takes ``size`` examples at a time."""
+    """Return the task's metrics on ``split``, counting each example once; each rank takes ``size`` at a time."""
     examples = read_split(task, split)
     keeps = task.has_outcomes() and len(examples) <= MOST_EXAMPLES
     model = unwrap(model)
@@ -104,7 +104,7 @@ def evaluate_split(
     try:
         reads = evaluation_batches(len(examples), size, ranks.rank, ranks.world)
         for (indices, counts), batch in read_ahead(examples, reads, seed, workers, pin=ranks.device.type == "cuda"):
-            # Never compiled: a split's last batch is smaller than the others, and would be compiled for itself.
+            # Never compiled: the last batch of a split is smaller, and would need a compilation of its own.
             with ranks.autocast(), torch.compiler.set_stance("force_eager"):
                 batch = task.prepare(ranks.to_device(batch), None)
                 found = (task.evaluate_examples if keeps else task.evaluate)(model, batch)
@@ -127,7 +127,7 @@ def evaluate_split(
 def _outcomes(
     names: list[str], parts: Mapping[str, list[Tensor]], read: list[int], examples: int, ranks: Ranks
 ) -> dict[str, Tensor]:
-    """Those of all ranks, in the split's order: a rank fills in the examples it has read, and the ranks add up."""
+    """Join the outcomes of all ranks in the split's order: each rank fills in what it has read, and all are summed."""
     found = torch.zeros(len(names), examples, dtype=torch.float64)
     for row, name in zip(found, names, strict=True):
         if read:

@@ -1,4 +1,4 @@
-"""Reading files back without trusting them, tensors without pickle, and a full disk explained."""
+"""Read files back without trusting them, read tensors without pickle, and explain a full disk."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ def full_disk_is_explained(path: Path, advice: str) -> Iterator[None]:
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
-    """Tensors as the bytes of a safetensors file; tied ones are stored once for each name."""
+    """Return the bytes of a safetensors file; tied tensors are stored once for each name."""
     seen: set[int] = set()
     own = {}
     for name, tensor in tensors.items():
@@ -40,7 +40,7 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def read_bytes(path: Path, checksum: str | None) -> bytes:
-    """The file's content, refused if it is missing or does not match its checksum."""
+    """Return the file's content; raise if it is missing or does not match its checksum."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -51,19 +51,19 @@ def read_bytes(path: Path, checksum: str | None) -> bytes:
 
 
 def read_tensors(path: Path, checksum: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; anything else is refused, and nothing is ever unpickled."""
+    """Return the tensors of a safetensors file; anything else is refused, and nothing is ever unpickled."""
     content = read_bytes(path, checksum)
     try:
         return safetensors.torch.load(content)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise DamagedFileError(f"{path} is not a whole safetensors file{_kind(content)}: {error}") from error
+        raise DamagedFileError(f"{path} is not a complete safetensors file{_kind(content)}: {error}") from error
 
 
 def read_json(path: Path) -> Any:
     try:
         return json.loads(read_bytes(path, None))
     except ValueError as error:
-        raise DamagedFileError(f"{path} is not whole JSON: {error}") from error
+        raise DamagedFileError(f"{path} is not valid JSON: {error}") from error
 
 
 def _kind(content: bytes) -> str:

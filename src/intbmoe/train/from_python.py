@@ -1,4 +1,4 @@
-"""A data set that lives in Python becomes files beside its runs, under a name that follows from its content."""
+"""Write a data set given in Python to files beside its runs, under a name derived from its content."""
 
 import hashlib
 import os
@@ -13,12 +13,12 @@ from intbmoe.tasks.recipe import Recipe
 
 
 def store_data(recipe: Recipe, data: Any, folder: Path) -> Recipe:
-    """The recipe that reads ``data`` from ``folder``/data-…; the same data is not written twice."""
+    """Return the recipe that reads ``data`` from ``folder``/data-…; the same data is not written twice."""
     task = find_task(recipe.task)
     if task.own_source is not None and recipe.data.source != task.own_source:
         fit = [name for name in list_recipes() if _takes_data(load_recipe(name))]
         raise ValueError(
-            f"the recipe {recipe.name!r} reads data.source={recipe.data.source!r}, not data from Python: take "
+            f"the recipe {recipe.name!r} reads data.source={recipe.data.source!r}, not data from Python: use "
             f"{' or '.join(map(repr, fit))}, or set data.source={task.own_source!r}"
         )
     if task.own_source is not None and recipe.data.path is not None:
@@ -32,7 +32,7 @@ def store_data(recipe: Recipe, data: Any, folder: Path) -> Recipe:
             try:
                 os.rename(beside, place)
             except OSError:
-                if not place.is_dir():  # else another process was quicker, with the same
+                if not place.is_dir():  # otherwise another process was faster and wrote the same data
                     raise
     return replace(recipe, data=replace(recipe.data, path=str(place)))
 
@@ -43,7 +43,7 @@ def _takes_data(recipe: Recipe) -> bool:
 
 
 def _digest(folder: Path) -> str:
-    """Of names and content; twelve digits are enough to tell data sets apart."""
+    """Hash the names and contents of all files; twelve digits are enough to tell data sets apart."""
     sha256 = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         sha256.update(f"{file.relative_to(folder)}\0{file_digest(file)}\n".encode(errors="surrogateescape"))

@@ -1,6 +1,6 @@
 """The training loop: from a recipe to a finished run directory, however often it is interrupted on the way.
 
-It knows tasks, never a method by name: auxiliary losses and state come through the contract (``step.py``).
+It knows tasks, but no method by name: auxiliary losses and state come through the contract (``step.py``).
 """
 
 import math
@@ -54,15 +54,15 @@ def train(
     data: Any = None,
     settings: Mapping[str, Any] | None = None,
 ) -> RunDirectory:
-    """Start or continue root/<recipe>/<method>/<seed>; returns when it is finished, at once if it was.
+    """Start or resume root/<recipe>/<method>/<seed>; return when it is finished (at once if it already is).
 
-    ``recipe`` is the name of one, a file of yours or a ``Recipe``; ``settings`` overrule some of it, by the names that
-    the command line has: {"moe.name": "switch", "train.epochs": 3}. ``data`` is a data set that lives in Python
-    (``docs/your-data.md``): it is written to root/<recipe>/data-… first, where every later command finds it.
+    ``recipe`` is the name of a recipe, a file of yours or a ``Recipe``. ``settings`` override some of its settings, by
+    the names used on the command line: {"moe.name": "switch", "train.epochs": 3}. ``data`` is a data set that lives in
+    Python (``docs/your-data.md``): it is first written to root/<recipe>/data-…, where every later command finds it.
 
-    Ctrl-C and SIGTERM end in ``TrainingInterrupted`` (exit code 130 or 143) after saving; what else can go wrong is a
-    ``TrainingError`` that says what to do. Calling again goes on from the last checkpoint. Another process that trains
-    into the same run is an error too, unless ``wait`` is given: it gets a message, and the end of that one is awaited.
+    Ctrl-C and SIGTERM raise ``TrainingInterrupted`` (exit code 130 or 143) after saving; any other failure is a
+    ``TrainingError`` that says what to do. Calling again resumes from the last checkpoint. It is an error if another
+    process is training in the same run, unless ``wait`` is given: then ``wait`` gets a message, and this call waits.
     """
     recipe = override(recipe if isinstance(recipe, Recipe) else load_recipe(recipe), settings or {})
     if data is not None:
@@ -113,7 +113,7 @@ class Training:
             run.add_environment(describe_environment(ranks.device, ranks.world, self.settings.seed, self.at.step))
 
     def _resume(self) -> tuple[Standing, int]:
-        """Go back to the newest whole checkpoint, the same on all ranks; to the beginning (−1) if there is none."""
+        """Restore the newest intact checkpoint, the same on all ranks; without one, start at the beginning (−1)."""
         found = self.checkpoints.load_newest(self.progress.warn) if self.ranks.main else None
         if found is not None:
             with edited_state_is_explained(where := self.checkpoints.folder(found.step)):
@@ -126,7 +126,7 @@ class Training:
             return restore(found, unwrap(self.model), self.optimizer), step
 
     def save(self) -> None:
-        """Write a checkpoint of the last step, unless there is one."""
+        """Write a checkpoint of the last step, unless it already exists."""
         if self.saved_step == self.at.step:
             return
         self.at.seconds = time.perf_counter() - self.started
@@ -141,13 +141,13 @@ class Training:
         self.ranks.wait()
 
     def _require_finite(self, checkpoint: Checkpoint) -> None:
-        """Raises, on all ranks, where a weight of any of them is not finite: such a checkpoint would never go on."""
+        """Raise on all ranks if a weight on any of them is not finite: such a checkpoint would be useless."""
         names = [name for name, _ in unwrap(self.model).named_parameters()]
         parts = (local(checkpoint.tensors["model"][name]) for name in names)
         bad = self.ranks.sum(torch.stack([~part.isfinite().all() for part in parts]).float())
         if bad.any():
             name = names[int(bad.argmax())]
-            raise NonFiniteLossError(f"step {self.at.step}: the weights {name} are not finite; they are not saved")
+            raise NonFiniteLossError(f"step {self.at.step}: the weights {name} are not finite, so they are not saved")
 
     def go_on(self, stop: StopRequest) -> None:
         settings, plan, at = self.settings, self.plan, self.at
@@ -181,7 +181,7 @@ class Training:
             self.log.write_loads(self.at.step, loads)
 
     def _evaluate_all(self) -> None:
-        """Evaluate on the validation split, if there is one; and on the test split where the best is reported."""
+        """Evaluate on the validation split, if there is one, and on the test split if the best result is reported."""
         if self.validates:
             self.at.valid = self._evaluate("valid").metrics
         if self.settings.report == "best":
@@ -198,7 +198,7 @@ class Training:
         for name in ("loss", self.task.metric):
             if not math.isfinite(values.get(name, 0.0)):
                 raise NonFiniteLossError(f"step {self.at.step}: on the {split} split the {name} is {values[name]}")
-        values = {name: value for name, value in values.items() if math.isfinite(value)}  # others have no place in JSON
+        values = {name: value for name, value in values.items() if math.isfinite(value)}  # JSON has no others
         self._write(split, values)
         return replace(found, metrics=values)
 
@@ -208,16 +208,16 @@ class Training:
 
     @contextmanager
     def divergence_is_explained(self) -> Iterator[None]:
-        """Say what to change: the same command would come to the same end."""
+        """Say what to change: the same command would diverge again."""
         try:
             yield
         except NonFiniteLossError as error:
             train = self.settings
-            saved = f"goes on from step {self.saved_step} and " if self.saved_step > 0 else ""
+            saved = f"resumes from step {self.saved_step} and " if self.saved_step > 0 else ""
             raise NonFiniteLossError(
-                f"{error}. Training has diverged, and the same command {saved}would come to the same end: lower "
+                f"{error}. Training has diverged, and the same command {saved}would diverge again: lower "
                 f"train.lr (it is {train.lr:g}) or train.clip ({train.clip}), or lengthen train.warmup "
-                f"({train.warmup:g} epochs), unless the data itself holds such a number; do so in a new run "
+                f"({train.warmup:g} epochs), unless the data itself contains such a number; do so in a new run "
                 f"(--moe.label NAME), or remove {self.run.path} first"
             ) from error
 
@@ -227,19 +227,19 @@ class Training:
         self.progress.show(self.at.step, split, values, self.plan.batch)
 
     def _stop_if_asked(self, result: StepResult) -> None:
-        """The step's sums say on every rank alike whether any was asked to stop."""
+        """Stop if any rank was asked to; the step's sums tell every rank the same."""
         if not (result.interrupts or result.terminations):
             return
         signum = signal.SIGINT if result.interrupts else signal.SIGTERM
         self.save()
-        message = f"stopped after step {self.at.step} of {self.plan.steps}; the same command goes on from there"
+        message = f"stopped after step {self.at.step} of {self.plan.steps}; the same command resumes from there"
         self.progress.stop()
         if self.ranks.main:
             self.progress.warn(f"{self.run.path}: {message}")
         raise TrainingInterrupted(signum, message)
 
     def finish(self) -> None:
-        """Evaluate on the test split, unless ``_evaluate_all`` did so all along, and write the results."""
+        """Evaluate on the test split, unless ``_evaluate_all`` has already done so, and write the results."""
         best = self.settings.report == "best"
         test = self.at.best
         if not best:
@@ -294,19 +294,19 @@ def _missing_memory_is_explained(recipe: Recipe, ranks: Ranks) -> Iterator[None]
         now = min(recipe.train.device_batch or share, share)
         smaller = f"--train.device-batch {now // 2}" if now > 1 else "a smaller model or --train.precision bfloat16"
         raise OutOfMemoryError(
-            f"{ranks.device} is out of memory with {now} examples at a time: try {smaller}, or the same command when "
-            f"other programs there have ended. ({str(error).splitlines()[0]})"
+            f"{ranks.device} is out of memory with {now} examples at a time: try {smaller}, or repeat the command when "
+            f"other programs on it have ended. ({str(error).splitlines()[0]})"
         ) from error
 
 
 @contextmanager
 def _determinism() -> Iterator[None]:
-    """Ask torch for algorithms that repeat bit for bit, and leave it as it was found."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with this
+    """Ask torch for algorithms that repeat bit for bit, and restore its settings afterwards."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
     before = torch.are_deterministic_algorithms_enabled()
     filling = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # finds bugs, costs time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it helps to find bugs, but costs time
     try:
         yield
     finally:
@@ -316,15 +316,15 @@ def _determinism() -> Iterator[None]:
 
 @contextmanager
 def _threads(wanted: int | None, run: RunDirectory, ranks: Ranks) -> Iterator[list[str]]:
-    """Compute with as many CPU threads as the run began with, or as are wanted; yields what is to be said about it."""
+    """Use as many CPU threads as the run began with, or ``wanted``; yield the messages about it."""
     before = torch.get_num_threads()
     begun = ranks.from_main((run.threads() or 0) if ranks.main else 0)
     count = wanted or begun or before
     said = []
     if begun and count != begun:
-        said = [f"threads: {count}, before {begun}: from here on sums round otherwise than without the interruption"]
+        said = [f"threads: {count}, before {begun}: from here on sums round differently than without the interruption"]
     elif begun and count != before:
-        said = [f"threads: {count} as before, not {before}, so that nothing rounds otherwise (train.threads overrules)"]
+        said = [f"threads: {count} as before, not {before}, so that rounding stays the same (train.threads overrides)"]
     torch.set_num_threads(count)
     try:
         yield said

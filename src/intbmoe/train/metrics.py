@@ -1,4 +1,4 @@
-"""Lines of metrics and of loads: what is summed up between two of them, and where they go."""
+"""Lines of metrics and loads: what is summed between two lines, and where they are written."""
 
 import json
 import math
@@ -22,7 +22,7 @@ LOAD_RATIOS = ("utilisation", "worst_case", "entropy", "dropped", "untaken")
 
 
 class Window:
-    """Sums since the last line. They are part of a checkpoint, so that a resumed run writes the same lines."""
+    """Sums since the last line; they are part of a checkpoint, so that a resumed run writes the same lines."""
 
     def __init__(self, sums: Mapping[str, float] | None = None) -> None:
         self.sums = dict(sums or {"steps": 0, "units": 0.0, "loss": 0.0, "aux": 0.0, "grad_norm": 0.0})
@@ -38,7 +38,7 @@ class Window:
 
 
 def take_loads(model: nn.Module, tell: Callable[[str], None]) -> dict[str, LoadStatistics]:
-    """Each choosing layer's load since the last call; ``tell`` gets the warnings."""
+    """Return the load of each layer that chooses experts since the last call; ``tell`` gets the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loads = load_statistics(model)
@@ -58,7 +58,7 @@ def mean_load(loads: Mapping[str, LoadStatistics]) -> dict[str, float]:
 
 
 def load_line(load: LoadStatistics) -> dict[str, Any]:
-    """One layer in a line of ``loads.jsonl``; an expert that a growing pool has closed has None for a count."""
+    """Describe one layer for a line of ``loads.jsonl``; an expert that a growing pool has closed has the count None."""
     gone = {index for index, count in enumerate(load.counts) if count == 0} - set(load.dead)
     counts = [None if index in gone else count for index, count in enumerate(load.counts)]
     line: dict[str, Any] = {"tokens": load.tokens, "counts": counts}
@@ -70,27 +70,27 @@ def load_line(load: LoadStatistics) -> dict[str, Any]:
 
 
 class MetricsFile:
-    """Appends lines to ``metrics.jsonl`` or ``loads.jsonl``, after cutting off what a checkpoint does not know of."""
+    """Appends lines to ``metrics.jsonl`` or ``loads.jsonl``, after cutting off those written after the checkpoint."""
 
     def __init__(self, path: Path, length: int) -> None:
         self.path = path
         found = path.stat().st_size if path.is_file() else 0
         if found < length:
             raise DamagedFileError(
-                f"{path} has {found} bytes, the checkpoint knows of {length}: restore it from a copy"
+                f"{path} has {found} bytes, but the checkpoint expects {length}: restore it from a copy"
             )
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         self._file.truncate(length)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one line and hand it to the operating system: a kill loses nothing."""
-        with full_disk_is_explained(self.path, "free some space and start again; the run goes on from its checkpoint"):
+        """Write one line and hand it to the operating system, so that a kill loses nothing."""
+        with full_disk_is_explained(self.path, "free some space and start again; the run resumes from its checkpoint"):
             line = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
             while line:
                 line = line[self._file.write(line) :]
 
     def sync(self) -> int:
-        """Wait until all lines are on the disk; returns the file's length."""
+        """Wait until all lines are on disk and return the file's length."""
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
 
@@ -99,7 +99,7 @@ class MetricsFile:
 
 
 class MetricsLog:
-    """``metrics.jsonl``, ``loads.jsonl`` and TensorBoard, which alone gets throughput: repetitions differ in it."""
+    """``metrics.jsonl``, ``loads.jsonl`` and TensorBoard; only TensorBoard gets throughput, which varies by run."""
 
     def __init__(self, run: RunDirectory, step: int, lengths: Mapping[str, int], loads: bool) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -109,7 +109,7 @@ class MetricsLog:
         self.board = SummaryWriter(str(run.path), purge_step=step + 1)
 
     def write(self, step: int, epoch: float, split: str, values: Mapping[str, Any], speed: float | None = None) -> None:
-        """One line. Values that are not finite have no place in JSON and are left out."""
+        """Write one line, without values that are not finite: JSON has no such numbers."""
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         self.file.append({"step": step, "epoch": epoch, "split": split, **finite})
         for name, value in finite.items():
@@ -122,7 +122,7 @@ class MetricsLog:
             self.loads.append({"step": step, "layers": {name: load_line(load) for name, load in loads.items()}})
 
     def sync(self) -> dict[str, int]:
-        """Everything is on the disk; returns the lengths of the files, as a checkpoint keeps them."""
+        """Wait until everything is on disk and return the lengths of the files, as a checkpoint keeps them."""
         self.board.flush()
         loads = 0 if self.loads is None else self.loads.sync()
         return {"metrics_length": self.file.sync(), "loads_length": loads}

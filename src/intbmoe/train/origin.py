@@ -1,7 +1,7 @@
 """Which recipe and data a checkpoint was trained with. Only a run with the same recipe and data may resume from it.
 
-The fingerprint of the data is cheap at any size: the number of examples in each split, a few of them as the model gets
-them, and the files' names and number, with size and content of some. Small data is read whole.
+The fingerprint of the data is cheap at any size: the number of examples in each split, a few examples as the model gets
+them, the number of files and their names, and the size and content of some. Small data is read in full.
 """
 
 import math
@@ -21,16 +21,16 @@ from intbmoe.tasks.recipe import Recipe
 from intbmoe.train.errors import RunConflictError
 from intbmoe.train.run import FREE_TO_CHANGE, differing_keys, differing_settings, list_differences
 
-EXAMPLES = 32  # of each split
-FILES = 1000  # of those under a path
-BYTES = 64 * 2**20  # of all files together
-PIECES = 16  # that a large file is looked at in
-ROUNDING = 1e-3  # by which another machine may decode and normalise otherwise
-REMEDY = "put the data back as it was, or begin a run of its own (--name, --moe.label or another --root)"
+EXAMPLES = 32  # per split
+FILES = 1000  # under one path
+BYTES = 64 * 2**20  # over all files
+PIECES = 16  # read from a large file
+ROUNDING = 1e-3  # how far decoding and normalising may differ on another machine
+REMEDY = "put the data back as it was, or start a separate run (--name, --moe.label or another --root)"
 
 
 def describe_origin(task: Task) -> dict[str, Any]:
-    """What checkpoints say of the run that they belong to, as plain JSON values."""
+    """Return what a checkpoint stores about its run, as plain JSON values."""
     return {"recipe": recipe_to_dict(task.recipe), "data": describe_data(task)}
 
 
@@ -43,15 +43,15 @@ def describe_data(task: Task) -> dict[str, Any]:
 def require_same_origin(
     there: Mapping[str, Any] | None, now: Mapping[str, Any], recipe: Recipe, where: Path, tell: Callable[[str], None]
 ) -> None:
-    """Raise unless the checkpoint in the folder ``where`` is of this recipe and of this data."""
+    """Raise unless the checkpoint in the folder ``where`` has the same recipe and data."""
     if there is None:
-        tell(f"{where} was written before checkpoints named their settings and data: it is used without that check")
+        tell(f"{where} is too old to name its settings and data: it is used without checking them")
         return
     settings = differing_settings(recipe_from_dict(there["recipe"]), recipe, free=(*FREE_TO_CHANGE, "data.path"))
     if settings:
         raise RunConflictError(
             f"{where} is a checkpoint of another run:\n{list_differences(settings)}\n"
-            f"Remove it, and put this run's own back if there is a copy; the run then goes on from the newest left."
+            f"Remove it, and restore this run's own if you have a copy; the run then resumes from the newest one left."
         )
     data = {key: values for key, values in differing_keys(there["data"], now["data"]).items() if not _close(*values)}
     if data:
@@ -67,7 +67,7 @@ def _close(old: Any, new: Any) -> bool:
 
 
 def _sample(examples: Examples) -> dict[str, Any]:
-    """Entry of a batch → what a few examples, evenly spread, have there."""
+    """Return, by batch entry, a description of a few evenly spread examples."""
     count = len(examples)
     if not count:
         return {}
@@ -85,7 +85,7 @@ def _describe_tensor(values: Tensor) -> str | dict[str, Any]:
 
 
 def _paths(settings: Any, prefix: str = "data") -> Iterator[tuple[str, str]]:
-    """Settings that name a file or folder: ``path``, and others that begin with the root."""
+    """Yield the settings that name a file or folder: ``path``, and any absolute path."""
     values = asdict(settings) if is_dataclass(settings) else settings
     for key, value in values.items() if isinstance(values, dict) else ():
         name = f"{prefix}.{key}"
@@ -114,7 +114,7 @@ def _names(root: Path) -> Iterator[str]:
 
 
 def _content(file: Path, size: int, share: int) -> Iterator[np.ndarray]:
-    """The whole file, or pieces of it that are evenly spread from its beginning to its end."""
+    """Yield the whole file, or evenly spread pieces of it from beginning to end."""
     length = size if size <= share else share // PIECES
     starts = [0] if size <= share else [(size - length) * piece // (PIECES - 1) for piece in range(PIECES)]
     with open(file, "rb") as content:

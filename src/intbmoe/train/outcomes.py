@@ -1,8 +1,8 @@
 """The result on each test example, kept beside a run's metrics (``outcomes.npz``).
 
-One array for each sum of the task's metrics, with one number per example in the order of the test split, so that two
-methods are compared on the same examples (``compare/pairs.py``) and not by intervals that overlap. Counts and hits are
-stored as small integers, everything else as float32: a run on 10,000 images takes about 40 kB.
+It has one array for each sum of the task's metrics, with one number per example in the order of the test split. So two
+methods can be compared on the same examples (``compare/pairs.py``) instead of by overlapping intervals. Counts and hits
+are stored as small integers, everything else as float32: a run on 10,000 images takes about 40 kB.
 """
 
 import io
@@ -17,7 +17,7 @@ from intbmoe.train.errors import DamagedFileError
 from intbmoe.train.files import read_bytes
 
 MOST_EXAMPLES = 1_000_000
-"""Larger test splits keep none: the files would be large, and sampling noise among examples is negligible there."""
+"""Larger test splits store no outcomes: the file would be large, and sampling noise is negligible there."""
 
 
 def pack_outcomes(outcomes: Mapping[str, Tensor]) -> bytes:
@@ -27,15 +27,15 @@ def pack_outcomes(outcomes: Mapping[str, Tensor]) -> bytes:
 
 
 def read_outcomes(path: Path, checksum: str | None = None) -> dict[str, np.ndarray]:
-    """By name, (N,) in float64."""
+    """Return the outcomes by name, each (N,) in float64."""
     content = read_bytes(path, checksum)
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             found = {name: file[name].astype(np.float64) for name in file.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise DamagedFileError(f"{path} is not a whole file of outcomes: {error}") from error
+        raise DamagedFileError(f"{path} is not a complete file of outcomes: {error}") from error
     if "count" not in found or len({values.shape for values in found.values()}) != 1 or found["count"].ndim != 1:
-        raise DamagedFileError(f"{path} is no file of outcomes: each array needs one number per example, count too")
+        raise DamagedFileError(f"{path} is not a file of outcomes: each array, count too, needs one number per example")
     return found
 
 

@@ -11,7 +11,7 @@ SHOWN = ("loss", "accuracy", "perplexity", "HR@5", "HR@10", "lr")
 
 
 class TrainingProgress:
-    """Shows steps, loss, throughput and time left, and more of it in a log. Messages go through it, beside the bar."""
+    """Shows steps, loss, throughput and time left (more in a log), and prints messages without breaking the bar."""
 
     def __init__(self, title: str, steps: int, quiet: bool, console: Console | None = None) -> None:
         self.title, self.steps, self.quiet = title, steps, quiet
@@ -19,19 +19,19 @@ class TrainingProgress:
         self.examples_per_second = 0.0  # over the last window of steps
         self._window = (0, 0.0)
         figures = TextColumn("{task.fields[figures]}")
-        counted = BarColumn(12), MofNCompleteColumn()  # a short bar, so that all fits into 80 columns
+        counted = BarColumn(12), MofNCompleteColumn()  # a short bar, so that everything fits into 80 columns
         columns = (TextColumn("{task.description}"), *counted, figures, TimeRemainingColumn())
         shown = self.console.is_terminal and not quiet
         self._bar = Progress(*columns, console=self.console, transient=True, disable=not shown)
         self._task = self._bar.add_task(title, total=steps, figures="")
 
     def start(self, step: int) -> None:
-        """Begin at ``step``, which is not 0 for a run that goes on."""
+        """Begin at ``step``, which is not 0 in a resumed run."""
         self._window = (step, time.perf_counter())
         self._bar.reset(self._task, completed=step)
         self._bar.start()
         if self._bar.disable:
-            self.say(f"{self.title}: {self.steps} steps" + (f", going on after step {step}" if step else ""))
+            self.say(f"{self.title}: {self.steps} steps" + (f", resuming after step {step}" if step else ""))
 
     def advance(self, step: int) -> None:
         self._bar.update(self._task, completed=step)
@@ -58,7 +58,7 @@ class TrainingProgress:
             self._bar.update(self._task, figures=f"{shown[0]}  {shown[-1]}")
 
     def say(self, message: str) -> None:
-        """A message that ``quiet`` suppresses; warnings go through ``warn``."""
+        """Print a message that ``quiet`` suppresses; warnings go through ``warn``."""
         if not self.quiet:
             self.console.print(message, markup=False)
 
@@ -70,7 +70,7 @@ class TrainingProgress:
 
 
 class PreparationProgress:
-    """Shows the stages of ``intbmoe prepare``: a bar each on a terminal, else a line when a stage begins and ends."""
+    """Shows the stages of ``intbmoe prepare``: a bar for each on a terminal, otherwise a line at its start and end."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -80,7 +80,7 @@ class PreparationProgress:
         self._ended: set[str] = set()
 
     def show(self, stage: str, done: int, total: int | None) -> None:
-        """So much of ``stage`` is done, of ``total`` (None: unknown)."""
+        """Show how much of ``stage`` is done, out of ``total`` (None: unknown)."""
         figures = f"{done:,}" if total is None else f"{done:,} of {total:,}"
         if stage not in self._stages:
             self._stages[stage] = self.bars.add_task(stage, total=total, figures=figures)

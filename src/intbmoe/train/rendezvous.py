@@ -1,10 +1,10 @@
-"""How ranks find each other, also when ``torchrun`` has started them again.
+"""How ranks find each other, even after ``torchrun`` has restarted them.
 
-Ranks tell each other their addresses in a store. torchrun (2.13) keeps the same store over all its restarts
-(https://github.com/pytorch/pytorch/issues/135712): a rank that is started again and looks there before another has
-written its new address finds the old one, of a process that is gone, and the restart fails. So every start has a prefix
-of its own in the store. Rank 0 makes it up, and each other rank asks for it under a name that nobody used before: what
-an earlier start left cannot answer. torchrun's own count of restarts will not do: each machine counts only its own.
+Ranks exchange their addresses through a store. torchrun (2.13) keeps the same store across all its restarts
+(https://github.com/pytorch/pytorch/issues/135712): a restarted rank that looks there before another has written its new
+address finds the old one, of a process that is gone, and the restart fails. So every start gets its own prefix in the
+store. Rank 0 makes up the prefix, and each other rank asks for it under a key that was never used before, so nothing
+left by an earlier start can answer. torchrun's restart count would not work: each machine counts only its own.
 """
 
 import time
@@ -21,12 +21,12 @@ from intbmoe.train.errors import LostRankError
 
 SCHEME = "intbmoe"
 INIT_METHOD = f"{SCHEME}://"
-"""For ``init_process_group``: like ``env://``, and right after a restart too."""
+"""For ``init_process_group``: like ``env://``, but also correct after a restart."""
 SECONDS_BETWEEN_LOOKS = 0.01
 
 
 def store_of_this_start(store: dist.Store, rank: int, world: int, timeout: timedelta) -> dist.Store:
-    """A part of ``store`` that the ranks of this start share, and no earlier start has written to."""
+    """Return a part of ``store`` that the ranks of this start share and no earlier start has written to."""
     if rank == 0:
         start = uuid4().hex
         for other in range(1, world):
@@ -40,7 +40,7 @@ def store_of_this_start(store: dist.Store, rank: int, world: int, timeout: timed
 
 
 def _answer(store: dist.Store, start: str, other: int, timeout: timedelta) -> None:
-    """Tell rank ``other`` which start this is. The question there may be an old one: look again until it knows."""
+    """Tell rank ``other`` the prefix of this start; its question may be an old one, so repeat until it knows."""
     deadline = time.monotonic() + timeout.total_seconds()
     while not store.check([f"{start}/rank {other} knows"]):
         if time.monotonic() > deadline:
@@ -59,8 +59,8 @@ def _get(store: dist.Store, key: str, other: int, timeout: timedelta) -> str:
 
 def _missing(other: int, timeout: timedelta) -> LostRankError:
     return LostRankError(
-        f"rank {other} has not joined the others within train.patience={timeout.total_seconds():g} seconds: its own "
-        "message, if it left one, says why. If it was only slow to start, raise train.patience"
+        f"rank {other} has not joined the others within train.patience={timeout.total_seconds():g} seconds. If it left "
+        "a message, that says why. If it was only slow to start, raise train.patience"
     )
 
 
@@ -69,5 +69,5 @@ def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[dist.Store, i
     yield store_of_this_start(store, rank, world, timeout), rank, world
 
 
-with suppress(RuntimeError):  # the name is taken where this module is imported anew: what it stands for is the same
+with suppress(RuntimeError):  # if this module is imported again, the name is already registered, with the same meaning
     register_rendezvous_handler(SCHEME, _meet)

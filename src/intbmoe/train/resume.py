@@ -1,14 +1,14 @@
-"""Resuming: checkpoints, how a training is saved to one and restored from it.
+"""Resuming: what a checkpoint holds, how it is saved, and how a run is restored from it.
 
-    checkpoints/step-00000500/model.safetensors        parameters and buffers (a method's state among them)
-                              optimizer.safetensors    what the optimizer remembers, as <parameter>/<quantity>
+    checkpoints/step-00000500/model.safetensors        parameters and buffers (including a method's state)
+                              optimizer.safetensors    the optimizer's state, as <parameter>/<quantity>
                               statistics.safetensors   load counts since the last line of metrics
-                              state.json               where the run stands, what it is of (``origin.py``), and the
-                                                       SHA-256 of every file
-                              shards/                  of a model in shards: what each rank held of the first two
+                              state.json               the run's progress, its recipe and data (``origin.py``), and
+                                                       the SHA-256 of every file
+                              shards/                  for a sharded model: what each rank held of the first two
 
-Nothing is pickled. A kill at any moment leaves the last whole checkpoint: a folder gets its name only when everything
-in it is on the disk, older ones go after that, and one that was damaged later is passed over with a message.
+Nothing is pickled. A kill at any moment leaves the last checkpoint intact: a folder gets its name only when everything
+in it is on disk, and only then are older ones removed. A checkpoint that is damaged later is skipped with a message.
 """
 
 import os
@@ -33,7 +33,7 @@ from intbmoe.train.metrics import Window
 from intbmoe.train.shards import is_sharded, read_shards, write_shards
 
 FORMAT = 1
-SHARDED_FORMAT = 2  # with ``shards/``, whose tensors state.json lists
+SHARDED_FORMAT = 2  # with ``shards/``, whose tensors are listed in state.json
 PARTS = ("model", "optimizer", "statistics")
 
 
@@ -42,10 +42,10 @@ class Checkpoint:
     step: int  # optimizer steps done
     tensors: Mapping[str, Mapping[str, Tensor]]  # tensors by name, for each of ``PARTS``
     state: Mapping[str, Any]  # everything else, as plain JSON values
-    shards: Path | None = None  # where those tensors are that were read back without numbers, on the meta device
+    shards: Path | None = None  # the folder with the tensors that are only placeholders (meta device) in ``tensors``
 
     def sharded(self) -> dict[str, Tensor]:
-        """The tensors that ranks share, as <part>/<name>."""
+        """Return the tensors that are spread over the ranks, as <part>/<name>."""
         found = ((f"{part}/{name}", value) for part in PARTS for name, value in self.tensors[part].items())
         return {name: value for name, value in found if is_sharded(value)}
 
@@ -65,20 +65,20 @@ class CheckpointFolder:
         return self.path / f".{self.folder(step).name}.shards"
 
     def save_shards(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
-        """All ranks together, before one of them calls ``save``: each writes its part of what is sharded."""
+        """Write each rank's part of the sharded tensors; all ranks call this before one of them calls ``save``."""
         sharded, aside = checkpoint.sharded(), self._aside(checkpoint.step)
         if sharded:
             if ranks.main:
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
             ranks.wait()
-            with full_disk_is_explained(aside, "the checkpoints before it are whole; free some space and start again"):
+            with full_disk_is_explained(aside, "earlier checkpoints are intact; free some space and start again"):
                 write_shards(aside, sharded)
 
     def save(self, checkpoint: Checkpoint) -> Path:
         folder, sharded = self.folder(checkpoint.step), checkpoint.sharded()
-        kept = f"the checkpoints before it are whole (steps {self.steps() or 'none'}); free some space and start again"
-        # A folder of this name is damaged, or its step would not have been reached a second time.
+        kept = f"earlier checkpoints are intact (steps {self.steps() or 'none'}); free some space and start again"
+        # A folder of this name must be damaged, or this step would not have been reached a second time.
         with full_disk_is_explained(folder, kept), replacing_folder(folder, sync=True) as beside:
             sums = {}
             for part in PARTS:
@@ -104,9 +104,9 @@ class CheckpointFolder:
         return folder
 
     def load(self, step: int, check_shards: bool = True) -> Checkpoint:
-        """The checkpoint of a step; anything wrong with it is a ``DamagedFileError`` that names the file.
+        """Return the checkpoint of a step; anything wrong with it is a ``DamagedFileError`` that names the file.
 
-        Without ``check_shards`` the sharded tensors' files are left to another rank to check.
+        Without ``check_shards``, checking the files of the sharded tensors is left to another rank.
         """
         folder = self.folder(step)
         path = folder / "state.json"
@@ -117,7 +117,7 @@ class CheckpointFolder:
             raise DamagedFileError(f"{path} has format {found!r}: this version of intbmoe reads {known}")
         checksum = state.pop("checksum", None)
         if checksum != digest(to_json(state)) or state.get("step") != step:
-            raise DamagedFileError(f"{path} is altered: its checksum or step does not fit")
+            raise DamagedFileError(f"{path} is altered: its checksum or step does not match")
         sums = state.pop("sha256", None)
         if not isinstance(sums, dict) or not all(f"{part}.safetensors" in sums for part in PARTS):
             raise DamagedFileError(f"{path} is altered: it lacks the SHA-256 of a file")
@@ -128,12 +128,12 @@ class CheckpointFolder:
             tensors[part][tensor] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         for name in (name for name in sums if check_shards and name.startswith("shards/")):
             if not (folder / name).is_file() or file_digest(folder / name) != sums[name]:
-                raise DamagedFileError(f"{folder / name} is missing, truncated or altered: its SHA-256 does not fit")
+                raise DamagedFileError(f"{folder / name} is missing, truncated or altered: its SHA-256 does not match")
         return Checkpoint(step, tensors, state, shards)
 
     def load_newest(self, tell: Callable[[str], None]) -> Checkpoint | None:
-        """The newest whole checkpoint; None if there never was one. ``tell`` gets a message about each damaged one."""
-        for entry in self.path.glob(".step-*"):  # what a kill left half written or half removed
+        """Return the newest intact checkpoint, or None if there never was one; ``tell`` hears of damaged ones."""
+        for entry in self.path.glob(".step-*"):  # half written or half removed when the process was killed
             shutil.rmtree(entry)
         problems = []
         for step in reversed(self.steps()):
@@ -141,41 +141,41 @@ class CheckpointFolder:
                 found = self.load(step)
             except DamagedFileError as error:
                 problems.append(str(error))
-                tell(f"WARNING: the checkpoint of step {step} is damaged and passed over: {error}")
+                tell(f"WARNING: the checkpoint of step {step} is damaged and skipped: {error}")
                 continue
             if problems:
-                tell(f"WARNING: going on from the older checkpoint of step {step}")
+                tell(f"WARNING: resuming from the older checkpoint of step {step}")
             return found
         if problems:
             raise DamagedFileError(
-                "no checkpoint is whole:\n  " + "\n  ".join(problems) + f"\nRemove {self.path.parent} to start afresh."
+                "no checkpoint is intact:\n  " + "\n  ".join(problems) + f"\nRemove {self.path.parent} to start over."
             )
         return None
 
 
 @contextmanager
 def edited_state_is_explained(folder: Path) -> Iterator[None]:
-    """A state.json whose checksum fits but whose content does not was written by somebody else."""
+    """Explain a state.json with a correct checksum but wrong content, which some other program must have written."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedFileError(
             f"{folder / 'state.json'} does not hold what a checkpoint does ({type(error).__name__}: {error}): remove "
-            f"{folder}, and the run goes on from the checkpoint before, or from its beginning"
+            f"{folder}, and the run resumes from the checkpoint before it, or from the beginning"
         ) from error
 
 
 @dataclass
 class Standing:
-    """Where a run stands, besides its tensors."""
+    """The progress of a run, apart from its tensors."""
 
     step: int = 0  # optimizer steps done
-    seconds: float = 0.0  # of training, those of earlier starts included
+    seconds: float = 0.0  # of training, including earlier starts
     window: Window = field(default_factory=Window)
     valid: dict[str, float] | None = None  # the last metrics on the validation split
     lengths: dict[str, int] = field(default_factory=dict)
-    """Of the files of metrics and loads, as ``MetricsLog`` names them."""
-    best: dict[str, float] | None = None  # the best metrics on the test split, where these are reported
+    """The lengths of the metrics and loads files, as ``MetricsLog`` names them."""
+    best: dict[str, float] | None = None  # the best metrics on the test split, if these are reported
     best_step: int = 0
 
 
@@ -186,7 +186,7 @@ def make_checkpoint(
     optimizer: torch.optim.Optimizer,
     origin: Mapping[str, Any],
 ) -> Checkpoint:
-    """A checkpoint of a running training; what is sharded stays so, this rank's part."""
+    """Return a checkpoint of a running training; of a sharded tensor it holds this rank's part."""
     tensors = {
         "model": model.state_dict(),
         "optimizer": {
@@ -220,16 +220,16 @@ def make_checkpoint(
 
 
 def model_tensors(model: nn.Module, keep: bool) -> dict[str, Tensor]:
-    """Parameters and buffers, whole and by name, on the rank that keeps them.
+    """Return parameters and buffers, whole and by name, on the rank that keeps them.
 
-    With a sharded model all ranks must call this together: one tensor at a time is made whole.
+    With a sharded model all ranks must call this together: tensors are made whole one at a time.
     """
     tensors = ((name, whole(value)) for name, value in model.state_dict().items())
     return {name: value.cpu() for name, value in tensors if keep}
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Standing:
-    """Put a checkpoint's tensors back, whose names and shapes must be exactly those of the model."""
+    """Restore a checkpoint's tensors, whose names and shapes must match the model exactly."""
     source = f"the checkpoint of step {checkpoint.step}"
     restore_model(model, checkpoint.tensors["model"], source, checkpoint.shards)
     _restore_optimizer(model, optimizer, checkpoint.tensors["optimizer"], checkpoint.shards)
@@ -239,7 +239,7 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
         counts = checkpoint.tensors["statistics"].items()
         window = {key.removeprefix(prefix): value.to(device) for key, value in counts if key.startswith(prefix)}
         layer.statistics.restore(window, state["warned"].get(name, ()))
-    # Runs begun before there were loads have no length of theirs.
+    # Runs started before ``loads.jsonl`` existed have no length for it.
     lengths = {name: int(state[name]) for name in ("metrics_length", "loads_length") if name in state}
     window, best = Window(state["window"]), (state.get("best"), state.get("best_step", 0))
     return Standing(checkpoint.step, state["seconds"], window, state["valid"], lengths, *best)

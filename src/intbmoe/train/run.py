@@ -1,15 +1,15 @@
-"""The run directory: what passes between commands.
+"""The run directory, which commands use to pass results to each other.
 
 config.yaml          the recipe, resolved
 environment.json     versions, device, source and command of every start
 metrics.jsonl        one object per line: step, epoch, split, name → value
-loads.jsonl          of methods whose tokens choose, each expert's assignments between two lines of metrics, by layer
-events.…             the same for TensorBoard, and throughput
+loads.jsonl          for methods with routing, each expert's assignments between two lines of metrics, by layer
+events.…             the metrics for TensorBoard, and throughput
 checkpoints/         see resume.py
 model.safetensors    the trained model
 outcomes.npz         the result on each test example, see outcomes.py
 done.json            the results, once finished
-lock                 held by the process that trains
+lock                 held by the process that is training
 """
 
 import fcntl
@@ -46,13 +46,13 @@ FREE_TO_CHANGE = (
     "train.workers", "train.threads", "train.checkpoint_every", "train.keep_checkpoints", "train.parallel",
     "train.patience", "seeds",
 )  # fmt: skip
-"""Settings that may differ when a run goes on: like the number of ranks, they change nothing but rounding."""
+"""Settings that may differ when a run resumes: like the number of ranks, they change nothing but rounding."""
 PACKAGES = ("intbmoe", "torch", "accelerate", "safetensors", "numpy", "timm", "torchvision", "scikit-learn")
-"""Those whose versions a result may depend on."""
+"""Packages whose versions may affect a result."""
 
 
 class RunDirectory:
-    """A run on the disk, finished or not."""
+    """A run on disk, finished or not."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
@@ -66,7 +66,7 @@ class RunDirectory:
 
     @classmethod
     def of(cls, recipe: Recipe, root: str | Path) -> "RunDirectory":
-        """Where a recipe's run belongs: root/<recipe>/<label or method>/<seed>."""
+        """Return where a recipe's run belongs: root/<recipe>/<label or method>/<seed>."""
         return cls(Path(root) / recipe.name / (recipe.moe.label or recipe.moe.name) / str(recipe.train.seed))
 
     @classmethod
@@ -97,7 +97,7 @@ class RunDirectory:
             raise DamagedFileError(f"{self.config_path} cannot be read back: {error}") from error
 
     def recipe_on(self, data: str | PathLike[str] | None) -> Recipe:
-        """The recipe with its data at ``data``; None for where the run found it."""
+        """Return the recipe with its data at ``data``, or where the run found it if that is None."""
         recipe = self.recipe
         if data is None:
             return recipe
@@ -107,7 +107,7 @@ class RunDirectory:
 
     @property
     def stand_in(self) -> Path | None:
-        """Made-up data, which a model of the zoo has where the real data may not be passed on: see ``intbmoe.zoo``."""
+        """Made-up data that a zoo model comes with if its real data may not be redistributed: see ``intbmoe.zoo``."""
         path = self.path / STAND_IN
         return path if path.is_file() else None
 
@@ -117,15 +117,15 @@ class RunDirectory:
 
     @property
     def begun(self) -> bool:
-        """Whether anything is left of a training here. A start that failed on its data leaves a config.yaml alone."""
+        """Whether training ever began here; a start that failed on its data leaves only a config.yaml."""
         written = self.metrics_path.is_file() and self.metrics_path.stat().st_size > 0
         return self.finished or written or any(self.path.glob("checkpoints/step-*"))
 
     @property
     def result(self) -> dict[str, Any]:
-        """The final metrics of ``valid`` and ``test``, and what it took to get there."""
+        """The final metrics of ``valid`` and ``test``, with the steps and time they took."""
         if not self.finished:
-            raise TrainingError(f"{self.path} is not finished: train it to its end first")
+            raise TrainingError(f"{self.path} is not finished: train it to the end first")
         match result := read_json(self.result_path):
             case {"test": dict(test), "sha256": {"model.safetensors": str()}}:
                 if all(isinstance(value, int | float) for value in test.values()):
@@ -134,16 +134,16 @@ class RunDirectory:
         raise DamagedFileError(f"{self.result_path} cannot be read back: {lacking}")
 
     def outcomes(self) -> dict[str, np.ndarray] | None:
-        """The result on each test example, by name, (N,) in the order of the split; None where a run kept none."""
+        """Return the result on each test example, by name, (N,) in the split's order; None if the run kept none."""
         checksum = self.result["sha256"].get(self.outcomes_path.name)
         return None if checksum is None else read_outcomes(self.outcomes_path, checksum)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All lines of metrics. A last line that a kill cut short is left out."""
+        """Return all lines of metrics, except a last line that a kill cut short."""
         return _read_lines(self.metrics_path)
 
     def loads(self) -> list[dict[str, Any]]:
-        """All lines of loads, like ``metrics``; none for a method that does not choose, nor in early runs."""
+        """Return all lines of loads, like ``metrics``; none for a method without routing, nor in early runs."""
         return _read_lines(self.loads_path)
 
     def _config(self) -> dict[str, Any]:
@@ -152,13 +152,13 @@ class RunDirectory:
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise DamagedFileError(f"{self.config_path} cannot be read: {error}") from error
         if not isinstance(found, dict):
-            raise DamagedFileError(f"{self.config_path} cannot be read back: it holds no settings")
+            raise DamagedFileError(f"{self.config_path} cannot be read back: it contains no settings")
         return found
 
-    # What training does.
+    # What training calls.
 
     def claim(self, recipe: Recipe) -> None:
-        """Write ``config.yaml``, or make sure that the run there is of the same recipe."""
+        """Write ``config.yaml``, or make sure that the existing run has the same recipe."""
         if self.begun:
             if not self.config_path.is_file():
                 raise RunConflictError(
@@ -168,13 +168,13 @@ class RunDirectory:
             if set(differing) - set(FREE_TO_CHANGE):
                 lines = [
                     f"{self.path} holds a run of another configuration:\n{list_differences(differing)}",
-                    "Repeat its settings to go on with it, give the new one its own name (moe.label) or another root, "
+                    "Repeat its settings to resume it, give the new run its own name (moe.label) or another root, "
                     "or remove the folder.",
                 ]
                 if "data.path" in differing:
                     lines.append(f"If the same data has moved, set data.path in {self.config_path}.")
                 if "data.fingerprint" in differing:
-                    lines.append("The data itself is not what it was when that run began (data.fingerprint).")
+                    lines.append("The data itself has changed since that run began (data.fingerprint).")
                 raise RunConflictError("\n".join(lines))
             if not differing:
                 return
@@ -182,14 +182,14 @@ class RunDirectory:
         self.write("config.yaml", text.encode())
 
     def starts(self) -> list[dict[str, Any]]:
-        """The entries of ``environment.json``, one for each start."""
+        """Return the entries of ``environment.json``, one for each start."""
         found = read_json(self.environment_path) if self.environment_path.is_file() else []
         if isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
             return found
-        raise DamagedFileError(f"{self.environment_path} is no list of starts: remove it, only notes are lost")
+        raise DamagedFileError(f"{self.environment_path} is not a list of starts: remove it, only notes are lost")
 
     def threads(self) -> int | None:
-        """How many the run has computed with so far; None for one that has not begun."""
+        """Return the number of threads the run has used so far, or None if it has not begun."""
         last = self.starts()[-1:]
         count = last[0].get("threads") if last else None
         return count if isinstance(count, int) and count > 0 else None
@@ -198,27 +198,27 @@ class RunDirectory:
         self.write(self.environment_path.name, to_json([*self.starts(), entry]))
 
     def write(self, name: str, content: bytes) -> None:
-        with full_disk_is_explained(self.path / name, "free some space and start again; the run goes on where it was"):
+        with full_disk_is_explained(self.path / name, "free some space and start again; the run resumes where it was"):
             replace_file(self.path / name, content)
 
 
 @contextmanager
 def moved_data_is_explained(path: str | Path) -> Iterator[None]:
-    """Say where a run's data was expected, if it is not there any more."""
+    """Say where a run's data was expected, if it is no longer there."""
     try:
         yield
     except DataError as error:
         run = RunDirectory.existing(path)
         if run.stand_in is not None:
-            raise DataError(f"{path} comes without its data: say where it is with --data\n({error})") from error
+            raise DataError(f"{path} comes without its data: give its path with --data\n({error})") from error
         if getattr(run.recipe.data, "path", None) is None:
             raise
-        told = f"data.path is the one in {run.config_path}: if the data has moved, set it there or give eval --data"
+        told = f"data.path comes from {run.config_path}: if the data has moved, set it there or give eval --data"
         raise DataError(f"{error}\n({told})") from error
 
 
 def differing_settings(there: Recipe, now: Recipe, free: Collection[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Dotted key → (there, now) of the settings in which the recipe of a run differs from another, but for ``free``."""
+    """Return dotted key → (there, now) for every setting in which two recipes differ, except those in ``free``."""
     found = differing_keys(*(_from_anywhere(recipe_to_dict(recipe)) for recipe in (there, now)))
     return {key: values for key, values in found.items() if key not in free}
 
@@ -228,7 +228,7 @@ def list_differences(differing: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def differing_keys(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Dotted key → (old, new) of everything that differs; None stands for what is not there."""
+    """Return dotted key → (old, new) for everything that differs; None means that it is missing."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return {} if old == new else {prefix: (old, new)}
     differing = {}
@@ -239,7 +239,7 @@ def differing_keys(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any,
 
 
 def _from_anywhere(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings whose data and start are found from other working directories too."""
+    """Make the paths of data and start absolute, so that they are found from any working directory."""
     paths = {"data": "path", "train": "start"}
     found = {part: config[part][name] for part, name in paths.items() if name in (config.get(part) or {})}
     absolute = {part: os.path.abspath(path) for part, path in found.items() if isinstance(path, str)}
@@ -264,31 +264,31 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-# One process trains into a run directory.
+# Only one process trains in a run directory.
 
-_held: set[Path] = set()  # record locks do not exclude a second attempt of the same process
+_held: set[Path] = set()  # record locks do not stop a second attempt by the same process
 
 
 @contextmanager
 def run_lock(folder: Path, wait: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Raises ``RunConflictError``, naming the holder's process, when the lock of the run is taken.
+    """Take the run's lock; raise ``RunConflictError``, naming the process that holds it, if it is taken.
 
-    With ``wait``, which gets a message, the lock is taken when its holder ends. It is a record lock: the operating
-    system drops it however its holder dies, and children, such as data workers, do not inherit it.
+    With ``wait``, which gets a message, wait until the holder ends instead. It is a record lock: the operating system
+    releases it however its holder dies, and child processes, such as data workers, do not inherit it.
     """
     path = folder.resolve() / "lock"
     if path in _held:
-        raise RunConflictError(f"this process already trains into {path.parent}")
+        raise RunConflictError(f"this process is already training in {path.parent}")
     # The file stays: removing it would let two later processes hold locks on two files of one name.
     with open(path, "a+b", buffering=0) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:  # either may stand for a lock that is taken
+        except (BlockingIOError, PermissionError) as error:  # either may mean that the lock is taken
             holder = os.pread(file.fileno(), 32, 0).decode(errors="replace").strip() or "unknown"
-            taken = f"process {holder} trains into {path.parent}"
+            taken = f"process {holder} is training in {path.parent}"
             if wait is None:
                 raise RunConflictError(f"{taken}: wait for it, or stop it (kill {holder})") from error
-            wait(f"{taken}: waiting for its end")
+            wait(f"{taken}: waiting for it to end")
             fcntl.lockf(file, fcntl.LOCK_EX)
         file.truncate(0)
         file.write(f"{os.getpid()}\n".encode())
@@ -325,9 +325,9 @@ def describe_environment(device: torch.device, world: int, seed: int, step: int)
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """The commit of the source and whether it was changed since; None for a package that lies in no checkout."""
+    """Return the commit of the source and whether it has changed since; None if the package is not in a checkout."""
     commit = _git(folder, "rev-parse", "HEAD")
-    # An installed package may lie inside somebody else's repository (a virtual environment in a checkout).
+    # An installed package may lie inside another repository (a virtual environment in a checkout).
     if commit is None or _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")

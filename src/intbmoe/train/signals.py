@@ -15,14 +15,14 @@ from intbmoe.tasks.workers import end_with_parent
 STARTED_BY = "INTBMOE_STARTED_BY"  # the environment variable that tells a training which process it belongs to
 ASKED = (signal.SIGINT, signal.SIGTERM)
 ECHO_SECONDS = 1.0
-"""A signal that comes again so soon is the same request: ``timeout`` signals the process and then its group."""
+"""A signal repeated within this time is the same request: ``timeout`` signals the process and then its group."""
 
 
 class StopRequest:
-    """``with StopRequest(tell) as stop: … stop.signum``: end after the step. A second signal does not wait.
+    """``with StopRequest(tell) as stop: … stop.signum``: end after the step; a second signal ends at once.
 
-    One of several ranks waits all the same: its launcher was signalled with it and passes the signal on, and itself
-    ends the ranks that take too long.
+    If there are several ranks, a second signal is ignored: the launcher received the first one too and passes it on,
+    and it ends ranks that take too long.
     """
 
     def __init__(self, tell: Callable[[str], None], world: int = 1) -> None:
@@ -32,7 +32,7 @@ class StopRequest:
         self.signum = 0  # the signal that came; 0 for none
 
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():  # elsewhere signals cannot be changed
+        if threading.current_thread() is threading.main_thread():  # other threads cannot set signal handlers
             self._before = {signum: signal.signal(signum, self._receive) for signum in ASKED}
         return self
 
@@ -45,7 +45,7 @@ class StopRequest:
         now = time.monotonic()
         if self.signum == 0:
             self.signum, self._since = signum, now
-            again = "; once more ends at once" if self._alone else ""
+            again = "; a second signal ends at once" if self._alone else ""
             self._tell(f"{signal.Signals(signum).name}: finishing the step and saving{again}")
         elif self._alone and now - self._since > ECHO_SECONDS:
             self.__exit__()
@@ -54,7 +54,7 @@ class StopRequest:
 
 @contextmanager
 def children_miss_signals() -> Iterator[None]:
-    """Processes begun inside get neither SIGINT nor SIGTERM until they call ``leave_signals_to_parent``."""
+    """Processes started inside get neither SIGINT nor SIGTERM until they call ``leave_signals_to_parent``."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
     try:
         yield
@@ -63,27 +63,27 @@ def children_miss_signals() -> Iterator[None]:
 
 
 def leave_signals_to_parent(_: int = 0) -> None:
-    """What a worker of a data loader does first: it must live until its parent has finished the step and saved.
+    """Protect a data-loader worker from signals: it must live until its parent has finished the step and saved.
 
-    Ctrl-C and schedulers signal a whole process group: a worker has one of its own. SIGTERM from the parent still ends
-    it, and so does the parent's end, however it comes.
+    Ctrl-C and schedulers signal a whole process group, so a worker gets a group of its own. A SIGTERM from the parent
+    still ends it, and so does the end of the parent, whatever the cause.
     """
     os.setpgid(0, 0)
     for signum, handler in zip(ASKED, (signal.SIG_IGN, signal.SIG_DFL), strict=True):
-        signal.signal(signum, signal.SIG_IGN)  # forgets one that came before
+        signal.signal(signum, signal.SIG_IGN)  # discards a signal that is already pending
         signal.signal(signum, handler)
     end_with_parent(signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
 
 
 def belongs_to_another() -> bool:
-    """Whether ``STARTED_BY`` names this process's parent, whose end (even by ``kill -9``) is then a SIGTERM to it."""
-    parent = os.environ.pop(STARTED_BY, None)  # what this process starts is its own
+    """Whether ``STARTED_BY`` names this process's parent; its end (even by ``kill -9``) then sends a SIGTERM here."""
+    parent = os.environ.pop(STARTED_BY, None)  # not inherited by what this process starts
     if parent is None:
         return False
     if sys.platform == "linux":
-        # Where it is forbidden the run trains on alone, and who starts it again waits for its lock.
+        # Where the system forbids this, the run trains on alone, and a restarted parent waits for its lock.
         end_with_parent(signal.SIGTERM)
         if os.getppid() != int(parent):
-            sys.exit(128 + signal.SIGTERM)  # it ended before the signal was asked for
+            sys.exit(128 + signal.SIGTERM)  # the parent ended before the signal was requested
     return True

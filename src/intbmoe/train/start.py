@@ -1,4 +1,4 @@
-"""Weights that a training begins with (``train.start``): those of a run, or of a folder of ``intbmoe.huggingface``."""
+"""Initial weights of a training run (``train.start``): from another run, or from an ``intbmoe.huggingface`` folder."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from intbmoe.train.resume import restore_model
 
 
 def begin_with(model: nn.Module, folder: str) -> None:
-    """Give ``model`` the weights and state of the one in ``folder``, which must be of the same sizes and method."""
+    """Give ``model`` the weights and state of the model in ``folder``, which must have the same sizes and method."""
     found = _read_huggingface(Path(folder)) if (Path(folder) / "config.json").is_file() else load(folder)
     restore_model(model, found.state_dict(), f"train.start={folder!r}")
 
@@ -26,7 +26,7 @@ def _read_huggingface(folder: Path) -> nn.Module:
         )
     if config.get("precomposed"):
         raise TrainingError(
-            f"train.start={str(folder)!r} is precomposed, and has no bases to train: export it with --no-precompose"
+            f"train.start={str(folder)!r} is precomposed and has no bases to train: export it with --no-precompose"
         )
     from intbmoe.huggingface import IntBMoEForCausalLM, IntBMoEForImageClassification, to_backbone
 

@@ -1,9 +1,9 @@
-"""One optimizer step: forwards, backwards, and what the contract asks for in between.
+"""One optimizer step: forward and backward passes, and the calls that the contract requires in between.
 
 The losses of a step are sums over its units (images, tokens), divided by the number of units of the whole step, over
-all ranks and micro-batches. That number is known only after the last forward, so gradients of the sums are gathered
-first and divided once. A micro-batch's auxiliary loss is weighted by its units. With equal micro-batches that is their
-plain average, and how a batch is split changes nothing but rounding and losses that are defined per micro-batch.
+all ranks and micro-batches. That number is known only after the last forward, so the gradients of the sums are
+accumulated first and divided once. A micro-batch's auxiliary loss is weighted by its units. With equal micro-batches
+this is their plain average, so how a batch is split changes only rounding and losses defined per micro-batch.
 """
 
 import math
@@ -28,7 +28,7 @@ from intbmoe.train.errors import NonFiniteLossError, TrainingError
 def prepared_steps(
     task: Task, examples: Examples, plan: BatchPlan, ranks: Ranks, settings: TrainSettings, first_step: int = 0
 ) -> Iterator[list[Batch]]:
-    """This rank's prepared micro-batches of each step. Random numbers start anew at each, see ``data.py``."""
+    """Yield this rank's prepared micro-batches of each step; each step reseeds the generator, see ``data.py``."""
     seed, rank = settings.seed, ranks.rank
     reads = micro_batches(plan, seed, rank, first_step)
     batches = []
@@ -59,7 +59,7 @@ class Stepper:
     ) -> None:
         self.task, self.model, self.optimizer, self.ranks, self.clip = task, model, optimizer, ranks, settings.clip
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.mixed = any(True for _ in moe_layers(model))  # a model without MoE layers is trained all the same
+        self.mixed = any(True for _ in moe_layers(model))  # a model without MoE layers can be trained too
         self.captured: CapturedBackward | None = None
         if settings.capture:
             if ranks.world > 1 or ranks.device.type != "cuda":
@@ -70,7 +70,7 @@ class Stepper:
             self.captured = CapturedBackward(self._micro_batch, model)
 
     def take(self, step: int, batches: list[Batch], signum: int) -> StepResult:
-        """Step ``step``, from 1, on this rank's prepared micro-batches; ``signum`` is the signal it received, or 0."""
+        """Take step ``step`` (from 1) on this rank's micro-batches; ``signum`` is the signal it received, or 0."""
         self.optimizer.zero_grad(set_to_none=True)
         totals = self._backward(batches)
         signals = totals.new_tensor([float(signum == signal.SIGINT), float(signum == signal.SIGTERM)])
@@ -94,7 +94,7 @@ class Stepper:
         return StepResult(loss, aux, grad_norm, units, interrupts, terminations)
 
     def _backward(self, batches: list[Batch]) -> Tensor:
-        """Gradients of the step's sums; returns this rank's sums of loss, auxiliary loss and units."""
+        """Compute the gradients of the step's sums; return this rank's sums of loss, auxiliary loss and units."""
         totals = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)
         for number, batch in enumerate(batches, 1):
             if self.captured is None:
@@ -107,11 +107,11 @@ class Stepper:
         return totals
 
     def _micro_batch(self, batch: Batch) -> Tensor:
-        """Gradients of one micro-batch's sums; returns its sums of loss, auxiliary loss and units."""
+        """Compute the gradients of one micro-batch's sums; return its sums of loss, auxiliary loss and units."""
         with self.ranks.autocast():
             loss, units = self.task.loss(self.model, batch)
         aux = aux_loss(self.model) if self.mixed else loss.new_zeros(())
-        # Ranks average their gradients: times their number that is the sum.
+        # Ranks average their gradients; multiplying by their number gives the sum.
         ((loss + units * aux) * self.ranks.world).backward()
         parts = (loss, units * aux, torch.as_tensor(units))
         return torch.stack([part.detach().to(self.ranks.device, torch.float64) for part in parts])

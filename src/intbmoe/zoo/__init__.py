@@ -1,8 +1,8 @@
-"""Small trained models that come with the package: ``intbmoe.load("zoo:digits")``, ``intbmoe serve zoo:journeys``.
+"""Small trained models that the package includes: ``intbmoe.load("zoo:digits")``, ``intbmoe serve zoo:journeys``.
 
 Each folder is a finished run without its checkpoints and logs, and a card (README.md): the layout of a model on a hub.
-Where the data may not be passed on, there is a stand-in: inputs of our own making in the form of the data, on which an
-export is compared with the trained model. Nothing is ever evaluated on them; ``intbmoe eval`` asks for the data.
+If the data may not be redistributed, the folder has a stand-in: inputs that we made up in the form of the data. An
+export is compared with the trained model on them, but nothing is evaluated on them; ``intbmoe eval`` needs the data.
 """
 
 from os import PathLike, fspath
@@ -27,5 +27,5 @@ def find_in_zoo(path: str | PathLike[str]) -> Path:
     """The folder of ``zoo:NAME``."""
     name = fspath(path).removeprefix(PREFIX)
     if name not in list_zoo():
-        raise KeyError(f"{PREFIX}{name}: no model of the zoo is called so: {did_you_mean(name, list_zoo())}")
+        raise KeyError(f"{PREFIX}{name}: the zoo has no such model: {did_you_mean(name, list_zoo())}")
     return FOLDER / name

@@ -255,7 +255,7 @@ def test_more_mistakes(tmp_path):
     (tmp_path / "notes.txt").write_text("read me")
     with pytest.raises(DataError, match=r"has files for train, but notes\.txt belong to no split"):
         task_of(tmp_path).resolve()
-    with pytest.raises(ValueError, match=r"model\.vocabulary is left to the data"):
+    with pytest.raises(ValueError, match=r"model\.vocabulary comes from the data"):
         task_of(tmp_path / "train.jsonl").make_model()
     with pytest.raises(ValueError, match="column='body' is not allowed: only source='files' reads column"):
         replace(load_recipe("stdlib").data, column="body")

@@ -87,7 +87,7 @@ def test_large_vocabularies_are_read_as_four_bytes(folder, tmp_path):
         (lambda root: (root / "meta.json").unlink(), "has no meta.json.*interrupted; intbmoe prepare wikipedia SOURCE"),
         (lambda root: (root / "meta.json").write_text("{"), "meta.json is not what a preparation writes"),
         (lambda root: (root / "meta.json").write_text("{}"), "meta.json is not what a preparation writes"),
-        (lambda root: change(root, version=0), "has version 0, this program reads version 1: remove"),
+        (lambda root: change(root, version=0), "has version 0, but this program reads version 1: remove"),
         (lambda root: change(root, name="minipile"), "holds minipile, not wikipedia: set data.source=minipile"),
         (lambda root: (root / "tokens-test.bin").write_bytes(b"12"), "tokens-test.bin has 2 bytes, meta.json says"),
         (lambda root: (root / "tokens-train.bin").unlink(), "tokens-train.bin is missing, meta.json says"),
@@ -180,5 +180,5 @@ def test_without_the_librarys_text_there_is_an_error(tmp_path, monkeypatch):
     library(tmp_path)
     with pytest.raises(DataError, match=r"data.max_bytes=10 may be too few"):
         stdlib.read(None, 10)
-    with pytest.raises(DataError, match=r"data.path='x': the standard library comes with Python and takes no path"):
+    with pytest.raises(DataError, match=r"data.path='x': the standard library comes with Python and needs no path"):
         stdlib.read("x", None)

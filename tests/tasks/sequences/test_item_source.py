@@ -62,8 +62,8 @@ BAD_CHECK_INS = {
     "empty": (lambda a: {name: value[:0] for name, value in a.items()}, r"'user' is empty"),
     "below": (lambda a: with_value(a, "poi", 6, -1), r"'poi', row 6, is -1: expected ids from 0 to 4.*model.items=5"),
     "above": (lambda a: with_value(a, "poi", 0, 9), r"'poi', row 0, is 9: expected ids from 0 to 4"),
-    "users": (lambda a: with_value(a, "user", 4, 7), r"'user', row 5, is 2: expected rows in the order of \(user"),
-    "times": (lambda a: with_value(a, "time", 3, 5), r"'time', row 3, is 5: expected rows of a user in the order"),
+    "users": (lambda a: with_value(a, "user", 4, 7), r"'user', row 5, is 2: expected rows sorted by \(user"),
+    "times": (lambda a: with_value(a, "time", 3, 5), r"'time', row 3, is 5: expected each user's rows sorted by time"),
     "objects": (
         lambda a: {**a, "poi": np.array([{}] * 8)},
         r"'poi' cannot be read: Object arrays.*store whole",
@@ -79,7 +79,10 @@ BAD_ITEM_LISTS = {
     "above": (lambda a: with_value(a, "items", 2, 6), r"'items', row 2, is 6: expected ids from 1 to 5"),
     "end": (lambda a: with_value(a, "offsets", -1, 9), r"'offsets' runs from 0 to 9: expected from 0 to 8"),
     "start": (lambda a: with_value(a, "offsets", 0, 1), r"'offsets' runs from 1 to 8"),
-    "falling": (lambda a: with_value(a, "offsets", 1, 6), r"'offsets', row 2, is 5: expected offsets that never fall"),
+    "falling": (
+        lambda a: with_value(a, "offsets", 1, 6),
+        r"'offsets', row 2, is 5: expected offsets that never decrease",
+    ),
     "unsigned": (
         lambda a: with_value({**a, "offsets": a["offsets"].astype(np.uint64)}, "offsets", 1, 6),
         r"'offsets', row 2, is 5",

@@ -179,7 +179,7 @@ def test_every_causal_method_takes_a_step(file, method):
 
 
 def test_a_method_that_looks_ahead_is_refused(file):
-    with pytest.raises(ValueError, match="may not stand in a causal model"):
+    with pytest.raises(ValueError, match="cannot be used in a causal model"):
         make_task(recipe(file, MoESettings("expert_choice", 4))).make_model()
 
 

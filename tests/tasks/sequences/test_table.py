@@ -155,7 +155,7 @@ ALONE = [(f"user{number}", item, time) for number, (_, item, time) in enumerate(
         ([], ("user", "item", "time"), {}, r"a\.csv has no row below the names"),
         (MANY, ("who", "item", "time"), {}, r"no column with a usual name for the user, only who, item, time: name it"),
         (MANY[1:], MANY[0], {}, "The first line must have the columns' names"),
-        (MANY, ("user", "", "time"), {}, r"a\.csv, line 1: '' names no column, or two"),
+        (MANY, ("user", "", "time"), {}, r"a\.csv, line 1: '' is empty or used twice"),
         (
             MANY,
             None,
@@ -216,5 +216,5 @@ def test_paths_and_settings_that_do_not_fit(tmp_path):
         task_of(tmp_path / "a.csv", items=7).resolve()
     with pytest.raises(ValueError, match="user='who' is not allowed: only source='table' reads user"):
         replace(load_recipe("yelp").data, user="who")
-    with pytest.raises(ValueError, match=r"model\.items is left to the data"):
+    with pytest.raises(ValueError, match=r"model\.items comes from the data"):
         task_of(tmp_path / "a.csv").make_model()

@@ -155,7 +155,7 @@ def test_floors_and_views_need_no_category(write):
         ({"poi_lat": np.full(PLACES, np.nan)}, "'poi_lat', row 0, is nan: expected degrees from −90 to 90"),
         ({"poi": np.full(USERS * VISITS, 90)}, "'poi', row 0, is 90: expected numbers from 0 to 89"),
         ({"hour": np.full(USERS * VISITS, 24)}, "'hour', row 0, is 24: expected numbers from 0 to 23"),
-        ({"user": np.arange(USERS * VISITS)[::-1]}, r"'user', row 1, .* in the order of \(user, time\)"),
+        ({"user": np.arange(USERS * VISITS)[::-1]}, r"'user', row 1, .* rows sorted by \(user, time\)"),
         ({"time": np.arange(USERS * VISITS) - 1}, "'time', row 0, is -1: expected seconds since 1970"),
     ],
 )
@@ -165,7 +165,7 @@ def test_a_file_that_is_not_as_described_is_refused(write, changes, message):
 
 
 def test_what_check_ins_do_not_say_cannot_be_asked(write):
-    with pytest.raises(DataError, match=r"data\.tasks has when: check-ins do not say it, leave where and via"):
+    with pytest.raises(DataError, match=r"data\.tasks has when, which check-ins do not have: use only where and via"):
         task_of(write(), tasks=("where", "when")).split("train")
     with pytest.raises(DataError, match=r"check-ins needs an \.npz file of check-ins with places: set data\.path"):
         task_of(None).split("train")

@@ -79,7 +79,7 @@ def test_the_recipe_has_floors_at_chance_and_a_ceiling_at_its_strength():
         assert floor["HR@5"] == pytest.approx(5 / 65, abs=4 * (0.08 / tests) ** 0.5)
     (ceiling,) = task.ceilings().values()
     assert ceiling["HR@1"] == pytest.approx(strength, abs=4 * (strength * (1 - strength) / tests) ** 0.5)
-    with pytest.raises(DataError, match=r"data\.tasks has how: planted journeys do not say it"):
+    with pytest.raises(DataError, match=r"data\.tasks has how, which planted journeys do not have"):
         make_task(replace(recipe, data=replace(recipe.data, tasks=("where", "how")))).split("train")
 
 

@@ -123,7 +123,7 @@ def test_a_served_image_is_seen_as_in_evaluation(tmp_path, resize):
 
 def test_a_resolved_recipe_builds_its_model_without_the_data(tmp_path):
     task = task_of(save_images(tmp_path / "pets"))
-    with pytest.raises(ValueError, match=r"model\.classes is left to the data"):
+    with pytest.raises(ValueError, match=r"model\.classes comes from the data"):
         task.make_model()
     recipe = task.resolve()
     (tmp_path / "pets").rename(tmp_path / "away")

@@ -71,7 +71,7 @@ def test_digits_are_split_once_and_for_all():
 
 
 def test_digits_take_no_path_and_one_size():
-    with pytest.raises(DataError, match="take no path"):
+    with pytest.raises(DataError, match="need no path"):
         digits.read("somewhere", DIGITS, 0.1)
     with pytest.raises(DataError, match=r"model.image_size=8 and model.channels=1 \(they are 32 and 3\)"):
         digits.read(None, vit(), 0.1)
@@ -216,7 +216,7 @@ def test_unpacking_that_was_stopped_goes_on(tmp_path, monkeypatch):
     for _ in range(3):
         with pytest.raises(StoppedError):
             unpack(packed, target, progress=stop_in_each_file)
-        with pytest.raises(DataError, match=r"is not finished.*intbmoe prepare imagenet SOURCE .* goes on"):
+        with pytest.raises(DataError, match=r"is not finished.*intbmoe prepare imagenet SOURCE .* resumes it"):
             imagenet.read(str(target), vit(), 0.3)
     finished = target / "train" / "0000" / "00000000.JPEG"
     before = finished.stat().st_ino

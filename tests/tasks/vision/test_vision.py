@@ -36,7 +36,7 @@ class Scores(nn.Module):
 def test_a_misspelt_task_gets_a_suggestion():
     with pytest.raises(KeyError, match=r"no task is called 'visoin': did you mean 'vision'\?"):
         make_task(Recipe("test", "visoin", None, None))
-    with pytest.raises(TypeError, match="takes a VisionRecipe, this recipe is a Recipe"):
+    with pytest.raises(TypeError, match="takes a VisionRecipe, but this recipe is a Recipe"):
         make_task(Recipe("test", "vision", None, None))
 
 

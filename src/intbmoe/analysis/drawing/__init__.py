@@ -1,6 +1,6 @@
 """Pictures of an analysis, each drawn from its saved data alone.
 
-A drawing function takes the content of one ``data/*.json`` and gives pictures, each with a caption: a title, what to
+A drawing function takes the content of one ``data/*.json`` and returns pictures, each with a caption: a title, what to
 see, and how it was computed. The same data gives the same bytes.
 """
 
@@ -22,4 +22,4 @@ DRAWERS: dict[str, Callable[[Data], list[Picture]]] = {
     "load_training": draw_load_training,
     "cost": draw_cost,
 }
-"""Name of a data file → what draws it."""
+"""Name of a data file → the function that draws it."""

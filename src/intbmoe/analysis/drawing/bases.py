@@ -1,4 +1,4 @@
-"""IntBMoE's expert bases: how blocks are composed of them, what is lost without each, what more of them cost."""
+"""IntBMoE's expert bases: how blocks are composed from them, what is lost without each, and what more of them cost."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ from intbmoe.report.canvas import Data, Picture, layer_title, make_panels, tidy
 from intbmoe.report.numbers import flops_unit, format_difference
 from intbmoe.report.style import BLUE, GREY, ORANGE, PALE, PHONE_INCHES, PHONE_POINTS
 
-SMALLEST_AXIS = 0.01  # of the whole loss: what the axis of participation reaches at least
+SMALLEST_AXIS = 0.01  # the smallest range of the participation axis, relative to the whole loss
 MIB = 2**20
 FORMS = {"": ("composed in every forward", BLUE, "-", "o"), "_precomposed": ("precomposed", ORANGE, "--", "s")}
 
@@ -44,24 +44,24 @@ def draw_coefficients(data: Data) -> list[Picture]:
         if by_place[path, layers[0]]["mean_cosine"] is not None
     ]
     see = (
-        "Rows that look alike are blocks composed alike (cosine 1: the same coefficients, 0: nothing in common). "
-        "Red: the base is added, blue: subtracted. Mean cosine by layer, first to last: "
+        "Rows that look alike are blocks with similar compositions (cosine 1: the same coefficients, 0: nothing in "
+        "common). Red: the base is added, blue: subtracted. Mean cosine by layer, first to last: "
         f"{'; '.join(means) or 'one block only'}."
     )
     how = (
-        "The coefficients that the hypernetwork gives each block, each block's row divided by its length. "
+        "The coefficients that the hypernetwork computes for each block, each block's row divided by its length. "
         "The cosine is the mean over all pairs of blocks."
     )
     return [Picture("coefficients", "How each block is composed", see, how, figure)]
 
 
 def draw_participation(data: Data) -> list[Picture]:
-    """Bars from zero on a plain axis, each with two standard errors, and beside it what they are of the whole loss."""
+    """Draw bars from zero on a linear axis, with two standard errors, and a second axis in per cent of the loss."""
     layers, loss = data["layers"], data["full_loss"]
     width = canvas.bars_width(max(len(layer["rises"]) for layer in layers))
     figure, panels = make_panels(len(layers), width, 3.2, "rise of the loss")
     reach = [(rise, 2 * (error or 0)) for of in layers for rise, error in zip(of["rises"], of["errors"], strict=True)]
-    # A rise of a thousandth of the loss should look like one, however small the others are.
+    # A rise of a thousandth of the loss should look small, however small the others are.
     ends = (
         min(-SMALLEST_AXIS * loss / 4, *(rise - error for rise, error in reach)),
         max(SMALLEST_AXIS * loss, *(rise + error for rise, error in reach)),
@@ -80,18 +80,18 @@ def draw_participation(data: Data) -> list[Picture]:
         else "its coefficients set to 0 and the others divided by their sum"
     )
     how = (
-        f"Each expert base is taken out of all blocks of one layer at a time ({rule}), without retraining; the mean "
-        f"loss of {data['examples']} examples of the {data['split']} split, which is {loss:.4g} with all bases. Both "
-        f"models see the same examples, so the standard error is that of their paired differences; it is about other "
-        f"examples, not about other trainings. Certain: Student's t, one-sided, with Holm's correction at 5 %."
+        f"Each expert base is removed from all blocks of one layer at a time ({rule}), without retraining. The loss is "
+        f"the mean over {data['examples']} examples of the {data['split']} split, {loss:.4g} with all bases. Both "
+        f"models see the same examples, so the standard error is that of paired differences; it covers other "
+        f"examples, not other training runs. Certain: Student's t, one-sided, with Holm's correction at 5 %."
     )
     see = f"{_told_removals(data)} Whiskers: two standard errors. Dashed: the layer's mean. "
-    see += "Dotted: what the change of the factor does by itself. " if any(of["factor_alone"] for of in layers) else ""
+    see += "Dotted: the effect of the changed factor alone. " if any(of["factor_alone"] for of in layers) else ""
     return [Picture("participation", "What the model loses without each expert base", see.strip(), how, figure)]
 
 
 def draw_rises(axes: Axes, layer: Data) -> None:
-    """Bars of one layer, with whiskers where there are standard errors."""
+    """Draw the bars of one layer, with whiskers if there are standard errors."""
     rises, errors = layer["rises"], layer["errors"]
     bars = axes.bar(range(len(rises)), rises, color=[ORANGE if rise < 0 else BLUE for rise in rises], width=0.75)
     for bar, rise in zip(bars, rises, strict=True):
@@ -108,7 +108,7 @@ def draw_rises(axes: Axes, layer: Data) -> None:
 
 
 def _told_removals(data: Data) -> str:
-    """How many removals hurt, how sure that is, and what the deciding metric says beside it."""
+    """Say how many removals hurt, how certain that is, and what the deciding metric shows."""
     every = [(rise, layer["layer"], base) for layer in data["layers"] for base, rise in enumerate(layer["rises"])]
     most, least = max(every), min(every)
     drops = [drop for layer in data["layers"] for drop in layer["drops"]]
@@ -129,33 +129,33 @@ def draw_cost(data: Data) -> list[Picture]:
     figure = draw_panels(rows, wanted, data["experts"])
     first, last = rows[0], rows[-1]
     see = (
-        f"Composed beforehand, the model costs the same whatever E: {last['memory_precomposed'] / MIB:.3g} MiB and "
+        f"Precomposed, the model costs the same for every E: {last['memory_precomposed'] / MIB:.3g} MiB and "
         f"{last['flops_precomposed'] / unit:.3g} {letter}FLOPs. Composed in every forward, from E={first['experts']} "
         f"to E={last['experts']} memory grows from {first['memory'] / MIB:.3g} to {last['memory'] / MIB:.3g} MiB and "
         f"FLOPs from {first['flops'] / unit:.3g} to {last['flops'] / unit:.3g} {letter}. Grey line: this run's E. "
-        "With few bases the composed blocks take more memory than the bases do."
+        "With few bases the composed blocks take more memory than the bases."
     )
     how = (
-        "The run's model built anew for every E, one example, one forward without gradients. Memory: bytes of all "
-        "tensors alive at once, parameters included. FLOPs: 2 × multiply-adds of matrix products, attention's score "
-        "and value products left out."
+        "The run's model is rebuilt for every E and run on one example, without gradients. Memory: peak bytes of all "
+        "live tensors, including parameters. FLOPs: 2 × multiply-adds of matrix products, without attention's score "
+        "and value products."
     )
     if data["too_large"]:
-        how += f" Left out, too large to hold here: E={', '.join(map(str, data['too_large']))}."
+        how += f" Left out, because too large for this machine: E={', '.join(map(str, data['too_large']))}."
     return [Picture("cost", "Cost of inference against the number of expert bases", see, how, figure)]
 
 
 def draw_sweep(rows: Sequence[Data], title: str) -> Picture:
-    """Of ``intbmoe cost --sweep experts``: one of the paper's models, with the paper's figures."""
+    """The picture of ``intbmoe cost --sweep experts``: one of the paper's models, with the paper's figures."""
     figure = draw_panels(rows, {"memory": (MIB, "peak memory (MiB)"), "flops": (1e9, "FLOPs of one sample (G)")})
     figure.suptitle(title, fontsize=PHONE_POINTS + 1, x=0.01, ha="left")
-    see = "Composed beforehand, the model costs the same whatever E; composed in every forward, its cost grows with E."
-    how = "IntBMoE built anew for every E, one sample, one forward without gradients; rings are the paper's figures."
+    see = "Precomposed, the model costs the same for every E; composed in every forward, its cost grows with E."
+    how = "IntBMoE is rebuilt for every E and run on one sample, without gradients; rings are the paper's figures."
     return Picture("cost-experts", title, see, how, figure)
 
 
 def draw_panels(rows: Sequence[Data], wanted: Mapping[str, tuple[float, str]], own: int | None = None) -> Figure:
-    """A panel for each of the ``wanted`` columns, with its unit and title; rings where a row has the paper's figure."""
+    """Draw a panel for each ``wanted`` column, with its unit and title; rings mark the paper's figures."""
     experts = [row["experts"] for row in rows]
     figure, panels = make_panels(len(wanted), PHONE_INCHES / 2, 3.0)
     for axes, (name, (divisor, title)) in zip(panels, wanted.items(), strict=True):

@@ -1,7 +1,7 @@
-"""Single examples: which block each patch, token or visit went to, on the picture or the text itself.
+"""Single examples: which block each patch, token or visit went to, drawn on the image or the text itself.
 
-Each is a cell with the colour of the block with the largest weight and, where there is a second one, a strip of its
-colour at the lower edge. A cell that no block computes is hatched.
+Each token is a cell in the colour of its block with the largest weight, with a strip in the colour of the second block,
+if any, at the lower edge. A cell that no block computes is hatched.
 """
 
 import base64
@@ -25,25 +25,25 @@ from intbmoe.report.style import ON_COLOUR, PHONE_INCHES, PHONE_POINTS
 from intbmoe.report.svg import KEPT
 from intbmoe.tasks.serving.requests import spread_evenly
 
-LETTER_WIDTH = 0.602  # of the font's size, in DejaVu Sans Mono
-LETTER = PHONE_POINTS * LETTER_WIDTH / 72  # inches of a letter's cell
-LINE = int((PHONE_INCHES - 0.2) / LETTER)  # characters of a line of text
-MOST_LAYERS = 6  # layers shown of texts and journeys; of more, so many are drawn, evenly spread
-NUMBERED = 2  # patches a side up to which each has its blocks' numbers on it
+LETTER_WIDTH = 0.602  # relative to the font size, in DejaVu Sans Mono
+LETTER = PHONE_POINTS * LETTER_WIDTH / 72  # width of a letter's cell in inches
+LINE = int((PHONE_INCHES - 0.2) / LETTER)  # characters per line of text
+MOST_LAYERS = 6  # most layers shown for texts and journeys; if there are more, evenly spread ones
+NUMBERED = 2  # with at most so many patches per side, the blocks' numbers are written on them
 TINT = 0.6
 PALE = 0.35  # how much white is mixed into a colour below black text
 LEGEND_INCHES = 1.15  # width of one entry
-IMAGE_INCHES = 1.35  # width of an image at most
-TITLE_LETTERS = 11  # of a line above an image
+IMAGE_INCHES = 1.35  # largest width of an image
+TITLE_LETTERS = 11  # most letters per line above an image
 COLUMNS = {"scenario": 0, "intention": 1, "feedback": 2}
-LABEL_LETTERS = 22  # of a session's label
-ROW, LABEL_LETTER = 0.21, 0.08  # inches of a session's row, and of a letter of its label
+LABEL_LETTERS = 22  # most letters of a session's label
+ROW, LABEL_LETTER = 0.21, 0.08  # inches: a session's row, and a letter of its label
 _MIDDLE = {"ha": "center", "va": "center", "parse_math": False}
 Colours = Sequence[tuple[float, float, float]]
 
 
 def draw_examples(data: Data) -> list[Picture]:
-    """Images all in one picture; of texts and journeys one picture each."""
+    """Draw all images in one picture, and texts and journeys in one picture each."""
     if data["form"] == "image":
         return [_picture(data, "examples", data["examples"], _draw_images(data))]
     draw = _draw_text if data["form"] == "text" else _draw_visits
@@ -59,16 +59,16 @@ def _picture(data: Data, name: str, examples: Sequence[Data], figure: Figure) ->
     ]
     lost = sum(not ids for shown in examples for layer in shown["layers"] for ids in layer["ids"])
     see = (
-        f"Each {noun} has the colour of the {unit} that weighs most for it, the strip below the colour of the second. "
-        f"One colour over what belongs together is a {unit} with a job of its own; a mixture that follows nothing you "
-        f"can see says that the router goes by other things. Different {unit}s in first place in an example, on "
-        f"average: {', '.join(used)}."
+        f"Each {noun} has the colour of the {unit} with the largest weight, and below it a strip in the colour of the "
+        f"second. If things that belong together have one colour, that {unit} has a job of its own; if no pattern is "
+        f"visible, the router uses other features. Mean number of different {unit}s in first place per "
+        f"example: {', '.join(used)}."
     )
     if lost:
         see += f" Hatched: no {unit} computed it ({lost} times)."
     if data["form"] != "image" and len(examples[0]["layers"]) > MOST_LAYERS:
         see += f" Shown are {MOST_LAYERS} of {len(examples[0]['layers'])} layers, evenly spread; the data has all."
-    chosen = "one a class, the first of it" if data["form"] == "image" else "evenly spread, not picked by hand"
+    chosen = "the first of each class" if data["form"] == "image" else "evenly spread, not picked by hand"
     how = f"The router's choices in evaluation, after any capacity, on examples of the {data['split']} split: {chosen}."
     titles = {"image": "images", "text": "a text", "sessions": "one user's journeys", "items": "one user's history"}
     title = f"Where each {noun} went: {titles[data['form']]}"
@@ -80,7 +80,7 @@ def _mean_used(examples: Sequence[Data], layer: int) -> float:
 
 
 def _used(examples: Sequence[Data]) -> list[int]:
-    """Blocks seen anywhere in the first two places."""
+    """The blocks that occur in first or second place."""
     return sorted({i for shown in examples for layer in shown["layers"] for ids in layer["ids"] for i in ids[:2]})
 
 
@@ -92,7 +92,7 @@ def _shown_layers(layers: Sequence[Data]) -> list[Data]:
 
 
 class Cell(NamedTuple):
-    """A rectangle whose y grows downwards, and the blocks it stands for, the heaviest first."""
+    """A rectangle, with y growing downwards, and its blocks by descending weight."""
 
     x: float
     y: float
@@ -104,9 +104,9 @@ class Cell(NamedTuple):
 def draw_cells(
     axes: Axes, cells: Sequence[Cell], colours: Colours, pale: float = 0.0, alpha: float = 1.0, strip: float = 0.22
 ) -> None:
-    """Fill the cells; ``pale`` mixes the large areas with white, so that text on them can be read.
+    """Fill the cells; ``pale`` mixes white into the large areas, so that text on them can be read.
 
-    ``strip`` is the height of the second choice's strip, of the cell's.
+    ``strip`` is the height of the second choice's strip, relative to the cell's.
     """
     chosen = [cell for cell in cells if cell.ids]
     whole = [Rectangle((cell.x, cell.y), cell.width, cell.height) for cell in chosen]
@@ -127,7 +127,7 @@ def _fill(axes: Axes, rectangles: list[Rectangle], colours: list, alpha: float) 
 
 
 def add_inches(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Bare axes at a place in inches from the upper left corner."""
+    """Add axes without decoration at a position in inches from the upper left corner."""
     wide, high = figure.get_size_inches()
     axes = figure.add_axes((left / wide, 1 - (top + height) / high, width / wide, height / high))
     axes.set_axis_off()
@@ -135,10 +135,10 @@ def add_inches(figure: Figure, left: float, top: float, width: float, height: fl
 
 
 def add_legend(figure: Figure, used: Sequence[int], colours: Colours, unit: str, pixels: bool = False) -> None:
-    """Which colour is which block, along the lower edge; those of ``pixels`` are the same on dark screens."""
+    """Add a legend of the blocks' colours at the lower edge; with ``pixels`` they stay the same on dark screens."""
     handles = [Patch(facecolor=colours[number], label=f"{unit} {number}") for number in used]
     columns = _legend_columns(len(handles), figure.get_size_inches()[0])
-    handles = [handle for column in range(columns) for handle in handles[column::columns]]  # numbers go on to the right
+    handles = [handle for column in range(columns) for handle in handles[column::columns]]  # row by row, not by column
     look = {"frameon": False, "fontsize": PHONE_POINTS, "handlelength": 1.2, "columnspacing": 1.2}
     legend = figure.legend(handles=handles, loc="lower center", ncols=columns, borderaxespad=0.2, **look)
     if pixels:
@@ -147,12 +147,12 @@ def add_legend(figure: Figure, used: Sequence[int], colours: Colours, unit: str,
 
 
 def legend_inches(used: Sequence[int], width: float) -> float:
-    """The height that ``add_legend`` takes of a figure so wide."""
+    """The height that ``add_legend`` needs in a figure of this width."""
     return 0.15 + 0.24 * -(-len(used) // _legend_columns(len(used), width))
 
 
 def _legend_columns(entries: int, width: float) -> int:
-    """As many as fit, so that the lines are about equally long."""
+    """As many columns as fit, chosen so that the lines are about equally long."""
     lines = -(-entries // max(1, int(width // LEGEND_INCHES)))
     return max(1, -(-entries // max(1, lines)))
 
@@ -161,7 +161,7 @@ def _legend_columns(entries: int, width: float) -> int:
 
 
 def _draw_images(data: Data) -> Figure:
-    """A column for each image: the image itself, below it what each layer made of it."""
+    """A column for each image: the image itself, and below it the routing of each layer."""
     examples = data["examples"]
     layers = [layer["layer"] for layer in examples[0]["layers"]]
     colours, used = block_colours(data["choices"]), _used(examples)
@@ -177,7 +177,7 @@ def _draw_images(data: Data) -> Figure:
             axes = add_inches(figure, left + column * (cell + gap), top + row * (cell + gap), cell, cell)
             axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, extent=(0, size, size, 0), interpolation="none")
             if row:
-                # The class token, where a mixture sees it, comes before the patches.
+                # The class token, if a mixture sees it, comes before the patches.
                 _tint(axes, shown["layers"][row - 1]["ids"][-side * side :], side, size / side, colours)
             else:
                 axes.set_title(titles[column], fontsize=PHONE_POINTS, pad=4, parse_math=False)
@@ -192,7 +192,7 @@ def _draw_images(data: Data) -> Figure:
 
 
 def _grey(png: str) -> np.ndarray:
-    """(H, W) in 0…1: colours are for the blocks."""
+    """(H, W) in 0…1; grey, because colours are for the blocks."""
     pixels = imread(io.BytesIO(base64.b64decode(png)))
     return pixels if pixels.ndim == 2 else pixels[..., :3] @ np.array([0.299, 0.587, 0.114])
 
@@ -204,7 +204,7 @@ def _tint(axes, ids: Sequence[Sequence[int]], side: int, patch: float, colours) 
     draw_cells(axes, cells, colours, alpha=TINT, strip=0.14)
     if side > NUMBERED:
         for collection in axes.collections:
-            collection.set_rasterized(True)  # an SVG of a thousand rectangles would be twice as large as its pixels
+            collection.set_rasterized(True)  # as a thousand rectangles, an SVG would be twice as large
     else:
         for cell in cells:
             numbers = "·".join(map(str, cell.ids[:2]))
@@ -238,9 +238,9 @@ def _draw_text(shown: Data, data: Data) -> Figure:
 
 
 def lay_out(texts: Sequence[str]) -> tuple[list[list[tuple[int, int, str]]], int]:
-    """Where the pieces (x, y, letters) of each token stand on lines of ``LINE`` letters, and how many lines there are.
+    """The pieces (x, y, letters) of each token on lines of ``LINE`` letters, and the number of lines.
 
-    A line ends at the text's own line breaks too, which are shown as ↵; a token that has no text of its own is a dot.
+    A line also ends at the text's own line breaks, which are shown as ↵; a token without text is a dot.
     """
     found, x, y = [], 0, 0
     for text in texts:
@@ -260,7 +260,7 @@ def lay_out(texts: Sequence[str]) -> tuple[list[list[tuple[int, int, str]]], int
 
 
 def visible(text: str) -> str:
-    """Letters that the font has, one for each of the text's; a dot for a token without any."""
+    """Replace letters that the font lacks, one by one; a token without letters becomes a dot."""
     known = {"\n": "↵", "\t": "→"}
     letters = _letters()
     return "".join(known.get(one, one if ord(one) in letters and one.isprintable() else "□") for one in text) or "·"
@@ -275,7 +275,7 @@ def _letters() -> frozenset[int]:
 
 
 def _draw_visits(shown: Data, data: Data) -> Figure:
-    """A row for each session, so that a longer history is a taller picture; the layers beside each other."""
+    """A row for each session, so that a longer history gives a taller picture; layers are side by side."""
     layers, colours, used = _shown_layers(shown["layers"]), block_colours(data["choices"]), _used([shown])
     where, labels, kinds = visit_places(shown["kinds"], shown["texts"])
     labels = [shorten(label, LABEL_LETTERS) for label in labels]
@@ -306,7 +306,7 @@ def _draw_visits(shown: Data, data: Data) -> Figure:
 def visit_places(kinds: Sequence[str], texts: Sequence[str]) -> tuple[list[tuple[int, int]], list[str], list[str]]:
     """(column, row) of each token, the rows' labels and the columns' names.
 
-    A session is a row of scenario, intention and feedback; profile tokens fill the rows before. Items are a column.
+    A session is a row of scenario, intention and feedback; profile tokens fill the rows before. Items form a column.
     """
     if kinds[0] == "item":
         return [(0, place) for place in range(len(kinds))], list(texts), [""]

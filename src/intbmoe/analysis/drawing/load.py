@@ -1,4 +1,4 @@
-"""Loads of experts or blocks on evaluated examples and over training, and the losses and metrics beside them."""
+"""Loads of experts or blocks on evaluated examples and over training, and losses and metrics over training."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ from intbmoe.report.numbers import counted
 from intbmoe.report.style import BLUE, NOTHING, ORANGE, PHONE_INCHES, PHONE_POINTS
 from intbmoe.tasks.serving.requests import spread_evenly
 
-MOST_LAYERS = 8  # lines in a panel; of more layers, so many are shown, evenly spread
+MOST_LAYERS = 8  # most lines in a panel; if there are more layers, evenly spread ones are shown
 PANELS = {
     **{name: canvas.LOAD_TITLES[name] for name in ("utilisation", "worst_case", "entropy")},
     "dead": "{unit}s without a token",
@@ -20,8 +20,8 @@ PANELS = {
     "dropped": canvas.LOAD_TITLES["dropped"],
     "untaken": "share of tokens without {unit}",
 }
-ONLY_IF_ANY = ("dropped", "untaken")  # panels left out where nothing of the kind ever happened
-FREE_AXES = ("utilisation", "worst_case", "entropy", *ONLY_IF_ANY)  # need not begin at 0; numbers of experts do
+ONLY_IF_ANY = ("dropped", "untaken")  # panels left out if it never happened
+FREE_AXES = ("utilisation", "worst_case", "entropy", *ONLY_IF_ANY)  # need not begin at 0; numbers of experts must
 LINES = ("-", "--", "-.", ":")
 TITLES = {**canvas.LOAD_TITLES, "untaken": "share of tokens without expert"}
 
@@ -45,13 +45,13 @@ def draw_load(data: Data) -> list[Picture]:
     crosses = "an orange cross" if dead == 1 else "orange crosses"
     worst = max(layers, key=lambda layer: layer["worst_case"] or 0)
     see = (
-        f"Bars of equal height are an even load (dashed: the mean). The most uneven is {layer_title(worst['layer'])}, "
+        f"Bars of equal height mean an even load (dashed: the mean). The most uneven is {layer_title(worst['layer'])}, "
         f"whose fullest {unit} has {worst['worst_case'] or 0:.2f} times the mean. "
         + (f"{counted(dead, unit)} got no token ({crosses})." if dead else f"Every {unit} got tokens.")
         + _left_out(layers)
     )
     how = (
-        f"Assignments of the tokens of {data['examples']} examples of the {data['split']} split; padding never counts."
+        f"Assignments of the tokens in {data['examples']} examples of the {data['split']} split; padding never counts."
     )
     found = [Picture("load", f"Load of each {unit} on evaluated examples", see, how, figure)]
     varied = any(sum(count > 0 for count in layer.get("tokens_by_choices", [])) > 1 for layer in layers)
@@ -71,7 +71,7 @@ def _left_out(layers: Sequence[Data]) -> str:
 
 
 def _draw_choices(data: Data) -> Picture:
-    """How many experts or blocks a token has, where that is not the same for all."""
+    """How many experts or blocks a token has, if that varies."""
     layers, unit = data["layers"], data["unit"]
     widest = max(len(layer["tokens_by_choices"]) for layer in layers)
     figure, panels = make_panels(len(layers), canvas.bars_width(widest), 2.6, "share of the tokens (%)")
@@ -83,7 +83,7 @@ def _draw_choices(data: Data) -> Picture:
     means = ", ".join(f"{layer['active']:.3g}" for layer in layers)
     see = (
         f"How the number of {unit}s varies from token to token (dashed: the mean; by layer, first to last: {means}). "
-        f"An orange bar at 0 is tokens that no {unit} computes: only the residual path carries them."
+        f"An orange bar at 0 shows tokens that no {unit} computes: only the residual path carries them."
     )
     how = (
         f"Choices of each token of {data['examples']} examples of the {data['split']} split, after any capacity; "
@@ -119,27 +119,25 @@ def _draw_experts(data: Data) -> Picture:
     canvas.colour_bar(figure, image, panels, f"load / mean load{cut}")
     ends = ", ".join(f"{layer['worst_case'][-1] or 0:.2f}" for layer in layers)
     see = (
-        f"One row is one {unit}: the brighter, the more tokens it got; an even load is one colour all over. A row that "
-        f"turns dark is a {unit} that the router left. Largest load over the mean at the "
+        f"One row is one {unit}: the brighter, the more tokens it got; an even load is one colour everywhere. A row "
+        f"that turns dark is a {unit} that the router no longer uses. Largest load relative to the mean at the "
         f"end, by layer, first to last: {ends}."
     )
     if any(count is None for layer in layers for window in layer["counts"] for count in window):
-        see += (
-            f" Grey: not open at that time; a {unit} opened at the very end of a window stands there without a token."
-        )
-    how = f"From loads.jsonl: assignments of each {unit} since the line before, over their mean."
+        see += f" Grey: not open at that time; a {unit} opened at the very end of a window has no token in it."
+    how = f"From loads.jsonl: assignments of each {unit} since the previous line, divided by their mean."
     return Picture("load-experts", f"Load of each {unit} over training", see, how, figure)
 
 
 def relative_loads(counts: Sequence[Sequence[int | None]]) -> np.ndarray:
-    """(experts, windows): each count over the mean of its window; NaN where an expert is not there."""
+    """(experts, windows): each count divided by the mean of its window; NaN if an expert is not open."""
     values = np.array([[np.nan if count is None else count for count in window] for window in counts], dtype=float)
     mean = np.nanmean(values, axis=1, keepdims=True)
     return (values / np.where(mean > 0, mean, 1)).T
 
 
 def _edges(steps: Sequence[int]) -> list[int]:
-    """A window begins where the one before ends."""
+    """The edges of the windows: each begins where the previous one ends."""
     return [2 * steps[0] - steps[1] if len(steps) > 1 else 0, *steps]
 
 
@@ -165,15 +163,15 @@ def _draw_layers(data: Data) -> Picture:
     dead = f"most in {layer_title(last['layer'])}, {last['dead'][-1]}" if last["dead"][-1] else "none"
     dropped = max(max(layer["dropped"]) for layer in layers)
     untaken = [max(layer["untaken"]) for layer in layers if layer["untaken"]]
-    see = f"Every layer by itself. {unit.capitalize()}s without a token at the end: {dead}. "
+    see = f"One line per layer. {unit.capitalize()}s without a token at the end: {dead}. "
     see += f"Most assignments dropped in a window: {100 * dropped:.3g} %." if dropped else "No assignment was dropped."
     if untaken:
         see += f" Most tokens without {unit} in a window: {100 * max(untaken):.3g} %."
     if len(shown) < len(layers):
         see += f" Shown are {len(shown)} of {len(layers)} layers, evenly spread; the data has all."
     how = (
-        "From the counts in loads.jsonl, each since the line before. Utilisation is the share of those open that got "
-        "tokens, entropy that of the loads over its maximum; dropped are assignments that found their expert full."
+        "From the counts in loads.jsonl, each since the previous line. Utilisation is the share of those open that got "
+        "tokens, entropy is that of the loads divided by its maximum, dropped are assignments to a full expert."
     )
     return Picture("load-layers", "How evenly each layer spread its tokens", see, how, figure)
 
@@ -186,19 +184,19 @@ def draw_training(data: Data) -> list[Picture]:
     _add_legend(figure)
     best = "highest" if data["higher_is_better"] else "lowest"
     valid = curves.get(("valid", metric))
-    see = "Training and validation loss should fall together; where validation turns up, the model learns by heart."
+    see = "Training and validation loss should fall together; where the validation loss rises, the model overfits."
     if valid:
         extreme = (max if data["higher_is_better"] else min)(valid["values"])
         step = valid["steps"][valid["values"].index(extreme)]
         see += f" The {best} {metric} on validation is {extreme:.4f}, at step {step}."
-    how = "From metrics.jsonl. Training values are means since the line before, evaluations are of whole splits."
+    how = "From metrics.jsonl. Training values are means since the previous line, evaluations are on whole splits."
     found = [Picture("training", "Loss and metric over training", see, how, figure)]
     loads = [name for name in TITLES if ("train", name) in curves]
     if loads:
         shown = [name for name in loads if name != "dropped" or any(curves["train", name]["values"])]
         ends = ", ".join(f"{name.replace('_', ' ')} {curves['train', name]['values'][-1]:.3g}" for name in loads)
         see = f"How evenly tokens were spread while training; flat lines near 1 are even. At the end: {ends}."
-        how = "From metrics.jsonl: the loads since the line before, as means over the layers that choose."
+        how = "From metrics.jsonl: the loads since the previous line, as means over the layers that choose."
         found.append(Picture("load-training", "Load over training", see, how, _draw_curves(shown, curves)))
     return found
 
@@ -218,11 +216,11 @@ def _draw_curves(names: Sequence[str], curves: Mapping[tuple[str, str], Data]) -
 
 
 def _two_lines(title: str) -> str:
-    """What stands in brackets below, because two panels share a row."""
+    """Put the part in brackets on a second line, because two panels share a row."""
     return title.replace(" (", "\n(")
 
 
 def _add_legend(figure: Figure) -> None:
-    """Of the lines in the first panel, below all panels, where they hide nothing."""
+    """Add a legend of the first panel's lines below all panels, where it hides nothing."""
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=PHONE_POINTS)

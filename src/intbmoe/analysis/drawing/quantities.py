@@ -1,4 +1,4 @@
-"""The three quantities of all methods: a row for those that are alike, a panel per quantity; a phone can show it."""
+"""The three quantities of all methods: one row for equal methods, one panel per quantity, readable on a phone."""
 
 import textwrap
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from intbmoe.report.canvas import Picture, add_legend, tidy
 from intbmoe.report.style import FAMILIES, PHONE_INCHES, PHONE_POINTS
 
 NONE = 0.2
-"""Where a logarithmic axis shows 0."""
-LETTERS = 21  # of a line of names
+"""The position of 0 on a logarithmic axis."""
+LETTERS = 21  # most letters per line of names
 
 
 def draw_quantities(rows: Sequence[MethodQuantities]) -> Picture:
-    """IntBMoE on top, then the other families; within one, methods by what they run."""
+    """Draw IntBMoE on top, then the other families; within a family, methods by execution."""
     groups = [list(group) for _, group in groupby(sorted(rows, key=_order), key=_order)]
     names = [_names(group) for group in groups]
     heights = [0.55 + 0.45 * (name.count("\n") + 1) for name in names]
@@ -53,22 +53,22 @@ def draw_quantities(rows: Sequence[MethodQuantities]) -> Picture:
     return Picture(
         "quantities",
         "Participation, execution and materialization",
-        "Few experts contribute where few are run. Merging runs one, but builds a weight set per example, segment or "
-        "token. IntBMoE has all contribute, runs few blocks and builds a fixed number, whatever the input.",
-        "At the paper's budget on images (E = 16, so 17 experts where none is shared), by each method's definition; "
-        "~: a trained router decides, the number is the cost table's.",
+        "If few experts run, few contribute. Merging runs one, but builds a weight set per example, segment or token. "
+        "In IntBMoE all experts contribute, few blocks run and a fixed number is built, whatever the input.",
+        "At the paper's budget on images (E = 16, so 17 experts if none is shared), by each method's definition; "
+        "~: a trained router decides, the number is that of the cost table.",
         figure,
     )
 
 
 def _names(rows: Sequence[MethodQuantities]) -> str:
-    """One after the other, in lines that end between two."""
+    """The names, separated by commas and wrapped between names."""
     joined = ", ".join(row.title.replace(" ", "\N{NO-BREAK SPACE}") for row in rows)
     return textwrap.fill(joined, LETTERS, break_long_words=False, break_on_hyphens=False)
 
 
 def _order(row: MethodQuantities) -> tuple[float | bool, ...]:
-    """By family, then from few to many; methods that are alike have the same."""
+    """Order by family, then from few to many; equal methods have the same key."""
     family = list(FAMILIES).index(row.family)
     return family, row.execution, row.participation, row.sets_of_one, row.sets_of_batch, row.decided_by_router
 

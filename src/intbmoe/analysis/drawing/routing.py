@@ -1,4 +1,4 @@
-"""Where which tokens go: shares of assignments minus uniform."""
+"""Which tokens go where: shares of assignments minus uniform."""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ import numpy as np
 from intbmoe.report.canvas import Data, Picture, colour_bar, heat_map, layer_title, make_panels, number_columns, shorten
 from intbmoe.report.style import PHONE_INCHES, PHONE_POINTS
 
-MOST_ROWS = 30  # labels that one heat map shows; of more, those farthest from uniform. The data has all
-LABEL_LETTERS = 30  # of a row's label; the data has it whole
-COLUMN, LABEL_LETTER = 0.105, 0.077  # inches of a column at least, and of a letter of a row's label
+MOST_ROWS = 30  # most labels in one heat map; if there are more, those farthest from uniform. The data has all
+LABEL_LETTERS = 30  # most letters of a row's label; the data has the whole label
+COLUMN, LABEL_LETTER = 0.105, 0.077  # inches: smallest column, and a letter of a row's label
 
 
 def draw_routing(data: Data) -> list[Picture]:
@@ -40,14 +40,14 @@ def _draw_view(view: Data, data: Data) -> Picture:
     some = "" if len(shown) == len(view["labels"]) else f" Shown are {len(shown)} of {len(view['labels'])} rows, those "
     some += "" if not some else "farthest from uniform; the data has all."
     see = (
-        f"Red: the {unit} gets more of these tokens than its equal share, blue: fewer, grey: no such token. "
-        f"The strongest preference is of {view['name']} {view['labels'][row]} for {unit} {column} in "
+        f"Red: the {unit} gets more of these tokens than an equal share, blue: fewer, grey: no such token. "
+        f"The strongest preference is that of {view['name']} {view['labels'][row]} for {unit} {column} in "
         f"{layer_title(layer)}: {100 * most:+.1f} percentage points.{some}"
         if layer
         else "No token had a label."
     )
     how = (
-        f"Of all assignments of tokens with a label, the share of each {unit}, minus one over the number of {unit}s. "
+        f"The share of each {unit} in all assignments of tokens with a label, minus one over the number of {unit}s. "
         f"Every choice of a token counts as one assignment; padding never counts. {data['examples']} examples of the "
         f"{data['split']} split."
     )
@@ -56,7 +56,7 @@ def _draw_view(view: Data, data: Data) -> Picture:
 
 
 def _farthest(view: Data) -> list[int]:
-    """The rows to show, in their order: all, or the ``MOST_ROWS`` with the largest deviation in any layer."""
+    """The rows to show, in order: all, or the ``MOST_ROWS`` with the largest deviation in any layer."""
     rows = range(len(view["labels"]))
     if len(rows) <= MOST_ROWS or view.get("chosen"):
         return list(rows)
@@ -68,7 +68,7 @@ def _farthest(view: Data) -> list[int]:
 
 
 def _strongest(view: Data, layers: Sequence[Data]) -> tuple[int, int, str, float]:
-    """(row, column's number, layer, value) of the largest share; an empty layer where there is none."""
+    """(row, column's number, layer, value) of the largest share; an empty layer if there is none."""
     found = (0, 0, "", -math.inf)
     for layer in layers:
         for row, values in enumerate(layer["minus_uniform"]):

@@ -1,4 +1,4 @@
-"""Bytes that a device sends in a step, against the experts, the tokens and the devices."""
+"""Bytes that a device sends per step, against the experts, the tokens and the devices."""
 
 from dataclasses import replace
 
@@ -44,8 +44,8 @@ def draw_scaling(counted: Counted, recipe: Recipe, devices: int) -> Picture:
     figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False, fontsize=PHONE_POINTS)
     return Picture(
         "scaling",
-        f"What a device sends in a step: {recipe.name}",
-        "What pools sends does not grow with the experts nor with the tokens.",
+        f"What a device sends per step: {recipe.name}",
+        "The amount that pools sends grows neither with the experts nor with the tokens.",
         "Counted from the recipe's model; the thin lines are the recipe's own numbers. Weights are sent in float32, "
         "composed blocks and tokens in the compute type.",
         figure,

@@ -1,4 +1,4 @@
-"""K composed blocks: everything a token meets between the router and the combine."""
+"""K composed blocks: everything that happens to a token between the router and the combine."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,6 @@ class Blocks:
     norms: tuple[tuple[Tensor, Tensor], ...]  # LayerNorms' weights and biases between internal layers, or empty
     token_filter: Tensor | None  # W_x (d, d), the filter's map of the token; None without a filter
     block_filter: Tensor | None  # (K, d), the filter's term W_c c + b of each block; None without a filter
-    scales: tuple[Tensor, ...] = ()  # (K, 1, P·d_l) where weights are int8, which ``native`` alone takes; else empty
-    gate_shifts: tuple[Tensor, ...] = ()  # (d_l,) where the gate's norm is a LayerNorm; empty: it is the RMSNorm
-    has_kernels: bool = True  # whether these are the paper's blocks, for which there are kernels and compiled code
+    scales: tuple[Tensor, ...] = ()  # (K, 1, P·d_l) if weights are int8, which only ``native`` supports; else empty
+    gate_shifts: tuple[Tensor, ...] = ()  # (d_l,) if the gate's norm is a LayerNorm; empty if it is the RMSNorm
+    has_kernels: bool = True  # whether these are the paper's blocks, the only ones with kernels and compiled code

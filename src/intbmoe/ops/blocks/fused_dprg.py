@@ -1,4 +1,4 @@
-"""The arithmetic of a gated row (DPRG) that several Triton kernels share; ``fused_gate.py`` has the letters."""
+"""The arithmetic of a gated row (DPRG) that several Triton kernels share; ``fused_gate.py`` explains the letters."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def inverse_rms(g, WIDTH: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def gate_factors(v, n, gain, scale):
-    """What z̃ = v ⊙ (1 + λ SiLU(u)), u = n ⊙ gain, is multiplied out of: its derivatives by v, by u, and by λ."""
+    """Return the derivatives of z̃ = v ⊙ (1 + λ SiLU(u)), u = n ⊙ gain, with respect to v, u and λ."""
     u = n * gain
     opened = sigmoid(u)
     silu = u * opened
@@ -24,5 +24,5 @@ def gate_factors(v, n, gain, scale):
 
 @triton.jit
 def rms_gradient(dn, n, rms, WIDTH: tl.constexpr):
-    """Through n = g / rms(g)."""
+    """Return the gradient through n = g / rms(g)."""
     return rms[:, None] * (dn - n * (tl.sum(dn * n, 1) / WIDTH)[:, None])

@@ -1,6 +1,7 @@
-"""Gather and filter in one Triton kernel: a program reads its tokens once and writes each one's k rows.
+"""Gather and filter in one Triton kernel: a program reads its tokens once and writes the k rows of each.
 
-Backward, one kernel sums over a token's rows (dx and the token term's gradient), another over a block's (its term's).
+In backward, one kernel sums over a token's rows (dx and the token term's gradient), another over a block's (the block
+term's gradient).
 """
 
 import torch
@@ -19,7 +20,7 @@ BLOCKS = Tiling(elements=512, per_lane=16, tiles=32, stages=3)
 
 
 def filter_rows(x: Tensor, token_term: Tensor | None, block_term: Tensor | None, plan: Permutation) -> Tensor:
-    """(N, d) tokens → (M, d) rows sorted by group, filtered where there are terms; uninitialised after the last."""
+    """(N, d) tokens → (M, d) rows sorted by group, filtered if there are terms; uninitialised after the last group."""
     return _filter_rows(x, token_term, block_term, plan.token, plan.inverse, plan.group, plan.ends)
 
 
@@ -39,7 +40,7 @@ def _filter_rows_forward(
     if FILTER:
         term = load_rows(token_term, token, column, TERM_STRIDE, there)
     rows, results = (), ()
-    for number in tl.static_range(CHOICES):  # all loads before the first store, past which none of them is moved
+    for number in tl.static_range(CHOICES):  # all loads come before the first store: none is moved past it
         row = tl.load(inverse + token * CHOICES + number, mask=token < tokens, other=count)
         z = values
         if FILTER:
@@ -174,7 +175,7 @@ def _allocate_backward(grad, x, token_term, block_term, token, inverse, group, e
 
 
 def _differentiate(ctx, grad):
-    saved = ctx.saved_tensors  # once: checkpointing gives them no second time
+    saved = ctx.saved_tensors  # read once: checkpointing does not give them a second time
     block_term = saved[2]
     x_grad, term_grad, block_grad = _filter_gradient(grad, *saved)
     if block_term is None:

@@ -1,15 +1,15 @@
-"""The row operation of a block between two matrix products, in one Triton kernel each way.
+"""A block's row operation between two matrix products, in one Triton kernel each for forward and backward.
 
 From rows [v | g] of the grouped GEMM, sorted by group, to the next product's input:
 
     v ← v + b_v,  g ← g + b_g,  n = g / rms(g),  u = n ⊙ gain,  z̃ = v ⊙ (1 + λ SiLU(u)),  z = LN(z̃)
 
-Forward keeps [v | g], which the GEMM has written anyway, and per row 1/rms, and LN's mean and 1/deviation.
-Backward reads the rows once more, recomputes the rest, and sums the gradients of biases, gains and λ in a fixed order.
-Arithmetic is in float32. Without a gate (no ``gain``) rows are v alone and z = LN(v + b_v).
+Forward keeps [v | g], which the GEMM has written anyway, and per row 1/rms and LN's mean and 1/deviation.
+Backward reads the rows again, recomputes the rest, and sums the gradients of biases, gains and λ in a fixed order.
+Arithmetic is in float32. Without a gate (no ``gain``), rows are v alone and z = LN(v + b_v).
 
-Triton's tensors have powers of two as sizes: a row of 2844 would take 4096 lanes. So a row may be cut into pieces,
-here 3 of 1024, each a tensor of its own in a tuple.
+The sizes of Triton's tensors are powers of two: a row of 2844 would take 4096 lanes. So a row may be cut into pieces,
+here 3 of 1024, each a separate tensor in a tuple.
 """
 
 import torch
@@ -35,9 +35,9 @@ BACKWARD = {
     1024: Tiling(elements=1024, per_lane=12, tiles=64, stages=4, pieces=(1, 3)),
     None: Tiling(elements=1024, per_lane=12, tiles=32, stages=3, pieces=(1, 3)),
 }
-"""By the widest rows that each is for: a narrow row fits into one warp, which need not wait for others."""
+"""Keys are the widest rows that each tiling is for: a narrow row fits into one warp, which need not wait for others."""
 WIDE = 3072
-"""Columns from which backward is ``fused_gate_wide.py``'s: a program would not hold wider rows in registers."""
+"""Above this many columns, backward uses ``fused_gate_wide.py``: a program cannot hold wider rows in registers."""
 
 
 def gated_rows(
@@ -49,7 +49,7 @@ def gated_rows(
     ends: Tensor,
     norm_eps: float,
 ) -> Tensor:
-    """(M, P·o) rows sorted by group, (G, P·o) biases, (o,) gains, (1,) λ → (M, o), not set after the last group."""
+    """(M, P·o) rows sorted by group, (G, P·o) biases, (o,) gains, (1,) λ → (M, o), unset after the last group."""
     return _gated_rows(rows, bias, gain, scale, *norm, ends, norm_eps)[0]
 
 
@@ -70,7 +70,7 @@ def _load_vector(base, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.cons
 
 @triton.jit
 def _load_pieces(base, row, live, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
-    """A tile of rows as pieces (TILE, BLOCK), in its own type: half as many registers until it is computed with."""
+    """A tile of rows as pieces (TILE, BLOCK), in the rows' own type: half as many registers until they are used."""
     parts = ()
     for piece in tl.static_range(PIECES):
         column = _columns(piece, BLOCK)
@@ -100,7 +100,7 @@ def _zeros(TILE: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
 
 @triton.jit
 def _store_sums(base, parts, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
-    """The sums over the rows of a tile."""
+    """Store the sums over the rows of a tile."""
     for piece in tl.static_range(PIECES):
         column = _columns(piece, BLOCK)
         tl.store(base + column, tl.sum(parts[piece], 0), mask=column < WIDTH)
@@ -153,8 +153,8 @@ def _gated_rows_forward(
                     square += g * g
             near, square = tl.reduce((total / WIDTH, square / WIDTH), 1, _add_pairs)
             rms = 1 / tl.sqrt(square + RMS_EPS)
-            # LN's mean and variance are taken in one go, as their distance from the mean of v, so that nothing is lost
-            # where numbers are far from zero.
+            # LN's mean and variance are computed together, relative to the mean of v, so that no precision is lost
+            # when numbers are far from zero.
             away = ()
             total = tl.zeros([TILE, BLOCK], dtype=tl.float32)
             square = tl.zeros([TILE, BLOCK], dtype=tl.float32)
@@ -230,7 +230,7 @@ def _gated_rows_backward(
                     by_scale += (by_factor,)
                 normal = value * deviation[:, None] - (mean * deviation)[:, None]  # LN before its gain
                 z += (normal,)
-                dy = grads[piece].to(tl.float32)  # zero past the width and the end: so are its multiples
+                dy = grads[piece].to(tl.float32)  # zero past the width and the end, and so are its multiples
                 norm_next += (norm_sum[piece] + dy * normal,)
                 shift_next += (shift_sum[piece] + dy,)
                 dy = dy * norm[piece]
@@ -243,7 +243,7 @@ def _gated_rows_backward(
             turn = tl.zeros([TILE, BLOCK], dtype=tl.float32)
             for piece in tl.static_range(PIECES):
                 dz = grads[piece].to(tl.float32) * norm[piece] * deviation[:, None] - inner[:, None]
-                dz = dz - z[piece] * along[:, None]  # not zero past the width, where nothing is stored
+                dz = dz - z[piece] * along[:, None]  # not zero past the width, but nothing is stored there
                 if GATE:
                     du = dz * by_u[piece]
                     gain_next += (gain_sum[piece] + du * n[piece],)

@@ -5,8 +5,8 @@ With n, u, z̃ as there, ẑ = LN(z̃) before its gain, a = dy ⊙ LN's gain and
     dz̃ = (a − mean(a) − ẑ mean(a ẑ)) / deviation
     dv = dz̃ ⊙ (1 + λ SiLU(u)),   dn = dz̃ ⊙ c,   dg = (dn − n mean(dn n)) / rms
 
-mean(dn n) is linear in dz̃, so it follows from three more means, of a c n, c n and ẑ c n. The first kernel goes along
-the rows once and takes all five; the second goes over pieces of columns, writes the gradients, and sums over rows.
+mean(dn n) is linear in dz̃, so it follows from three more means: of a c n, c n and ẑ c n. The first kernel passes over
+the rows once and computes all five; the second goes over pieces of columns, writes the gradients, and sums over rows.
 """
 
 import triton
@@ -17,10 +17,10 @@ from intbmoe.ops.launch import launch
 from intbmoe.ops.tiles import load_rows, power_below, programs, rows_of_program, sum_partials
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
-# Tried on an H200, with 16 tiles per program; more of them, and so fewer partial sums, were not tried by themselves.
+# Tried on an H200, with 16 tiles per program; more tiles, which give fewer partial sums, were not tried separately.
 ROW_TILE, ROW_BLOCK, ROW_WARPS = 4, 512, 4
 TILE, BLOCK, WARPS, TILES = 2, 512, 2, 64
-"""Rows and columns at a time, and such tiles per program of the second kernel."""
+"""Rows and columns at a time, warps, and the number of such tiles per program of the second kernel."""
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _piece(
     grad, rows, bias, gain, factor, norm_gain, row, live, column, mean, deviation, rms,
     GRAD_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, GATE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of some columns of a tile of rows: dy, ẑ, LN's gain, the gate's, n, and z̃'s derivatives; zeros past the width."""
+    """Return dy, ẑ, LN's gain, the gate's gain, n and z̃'s derivatives for some columns; zero past the width."""
     inside = column < WIDTH
     mask = live[:, None] & inside[None, :]
     norm = tl.load(norm_gain + column, mask=inside, other=0.0)[None, :]
@@ -47,7 +47,7 @@ def _piece(
 
 @triton.jit
 def _statistics(statistics, row, live):
-    """1/rms of the gate, and LN's mean and 1/deviation, of a tile of rows."""
+    """Return 1/rms of the gate, and LN's mean and 1/deviation, for a tile of rows."""
     number = statistics + row.to(tl.int64) * 3
     rms = tl.load(number, mask=live, other=0.0)
     return rms, tl.load(number + 1, mask=live, other=0.0), tl.load(number + 2, mask=live, other=0.0)
@@ -60,7 +60,7 @@ def _row_means(
     GATE: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """mean(a), mean(a ẑ) and mean(dn n) of every row."""
+    """Store mean(a), mean(a ẑ) and mean(dn n) of every row."""
     group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, TILE)
     if first < end:
         row = first + tl.arange(0, TILE)
@@ -105,7 +105,7 @@ def _columns_backward(
     GATE: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The rows' gradient, and this program's sums over rows, of one piece of columns."""
+    """Store the rows' gradient, and this program's sums over rows, for one piece of columns."""
     group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
     if first < end:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -157,14 +157,14 @@ def _columns_backward(
 
 
 def scale_columns(width: int) -> int:
-    """How many partial sums of λ's gradient a program's rows have: one for each piece of columns."""
+    """Return how many partial sums of λ's gradient a program's rows have: one for each piece of columns."""
     return ceil_div(width, BLOCK)
 
 
 def run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends, row_grad, columns):
-    """Fill ``row_grad``; returns (G, columns) the groups' sums, as ``fused_gate.py`` lays them out."""
+    """Fill ``row_grad`` and return (G, columns), the groups' sums, laid out as in ``fused_gate.py``."""
     count, width, groups = rows.shape[0], norm_gain.shape[0], ends.shape[0]
-    tiles = min(TILES, power_below(count // (TILE * 128)))  # few rows make small programs
+    tiles = min(TILES, power_below(count // (TILE * 128)))  # with few rows, programs are small
     sizes = {"WIDTH": width, "GROUPS": groups, "PADDED": power_of_2(groups), "GATE": gain is not None}
     sizes |= {"GRAD_STRIDE": grad.stride(0), "ROW_STRIDE": rows.stride(0)}
     parameters = bias, gain, scale, norm_gain, ends

@@ -1,6 +1,6 @@
 """The readable forward of IntBMoE's blocks, and the specification of every backend.
 
-A loop over the blocks, each run on the tokens that chose it: ``run_blocks``, and its steps below it.
+``run_blocks`` loops over the blocks and runs each on the tokens that chose it; its steps are below it.
 """
 
 import torch
@@ -51,7 +51,7 @@ def filter_tokens(x: Tensor, token_term: Tensor, block_term: Tensor) -> Tensor:
 def dprg(v: Tensor, g: Tensor, gain: Tensor | None, scale: Tensor, shift: Tensor | None = None) -> Tensor:
     """Dual-Path Residual Gating, value and gate (…, o) → v ⊙ (1 + λ·SiLU(RMSNorm(g))).
 
-    With a ``shift`` the norm is a LayerNorm, without a ``gain`` there is none.
+    With a ``shift`` the norm is a LayerNorm; without a ``gain`` there is none.
     """
     if shift is not None:
         g = layer_norm(g, gain, shift)

@@ -1,15 +1,15 @@
-"""From scores to choices: the k highest, ties to the lower index, each with its entry of the softmax over all."""
+"""From scores to choices: the k highest, ties to the lower index, each with its probability in the softmax over all."""
 
 from torch import Tensor
 
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.choose import naive, native
 
-MOST_IN_ONE_KERNEL = 8  # choices that Triton's kernel takes one after another; for more a sort is better
+MOST_IN_ONE_KERNEL = 8  # choices that Triton's kernel makes one after another; for more, a sort is better
 
 
 def choose(scores: Tensor, k: int, backend: Backend) -> tuple[Tensor, Tensor]:
-    """As ``naive.choose``."""
+    """The same as ``naive.choose``."""
     if backend == "fused" and k <= MOST_IN_ONE_KERNEL:
         from intbmoe.ops.choose import fused
 

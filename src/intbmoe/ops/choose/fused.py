@@ -27,9 +27,9 @@ def _choose_forward(
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, PADDED)
     score, probability = _softmax(scores, token, tokens, column, CHOICES)
-    # As torch sorts: a NaN is larger than anything. Its token's weights are NaN, and no other token's.
+    # As in torch's sort, a NaN is larger than anything. It makes its own token's weights NaN, but no other token's.
     key = tl.where(score != score, float("inf"), score)
-    # A choice is taken out by its index, not by its score: a score of −∞ may be chosen too, once the others are.
+    # A choice is removed by its index, not its score: a score of −∞ may be chosen too, after the others.
     free = tl.broadcast_to((column < CHOICES)[None, :], [TILE, PADDED])
     for number in tl.static_range(K):
         best = tl.max(tl.where(free, key, float("-inf")), 1)
@@ -104,6 +104,6 @@ def _differentiate(ctx, _, grad):
     return _choose_gradient(grad, *ctx.saved_tensors), None
 
 
-# As ``naive.choose``.
+# The same as ``naive.choose``.
 choose = define("choose", schema_of(_allocate, 2), _run, _allocate, _save, _differentiate)
 _choose_gradient = define("choose_backward", schema_of(_allocate_backward), _run_backward, _allocate_backward)

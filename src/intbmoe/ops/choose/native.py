@@ -7,7 +7,7 @@ from intbmoe.ops.native import LIBRARY, address
 
 
 def choose(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As ``naive.choose``."""
+    """The same as ``naive.choose``."""
     scores = scores.contiguous()
     tokens, blocks = scores.shape
     ids = scores.new_empty(tokens, k, dtype=torch.int64)

@@ -1,9 +1,10 @@
-"""The way back from rows to tokens: ``naive.combine`` and ``fused.combine`` are the weighted sum of each token's rows.
+"""From rows back to tokens: ``naive.combine`` and ``fused.combine`` compute the weighted sum of each token's rows.
 
-Here is the sum without weights, the gradient of a gather of tokens into rows. By the backend ``fused`` it is one
-kernel. In compiled code for a GPU it is an operation by itself in any case: Inductor would fuse its gather into the
-backward of the norm before the layer, by two loops of which the second reads what other threads stored in the first,
-without a barrier (pytorch/pytorch#190519): in bfloat16, with a class token, gradients were off by a factor of 1000.
+This module has the sum without weights, the gradient of a gather of tokens into rows. The backend ``fused`` runs it as
+one kernel. In code compiled for a GPU it is always a separate operation: Inductor would fuse its gather into the
+backward pass of the norm before the layer, as two loops of which the second reads what other threads stored in the
+first, without a barrier (pytorch/pytorch#190519): in bfloat16, with a class token, gradients were off by a factor of
+1000.
 """
 
 import torch
@@ -17,14 +18,14 @@ from intbmoe.ops.operation import define, schema_of
 def sum_rows(rows: Tensor, token: Tensor, inverse: Tensor, backend: Backend, ends: Tensor | None = None) -> Tensor:
     """(M, c) rows, (M,) their tokens, (N, k) the row of each choice (M: none) → (N, c), in the type of ``rows``.
 
-    With the groups' ``ends``, which ``fused`` alone takes, rows after the last of them are not read.
+    With the groups' ``ends``, which only ``fused`` accepts, rows after the last group are not read.
     """
     run = _sum_rows if backend == "fused" or compiled_for_gpu(rows) else _run
     return run(rows, token, inverse, backend, ends)
 
 
 def rows_of_tokens(rows: Tensor, inverse: Tensor, trimmed: bool) -> Tensor:
-    """(M, c) rows → (N, k, c), each token's in the order of its choices; if ``trimmed``, zero for those of no row."""
+    """(M, c) rows → (N, k, c), each token's in the order of its choices; if ``trimmed``, zero for choices of no row."""
     if trimmed:
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     return rows.index_select(0, inverse.reshape(-1)).view(*inverse.shape, rows.shape[1])

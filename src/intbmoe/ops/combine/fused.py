@@ -1,8 +1,9 @@
-"""The weighted gather-sum in one Triton kernel each way: no atomics, and the weights' gradient on the way.
+"""The weighted gather-sum in one Triton kernel each way, without atomics and with the gradient of the weights.
 
-Forward, a program has some tokens and reads each one's k rows. Backward, it has some rows: each reads its token's
-gradient, writes its own, and leaves the product of the two, which is its weight's gradient. Without weights it is the
-sum of each token's rows (``sum_rows``). Rows after the last group (``ends``) are neither read nor written.
+In forward, a program has some tokens and reads the k rows of each. In backward, it has some rows: for each it reads the
+token's gradient, writes the row's gradient, and stores the dot product of the row and the token's gradient, which is
+the gradient of the weight. Without weights it is the sum of each token's rows (``sum_rows``). Rows after the last group
+(``ends``) are neither read nor written.
 """
 
 import triton
@@ -67,7 +68,7 @@ def _run(rows, weights, token, choice, inverse, ends):
 
 
 def run_sum(rows: Tensor, inverse: Tensor, ends: Tensor | None) -> Tensor:
-    """``sum_rows`` by the kernel, without autograd."""
+    """Compute ``sum_rows`` by the kernel, without autograd."""
     return _launch(rows, None, inverse, ends, rows.new_empty(inverse.shape[0], rows.shape[1]))
 
 
@@ -119,7 +120,7 @@ def _differentiate(ctx, grad):
     return *_combine_gradient(grad, *ctx.saved_tensors), None, None, None, None
 
 
-# As ``naive.combine``; ``token`` and ``choice`` (M,) say whose each row is, for the gradient. ``ends`` are those
-# of the groups if rows may follow the last one: what is there is not read, and has no gradient.
+# The same as ``naive.combine``; ``token`` and ``choice`` (M,) give the token and choice of each row, for the gradient.
+# ``ends`` are the groups' ends, if rows may follow the last group: those are not read and have no gradient.
 combine = define("combine", schema_of(_allocate), _run, _allocate, _save, _differentiate)
 _combine_gradient = define("combine_backward", schema_of(_allocate_backward, 2), _run_backward, _allocate_backward)

@@ -1,4 +1,4 @@
-"""The specification: every token adds up its rows, one after another."""
+"""The specification: every token sums its rows, one after another."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The cross-entropy of a language model: scores over a large vocabulary, one right id per token."""
+"""The cross-entropy of a language model: scores over a large vocabulary, and one correct id per token."""
 
 from torch import Tensor
 

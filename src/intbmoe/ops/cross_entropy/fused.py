@@ -1,4 +1,4 @@
-"""The cross-entropy in one Triton kernel each way: scores are read once and stay in their own type.
+"""The cross-entropy in one Triton kernel each way: scores are read once and keep their type.
 
 Forward keeps the logarithm of each token's sum of exponentials; backward reads the scores again and writes their
 gradient. Plain torch makes float32 copies of both.
@@ -48,7 +48,7 @@ def _cross_entropy_backward(logits, targets, grad, sums, out, vocabulary, BLOCK:
 
 
 def _launch(kernel, parts, logits, *tensors) -> None:
-    """Run ``kernel``, one program per token, or one for each block of its scores."""
+    """Run ``kernel`` with one program per token, or with ``parts`` one for each block of its scores."""
     tokens, vocabulary = logits.shape
     block = min(power_of_2(vocabulary), BLOCK)
     if tokens:

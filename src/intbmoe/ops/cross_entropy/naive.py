@@ -9,14 +9,15 @@ from torch.utils.checkpoint import checkpoint
 
 from intbmoe.precision import wide
 
-WIDE_SCORES = 2**26  # scores that are in float32 at a time: 256 MiB
+WIDE_SCORES = 2**26  # scores in float32 at a time: 256 MiB
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """(N, V) scores and (N,) ids → (N,) losses, computed in float32 at least.
 
-    Scores of a large vocabulary are the largest tensor of a model: 1 GiB in float32 for 8,192 tokens and 32,000. They
-    are widened some tokens at a time, and again in backward, so that no float32 copy and no gradient of it is kept.
+    The scores over a large vocabulary are the largest tensor of a model: 1 GiB in float32 for 8,192 tokens and 32,000
+    ids. They are converted for some tokens at a time, and again in backward, so that neither a float32 copy nor its
+    gradient is kept.
     """
     tokens = max(1, WIDE_SCORES // logits.shape[-1])
     if len(targets) <= tokens:

@@ -1,7 +1,7 @@
-"""Triton kernels over the rows of experts. A program has some columns of up to ``ROWS`` rows of one group.
+"""Triton kernels over the rows of experts; a program has some columns of up to ``ROWS`` rows of one group.
 
-So it reads the group's bias once, and leaves one partial sum of the bias's gradient. Programs that no group needs end
-at once (``tiles.py``): rows after the last group cost nothing.
+So it reads the group's bias once, and writes one partial sum of the bias's gradient. Programs that no group needs end
+at once (``tiles.py``), so rows after the last group cost nothing.
 """
 
 from functools import partial
@@ -130,7 +130,7 @@ def _gate_backward(
 
 
 def _launch(kernel, count: int, width: int, ends: Tensor, *tensors: Tensor, **constants: int) -> None:
-    """``kernel`` over ``count`` rows of ``width``, as far as the last group; it takes ``tensors`` first."""
+    """Run ``kernel``, which takes ``tensors`` first, over ``count`` rows of ``width``, up to the last group."""
     groups = ends.shape[0]
     if count and width and groups:
         block = min(power_of_2(width, 16), WIDEST)
@@ -195,7 +195,7 @@ def _run_activate_backward(grad, rows, bias, ends, gelu):
 
 
 def _allocate_activate_backward(grad, rows, bias, ends, gelu: bool):
-    # Without GELU the gradient of the rows is that of the result, and this one stays empty.
+    # Without GELU the gradient of the rows equals that of the result, and this tensor stays empty.
     return empty_rows(rows, rows.shape[0] if gelu else 0, rows.shape[1]), bias.new_empty(bias.shape)
 
 
@@ -281,7 +281,7 @@ class _Twice(torch.autograd.Function):
 
 
 def twice(rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """The same rows for two readers. Autograd would add up the gradients of all rows, also of those that nobody has."""
+    """Return the rows for two readers; autograd would sum the gradients of all rows, even those without an expert."""
     if not (torch.is_grad_enabled() and rows.requires_grad):
         return rows, rows
     return _Twice.apply(rows, ends)

@@ -1,4 +1,4 @@
-"""The specification. ``last`` is the end of the last group; rows from there on are left out."""
+"""The specification. ``last`` is the end of the last group; later rows are left out."""
 
 import torch
 import torch.nn.functional as F

@@ -25,7 +25,7 @@ def run_experts(
 ) -> tuple[Tensor, Tensor]:
     """(N, d) tokens, (N, k) their experts (−1: none) and weights → (N, d) sums, and loads (E,).
 
-    ``parameters`` are those of the network, each with a first dimension for E.
+    ``parameters`` are those of the network, each with a leading dimension of E.
     """
     y = torch.zeros_like(x)
     load = torch.zeros(len(parameters[0]), dtype=torch.int64)

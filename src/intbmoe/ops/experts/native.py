@@ -15,7 +15,7 @@ def run_experts(
     parameters: Sequence[Tensor],
     scales: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
-    """As ``naive.run_experts``. With ``scales``, (E, 1, outputs) for each matrix, the matrices are int8."""
+    """The same as ``naive.run_experts``; with ``scales``, (E, 1, outputs) for each matrix, the matrices are int8."""
     if network == "gelu":
         up, up_bias, down, down_bias = parameters
         lists = {"weights": (up, down), "biases": (up_bias, down_bias), "scales": scales}

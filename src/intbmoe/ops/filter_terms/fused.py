@@ -1,7 +1,7 @@
 """Cast and block terms in one Triton kernel each way: plain torch runs two operations forward and five backward.
 
-Programs share out the outputs' rows and the tokens' columns; beside those of each tile of rows, one has the codes.
-Backward, these leave partial sums of the codes' gradient, which are added in a fixed order.
+The programs divide the rows of outputs and the columns of tokens among them; for each tile of rows, one more program
+has the codes. In backward, these write partial sums of the codes' gradient, which are added in a fixed order.
 """
 
 import torch
@@ -68,7 +68,7 @@ def _backward(
 
 
 def _sizes(weight, codes) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid, and launch arguments."""
+    """Return the grid and the launch arguments."""
     width, (number, code) = weight.shape[0], codes.shape
     padded = {"CODE": power_of_2(code, 16), "CODES": power_of_2(number, 16)}
     grid = ceil_div(width, TILE), ceil_div(width, BLOCK) + 1

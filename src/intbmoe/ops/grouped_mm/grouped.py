@@ -1,7 +1,7 @@
 """torch's grouped GEMM as a custom op.
 
 ``F.grouped_mm`` in float32 on the CPU can be neither compiled nor exported, leaves the rows after the last group
-uninitialised, and wants row strides that are multiples of 16 bytes. This op hides, zeroes and copies accordingly.
+uninitialised, and needs row strides that are multiples of 16 bytes. This op hides it, and zeroes and copies as needed.
 """
 
 import torch
@@ -28,14 +28,14 @@ grouped_mm, grouped_outer = operations.define("grouped_mm", "grouped_outer", _ru
 
 
 def _aligned_rows(x: Tensor) -> Tensor:
-    """``x`` (M, i) with rows that start at multiples of 16 bytes; itself where they do."""
+    """Return ``x`` (M, i) with rows that start at multiples of 16 bytes; the same tensor if they already do."""
     if x.stride(1) == 1 and _aligned(x, 0):
         return x
     return empty_rows(x, *x.shape).copy_(x)
 
 
 def _aligned_weight(weight: Tensor) -> Tensor:
-    """``weight`` (G, i, o), row- or column-major, rows likewise."""
+    """Return ``weight`` (G, i, o), row- or column-major, with rows aligned in the same way."""
     row_major = weight.stride(2) == 1 and _aligned(weight, 1)
     column_major = weight.stride(1) == 1 and _aligned(weight, 2)
     if _aligned(weight, 0) and (row_major or column_major):

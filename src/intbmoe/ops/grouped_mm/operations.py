@@ -1,6 +1,6 @@
 """A grouped product and its weight gradient as custom ops, around whatever computes the two.
 
-Opaque to the compiler, counted by the flop counter, differentiable twice.
+They are opaque to the compiler, counted by the FLOP counter, and differentiable twice.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ Multiply = Callable[..., Tensor]
 def define(mm: str, outer: str, run_mm: Multiply, run_outer: Multiply) -> tuple[Multiply, Multiply]:
     """Make ``run_mm(x, weight, offsets, complete)`` the op ``intbmoe::mm``, ``run_outer(x, grad, offsets)`` the other.
 
-    Both must give rows that start at multiples of 16 bytes, as torch's grouped GEMM does. Returns what calls them.
+    Both must return rows that start at multiples of 16 bytes, as torch's grouped GEMM does. Returns two functions that
+    call them.
     """
 
     def allocate(x, weight, offsets, complete: bool):

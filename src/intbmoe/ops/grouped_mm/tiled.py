@@ -1,7 +1,7 @@
-"""Plain torch, any floating type, static shapes: for float64, for export, and where no grouped kernel runs.
+"""Plain torch, any floating type, static shapes: for float64, for export, and where there is no grouped kernel.
 
-The rows are cut into tiles of ``M // G + 2`` rows, each of one group. A group of n rows needs ⌈n / tile⌉ tiles, so
-2G tiles hold any routing: the work is at most twice the least possible, and no shape depends on the data.
+The rows are cut into tiles of ``M // G + 2`` rows, each with rows of one group. A group of n rows needs ⌈n / tile⌉
+tiles, so 2G tiles are enough for any routing: the work is at most twice the minimum, and no shape depends on the data.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """As ``naive.grouped_mm``, by one batched product over 2G tiles."""
+    """The same as ``naive.grouped_mm``, by one batched product over 2G tiles."""
     rows, groups = x.shape[0], weight.shape[0]
     size = rows // groups + 2  # at least 2, so that an exporter never has to ask whether it is 1
     ends = offsets.long()
@@ -19,7 +19,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     last_tile = tiles.cumsum(0)
     first_tile = last_tile - tiles
 
-    # Which row stands at each place of each tile; places past the group's end hold nothing.
+    # Which row is at each place of each tile; places past the group's end are empty.
     tile = torch.arange(2 * groups, device=x.device)
     owner = torch.searchsorted(last_tile, tile, right=True).clamp(max=groups - 1)
     place = starts[owner] + (tile - first_tile[owner]) * size
@@ -28,7 +28,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
     product = torch.bmm(padded[torch.where(filled, place, rows)], weight[owner])
 
-    # And back: row r of group g stands at place r − starts[g] of the tiles of g; the tail reads a zero row.
+    # And back: row r of group g is at place r − starts[g] of g's tiles; rows after the last group read a zero row.
     row = torch.arange(rows, device=x.device)
     group = torch.searchsorted(ends, row, right=True)
     known = group.clamp(max=groups - 1)

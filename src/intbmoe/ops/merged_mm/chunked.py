@@ -1,7 +1,7 @@
-"""Merged matrices in chunks: forward and backward, at most ``limit`` of them exist at any time.
+"""Merged matrices in chunks: in forward and backward, at most ``limit`` of them exist at any time.
 
-Autograd would keep all G merged matrices for the backward pass, and build G gradients of them at once. Here the
-backward pass merges each chunk again, which costs G·E·|W| multiplications: with S inputs a group, E/S of the product.
+Autograd would keep all G merged matrices for the backward pass, and build all G gradients at once. Here the backward
+pass merges each chunk again, which costs G·E·|W| multiplications: with S inputs per group, E/S of the product.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 
 def merged_mm(z: Tensor, a: Tensor, weight: Tensor, limit: int) -> Tensor:
-    """As ``naive.merged_mm``, ``limit`` groups at a time."""
+    """The same as ``naive.merged_mm``, ``limit`` groups at a time."""
     return _MergedMM.apply(z, a, weight, limit)
 
 

@@ -1,4 +1,4 @@
-"""The specification: every group's matrix is built, then applied; all G of them are alive at once."""
+"""The specification: every group's matrix is built, then applied; all G of them exist at once."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
-"""No matrix is merged: Σ_e a_e (z W_e) is one product of all a_e z, side by side, with the E matrices, stacked.
+"""No matrix is merged: Σ_e a_e (z W_e) is one product of all a_e z, side by side, with the E stacked matrices.
 
-That costs E products instead of one, and no group's matrix is written to memory or read from it: the better bargain
-where groups are small. The a_e z are built some groups at a time, and again in the backward pass.
+That costs E products instead of one, but no group's matrix is written to memory or read from it, which is cheaper for
+small groups. The a_e z are built for some groups at a time, and again in the backward pass.
 """
 
 import torch
@@ -10,12 +10,12 @@ from torch.autograd import Function
 
 
 def plain(z: Tensor, a: Tensor, weight: Tensor) -> Tensor:
-    """As ``naive.merged_mm``, with coefficients rounded to the type of ``z``, all at once."""
+    """The same as ``naive.merged_mm``, all at once, with coefficients rounded to the type of ``z``."""
     return (_spread(z, a.to(z.dtype)) @ weight.to(z.dtype).flatten(0, 1)).unflatten(0, z.shape[:2])
 
 
 def merged_mm(z: Tensor, a: Tensor, weight: Tensor, limit: int) -> Tensor:
-    """As ``plain``, ``limit`` groups at a time."""
+    """The same as ``plain``, ``limit`` groups at a time."""
     return _SpreadMM.apply(z, a, weight, limit)
 
 

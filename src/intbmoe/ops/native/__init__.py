@@ -1,7 +1,7 @@
-"""The library compiled from ``native.c``, if it is there.
+"""The library compiled from ``native.c``, if it has been built.
 
-It is optional: installing the package builds it where there is gcc, and without it torch's operations run. It takes
-plain tensors on the CPU in float32 or float64 and gives no gradients; ``backend.py`` says when it runs.
+It is optional: installing the package builds it if there is gcc; without it torch's operations run. It takes plain
+tensors on the CPU in float32 or float64 and gives no gradients; ``backend.py`` says when it is used.
 """
 
 import ctypes
@@ -18,19 +18,19 @@ SOURCES = ("native.c", "instructions.h", "kernels.h", "product.h")
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None, and in words what it is or why it is not used."""
+    """Return the library or None, and a text that says what it is or why it is not used."""
     if os.environ.get("INTBMOE_NATIVE") == "0":
         return None, "switched off by INTBMOE_NATIVE=0"
     path = Path(__file__).with_name(NAME)
     if not path.is_file():
         return None, "not built: install intbmoe (pip install -e .) where there is gcc"
     try:
-        library = ctypes.CDLL(str(path))  # its OpenMP is torch's, which is loaded: a second one would slow both down
+        library = ctypes.CDLL(str(path))  # uses torch's OpenMP, which is loaded already: a second one would slow both
         library.intbmoe_source.restype = ctypes.c_uint32
         built_from = library.intbmoe_source()
     except (OSError, AttributeError) as error:
         return None, f"cannot be loaded: {error}"
-    # The checksum of the sources beside this file; setup.py compiles the same number into the library.
+    # The checksum of the sources beside this file; setup.py compiles the same checksum into the library.
     if built_from != zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in SOURCES)):
         return None, f"{path} was built from other sources: install intbmoe again (pip install -e .)"
     library.intbmoe_select.restype = ctypes.c_char_p
@@ -45,8 +45,8 @@ LIBRARY, STATUS = _load()
 
 
 def address(x: Tensor, dtype: torch.dtype) -> int:
-    """Where the numbers of ``x`` lie; an error if they are not ``dtype`` in rows in the CPU's memory."""
-    plain = type(x) in (Tensor, nn.Parameter)  # one that wraps another has no memory of its own
+    """Return the address of the numbers of ``x``; raise unless they are ``dtype`` in contiguous rows on the CPU."""
+    plain = type(x) in (Tensor, nn.Parameter)  # a tensor that wraps another has no memory of its own
     if not plain or x.dtype != dtype or not x.is_cpu or (x.stride(-1) != 1 and x.shape[-1] > 1):
         found = f"{type(x).__name__} of {x.dtype} on {x.device}"
         raise TypeError(f"expected {dtype} on the CPU with entries of a row side by side, got a {found}")

@@ -1,4 +1,4 @@
-"""One call of the compiled library: tokens, where they go, and the blocks or experts that they go through."""
+"""One call of the compiled library: tokens, their routing, and the blocks or experts that they go through."""
 
 import ctypes
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ NETWORKS: tuple[Network, ...] = ("block", "gelu", "swiglu")  # in the order of n
 
 
 class _Problem(ctypes.Structure):
-    """``Problem`` of ``native.c``, field by field."""
+    """The struct ``Problem`` of ``native.c``, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("tokens", "choices", "blocks", "layers", "threads", "is_double")),
@@ -43,11 +43,11 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """(N, d) tokens, (N, k) where they go (−1: nowhere) and with which weights → (N, d) sums, and loads.
 
-    ``lists`` and ``single`` are the fields of ``Problem`` that hold a tensor for each layer, and one or none. With
-    "scales" in ``lists``, of which there are as many as weights, these are int8.
+    ``lists`` are the fields of ``Problem`` with a tensor for each layer, ``single`` those with one or none. With
+    "scales" in ``lists``, one for each of the weights, the weights are int8.
     """
     dtype, (tokens, dim), count = x.dtype, x.shape, lists["weights"][0].shape[0]
-    held = []  # what the addresses point to must live until the call is over
+    held = []  # keeps what the addresses point to alive until the call is over
 
     def at(tensor: Tensor, dtype: torch.dtype = dtype) -> int:
         held.append(tensor := cast(tensor, dtype).contiguous())

@@ -9,21 +9,21 @@ from intbmoe.ops.backend import Backend
 
 
 class Permutation(NamedTuple):
-    """M = N·k assignments in the order of their groups, equal ones in their own; those of no group come last."""
+    """M = N·k assignments sorted by group, keeping their order within a group; those without a group come last."""
 
     token: Tensor  # (M,) the token of each row
     choice: Tensor  # (M,) the assignment of each row: its index in the flattened (N, k) choices
     inverse: Tensor  # (N, k) the row of each assignment; one past the last row if it was left out
-    group: Tensor  # (M,) the group of each row; G for those of none
+    group: Tensor  # (M,) the group of each row; G if it has none
     ends: Tensor  # (G,) int32, where each group's rows end
     counts: Tensor  # (G,) how many rows each group has
-    backend: Backend  # what runs all that follows
-    complete: bool = False  # whether every row is known to have a group, so that none follows the last one
-    trimmed: bool = False  # whether assignments of no group have been left out
+    backend: Backend  # the backend of all that follows
+    complete: bool = False  # whether every row is known to have a group, so that none follows the last group
+    trimmed: bool = False  # whether assignments without a group have been left out
 
 
 def permute(ids: Tensor, groups: int, backend: Backend, complete: bool = False) -> Permutation:
-    """As ``naive.permute``; ``complete`` says that no id is −1."""
+    """The same as ``naive.permute``; ``complete`` says that no id is −1."""
     if backend == "fused":
         from intbmoe.ops.permute import fused
 
@@ -32,7 +32,7 @@ def permute(ids: Tensor, groups: int, backend: Backend, complete: bool = False) 
 
 
 def sort(ids: Tensor, groups: int, complete: bool = False) -> tuple[Tensor, ...]:
-    """As ``naive.permute``, by torch's stable sort."""
+    """The same as ``naive.permute``, by torch's stable sort."""
     tokens, k = ids.shape
     keys = ids.reshape(-1)
     group, choice = (keys if complete else torch.where(keys < 0, groups, keys)).sort(stable=True)

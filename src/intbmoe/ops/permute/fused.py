@@ -1,9 +1,9 @@
 """Sorting by counting, in two Triton kernels: no comparison sort, no wait for the device, the same order every time.
 
-The first kernel counts each program's assignments by group. In the second every program adds up the counts of those
-before it, which gives the row of its first assignment of each group, and ranks its own assignments behind it. That is a
-number of steps that grows with the square of the programs: many tiles are shared out among a few hundred of them. What
-one program can do alone is one kernel.
+The first kernel counts each program's assignments by group. In the second, every program sums the counts of the
+programs before it, which gives the row of its first assignment of each group, and ranks its own assignments from there.
+The number of steps grows with the square of the number of programs, so many tiles are divided among a few hundred
+programs. If one program is enough, there is only one kernel.
 """
 
 import torch
@@ -21,7 +21,7 @@ MOST_PROGRAMS = 256
 
 @triton.jit
 def _members(ids, first, total, TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr):
-    """A tile's assignments, their groups (``GROUPS`` for none), which are there, and the (TILE, PADDED) memberships."""
+    """Return a tile's assignments, their groups (``GROUPS`` if none), which exist, and (TILE, PADDED) memberships."""
     place = first + tl.arange(0, TILE)
     there = place < total
     group = tl.load(ids + place, mask=there, other=-1).to(tl.int32)
@@ -32,7 +32,7 @@ def _members(ids, first, total, TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED
 
 @triton.jit
 def _counted(ids, total, parts, TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr):
-    """(PADDED,) how many of a program's assignments each group has."""
+    """Return (PADDED,) how many of a program's assignments each group has."""
     count = tl.zeros([PADDED], dtype=tl.int32)
     for part in range(parts):
         first = (tl.program_id(0) * parts + part) * TILE
@@ -52,7 +52,7 @@ def _place(
     ids, counts, token, choice, inverse, groups_of_rows, ends, sizes, total, parts, programs, k,
     TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """``counts`` are None where there is a single program."""
+    """Write the permutation; ``counts`` is None if there is a single program."""
     column = tl.arange(0, PADDED)
     before = tl.zeros([PADDED], dtype=tl.int32)
     if counts is None:
@@ -110,5 +110,5 @@ def _allocate(ids, groups: int):
     return rows, torch.empty_like(rows), inverse, torch.empty_like(rows), ends, counts
 
 
-# As ``naive.permute``.
+# The same as ``naive.permute``.
 permute = define("permute", schema_of(_allocate, 6), _run, _allocate)

@@ -1,4 +1,4 @@
-"""The specification: one assignment after another is appended to its group's list."""
+"""The specification: each assignment in turn is appended to its group's list."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ def permute(ids: Tensor, groups: int) -> tuple[Tensor, ...]:
     k = ids.shape[1]
     members = [[] for _ in range(groups + 1)]
     for choice, group in enumerate(ids.reshape(-1).tolist()):
-        members[group].append(choice)  # −1, for none, is the last list
+        members[group].append(choice)  # −1, for none, selects the last list
     rows = [choice for group in members for choice in group]
     group = [index for index, group in enumerate(members) for _ in group]
     choice = torch.tensor(rows, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""A SwiGLU network: two products, one through SiLU, multiplied, and a third."""
+"""A SwiGLU network: two products, one of them through SiLU, multiplied, and a third product."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from intbmoe.ops.triton_support import aligned
 
 
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, backend: Backend) -> Tensor:
-    """As ``naive.swiglu``."""
+    """The same as ``naive.swiglu``."""
     if backend != "fused":
         return naive.swiglu(x, gate, up, down)
     from intbmoe.ops.swiglu import fused_join, fused_product

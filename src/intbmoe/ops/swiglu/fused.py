@@ -1,4 +1,4 @@
-"""SiLU(gate) ⊙ up on rows [gate | up], one product's output, in one Triton kernel each way."""
+"""SiLU(gate) ⊙ up on rows [gate | up], the output of one product, in one Triton kernel each way."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ ELEMENTS = 1024
 
 @triton.jit
 def _places(count, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a program's entries stand in the output and among the rows, and which are there."""
+    """Return where a program's entries are in the output and in the rows, and which of them exist."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < count)[:, None] & (column < WIDTH)[None, :]
@@ -43,7 +43,7 @@ def _swiglu_backward(grad, rows, out, count, WIDTH: tl.constexpr, TILE: tl.const
 
 
 def _launch(kernel, *tensors: Tensor) -> None:
-    """Run ``kernel``, whose last tensor but one are the rows."""
+    """Run ``kernel``; its last tensor but one must be the rows."""
     count, width = tensors[-2].shape[0], tensors[-2].shape[1] // 2
     if count and width:
         block = min(power_of_2(width), ELEMENTS)

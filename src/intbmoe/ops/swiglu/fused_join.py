@@ -1,7 +1,7 @@
-"""The three matrices of a SwiGLU network as its two products want them, by one Triton kernel each way.
+"""The three matrices of a SwiGLU network in the form that its two products need, by one Triton kernel each way.
 
-[gate | up] become one matrix, all are cast, and zeros, which change nothing, fill up the hidden width to a multiple of
-16 bytes, as cuBLAS falls back to kernels three times as slow for others, and the tokens' width to the caller's.
+Gate and up become one matrix [gate | up], and all are cast. Zeros, which change nothing, pad the hidden width to a
+multiple of 16 bytes, because cuBLAS uses kernels three times as slow for others, and the tokens' width to the caller's.
 """
 
 import torch
@@ -38,7 +38,7 @@ def _move_all(
     FROM_HIDDEN: tl.constexpr, FROM_WIDTH: tl.constexpr, TO_HIDDEN: tl.constexpr, TO_WIDTH: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``tiles`` are those of the gate, and so of up."""
+    """Move all three matrices; ``tiles`` is the number of tiles of the gate, which up has too."""
     program = tl.program_id(0)
     if program < tiles:
         _move(gate, to_gate, program, FROM_HIDDEN, FROM_WIDTH, TO_HIDDEN, TO_WIDTH, TILE, BLOCK)
@@ -93,6 +93,6 @@ def _differentiate(ctx, joined, filled):
     return *(gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)), None, None
 
 
-# (h, d), (h, d) and (d, h) → (2·h, width) and (width, h) in ``dtype``, h rounded up.
+# (h, d), (h, d) and (d, h) → (2·h, width) and (width, h) in ``dtype``, with h rounded up.
 join = define("swiglu_join", schema_of(_allocate, 2), _run, _allocate, _save, _differentiate)
 _join_gradient = define("swiglu_join_backward", schema_of(_allocate_backward, 3), _run_backward, _allocate_backward)

@@ -1,7 +1,7 @@
 """SiLU(gate x) ⊙ up x in one Triton kernel, where that is faster: both products of a tile, multiplied in registers.
 
-cuBLAS's product and a kernel after it would write [gate | up] and read it again, four times as much as the result.
-Where gradients are wanted [gate | up] is written for backward, but not read.
+cuBLAS's product followed by a kernel would write [gate | up] and read it again, four times as much as the result. If
+gradients are needed, [gate | up] is written for backward, but not read here.
 """
 
 import torch
@@ -22,12 +22,12 @@ ROWS, COLUMNS, INPUTS, WARPS, STAGES, SWIZZLE = 128, 128, 64, 8, 4, 8
 SHARED = 229_408
 """Bytes of shared memory that a program needs."""
 FEWEST_TILES = 126
-"""The fewest that were measured, on an H200: there and above it was 1.04 to 1.45 times as fast as cuBLAS and a kernel
-after it, and 0.99 times at 2048 inputs and 3,760 hidden units with gradients."""
+"""The fewest that were measured, on an H200: from there on it was 1.04 to 1.45 times as fast as cuBLAS followed by a
+kernel, and 0.99 times at 2048 inputs and 3,760 hidden units with gradients."""
 
 
 def _suits(x: Tensor, joined: Tensor) -> bool:
-    """Whether the kernel can take these, and is faster than cuBLAS's product and a kernel after it."""
+    """Whether the kernel supports these tensors and is faster than cuBLAS's product followed by a kernel."""
     able = x.dtype.itemsize == 2 and describable(x) and describable(joined) and shared_memory(x.device) >= SHARED
     return able and _tiles(x.shape[0], joined.shape[0] // 2) >= FEWEST_TILES
 
@@ -42,7 +42,7 @@ def _gate_and_up(
     KEEP: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIZZLE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Descriptors of (N, d) ``x``, (2, h, d) ``weight``, and (N, h) ``out``, ``gates`` and ``ups``, kept with KEEP."""
+    """Take descriptors of (N, d) ``x``, (2, h, d) ``weight``, (N, h) ``out``, and ``gates`` and ``ups`` if KEEP."""
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(hidden, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, SWIZZLE)

@@ -1,4 +1,4 @@
-"""Language modelling: where text comes from (one module per source), how it is made ready, how it is read."""
+"""Language modelling: where text comes from (one module per source), how it is prepared, and how it is read."""
 
 from intbmoe.tasks.language.task import LanguageTask
 

@@ -1,7 +1,7 @@
-"""Texts being continued together, each as if it were alone: requests join and leave between two steps.
+"""Texts that are continued together, each as if it were alone; requests join and leave between two steps.
 
-Every request has its own temperature, length and random numbers: the n-th number of a request's seed decides its n-th
-token, by where it falls in the cumulated probabilities. A request that has ended or was dropped is no longer computed.
+Every request has its own temperature, length and random numbers: the n-th number from a request's seed decides its n-th
+token, by where it falls in the cumulative probabilities. A request that has ended or was dropped is no longer computed.
 """
 
 import weakref
@@ -23,7 +23,7 @@ from intbmoe.tasks.serving import Encoded, Piece
 class Ongoing:
     owner: "weakref.ref[Continuation]"
     index: int  # in the owner's batch
-    text: Text  # what is to be read next, and where; its slot is −1 until it has one
+    text: Text  # what to read next, and where; its slot is −1 until it has one
     left: int  # tokens it may still get
     random: np.random.Generator
     decoder: Decoder
@@ -35,7 +35,7 @@ class Ongoing:
 
 
 class Writer:
-    """Writes up to ``slots`` texts of up to ``length`` tokens at a time; more wait for one of them to end."""
+    """Writes up to ``slots`` texts of up to ``length`` tokens at a time; others wait until one of them ends."""
 
     def __init__(self, model: Llama, vocabulary: Vocabulary, slots: int, length: int, capture: bool = True) -> None:
         self.vocabulary, self._count = vocabulary, slots
@@ -48,7 +48,7 @@ class Writer:
         self._waiting += requests
 
     def step(self) -> None:
-        """One more token for every text; its pieces go to the request's continuation."""
+        """Write one more token of every text; its pieces go to the request's continuation."""
         try:
             self._leave()
             old, new = self._writing, self._join()
@@ -66,11 +66,11 @@ class Writer:
 
     @staticmethod
     def _next(request: Ongoing) -> Text:
-        # A number for each token, drawn whether or not it is used, so that the n-th token has the n-th number.
+        # Draw a number for each token, even if it is not used, so that the n-th token has the n-th number.
         return request.text._replace(chance=request.random.random())
 
     def _leave(self) -> None:
-        """Forget requests that go no further, and let those in the last slots move to free ones before them."""
+        """Forget requests that have ended, and move those in the last slots to free slots before them."""
         self._waiting = [request for request in self._waiting if request.going]
         self._writing = sorted((one for one in self._writing if one.going), key=lambda one: one.text.slot)
         free = sorted(set(range(len(self._writing))) - {one.text.slot for one in self._writing})
@@ -88,16 +88,16 @@ class Writer:
 
 
 class Continuation:
-    """An iterator over steps: each yields the pieces of all texts of one batch that are still going on.
+    """An iterator over steps: each yields the pieces of all texts of one batch that are still being written.
 
-    A step of one batch is a step of all batches of the same writer: their pieces wait until they are asked for.
+    A step of one batch is a step of all batches of the same writer: their pieces wait until they are requested.
     """
 
     def __init__(self, writer: Writer, batch: Sequence[Encoded]) -> None:
         self._writer = writer
         self.ids: list[list[int]] = [[] for _ in batch]  # the new ids of each request so far
         self.scores = [0.0] * len(batch)
-        """The log-probability of those, and of the end of the text where it was reached."""
+        """The log-probability of these ids, and of the end of the text if it was reached."""
         self._pieces: list[Piece] = []
         self._requests = [self._start(index, encoded) for index, encoded in enumerate(batch)]
         writer.add(self._requests)
@@ -124,7 +124,7 @@ class Continuation:
         self._requests[index].dropped = True
 
     def take(self, request: Ongoing, chosen: Chosen, end_of_text: int) -> None:
-        """What a step of the writer has chosen for one of the requests."""
+        """Take the token that a step of the writer has chosen for one of the requests."""
         self.scores[request.index] += chosen.score
         if chosen.token == end_of_text:
             request.left, text, finished = 0, "", "stop"
@@ -139,7 +139,7 @@ class Continuation:
 
 
 class _OneByOne:
-    """In place of slots, where mixtures keep a state of their own: each text has a cache to itself."""
+    """Used instead of slots if mixtures keep their own state: each text has its own cache."""
 
     def __init__(self, model: Llama, length: int) -> None:
         self._model, self._length = model, length

@@ -1,12 +1,12 @@
-"""Documents of any text files: which files, what is in them, and which split each belongs to.
+"""Documents in any text files: which files, what is in them, and which split each belongs to.
 
-    .txt       a document
-    .jsonl     a document a line: a string, or an object with the text under ``column``
-    .parquet   a document a row, in ``column``
+    .txt       one document
+    .jsonl     one document per line: a string, or an object with the text under ``column``
+    .parquet   one document per row, in ``column``
 
-Files or folders named train, valid (val, validation, dev) and test are these splits; where only one of the last two is
-there it is the test. What is missing is held out of the training documents: whole documents where there are ``FEW`` or
-more, else the end of each. Texts that live in Python are written out as .jsonl files.
+Files or folders named train, valid (val, validation, dev) and test are these splits; if there is only one of the last
+two, it is the test split. A missing split is held out from the training documents: whole documents if there are ``FEW``
+or more, otherwise the end of each. Texts given in Python are written as .jsonl files.
 """
 
 import json
@@ -31,16 +31,16 @@ FEW = 20
 
 @dataclass(frozen=True)
 class Texts:
-    """All documents of the data, in their order."""
+    """All documents of the data, in order."""
 
     root: Path
     files: dict[str, list[Path]]  # by split
     column: str
-    shares: dict[str, float]  # of the training documents, for each split that has no files
+    shares: dict[str, float]  # of the training documents, for each split without files
     seed: int
 
     def assigned(self) -> Iterator[tuple[str, str]]:
-        """(split, document)."""
+        """Yield (split, document)."""
         for split, files in self.files.items():
             if split != "train":
                 yield from ((split, text) for file in files for text in read_documents(file, self.column))
@@ -62,7 +62,7 @@ class Texts:
 
 
 def find_texts(data: Any) -> Texts:
-    """The documents of the recipe's ``data``."""
+    """Return the documents of the recipe's ``data``."""
     root = require_path(data.path, "text", WHAT)
     files = _find_files(root)
     shares = {"valid": data.valid_fraction, "test": data.test_fraction}
@@ -95,7 +95,7 @@ def _find_files(root: Path) -> dict[str, list[Path]]:
 
 
 def read_documents(file: Path, column: str) -> Iterator[str]:
-    """The documents of a file that are not empty."""
+    """Return the documents of a file that are not empty."""
     suffix = file.suffix.lower()
     if suffix == ".txt":
         documents = [_decode(file.read_bytes(), str(file))]
@@ -124,7 +124,7 @@ def _json_lines(file: Path, column: str) -> Iterator[str]:
             try:
                 found = json.loads(_decode(line, where))
             except json.JSONDecodeError as error:
-                raise DataError(f"{where} is not JSON: {error}; expected one object or string a line") from error
+                raise DataError(f"{where} is not JSON: {error}; expected one object or string per line") from error
             if isinstance(found, dict):
                 if column not in found:
                     raise _no_column(where, "field", column, list(found))
@@ -152,7 +152,7 @@ def _no_column(where: str, kind: str, column: str, there: list[str]) -> DataErro
 
 
 def _cut(text: str, shares: tuple[float, ...]) -> tuple[str, str, str]:
-    """The parts for train, valid and test, in this order, each ending with a line where there are lines."""
+    """Return the parts for train, valid and test, in this order, each ending with a line if there are lines."""
     valid, test = shares
     first = _line_end(text, round(len(text) * (1 - valid - test))) if valid else None
     second = _line_end(text, round(len(text) * (1 - test))) if test else len(text)
@@ -161,13 +161,13 @@ def _cut(text: str, shares: tuple[float, ...]) -> tuple[str, str, str]:
 
 
 def _line_end(text: str, place: int) -> int:
-    """The place after the line break nearest before ``place``, if it is near; else ``place`` itself."""
+    """Return the position after the last line break before ``place``, if it is near; otherwise ``place`` itself."""
     found = text.rfind("\n", max(0, place - len(text) // 20), place) + 1
     return found or place
 
 
 def save_texts(data: Any, folder: Path, column: str) -> None:
-    """Strings, or dicts with the text under ``column``; one document each."""
+    """Write strings, or dicts with the text under ``column``, as one document each."""
     for split, dataset in by_split(data).items():
         with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
             for index, entry in enumerate(entries(dataset, f"data[{split!r}]")):

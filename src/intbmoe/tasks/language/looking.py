@@ -1,4 +1,4 @@
-"""Telling the tokens of a text apart, and showing single texts."""
+"""How the tokens of a text are told apart, and how single texts are shown."""
 
 import string
 from pathlib import Path
@@ -10,10 +10,10 @@ from intbmoe.tasks.language.packed import TOKENIZER, TokenExamples
 from intbmoe.tasks.language.tokenizer import import_tokenizers, vocabulary_size
 from intbmoe.tasks.looking import Content, Shown, Token, View, spread
 
-MOST_TOKENS = 256  # shown of a text, from its beginning
+MOST_TOKENS = 256  # shown of a text, from the beginning
 TOKEN_KINDS = ("letters", "digits", "punctuation", "code symbols", "white space", "other")
 PUNCTUATION = frozenset(".,;:!?'\"…–—‘’“”«»¡¿")
-CODE_SYMBOLS = frozenset(string.punctuation) - PUNCTUATION  # brackets, operators and what else is rare in prose
+CODE_SYMBOLS = frozenset(string.punctuation) - PUNCTUATION  # brackets, operators and others that are rare in prose
 
 
 def kind_view(texts: list[str]) -> View:
@@ -30,15 +30,15 @@ def show_texts(split: TokenExamples, texts: list[str]) -> Shown:
 
 
 def token_texts(folder: Path | None) -> list[str]:
-    """The text of each id of the tokenizer in ``folder``; None: ids are bytes, and parts of characters have no text."""
+    """Return the text of each id of the tokenizer in ``folder``; None: ids are bytes, some without a text."""
     if folder is None:
-        return [chr(byte) for byte in range(128)] + [""] * 129  # the last one ends a file
+        return [chr(byte) for byte in range(128)] + [""] * 129  # the last id ends a file
     tokenizer = import_tokenizers("telling tokens apart").Tokenizer.from_file(str(folder / TOKENIZER))
     return [tokenizer.decode([index]) for index in range(vocabulary_size(tokenizer))]
 
 
 def kind_of(text: str) -> str:
-    """One of ``TOKEN_KINDS``: what all characters of a token are, white space around them aside."""
+    """Return one of ``TOKEN_KINDS``: what all characters of a token are, apart from white space around them."""
     inner = text.strip()
     if text and not inner:
         return "white space"

@@ -1,8 +1,8 @@
-"""MiniPile (Kaddour, 2023) from Hugging Face's parquet files, with a byte-level BPE of 32,000 trained on it.
+"""MiniPile (Kaddour, 2023) from Hugging Face's parquet files, with a byte-level BPE of 32,000 tokens trained on it.
 
-    data/train-*.parquet, data/validation-*.parquet, data/test-*.parquet      a column ``text``, one document a row
+    data/train-*.parquet, data/validation-*.parquet, data/test-*.parquet      a column ``text``, one document per row
 
-The tokenizer is trained on every tenth document of the training split, which is some 600 MB of text.
+The tokenizer is trained on every tenth document of the training split, about 600 MB of text.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,7 +47,7 @@ def _sample(files: list[Path], skip_bad: bool, progress: Progress) -> Iterator[s
 
 
 def read_documents(file: Path, report: Report, every: int = 1, column: str = COLUMN) -> Iterator[str | Malformed]:
-    """The rows of a parquet file, one at a time; of ``every`` rows the first."""
+    """Yield the rows of a parquet file, one at a time; with ``every``, only the first of that many rows."""
     opened = _open(file, column)
     row, total = 0, opened.metadata.num_rows
     for batch in read_batches(opened, file, [column], READ_ROWS):
@@ -60,7 +60,7 @@ def read_documents(file: Path, report: Report, every: int = 1, column: str = COL
 
 
 def _open(file: Path, column: str) -> Any:
-    # Without the buffers a whole row group, which may be the whole file, would be in memory.
+    # Without these options a whole row group, which may be the whole file, would be in memory.
     opened = open_parquet(file, [column], "text", buffer_size=BUFFER_BYTES, pre_buffer=False)
     from pyarrow import types
 

@@ -1,8 +1,8 @@
-"""Tokens of one's own text files, made once and kept in a cache (``own_data.cached_folder``) as a packed folder.
+"""Tokens of the user's own text files, made once and cached (``own_data.cached_folder``) as a packed folder.
 
 The tokenizer is trained on the training documents ("bpe"), read from a file of Hugging Face's ``tokenizers`` or of
-sentencepiece, or none ("bytes"). The folder's name follows from the files (names, sizes, times) and from the settings;
-what a run remembers of it, the fingerprint, from the tokens themselves.
+sentencepiece, or not needed ("bytes"). The folder's name follows from the files (names, sizes, times) and the settings;
+the fingerprint, which a run remembers, follows from the tokens themselves.
 """
 
 import hashlib
@@ -29,12 +29,12 @@ from intbmoe.tasks.preparation import META
 
 NAME = "files"
 LEAST = 257  # tokens of a byte-level BPE: all bytes and the end of text
-TRAINED_ON = 2**29  # characters that a tokenizer is trained on at most
+TRAINED_ON = 2**29  # the most characters that a tokenizer is trained on
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]", "<|im_end|>")
 
 
 def read(data: Any, vocabulary: int | None) -> TokenSource:
-    """The source of the recipe's ``data``; tokens that are not there yet are made."""
+    """Return the source of the recipe's ``data``, making the tokens if they do not exist yet."""
     texts = find_texts(data)
     folder = cached_folder("text", _key(data, texts), lambda beside: _make(texts, data, beside), _is_whole)
     source = packed.read(str(folder), NAME)
@@ -53,7 +53,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _key(data: Any, texts: Texts) -> str:
-    """Of all that the tokens depend on."""
+    """Return a key of everything that the tokens depend on."""
     files = {
         split: [[str(f.relative_to(texts.root)), (at := f.stat()).st_size, at.st_mtime_ns] for f in found]
         for split, found in texts.files.items()
@@ -84,7 +84,7 @@ def _read_given(file: Path, texts: Texts) -> str:
 def _make_encoder(texts: Texts, data: Any) -> ByteVocabulary | Encoder:
     if data.tokenizer == "bytes":
         return ByteVocabulary(stdlib.END_OF_TEXT)
-    import_extra("tokenizers", f"data.tokenizer={data.tokenizer} (bytes does without)", "text")
+    import_extra("tokenizers", f"data.tokenizer={data.tokenizer} (bytes needs nothing)", "text")
     if data.tokenizer != "bpe":
         ends = ENDS if data.end_of_text is None else (data.end_of_text,)
         return Encoder(_read_given(_given(data.tokenizer), texts), data.tokenizer, ends)
@@ -106,7 +106,7 @@ def _sample(texts: Texts) -> Iterator[str]:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A long text in parts of a size that can be encoded, cut after line breaks where there are any."""
+    """Yield a long text in parts that are small enough to encode, cut after line breaks if there are any."""
     start = 0
     while len(text) - start > BATCH_CHARACTERS:
         end = text.rfind("\n", start, start + BATCH_CHARACTERS) + 1 or start + BATCH_CHARACTERS
@@ -143,7 +143,7 @@ def _make(texts: Texts, data: Any, folder: Path) -> None:
 
 
 def _assigned_pieces(texts: Texts) -> Iterator[tuple[str, str, bool]]:
-    """(split, piece of a document, whether it is the document's last)."""
+    """Yield (split, piece of a document, whether it is the document's last)."""
     for split, text in texts.assigned():
         *most, last = pieces(text)
         yield from ((split, piece, False) for piece in most)

@@ -1,9 +1,9 @@
 """Tokens of a whole data set in one folder, and examples cut from them.
 
-tokens-train.bin, tokens-valid.bin, tokens-test.bin   one id after another, little-endian uint16 (uint32 where the
-                                                      vocabulary needs it), each document ended by the end-of-text id
-tokenizer.json                                        what made the ids of the text
-meta.json                                             what the rest is; written last, so that a folder with it is whole
+tokens-train.bin, tokens-valid.bin, tokens-test.bin   ids in sequence, little-endian uint16 (uint32 if the vocabulary
+                                                      needs it); each document ends with the end-of-text id
+tokenizer.json                                        the tokenizer that made the ids
+meta.json                                             describes the rest; written last, so a folder with it is complete
 """
 
 import json
@@ -27,19 +27,19 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class TokenSource:
-    where: str  # what to call it in a message
-    vocabulary: int  # how many different ids there can be
+    where: str  # its name in messages
+    vocabulary: int  # the number of different ids
     splits: dict[str, np.ndarray]  # name → (tokens,) ids, in memory or mapped from a file
-    folder: Path | None = None  # with the tokenizer; None where ids are bytes
+    folder: Path | None = None  # with the tokenizer; None if ids are bytes
     end_of_text: int = 256
-    fingerprint: str | None = None  # of one's own files
+    fingerprint: str | None = None  # for the user's own files
 
 
 class TokenExamples:
-    """Consecutive pieces of ``length`` tokens: document after document, cut wherever a piece is full.
+    """Consecutive pieces of ``length`` tokens, across documents: a piece is cut wherever it is full.
 
     A piece is read with the token after it, so that each of its tokens has the next one as its target; the next piece
-    begins with that token. What is left at the end and fills no piece is not used. Nothing is random here.
+    begins with that token. Tokens left over at the end are not used. Nothing is random here.
     """
 
     def __init__(self, tokens: np.ndarray, length: int) -> None:
@@ -50,7 +50,7 @@ class TokenExamples:
         return max(0, (len(self.tokens) - 1) // self.length)
 
     def batch(self, indices: Sequence[int], epoch: int, seed: int) -> Batch:
-        """``ids`` and ``targets``, (B, length) int64 each: the same in every epoch and for every seed."""
+        """Return ``ids`` and ``targets``, (B, length) int64 each: the same in every epoch and for every seed."""
         count, length = len(self), self.length
         if not all(0 <= index < count for index in indices):
             raise IndexError(f"no example {next(i for i in indices if not 0 <= i < count)}: there are {count}")
@@ -61,7 +61,7 @@ class TokenExamples:
         return {"ids": both[:, :-1].contiguous(), "targets": both[:, 1:].contiguous()}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A mapped file would travel to another process as its content.
+        # Pickling a mapped file would send its whole content to the other process.
         state = dict(self.__dict__)
         if isinstance(self.tokens, np.memmap):
             state["tokens"] = (str(self.tokens.filename), self.tokens.dtype.str)
@@ -82,14 +82,14 @@ def tokens_name(split: str) -> str:
 
 
 def read_meta(folder: Path, name: str) -> dict[str, Any]:
-    """What a finished folder says of itself; raises unless it is whole and of the data called ``name``."""
+    """Return the meta.json of a finished folder; raise unless it is complete and holds the data called ``name``."""
     path = folder / META
     again = f"intbmoe prepare {name} SOURCE {folder}"
     anew = f"remove {folder}, then {again}"
     if not path.is_file():
         raise DataError(
             f"{folder} has no {META}: it was never prepared, or its preparation was interrupted; "
-            f"{again} makes it, or goes on where it stopped (see docs/data.md)"
+            f"{again} makes it, or resumes where it stopped (see docs/data.md)"
         )
     try:
         meta = json.loads(path.read_bytes())
@@ -98,7 +98,7 @@ def read_meta(folder: Path, name: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not what a preparation writes ({error!r}): {anew}") from error
     if version != VERSION:
-        raise DataError(f"{path} has version {version}, this program reads version {VERSION}: {anew}")
+        raise DataError(f"{path} has version {version}, but this program reads version {VERSION}: {anew}")
     if found != name:
         raise DataError(f"{folder} holds {found}, not {name}: set data.source={found}, or give another data.path")
     for file, size in sizes.items():
@@ -110,7 +110,7 @@ def read_meta(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read(path: str | None, name: str) -> TokenSource:
-    """The three splits of the prepared folder ``path``, mapped into memory; ``name`` is what it was prepared as."""
+    """Return the three splits of the prepared folder ``path``, mapped into memory; ``name`` is its data set."""
     folder = require_path(path, name, f"the folder that intbmoe prepare {name} SOURCE FOLDER makes", "docs/data.md")
     meta = read_meta(folder, name)
     dtype = token_type(meta["vocabulary"])

@@ -1,9 +1,9 @@
 """Make a packed folder (``packed.py``) from files of documents.
 
-Each source file is a part, which any worker may do. It becomes a pair in TARGET/unfinished, ``<split>-<number>.bin``
-and ``….json``; when all are there they are joined, and ``meta.json`` is written last. Every file is renamed into place
-when it is whole, so a preparation that was killed at any moment goes on with the source files that are not finished,
-and ends with the same bytes.
+Each source file is a part, which any worker may do. It becomes a pair of files in TARGET/unfinished,
+``<split>-<number>.bin`` and ``….json``. When all exist they are joined, and ``meta.json`` is written last. Every file
+is renamed into place when it is complete, so a preparation that was killed at any moment resumes with the source files
+that are not finished, and ends with the same bytes.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ class Malformed:
     problem: str  # file, row and what is wrong
 
 
-Report = Callable[[int, int | None], None]  # (how much of a file is read, of how much)
-Reader = Callable[[Path, Report], Iterator[str | Malformed]]  # a file's documents; ``DataError`` where it is spoilt
+Report = Callable[[int, int | None], None]  # (how much of a file is read, out of how much)
+Reader = Callable[[Path, Report], Iterator[str | Malformed]]  # a file's documents; ``DataError`` if it is damaged
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,26 @@ class Part:
 @dataclass(frozen=True)
 class Corpus:
     name: str
-    """What ``intbmoe prepare`` and ``data.source`` call it."""
+    """The name in ``intbmoe prepare`` and ``data.source``."""
     parts: Sequence[Part]
-    """In the order in which their documents stand in a split."""
+    """In the order of their documents in a split."""
     read: Reader
-    """A function of a module, so that other processes find it."""
+    """A module-level function, so that other processes find it."""
     make_tokenizer: Callable[[bool, Progress], str]
     """(skip_bad, progress) → the tokenizer's JSON, which follows from the files."""
     other_files: Sequence[Path] = ()
-    """Files beside the parts on which the result depends."""
+    """Files besides the parts that the result depends on."""
 
     def files(self) -> dict[str, int]:
-        """Name and size of every source file: by these another corpus is told from this one."""
+        """Return the name and size of every source file, which distinguish this corpus from others."""
         return {file.name: file.stat().st_size for file in (*self.other_files, *(part.file for part in self.parts))}
 
 
 def pack(corpus: Corpus, target: Path, *, skip_bad: bool, progress: Progress, workers: Workers) -> Mapping[str, Any]:
-    """Make ``target``, or go on with it; returns what is in it. A finished one is left as it is."""
+    """Make ``target`` or resume it, and return what is in it; a finished target is left as it is."""
     import_tokenizers()
     if (target / META).is_file():
-        read_meta(target, corpus.name)  # raises unless it is whole
+        read_meta(target, corpus.name)  # raises unless it is complete
 
     def make(folder: Path) -> Mapping[str, Any]:
         if not (folder / TOKENIZER).is_file():
@@ -79,7 +79,7 @@ def pack(corpus: Corpus, target: Path, *, skip_bad: bool, progress: Progress, wo
 
 
 def usable(documents: Iterable[str | Malformed], skip_bad: bool, skipped: list[str] | None = None) -> Iterator[str]:
-    """The documents that are text. The first other one raises, or with ``skip_bad`` goes to ``skipped``."""
+    """Yield the documents that are text; the first other one raises, or with ``skip_bad`` goes to ``skipped``."""
     for document in documents:
         if isinstance(document, str):
             yield document
@@ -91,14 +91,14 @@ def usable(documents: Iterable[str | Malformed], skip_bad: bool, skipped: list[s
 
 @dataclass(frozen=True)
 class PartPacker:
-    """Encodes parts, in whatever process."""
+    """Encodes parts, in any process."""
 
     read: Reader
     folder: Path
     skip_bad: bool
 
     def __call__(self, numbered: tuple[int, Part], progress: Progress) -> dict[str, Any]:
-        """The record of a part, which is encoded unless it was."""
+        """Return the record of a part, which is encoded unless it already was."""
         index, part = numbered
         stem = f"{part.split}-{index:05d}"
         stage = f"tokens of {part.file.name}"
@@ -128,7 +128,7 @@ class PartPacker:
 def _join(
     corpus: Corpus, folder: Path, target: Path, split: str, records: Sequence[Mapping[str, int]]
 ) -> dict[str, Any]:
-    """All parts of a split in one file; what ``meta.json`` says of it."""
+    """Join all parts of a split in one file; return what ``meta.json`` says about it."""
     path, sha256 = target / tokens_name(split), hashlib.sha256()
     own = [index for index, part in enumerate(corpus.parts) if part.split == split]
     with replacing_file(path) as joined:

@@ -1,7 +1,7 @@
-"""A sentencepiece model (``tokenizer.model``) as the JSON of Hugging Face's ``tokenizers``, which later commands read.
+"""Convert a sentencepiece model (``tokenizer.model``) to the JSON of Hugging Face's ``tokenizers``.
 
-Unigram and BPE models, by what the file says of pieces, white space and bytes. The two programs treat rare cases
-differently, so the result is tried on the text that it is for, and refused where an id differs.
+Unigram and BPE models are converted from what the file says about pieces, white space and bytes. The two programs treat
+rare cases differently, so the result is tried on the text that it is for, and refused if an id differs.
 """
 
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ from intbmoe.tasks.errors import DataError
 
 SPACE = "▁"
 TRIED = 2**20  # characters
-NORMAL, USER_DEFINED, BYTE = 1, 4, 6  # types of pieces that text becomes; the others are ends, unknown and unused
+NORMAL, USER_DEFINED, BYTE = 1, 4, 6  # types of pieces that text becomes; other types are ends, unknown and unused
 UNIGRAM, BPE = 1, 2
 
 
 def convert(file: Path, texts: Iterable[str]) -> str:
-    """The tokenizer's JSON; ``texts`` are what it is tried on."""
+    """Return the tokenizer's JSON; it is tried on ``texts``."""
     try:
         from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
     except ModuleNotFoundError as error:
@@ -29,16 +29,16 @@ def convert(file: Path, texts: Iterable[str]) -> str:
     try:
         model = sentencepiece_model_pb2.ModelProto.FromString(content)
         original = SentencePieceProcessor(model_proto=content)
-    except Exception as error:  # protobuf's and sentencepiece's own
+    except Exception as error:  # protobuf's and sentencepiece's own errors
         raise DataError(f"{file} is not a sentencepiece model: {error}") from error
     tokenizer = _build(model, file)
-    # Line by line: over a long text sentencepiece's sums of scores, in float32, decide ties by their rounding.
+    # Line by line: over a long text, rounding in sentencepiece's float32 sums of scores would decide ties.
     tried = 0
     for line in (line for text in texts for line in text.split("\n")):
         if tokenizer.encode(line, add_special_tokens=False).ids != original.encode(line):
             raise DataError(
                 f"{file} cannot be read exactly: tokenizers and sentencepiece differ in {line[:60]!r}; save it as "
-                f"tokenizer.json by transformers, and give that file"
+                f"tokenizer.json with transformers, and give that file"
             )
         tried += len(line)
         if tried >= TRIED:
@@ -54,7 +54,7 @@ def _build(model: Any, file: Path) -> Any:
     can_be = {piece.piece: piece.score for piece in model.pieces if piece.type in (NORMAL, USER_DEFINED)}
     unknown = model.trainer_spec.unk_id
     if kind == UNIGRAM:
-        never = min(can_be.values()) - 100  # below all others: text that spells "</s>" does not become it
+        never = min(can_be.values()) - 100  # below all others, so that the text "</s>" does not become that token
         scores = [(name, can_be.get(name, never)) for name in names]
         inner = models.Unigram(scores, unk_id=unknown, byte_fallback=bytes_too)
     elif kind == BPE:
@@ -69,10 +69,10 @@ def _build(model: Any, file: Path) -> Any:
     if rules.add_dummy_prefix:
         steps += [normalizers.Prepend(" ")]
     tokenizer.normalizer = normalizers.Sequence(steps)
-    # Where pieces hold no space but at their beginning, text can be cut at spaces, which is faster.
+    # If pieces have spaces only at their beginning, text can be cut at spaces, which is faster.
     whole = any(SPACE in name[1:] for name in can_be)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=not whole)
-    # The first space stays: what is decoded here goes on from another text.
+    # Keep the first space: what is decoded here continues another text.
     tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     special = [piece.piece for piece in model.pieces if piece.type not in (NORMAL, USER_DEFINED, BYTE)]
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
@@ -82,7 +82,7 @@ def _build(model: Any, file: Path) -> Any:
 
 
 def _merges(pieces: dict[str, float]) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, the best piece first."""
+    """Return all pairs of pieces that make a piece, the best piece first."""
     order = {name: rank for rank, name in enumerate(sorted(pieces, key=lambda name: -pieces[name]))}
     found = []
     for name in order:

@@ -1,4 +1,4 @@
-"""``generate``: a prompt to its continuation."""
+"""``generate``: from a prompt to its continuation."""
 
 import logging
 import time
@@ -19,9 +19,9 @@ from intbmoe.tasks.serving.predictor import Exported, Predictor, blocks_of, reco
 from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request, RequestError, spread_evenly
 
 MAX_TOKENS = 64
-PROMPT_TOKENS, NEW_TOKENS = 32, 16  # of a golden request
+PROMPT_TOKENS, NEW_TOKENS = 32, 16  # in a golden request
 HOTTEST = 10.0
-LARGEST_SEED = 2**53 - 1  # the largest whole number that every JSON reader keeps
+LARGEST_SEED = 2**53 - 1  # the largest integer that every JSON reader keeps exactly
 log = logging.getLogger(__name__)
 
 
@@ -32,7 +32,7 @@ class GeneratePredictor(Predictor):
     form = Path(__file__).with_name("text.js")
 
     def __init__(self, vocabulary: Vocabulary, length: int) -> None:
-        """``length`` is how many tokens the model was trained to see: the most of a prompt, and of new ones."""
+        """``length`` is how many tokens the model was trained to see: the limit of a prompt, and of new tokens."""
         self.vocabulary, self.length = vocabulary, length
         letters = length * vocabulary.characters_per_token
         self.limits = Limits(body_bytes=12 * letters + 4096, prompt_tokens=length, max_tokens=length)
@@ -57,17 +57,17 @@ class GeneratePredictor(Predictor):
         ids = self.vocabulary.encode(found["prompt"])
         if len(ids) > self.length:
             raise RequestError("prompt", found["prompt"], f"at most {self.length} tokens (it has {len(ids)})")
-        # A text begins where another has ended.
+        # A new text begins where another has ended.
         payload = {"ids": np.array(ids or [self.vocabulary.end_of_text], np.int64)}
         payload |= {name: found[name] for name in ("max_tokens", "temperature", "seed", "stream", "explain")}
         return Encoded(len(payload["ids"]) + found["max_tokens"], payload)
 
     def use(self, model: Llama) -> None:
         super().use(model)
-        self._writer: Writer | None = None  # of all batches, from ``record_graphs`` on
+        self._writer: Writer | None = None  # shared by all batches, once ``record_graphs`` was called
 
     def record_graphs(self, texts: int) -> None:
-        """From here on up to so many texts are written together; on a GPU, record what a step then replays."""
+        """Write up to ``texts`` texts together from now on; on a GPU, record the graphs that a step replays."""
         reason = why_not_captured(self.model)
         self._writer = self._new_writer(texts, 2 * self.length)
         if reason is not None:
@@ -77,7 +77,7 @@ class GeneratePredictor(Predictor):
             try:
                 self._writer.slots.record()
             except CaptureError as error:
-                message = "the model cannot be recorded, so that every step is started kernel by kernel: %s"
+                message = "the model cannot be recorded, so every step is launched kernel by kernel: %s"
                 log.warning(message, error, exc_info=True)
                 self._writer = self._new_writer(texts, 2 * self.length, capture=False)
             else:
@@ -90,14 +90,14 @@ class GeneratePredictor(Predictor):
         return Writer(self.model, self.vocabulary, slots, length, capture)
 
     def stream(self, batch: Sequence[Encoded]) -> Continuation:
-        """Texts of all calls are written together once ``record_graphs`` was called, else those of this call."""
+        """Continue texts: all calls share a writer once ``record_graphs`` was called, otherwise each has its own."""
         if self._writer is not None:
             return Continuation(self._writer, batch)
         longest = max((encoded.tokens for encoded in batch), default=1)
         return Continuation(self._new_writer(max(1, len(batch)), longest), batch)
 
     def answer(self, batch: Sequence[Encoded]) -> list[Answer]:
-        """The pieces of ``stream`` joined: the ``text``, its log-probability as ``score``, and why it ``finished``."""
+        """Join the pieces of ``stream``: the ``text``, its log-probability as ``score``, and why it ``finished``."""
         continuation = self.stream(batch)
         answers: list[Answer] = [{"text": ""} for _ in batch]
         for pieces in continuation:
@@ -115,7 +115,7 @@ class GeneratePredictor(Predictor):
 
     @torch.inference_mode()
     def explain(self, encoded: Encoded, new: Sequence[int]) -> Answer:
-        """Reads the whole text once more; the last token was written and never read."""
+        """Read the whole text again, without the last token, which was written but never read."""
         ids = [*encoded.payload["ids"].tolist(), *new]
         read = ids[: max(1, len(ids) - 1)] if new else ids
         with recording(self.model, [encoded]) as log:
@@ -134,7 +134,7 @@ def prompt_requests(predictor: GeneratePredictor, split: TokenExamples, count: i
     for index in spread_evenly(len(split), count):
         start = index * split.length
         decoder = vocabulary.new_decoder()
-        # Cut where a document ends, and where a character does: what is incomplete is left in the decoder.
+        # Cut where a document ends, and where a character ends: an incomplete one stays in the decoder.
         ids = split.tokens[start : start + min(PROMPT_TOKENS, split.length // 2)].tolist()
         ids = ids[: ids.index(vocabulary.end_of_text)] if vocabulary.end_of_text in ids else ids
         text = "".join(map(decoder.add, ids)).lstrip("\ufffd")

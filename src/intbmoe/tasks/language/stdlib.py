@@ -1,8 +1,8 @@
-"""The text of Python's own standard library: real text that is on every machine, byte by byte.
+"""The text of Python's standard library: real text that is on every machine, read byte by byte.
 
-Ids 0…255 are bytes, 256 ends a file. A file is in one split by a hash of its path, whatever else there is. Left out are
-tests, idlelib, tables of characters (``encodings``), installed packages, and what the build of this Python wrote. The
-text differs between versions of Python, and so do the figures.
+Ids 0…255 are bytes, and 256 ends a file. A hash of a file's path decides its split, whatever other files there are.
+Left out are tests, idlelib, tables of characters (``encodings``), installed packages, and files that the build of this
+Python wrote. The text differs between versions of Python, and so do the figures.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ from intbmoe.tasks.language.packed import TokenSource, token_type
 END_OF_TEXT = 256
 VOCABULARY = 257
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idlelib", "encodings", "site-packages", "dist-packages", "__pycache__"})
-SKIPPED_NAMES = ("_sysconfigdata",)  # beginnings of names of files that hold the paths and options of one build
+SKIPPED_NAMES = ("_sysconfigdata",)  # prefixes of files that hold the paths and options of one build
 SHARES = {"test": 0.1, "valid": 0.05, "train": 0.85}
 
 
 def read(path: str | None, max_bytes: int | None) -> TokenSource:
-    """The three splits, of at most about ``max_bytes`` in all (None: everything)."""
+    """Return the three splits, of at most about ``max_bytes`` in total (None: everything)."""
     if path is not None:
-        raise DataError(f"data.path={path!r}: the standard library comes with Python and takes no path")
+        raise DataError(f"data.path={path!r}: the standard library comes with Python and needs no path: leave it out")
     root = Path(sysconfig.get_paths()["stdlib"])
     tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     dtype = token_type(VOCABULARY)
@@ -41,7 +41,7 @@ def read(path: str | None, max_bytes: int | None) -> TokenSource:
 
 
 def choose_files(root: Path, max_bytes: int | None) -> list[str]:
-    """Relative paths in order; the hash of a path decides who is within a split's share of ``max_bytes``."""
+    """Return relative paths in order; the hash of a path decides which are within a split's share of ``max_bytes``."""
     found = {}
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in SKIPPED_FOLDERS]
@@ -67,5 +67,5 @@ def split_of(name: str) -> str:
 
 
 def _hash(name: str, purpose: str) -> int:
-    """Uniform in 0…2⁶⁴−1."""
+    """Return a number that is uniform in 0…2⁶⁴−1."""
     return int.from_bytes(hashlib.sha256(f"{purpose} {name}".encode()).digest()[:8], "big")

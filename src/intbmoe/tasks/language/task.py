@@ -1,9 +1,9 @@
 """Language modelling with the Llama-style decoder: MiniPile, Wikipedia, Python's standard library, any files.
 
-A batch has ``ids`` and ``targets``, (B, length) each: the target of a token is the next one.
+A batch has ``ids`` and ``targets``, (B, length) each: the target of a token is the next token.
 
-In an artifact, ``catalogue.json`` has tokenizer: the file beside it, null for bytes; end_of_text: the id that ends a
-document. Its graphs take ids (B, T) and mask (B, T) and give scores (B, T, vocabulary).
+In an artifact, ``catalogue.json`` has tokenizer, the file beside it or null for bytes, and end_of_text, the id that
+ends a document. Its graphs take ids (B, T) and mask (B, T) and return scores (B, T, vocabulary).
 """
 
 import math
@@ -38,7 +38,7 @@ from intbmoe.tasks.serving import Catalogue, Graph, Request
 
 COUNTED_TOKENS = 2**24
 LONGEST_TEXT = 8192  # tokens of a graph's input: rotary positions have no limit of their own
-LARGEST_LOSS = 700.0  # whose perplexity is still a number: e^700 is as good as infinite
+LARGEST_LOSS = 700.0  # the largest whose perplexity is finite: e^700 is as good as infinite
 
 
 Between = Annotated[float, MustBe("a number between 0 and 0.5", lambda value: 0 < value < 0.5)]
@@ -48,33 +48,33 @@ OF_FILES += ("fingerprint",)
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageData(Checked):
-    """Which text, and how it is cut."""
+    """Which text to use, and how it is cut."""
 
     source: Literal["stdlib", "wikipedia", "minipile", "files"] = "stdlib"
     """files are any text files; stdlib comes with Python; docs/data.md says how to get the others."""
     path: str | None = None
-    """files: a .txt, .jsonl or .parquet file, or a folder of them. Else the folder that intbmoe prepare made."""
+    """files: a .txt, .jsonl or .parquet file, or a folder of them. Otherwise the folder that intbmoe prepare made."""
     length: PositiveInt = 1024
-    """Tokens of an example."""
+    """Tokens per example."""
     max_bytes: PositiveInt | None = None
-    """stdlib only: about how much of the text is used, over all splits; None for all of it."""
+    """stdlib only: about how much of the text to use, over all splits; None for all of it."""
 
     column: str = "text"
     """files: the field of .jsonl files, or column of .parquet files, with the text."""
     tokenizer: str = "bpe"
-    """files: bpe trains byte pairs on the text; bytes takes it byte by byte; or a tokenizer.json or tokenizer.model."""
+    """files: bpe trains byte pairs on the text; bytes reads it byte by byte; or a tokenizer.json or tokenizer.model."""
     tokenizer_size: PositiveInt = 8192
-    """files: tokens of a trained tokenizer, at most."""
+    """files: the most tokens of a trained tokenizer."""
     end_of_text: str | None = None
-    """files: the token of a given tokenizer that ends a document; None for a usual one, such as <|endoftext|>."""
+    """files: the token of a given tokenizer that ends a document; None for a common one, such as <|endoftext|>."""
     valid_fraction: Between = 0.05
-    """files: share of the text held out for validation, where no file is named after that split."""
+    """files: share of the text held out for validation, if no file is named after that split."""
     test_fraction: Between = 0.05
-    """files: share of the text held out for the test, where no file is named after that split."""
+    """files: share of the text held out for the test, if no file is named after that split."""
     split_seed: NonNegativeInt = 0
     """files: another number holds out other documents."""
     fingerprint: str | None = None
-    """files: fingerprint of the tokens. Set when a run begins; other text is then refused."""
+    """files: fingerprint of the tokens. Set when a run begins; different text is then refused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +114,7 @@ class LanguageTask(Task):
         if self.recipe.data.source == "files":
             source = self._source
             for name in source.splits:
-                self.split(name)  # raises where there is too little text
+                self.split(name)  # raises if there is too little text
             self.recipe = resolved(self.recipe, source.fingerprint, vocabulary=source.vocabulary)
         return self.recipe
 
@@ -128,7 +128,7 @@ class LanguageTask(Task):
         return Llama(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, expert="swiglu", domain="language"))
 
     def read_split(self, name: str) -> Examples:
-        """``train``, ``valid`` or ``test``: other documents each, and always the same."""
+        """Return ``train``, ``valid`` or ``test``: different documents each, and always the same."""
         source, length = self._source, self.recipe.data.length
         examples = TokenExamples(source.splits[name], length)
         if len(examples) == 0:
@@ -163,11 +163,11 @@ class LanguageTask(Task):
         return {"count": targets.new_full((len(targets),), targets.shape[1]), "loss": losses.double().sum(1)}
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Mean cross-entropy of a token in nats, and its exponential."""
+        """Return the mean cross-entropy per token in nats, and its exponential."""
         return _metrics(super().metrics(sums)["loss"])
 
     def floors(self) -> Mapping[str, Mapping[str, float]]:
-        """ "unigram": every token by its share of the training split alone (each counted once more than it occurs)."""
+        """Return "unigram": every token by its share of the training split alone (each count increased by one)."""
         train, test = self.split("train"), self.split("test")
         vocabulary = self.recipe.model.vocabulary
         known = _count_tokens(train.tokens, vocabulary) + 1
@@ -208,7 +208,7 @@ def _metrics(loss: float) -> dict[str, float]:
 
 
 def _count_tokens(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
-    """(V,) how often each id occurs; the tokens are read a stretch at a time."""
+    """Return (V,) how often each id occurs; the tokens are read one stretch at a time."""
     counts = np.zeros(vocabulary, dtype=np.int64)
     for start in range(0, len(tokens), COUNTED_TOKENS):
         counts += np.bincount(tokens[start : start + COUNTED_TOKENS], minlength=vocabulary)

@@ -5,7 +5,7 @@ forms["text"] = {
     const properties = schema.properties;
     this.prompt = make("textarea", { name: "prompt", maxLength: properties.prompt.maxLength ?? 10000, spellcheck: false });
     const wanted = ["max_tokens", "temperature", "seed"].filter((name) => properties[name]);
-    const words = { max_tokens: "Most new tokens ", temperature: "Temperature ", seed: "Seed " };
+    const words = { max_tokens: "Maximum new tokens ", temperature: "Temperature ", seed: "Seed " };
     fields.append(make("label", {}, "A text to continue ", this.prompt),
       make("div", { className: "row" }, ...wanted.map((name) => make("label", {}, words[name], number(name, properties[name])))));
     this.wanted = wanted;
@@ -38,7 +38,7 @@ forms["text"] = {
     }
     if (!end) throw new Error("the connection ended before the text did");
     if (!model.request.properties.explain) return {};
-    // The same request gives the same text: asked again, it also says where its tokens went.
+    // The same request gives the same text; sent again with explain, it also says where the tokens went.
     return (await ask("/v1/" + model.action, { ...request, stream: false, explain: true }, signal)).json();
   },
   show() {},

@@ -1,4 +1,4 @@
-"""Byte-level BPE by Hugging Face's ``tokenizers``: read from a file, trained, and applied to documents."""
+"""Byte-level BPE with Hugging Face's ``tokenizers``: read from a file, trained, and applied to documents."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
@@ -12,7 +12,7 @@ from intbmoe.tasks.language.packed import token_type
 
 END_OF_TEXT = "<|endoftext|>"
 BATCH_DOCUMENTS = 256
-BATCH_CHARACTERS = 2**20  # encoded at a time: enough for all cores, little enough for the memory (100 bytes a token)
+BATCH_CHARACTERS = 2**20  # encoded at a time: enough for all cores, but little memory (100 bytes per token)
 
 
 def import_tokenizers(purpose: str = "preparing text", extra: str = "text") -> ModuleType:
@@ -20,7 +20,7 @@ def import_tokenizers(purpose: str = "preparing text", extra: str = "text") -> M
 
 
 def read_tokenizer(content: str, tokenizers: ModuleType) -> Any:
-    """The tokenizer of this JSON, for whole texts: "<|endoftext|>" in a text is letters, not its end."""
+    """Return the tokenizer in this JSON, for whole texts: "<|endoftext|>" in a text is letters, not its end."""
     tokenizer = tokenizers.Tokenizer.from_str(content)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -29,12 +29,12 @@ def read_tokenizer(content: str, tokenizers: ModuleType) -> Any:
 
 
 def vocabulary_size(tokenizer: Any) -> int:
-    """One more than the largest id: a tokenizer may leave some out."""
+    """Return one more than the largest id: a tokenizer may leave some ids out."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
-    """The JSON of a byte-level BPE, the end of text (id 0) among its tokens; the same on any number of cores."""
+    """Return the JSON of a byte-level BPE, with the end of text as id 0; the same on any number of cores."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -43,7 +43,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # so that every byte has a token, seen or not
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # every byte has a token, even if it does not occur
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -52,7 +52,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
 
 class Encoder:
     def __init__(self, content: str, where: str, ends: Sequence[str] = (END_OF_TEXT,)) -> None:
-        """``content`` is the JSON of a tokenizer, ``where`` its file; the first of ``ends`` that it has ends a text."""
+        """``content`` is a tokenizer's JSON, ``where`` its file; the first of ``ends`` that it knows ends a text."""
         self.content = content
         tokenizers = import_tokenizers()
         try:
@@ -68,19 +68,19 @@ class Encoder:
         self.dtype = token_type(self.vocabulary)
 
     def encode(self, documents: Iterable[str]) -> Iterator[tuple[int, np.ndarray]]:
-        """(number of documents, their ids with an end of text after each), batch by batch."""
+        """Yield (number of documents, their ids with an end of text after each), batch by batch."""
         end = np.array([self.end_of_text], self.dtype)
         for batch in batches(documents, len):
             yield len(batch), np.concatenate([part for ids in self.encode_texts(batch) for part in (ids, end)])
 
     def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each, without an end of text."""
+        """Return the ids of each text, without an end of text."""
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(text.ids, dtype=self.dtype) for text in encoded]
 
 
 def batches(entries: Iterable[Any], length: Callable[[Any], int]) -> Iterator[list[Any]]:
-    """As many entries as are encoded together; ``length`` says how many characters one has."""
+    """Yield the entries that are encoded together; ``length`` gives the number of characters of one."""
     batch, characters = [], 0
     for entry in entries:
         batch.append(entry)

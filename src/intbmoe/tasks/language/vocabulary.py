@@ -1,4 +1,4 @@
-"""Text to token ids and back, piece by piece: bytes, or the byte pairs of a ``tokenizer.json``."""
+"""From text to token ids and back, piece by piece: bytes, or the byte pairs of a ``tokenizer.json``."""
 
 import codecs
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class ByteVocabulary:
 
     content: str | None = None  # of a tokenizer
     vocabulary, dtype = 257, token_type(257)
-    characters_per_token = 1  # at most so many characters can become one token
+    characters_per_token = 1  # the most characters that can become one token
 
     def __init__(self, end_of_text: int) -> None:
         self.end_of_text = end_of_text
@@ -32,27 +32,27 @@ class ByteVocabulary:
 
 
 class ByteDecoder:
-    """Ids of one text to characters, each of which may take several; bytes that are not UTF-8 become U+FFFD."""
+    """Decodes the ids of one text to characters, which may take several ids each; invalid UTF-8 becomes U+FFFD."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token: int) -> str:
-        """The text that this id completes; often one character, or none yet."""
+        """Return the text that this id completes; often one character, or none yet."""
         return self._decoder.decode(bytes([token]) if token < 256 else b"")
 
     def end(self) -> str:
-        """What is left when no more come."""
+        """Return what is left when no more ids come."""
         return self._decoder.decode(b"", final=True)
 
 
 class BytePairs:
     """A tokenizer of Hugging Face's ``tokenizers``."""
 
-    characters_per_token = 32  # longer tokens are rare; it bounds the work on a text that is refused for its length
+    characters_per_token = 32  # longer tokens are rare; this bounds the work on a text that is too long
 
     def __init__(self, content: str, end_of_text: int) -> None:
-        """``content`` is its JSON."""
+        """``content`` is the tokenizer's JSON."""
         self.end_of_text = end_of_text
         self._tokenizer = read_tokenizer(content, import_tokenizers("this model's text", "serve"))
 
@@ -64,7 +64,7 @@ class BytePairs:
 
 
 class PairDecoder:
-    """Holds back ids until they are whole characters."""
+    """Holds back ids until they form whole characters."""
 
     def __init__(self, tokenizer: Any) -> None:
         from tokenizers.decoders import DecodeStream
@@ -80,7 +80,7 @@ class PairDecoder:
         return text
 
     def end(self) -> str:
-        """Ids that never became a character, as U+FFFD."""
+        """Return ids that never became a character, as U+FFFD."""
         return self._tokenizer.decode(self._held, skip_special_tokens=True) if self._held else ""
 
 

@@ -1,6 +1,6 @@
-"""Articles of Wikipedia from xz files of text, with the tokenizer that comes with them.
+"""Wikipedia articles from xz files of text, with the tokenizer that comes with them.
 
-    wiki_train_a.txt.xz, wiki_train_b.txt.xz (may be left out), wiki_valid.txt.xz, wiki_test.txt.xz
+    wiki_train_a.txt.xz, wiki_train_b.txt.xz (optional), wiki_valid.txt.xz, wiki_test.txt.xz
     bpe16k_tokenizer.json
 
 Each article is followed by ``<|endoftext|>`` and a line break.
@@ -27,7 +27,7 @@ OPTIONAL = frozenset({"wiki_train_b.txt.xz"})
 TOKENIZER_FILE = "bpe16k_tokenizer.json"
 SEPARATOR = f"{END_OF_TEXT}\n".encode()
 READ_BYTES = 2**20
-LARGEST_DOCUMENT = 2**26  # bytes; else a file without separators would be one document, all of it in memory
+LARGEST_DOCUMENT = 2**26  # bytes; without it, a file without separators would be one document, all of it in memory
 
 
 def prepare(
@@ -45,7 +45,7 @@ def prepare(
             content = tokenizer.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise DataError(f"{tokenizer} is not text: {error}") from error
-        Encoder(content, str(tokenizer))  # refuses what is not a tokenizer, before it is copied
+        Encoder(content, str(tokenizer))  # refuses a file that is not a tokenizer before it is copied
         return content
 
     corpus = Corpus(NAME, parts, read_documents, make_tokenizer, other_files=(tokenizer,))
@@ -56,7 +56,7 @@ def read_documents(file: Path, report: Report) -> Iterator[str | Malformed]:
     size, number, rest = file.stat().st_size, 0, b""
     with open(file, "rb") as packed, lzma.open(packed) as unpacked:
         while block := _read(unpacked, file, number):
-            # Only the end of what was searched before can be the beginning of a separator.
+            # Only the end of what was already searched can be the beginning of a separator.
             start = max(0, len(rest) - len(SEPARATOR) + 1)
             rest += block
             begin = 0
@@ -71,7 +71,7 @@ def read_documents(file: Path, report: Report) -> Iterator[str | Malformed]:
                     f"{END_OF_TEXT!r} and a line break after each"
                 )
             report(packed.tell(), size)
-    if rest.strip():  # the last separator may be missing: that the file is whole, xz has checked
+    if rest.strip():  # the last separator may be missing: xz has checked that the file is complete
         yield _decode(rest, file, number)
     report(size, size)
 

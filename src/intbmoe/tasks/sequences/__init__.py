@@ -1,4 +1,4 @@
-"""Plain item sequences: items of users in time order, windows to train on, floors to beat."""
+"""Plain item sequences: each user's items in time order, windows to train on, floors to beat."""
 
 from intbmoe.tasks.sequences.task import SequencesTask
 

@@ -1,13 +1,13 @@
-"""What is trained on and what is evaluated: leave-last-out over the users.
+"""What is used for training and what for evaluation: leave-last-out over the users.
 
-    events of a user    e_0 … e_{n−3}   e_{n−2}   e_{n−1}          n ≥ 3; with fewer events all are training
+    events of a user    e_0 … e_{n−3}   e_{n−2}   e_{n−1}          n ≥ 3; with fewer events all are for training
                            training      valid      test
 
-Training sees windows of at most ``length`` items of the training events and predicts at every item the next one; each
+Training uses windows of at most ``length`` items of the training events and predicts the next item at every item; each
 training event but a user's first is a target exactly once. An evaluated event is predicted from the ``length`` events
-before it. So no evaluated event is ever a target of training, nor seen before it is predicted.
+before it. So no evaluated event is ever a training target, or seen before it is predicted.
 
-Sequences are padded at their end with ``PADDING``.
+Sequences are padded at the end with ``PADDING``.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ from intbmoe.tasks.base import Batch
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.sequences.source import ItemSequences
 
-HELD_OUT = {"valid": 2, "test": 1}  # how far from a user's end the event is
+HELD_OUT = {"valid": 2, "test": 1}  # position of the event, counted from a user's end
 FEWEST = 3  # events of a user who is evaluated
 
 
 def held_out_events(sequences: ItemSequences, split: str) -> np.ndarray:
-    """(examples,) positions in ``sequences.items`` of the events that ``split`` evaluates, one for each user."""
+    """Return (examples,) positions in ``sequences.items`` of the events that ``split`` evaluates, one per user."""
     return sequences.offsets[1:][sequences.lengths >= FEWEST] - HELD_OUT[split]
 
 
 def training_ends(sequences: ItemSequences) -> np.ndarray:
-    """(users,) where the training events of each user end in ``sequences.items``."""
+    """Return (users,) where each user's training events end in ``sequences.items``."""
     held_out = np.where(sequences.lengths >= FEWEST, len(HELD_OUT), 0)
     return sequences.offsets[1:] - held_out
 
@@ -43,14 +43,14 @@ def require_splits(sequences: ItemSequences, file: str) -> None:
 
 
 class TrainingWindows:
-    """Windows over the training events, cut from each user's end: only the oldest may be shorter than ``length``."""
+    """Windows over the training events, cut from each user's end, so that only the oldest may be shorter."""
 
     def __init__(self, sequences: ItemSequences, length: int) -> None:
         self.items = sequences.items
         self.length = length
         starts, ends = [], []
         for start, end in zip(sequences.offsets[:-1].tolist(), training_ends(sequences).tolist(), strict=True):
-            # The last training event is a target only: a window is where its inputs start and end.
+            # The last training event is only a target: a window is given by where its inputs start and end.
             for last in range(end - 1, start, -length):
                 starts.append(max(start, last - length))
                 ends.append(last)
@@ -60,7 +60,7 @@ class TrainingWindows:
         return len(self.starts)
 
     def batch(self, indices: Sequence[int], epoch: int, seed: int) -> Batch:
-        """``items`` (B, length), and ``targets`` (B, length), the item after each; nothing is random here."""
+        """Return ``items`` (B, length) and ``targets`` (B, length), the item after each; nothing is random here."""
         chosen = np.asarray(indices, dtype=np.int64)
         starts, ends = self.starts[chosen], self.ends[chosen]
         items = _pad(self.items, starts, ends, self.length)
@@ -79,7 +79,7 @@ class HeldOutEvents:
         return len(self.events)
 
     def batch(self, indices: Sequence[int], epoch: int, seed: int) -> Batch:
-        """``items`` (B, length), ``target`` (B,), and whether it is ``new`` (B,): not in all of the user's history."""
+        """Return ``items`` (B, length), ``target`` (B,), and ``new`` (B,): whether it is not in the user's history."""
         chosen = np.asarray(indices, dtype=np.int64)
         events = self.events[chosen]
         return {

@@ -1,15 +1,15 @@
 """Hit rate and NDCG over a full ranking, for all targets and for those that are new to their user.
 
-rank     1 + the other items that score as high as the target or higher: ties count against
+rank     1 + the number of other items that score at least as high as the target: ties count against it
 HR@k     share of targets with rank ≤ k
 NDCG@k   mean of 1/log₂(1 + rank) over all targets, 0 where rank > k
 
-Rankings that need no learning, on the test split; what does not beat them has learned nothing:
+Rankings that need no learning, on the test split; a model that does not beat them has learned nothing:
 
-popularity                    events of all users with the item, the tests left out; equal ones by the lower id
-visit counter                 the user's own events with it before the test; equal ones by popularity. Of items
-                              never visited it knows nothing: they come last, all at once
-visit counter, popularity     the same, but items never visited follow by popularity too
+popularity                    number of events of all users with the item, without the test events; ties by lower id
+visit counter                 number of the user's own events with the item before the test event; ties by popularity.
+                              It knows nothing of items never visited: they come last, all tied
+visit counter, popularity     the same, but items never visited follow by popularity
 """
 
 from collections.abc import Mapping
@@ -29,13 +29,13 @@ NEW = " new"
 
 
 def rank_of(scores: Tensor, target: Tensor) -> Tensor:
-    """(B, V) scores, (B,) targets → (B,) ranks from 1. What is not a number is never ranked below anything."""
+    """(B, V) scores, (B,) targets → (B,) ranks from 1; NaN is never ranked below anything."""
     below = scores < scores.gather(1, target.unsqueeze(1))
     return scores.shape[1] - below.sum(1)
 
 
 def ranking_gains(ranks: Tensor, new: Tensor) -> dict[str, Tensor]:
-    """(B,) what each target adds to each metric's sum, to ``count`` and to ``count new``."""
+    """Return (B,) what each target adds to each metric's sum, to ``count`` and to ``count new``."""
     gains = {f"HR@{k}": (ranks <= k).double() for k in HITS}
     gains[f"NDCG@{NDCG}"] = torch.where(ranks <= NDCG, 1 / torch.log2(1 + ranks.double()), 0)
     gains["count"] = torch.ones_like(ranks, dtype=torch.float64)
@@ -43,7 +43,7 @@ def ranking_gains(ranks: Tensor, new: Tensor) -> dict[str, Tensor]:
 
 
 def ranking_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """The metrics; 0 for new targets where there is none."""
+    """Return the metrics; those of new targets are 0 if there are none."""
     count, new = float(sums["count"]), float(sums["count" + NEW])
     require(count > 0, "count", count, "positive: no target was evaluated")
     metrics = {name: float(sums[name]) / count for name in NAMES}
@@ -72,7 +72,7 @@ def item_floors(sequences: ItemSequences) -> Mapping[str, Mapping[str, float]]:
 
 
 def popularity_places(sequences: ItemSequences, held_out: np.ndarray) -> np.ndarray:
-    """(items,) int64: each item's place, from 0, in the order of popularity without the events ``held_out``."""
+    """Return (items,) int64: each item's position, from 0, by popularity without the events ``held_out``."""
     known = np.delete(sequences.items, held_out)
     counts = np.bincount(known, minlength=sequences.item_count)
     place = np.empty(sequences.item_count, dtype=np.int64)
@@ -81,12 +81,12 @@ def popularity_places(sequences: ItemSequences, held_out: np.ndarray) -> np.ndar
 
 
 def counter_ranks(history: np.ndarray, target: int, place: np.ndarray) -> tuple[int, int]:
-    """The target's rank by the visit counter alone, and with popularity for the items never visited."""
+    """Return the target's rank by the visit counter alone, and with popularity for items never visited."""
     items, counts = np.unique(history, return_counts=True)
     places = place[items]
     own = counts[items == target]
     if len(own) == 0:
-        # Before it stand all visited items, and of the others those that are more popular.
+        # It comes after all visited items and after the other items that are more popular.
         return len(place), 1 + len(items) + int(place[target] - (places < place[target]).sum())
     rank = 1 + int(((counts > own) | ((counts == own) & (places < place[target]))).sum())
     return rank, rank

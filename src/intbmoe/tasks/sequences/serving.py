@@ -1,4 +1,4 @@
-"""``recommend`` for item sequences: what comes next after a history of items, out of all there are."""
+"""``recommend`` for item sequences: which item comes next after a history, out of all items."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request, Req
 
 @dataclass(frozen=True)
 class ItemName:
-    """An item by its name, which may be a number; reads as the model's number of it."""
+    """An item by its name, which may be a number; it is read as the model's number of the item."""
 
     numbers: Mapping[str, int]
 
@@ -33,14 +33,14 @@ class ItemName:
 
 
 class ItemPredictor(Predictor):
-    """Histories to the next items, with their log-probabilities as scores."""
+    """From histories to the next items, with their log-probabilities as scores."""
 
     action = "recommend"
     summary = "What comes next after a history, the likeliest first."
     form = fields.HISTORY_FORM
 
     def __init__(self, config: SequenceConfig, first_id: int = 0, names: Sequence[str] | None = None) -> None:
-        """``first_id`` is what the data, and so a request, calls the model's item 0; ``names`` what it calls each."""
+        """``first_id`` is the id of the model's item 0 in the data and in requests; ``names`` are the items' names."""
         self.config, self.first_id, self.names = config, first_id, names
         most = min(fields.MOST, config.items)
         self.limits = Limits(body_bytes=64 * 1024, top_n=most, history=fields.HISTORY)
@@ -60,11 +60,11 @@ class ItemPredictor(Predictor):
         return cls(artifact.recipe.model, artifact.catalogue["first_id"], artifact.catalogue.get("items"))
 
     def name_of(self, item: int) -> int | str:
-        """What requests and answers call the model's ``item``."""
+        """Return the name of the model's ``item`` in requests and answers."""
         return item + self.first_id if self.names is None else self.names[item]
 
     def encode(self, request: Request) -> Encoded:
-        """The payload has ``items``, what the model looks at, and ``excluded``."""
+        """Encode a request; the payload has ``items``, which the model uses, and ``excluded``."""
         found = self._record.read("", request)
         history = np.array(found["history"], np.int64) - self.first_id
         items = history[-self.config.length :]

@@ -1,8 +1,8 @@
-"""Item sequences from one ``.npz`` file: ``docs/data.md`` says which arrays it holds.
+"""Item sequences from one ``.npz`` file; ``docs/data.md`` says which arrays it holds.
 
-Two forms, of which both become the same: *check-ins*, a row for each visit in the order of (user, time), and
-*item lists*, every user's items one after the other. Nothing is sorted or repaired here: a file that is not as
-described is an error that names the file, the array and the row.
+There are two forms with the same result: *check-ins*, one row per visit, sorted by (user, time), and *item lists*, the
+items of one user after the other. Nothing is sorted or repaired here: a file that is not as described is an error that
+names the file, the array and the row.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ ITEM_LISTS = ("items", "offsets")
 
 @dataclass(frozen=True)
 class ItemSequences:
-    """The items of each user from old to new, user after user."""
+    """The items of each user from old to new, one user after the other."""
 
     items: np.ndarray  # (N,) int64, from 0
     offsets: np.ndarray  # (users + 1,) int64: user u has the events offsets[u] to offsets[u + 1] − 1
     item_count: int
-    names: tuple[str, ...] | None = None  # of the items, by number; None where they have none but their numbers
-    fingerprint: str | None = None  # of a table
+    names: tuple[str, ...] | None = None  # of the items, by number; None if they have only numbers
+    fingerprint: str | None = None  # if they come from a table
 
     @property
     def lengths(self) -> np.ndarray:
@@ -33,7 +33,7 @@ class ItemSequences:
         return np.diff(self.offsets)
 
     def first_visits(self) -> np.ndarray:
-        """(N,) bool: whether an event is the first of its user with that item."""
+        """Return (N,) bool: whether an event is its user's first with that item."""
         users = np.repeat(np.arange(len(self.offsets) - 1), self.lengths)
         first = np.zeros(len(self.items), dtype=bool)
         first[np.unique(users * self.item_count + self.items, return_index=True)[1]] = True
@@ -41,7 +41,7 @@ class ItemSequences:
 
 
 def read_check_ins(path: str | None, item_count: int) -> ItemSequences:
-    """Places visited: ``user``, ``poi`` (from 0) and ``time`` of each check-in, in the order of (user, time)."""
+    """Read visited places: ``user``, ``poi`` (from 0) and ``time`` of each check-in, sorted by (user, time)."""
     file = require_path(path, "check-ins", WHAT, PAGE)
     arrays = read_arrays(file, WHAT, VISITS)
     starts = check_visits(file, arrays)
@@ -50,7 +50,7 @@ def read_check_ins(path: str | None, item_count: int) -> ItemSequences:
 
 
 def read_item_lists(path: str | None, item_count: int) -> ItemSequences:
-    """Items bought or reviewed: ``items`` (from 1), of which user u has those of offsets[u] to offsets[u + 1] − 1."""
+    """Read items bought or reviewed: ``items`` (from 1); user u has offsets[u] to offsets[u + 1] − 1."""
     file = require_path(path, "item-lists", WHAT, PAGE)
     arrays = read_arrays(file, WHAT, ITEM_LISTS)
     items, offsets = arrays["items"], arrays["offsets"]
@@ -59,13 +59,13 @@ def read_item_lists(path: str | None, item_count: int) -> ItemSequences:
             f"{file}: 'offsets' runs from {offsets[0]} to {offsets[-1]}: "
             f"expected from 0 to {len(items)}, the number of 'items'"
         )
-    refuse(np.diff(offsets) < 0, f"{file}: 'offsets'", offsets[1:], "offsets that never fall", first_row=1)
+    refuse(np.diff(offsets) < 0, f"{file}: 'offsets'", offsets[1:], "offsets that never decrease", first_row=1)
     _check_ids(items, 1, item_count, f"{file}: 'items'")
     return ItemSequences(items - 1, offsets, item_count)
 
 
 def _check_ids(ids: np.ndarray, lowest: int, item_count: int, where: str) -> None:
-    """Raise unless the ids are ``lowest`` to ``lowest + item_count − 1``, and the last of them occurs."""
+    """Raise unless the ids are from ``lowest`` to ``lowest + item_count − 1``, and the last of them occurs."""
     last = lowest + item_count - 1
     allowed = f"{lowest} to {last}, as many as model.items={item_count}"
     fix = f"for this file set model.items={ids.max() - lowest + 1}"

@@ -1,8 +1,8 @@
-"""Histories from any table with a row for each event: who, what and when, as .csv, .tsv or .parquet.
+"""Histories from any table with one row per event: who, what and when, as .csv, .tsv or .parquet.
 
-The columns are found by usual names (user_id, movieId, timestamp, …) or given. Users and items are whatever stands
-there, taken as text; times are numbers or dates. Rows may come in any order; those of one user at the same time stay in
-the order of the file. Events that live in Python are written out as such a table.
+The columns are found by common names (user_id, movieId, timestamp, …) or given. Users and items can be anything and are
+read as text; times are numbers or dates. Rows may be in any order; rows of one user with the same time stay in the
+order of the file. Events given in Python are written as such a table.
 """
 
 import csv
@@ -34,11 +34,11 @@ USUAL = {
     "business businessid track trackid song songid book bookid isbn article articleid",
     "time": "time timestamp ts date datetime unixreviewtime reviewtime eventtime createdat unixtime utctime",
 }
-"""What columns are called, letters and digits alone; the first that a table has is taken."""
+"""Common names of columns, letters and digits only; the first one that a table has is used."""
 
 
 def read_table(settings: Any, item_count: int | None) -> ItemSequences:
-    """The histories of the recipe's ``data``, users and items in the order of their names."""
+    """Return the histories of the recipe's ``data``, with users and items in the order of their names."""
     duckdb = import_extra("duckdb", "reading tables", "travel")
     file = _find_file(require_path(settings.path, "sequences", WHAT))
     with duckdb.connect() as connection:
@@ -74,16 +74,16 @@ def _find_file(path: Path) -> Path:
 
 
 def _suffix(file: Path) -> str:
-    """A .gz at the end aside, which DuckDB reads as it is."""
+    """Return the suffix without a final .gz, which DuckDB can read directly."""
     return Path(file.name.lower().removesuffix(".gz")).suffix
 
 
 def _open(connection: Any, file: Path) -> tuple[str, list[str]]:
-    """SQL for the file's rows, and its columns."""
+    """Return SQL for the file's rows, and its columns."""
     if _suffix(file) == ".parquet":
         rows = f"read_parquet({_literal(str(file))})"
         return rows, [row[0] for row in connection.execute(f"DESCRIBE SELECT * FROM {rows}").fetchall()]
-    # DuckDB's own guess of what the columns are gives up, without a line's number, where a row is ragged.
+    # If a row has too few or too many cells, DuckDB's own detection of columns gives up without a line number.
     separator, names = _header(file)
     types = ", ".join(f"{_literal(name)}: 'VARCHAR'" for name in names)
     dialect = f"delim = '{separator}', quote = '{QUOTE}', escape = '{QUOTE}', comment = '', header = true"
@@ -91,7 +91,7 @@ def _open(connection: Any, file: Path) -> tuple[str, list[str]]:
 
 
 def _header(file: Path) -> tuple[str, list[str]]:
-    """The separator, which the first line has most of, and the columns' names in it."""
+    """Return the separator, the most frequent candidate in the first line, and the names of the columns."""
     try:
         with (gzip.open if file.suffix.lower() == ".gz" else open)(file, "rb") as content:
             line = content.readline(LONGEST_HEADER).decode("utf-8-sig").rstrip("\r\n")
@@ -103,7 +103,7 @@ def _header(file: Path) -> tuple[str, list[str]]:
     for name in names:
         if not name or known.count(name.lower()) > 1:
             raise DataError(
-                f"{file}, line 1: {name!r} names no column, or two: expected a name for each ({some(names)})"
+                f"{file}, line 1: {name!r} is empty or used twice: expected a name for each column ({some(names)})"
             )
     return separator, names
 
@@ -165,12 +165,12 @@ def _sequences(connection: Any, columns: dict[str, str], file: Path) -> ItemSequ
 
 
 def _where(file: Path, row: int) -> str:
-    """Rows count from 1; in text the columns' names are the line before."""
+    """Return the place for a message: rows count from 1, and in text files the column names are line 1."""
     return f"{file}, row {row}" if _suffix(file) == ".parquet" else f"{file}, line {row + 1}"
 
 
 def save_events(data: Any, folder: Path) -> None:
-    """(user, item, time) rows; or dicts, or a table of columns, whose names are then found as those of a file are."""
+    """Write (user, item, time) rows; or dicts, or a table of columns, whose names are found like those of a file."""
     columns = column_names(data)
     with open(folder / "events.csv", "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)

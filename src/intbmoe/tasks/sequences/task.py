@@ -1,12 +1,12 @@
-"""Plain item sequences: which place is visited, which item is bought next, ranked among all there are.
+"""Plain item sequences: which place is visited or which item is bought next, ranked among all items.
 
-Users' histories are split by leave-last-out (``examples.py``). Items of the history stay candidates, because places are
-visited again. A batch has ``items`` (B, T), and ``targets`` (B, T) in training or ``target`` (B,) and ``new`` (B,) in
-evaluation.
+Users' histories are split by leave-last-out (``examples.py``). Items of the history remain candidates, because places
+are visited again. A batch has ``items`` (B, T), and ``targets`` (B, T) in training or ``target`` (B,) and ``new`` (B,)
+in evaluation.
 
-In an artifact, ``catalogue.json`` has first_id: what the data calls the model's item 0; and where items have names, not
-numbers, items: the name of each. Its graphs take items (B, T),
-−1 after the last, and give log-probabilities (B, items).
+In an artifact, ``catalogue.json`` has first_id, the id of the model's item 0 in the data, and, if items have names
+instead of numbers, items, the name of each. Its graphs take items (B, T), with −1 after the last, and return
+log-probabilities (B, items).
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ from intbmoe.tasks.serving import Catalogue, Graph, Request
 from intbmoe.tasks.serving.requests import spread_evenly
 
 SOURCES = {"check-ins": read_check_ins, "item-lists": read_item_lists}
-LENGTH_STEP = 16  # batches are cut to a multiple of it: shapes stay few, which compilers and allocators like
+LENGTH_STEP = 16  # batches are cut to a multiple of this: few shapes suit compilers and allocators
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,13 @@ class SequenceData(Checked):
     path: str | None = None
     """An .npz file; for table a .csv, .tsv or .parquet file."""
     user: str | None = None
-    """table: the column with the user; None to find it by a usual name."""
+    """table: the column with the user; None to find it by a common name."""
     item: str | None = None
-    """table: the column with the item; None to find it by a usual name."""
+    """table: the column with the item; None to find it by a common name."""
     time: str | None = None
-    """table: the column with the time, numbers or dates; None to find it by a usual name."""
+    """table: the column with the time, numbers or dates; None to find it by a common name."""
     fingerprint: str | None = None
-    """table: fingerprint of the histories. Set when a run begins; others are then refused."""
+    """table: fingerprint of the histories. Set when a run begins; different data is then refused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,7 +95,7 @@ class SequencesTask(Task):
         return SequenceModel(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, domain="language"))
 
     def read_split(self, name: str) -> Examples:
-        """``train`` (windows), ``valid`` (each user's last event but one) or ``test`` (the last)."""
+        """Return ``train`` (windows), ``valid`` (each user's second-to-last event) or ``test`` (the last)."""
         length = self.recipe.model.length
         if name == "train":
             return TrainingWindows(self.sequences, length)
@@ -109,7 +109,7 @@ class SequencesTask(Task):
         return found
 
     def prepare(self, batch: Batch, generator: torch.Generator | None) -> Batch:
-        """Cut off the columns that are padding in every row; histories are short, and no result depends on them."""
+        """Cut off columns that are padding in every row; histories are short, and no result depends on padding."""
         length = int((batch["items"] != PADDING).sum(1).max())
         length = -(-length // LENGTH_STEP) * LENGTH_STEP
         return {name: value[:, :length] if value.dim() == 2 else value for name, value in batch.items()}
@@ -166,7 +166,7 @@ class SequencesTask(Task):
 
 
 def visits(batch: Batch) -> Tensor:
-    """(B, T): 1 where the item stands earlier in its row too, else 0; padding has no label."""
+    """Return (B, T): 1 if the item also occurs earlier in its row, else 0; padding has no label."""
     items = batch["items"]
     earlier = torch.ones(items.shape[1], items.shape[1], dtype=torch.bool, device=items.device).tril(-1)
     again = ((items.unsqueeze(2) == items.unsqueeze(1)) & earlier).any(2)

@@ -1,4 +1,4 @@
-"""How tasks answer requests: what they share. ``export`` and ``serve`` ask it of a task and know none by name."""
+"""What the tasks share to answer requests; ``export`` and ``serve`` use it and know no task by name."""
 
 from intbmoe.tasks.serving.graph import Graph
 from intbmoe.tasks.serving.predictor import Catalogue, Piece, Predictor, blocks_of, recording

@@ -1,4 +1,4 @@
-"""The fields of a request: each is described once, and that is both its JSON Schema and its check."""
+"""The fields of a request: each is described once, which gives both its JSON Schema and its check."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -14,15 +14,15 @@ class Field(Protocol):
     """What a value may be."""
 
     def schema(self) -> dict[str, Any]:
-        """As JSON Schema."""
+        """Return the JSON Schema."""
 
     def read(self, where: str, value: object) -> Any:
-        """The value in plain Python; raises ``RequestError`` that calls it ``where``."""
+        """Return the value in plain Python, or raise a ``RequestError`` that calls it ``where``."""
 
 
 @dataclass(frozen=True)
 class Integer:
-    """A whole number from ``low`` to ``high``; with ``nullable``, null too."""
+    """An integer from ``low`` to ``high``; with ``nullable``, also null."""
 
     low: int
     high: int
@@ -36,7 +36,7 @@ class Integer:
     def read(self, where: str, value: object) -> int | None:
         if value is None and self.nullable:
             return None
-        # JSON has one kind of number: 3.0 is the integer 3.
+        # JSON has only one kind of number: 3.0 is the integer 3.
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         if not whole or isinstance(value, bool) or not self.low <= value <= self.high:
             null = ", or null" if self.nullable else ""
@@ -89,11 +89,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Text:
-    """A string of at most ``longest`` characters that UTF-8 can carry."""
+    """A string of at most ``longest`` characters that UTF-8 can encode."""
 
     longest: int
     about: str = ""
-    format: Mapping[str, str] = field(default_factory=dict)  # more of the schema, such as its encoding
+    format: Mapping[str, str] = field(default_factory=dict)  # further schema entries, such as the encoding
 
     def schema(self) -> dict[str, Any]:
         return _described({"type": "string", "maxLength": self.longest, **self.format}, self.about)
@@ -110,7 +110,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Many:
-    item: Field | None  # None: entries are taken as they are, and read later
+    item: Field | None  # None: entries are accepted as they are, and read later
     most: int
     least: int = 0
     about: str = ""
@@ -127,12 +127,12 @@ class Many:
         return [self.item.read(f"{where}[{number}]", entry) for number, entry in enumerate(value)]
 
 
-REQUIRED = object()  # in place of the default of a field that must be there
+REQUIRED = object()  # stands for the default of a field that must be given
 
 
 @dataclass(frozen=True)
 class Record:
-    """An object: name → what the field may be, and what it is when left out (``REQUIRED``: it may not be)."""
+    """An object: name → the field and its default (``REQUIRED`` if it must be given)."""
 
     fields: Mapping[str, tuple[Field, Any]]
     about: str = ""
@@ -151,7 +151,7 @@ class Record:
         return _described(schema, self.about)
 
     def read(self, where: str, value: object) -> dict[str, Any]:
-        """Every field; ``where`` is empty for the request itself."""
+        """Read every field; ``where`` is empty for the request itself."""
         if not isinstance(value, dict | Mapping):
             raise RequestError(where or "request", value, f"an object with {', '.join(self.fields)}")
         before = f"{where}." if where else ""
@@ -170,7 +170,7 @@ class Record:
 
 
 def unknown_field(where: str, value: object, name: str, known: Collection[str]) -> RequestError:
-    near = did_you_mean(name[:SHOWN], known)  # looking for what is near to a name of megabytes would take seconds
+    near = did_you_mean(name[:SHOWN], known)  # comparing a name of megabytes would take seconds
     return RequestError(where, value, f"left out, there is no such field ({near})")
 
 
@@ -185,13 +185,13 @@ def top_n_field(most: int, default: int) -> tuple[Field, int]:
     return Integer(1, most, "How many to answer with, the best first."), min(default, most)
 
 
-# Requests with a history share these: items of a user or journeys, from old to new, and what comes next.
-HISTORY = 1000  # most entries of a history
+# Requests with a history share these: items of a user or journeys, from old to new, to predict what comes next.
+HISTORY = 1000  # the most entries of a history
 TOP_N, MOST = 10, 100  # results by default, and at most
 HISTORY_FORM = Path(__file__).with_name("history.js")
 
 
 def recommend_fields(most: int) -> dict[str, tuple[Field, Any]]:
-    """What is asked of a history, besides itself; there are ``most`` results."""
+    """Return the fields besides the history itself; there are at most ``most`` results."""
     visited = Choice(("allow", "exclude"), "Whether what is in the history may be recommended again.")
     return {"top_n": top_n_field(most, TOP_N), "visited": (visited, "allow"), "explain": EXPLAIN}

@@ -1,4 +1,4 @@
-"""A task's model as a function of tensors alone, for ONNX and AOTInductor: what goes in, and what may vary."""
+"""A task's model as a function of tensors alone, for ONNX and AOTInductor: its inputs, and what may vary."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Graph:
-    """The inputs of the graph, one after another. The first dimension of each is the batch, and free."""
+    """The inputs of the graph, in order; the first dimension of each is the batch, whose size is free."""
 
     names: tuple[str, ...]
     """Entries of a batch."""
     length_name: str | None = None
-    """What the second dimension counts, where it is free too."""
+    """What the second dimension counts, if its size is free too."""
     longest: int | None = None
-    """Its largest size."""
+    """The largest size of that dimension."""
     whole: tuple[str, ...] = ()
     """Inputs without that dimension."""
     wrap: Callable[[nn.Module, Mapping[str, Tensor]], nn.Module] = lambda model, catalogue: model
     """(model, the catalogue's tensors) → the module that takes these inputs."""
     complete: Callable[[Batch], Batch] = lambda batch: batch
-    """Adds to a batch what the graph needs besides."""
+    """Adds to a batch what else the graph needs."""
 
     def inputs(self, batch: Batch, dtype: torch.dtype, length: int | None = None) -> tuple[Tensor, ...]:
-        """The inputs from a batch of the task; with ``length`` all is cut to it."""
+        """Return the inputs from a batch of the task, cut to ``length`` if it is given."""
         batch = self.complete(batch)
         found = []
         for name in self.names:
@@ -39,7 +39,7 @@ class Graph:
         return tuple(found)
 
     def shapes_to_try(self, batch: Batch) -> list[tuple[int, int | None]]:
-        """(rows, length) of parts of a batch: all of it, and small and odd ones."""
+        """Return (rows, length) of parts of a batch to try: all of it, and small and odd ones."""
         sized = self.complete(batch)[next(name for name in self.names if name not in self.whole)]
         rows = len(sized)
         if self.longest is None:

@@ -33,7 +33,7 @@ forms["history"] = {
     const visited = make("select", { name: "visited" }, ...(schema.properties.visited?.enum ?? ["allow"]).map((word) => make("option", {}, word)));
     fields.append(make("div", { className: "row" },
       make("label", {}, "How many ", number("top_n", schema.properties.top_n)),
-      ...(schema.properties.visited ? [make("label", {}, "Those of the history ", visited)] : [])));
+      ...(schema.properties.visited ? [make("label", {}, "Already in the history ", visited)] : [])));
     this.example(schema.examples[0]);
   },
   append(value) {
@@ -75,8 +75,8 @@ function likely(one) {
   return `${one.hours === undefined ? "mode " + one.id : hours} (${Math.round(100 * one.score)} %)`;
 }
 
-// The places as numbered points on a plane, without any map behind them: longitudes shrink with the cosine of the
-// latitude, and a viewport that crosses the antimeridian goes on beyond 180°.
+// Draws the places as numbered points, without a map behind them: longitudes shrink with the cosine of the latitude,
+// and a viewport that crosses the antimeridian continues beyond 180°.
 function drawMap({ results, viewport }) {
   const KM = 111.195, WIDTH = 320, EDGE = 22, degrees = (d) => (d * Math.PI) / 180;
   const wide = (longitude) => (longitude - viewport.west + 360) % 360;
@@ -95,7 +95,7 @@ function drawMap({ results, viewport }) {
   const size = (km) => (km >= 1 ? `${Number(km.toPrecision(2))} km` : `${Math.round(km * 1000)} m`);
   const map = draw("svg", { viewBox: `0 0 ${WIDTH} ${height}`, class: "map", role: "img",
     "aria-label": `A map of ${points.length} places, ${size(across)} by ${size(along)}` });
-  for (const [one, rank] of points.reverse()) {  // the best lies on top
+  for (const [one, rank] of points.reverse()) {  // the best is drawn on top
     const x = left + wide(one.longitude) * shrink * KM * scale, y = top + (viewport.north - one.latitude) * KM * scale;
     map.append(draw("g", { transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})` },
       draw("title", {}, `${rank}. ${one.name ?? one.id}: ${one.latitude.toFixed(5)}, ${one.longitude.toFixed(5)}`),

@@ -1,9 +1,9 @@
-"""From a request to an answer: what a server, the command line and golden requests ask of a task.
+"""From a request to an answer: what a server, the command line and golden requests need from a task.
 
-    encode    JSON → arrays, or ``RequestError`` that names the field; needs the catalogue or the vocabulary, no weights
+    encode    JSON → arrays, or a ``RequestError`` that names the field; needs the catalogue or vocabulary, not weights
     answer    a batch of encoded requests → JSON, in one padded call of the model
 
-An answer follows from its own request: the rest of the batch changes it by no more than rounding.
+An answer depends only on its own request: the rest of the batch changes it by no more than rounding.
 """
 
 import copy
@@ -23,15 +23,15 @@ from intbmoe.tasks.serving.requests import Answer, Encoded, Limits, Request
 
 @dataclass(frozen=True)
 class Catalogue:
-    """What the numbers mean that go into a model and come out of it: what an export writes of a task's data."""
+    """The meaning of a model's inputs and outputs: what an export stores about a task's data."""
 
     about: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # the same, where there is much of it
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # the larger parts of it
     files: dict[str, bytes] = field(default_factory=dict)  # whole files that belong to it, by name
 
 
 class Exported(Protocol):
-    """What a predictor is made of: an artifact (``intbmoe.export``)."""
+    """What a predictor is made from: an artifact (``intbmoe.export``)."""
 
     recipe: Any
     catalogue: dict[str, Any]
@@ -43,30 +43,30 @@ class Exported(Protocol):
 
 
 class Predictor:
-    """Encodes requests, and once it has a model answers them. A subclass has ``encoder``, ``encode`` and ``answer``."""
+    """Encodes requests and, with a model, answers them; subclasses define ``encoder``, ``encode`` and ``answer``."""
 
     action: ClassVar[str]
-    """What it does, a verb: requests go to /v1/ACTION."""
+    """What it does, as a verb: requests go to /v1/ACTION."""
     summary: ClassVar[str] = "Ask the model."
-    """What ``action`` does, in a sentence."""
+    """What ``action`` does, in one sentence."""
     streams: ClassVar[bool] = False
-    """Whether answers can come piece by piece; then it has ``stream`` and ``explain`` too."""
+    """Whether answers can be sent piece by piece; if so, it also has ``stream`` and ``explain``."""
     form: ClassVar[Path | None] = None
-    """The script of its form on the served page; None for one that follows from ``request_schema``."""
+    """The script of its form on the served page; None for a form built from ``request_schema``."""
     untrusted: ClassVar[bool] = False
-    """Whether ``encode`` runs a decoder that a file can be made to keep busy; then it has ``encoding_seconds`` too, and
-    a server encodes in processes that it can end."""
+    """Whether ``encode`` runs a decoder that a crafted file can keep busy; if so, it also has ``encoding_seconds``, and
+    a server encodes in processes that it can kill."""
     request_schema: dict[str, Any]
-    """JSON Schema (2020-12) of a request, with limits and ``examples``; ``fields.Record`` makes it."""
+    """JSON Schema (2020-12) of a request, with limits and ``examples``, made by ``fields.Record``."""
     limits: Limits
     model: nn.Module
     dtype: torch.dtype
-    """The type of the model's large weights: what tolerances follow from."""
+    """The type of the model's large weights, which determines tolerances."""
     device: torch.device
 
     @classmethod
     def encoder(cls, artifact: Exported) -> Self:
-        """From what an artifact says beside its weights: it can only ``encode``, in a process that has no model."""
+        """Make a predictor from an artifact without its weights, which can only ``encode``: no model is loaded."""
         raise NotImplementedError(f"{cls.__name__} does not define encoder(artifact)")
 
     @classmethod
@@ -80,35 +80,35 @@ class Predictor:
 
     def use(self, model: nn.Module) -> None:
         self.model, self.device = model, next(model.parameters()).device
-        # Routers and the like may be kept in a wider type than the large weights.
+        # Routers and some others may be kept in a wider type than the large weights.
         types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
         self.dtype = min(types, key=lambda dtype: torch.finfo(dtype).bits)
 
     def encode(self, request: Request) -> Encoded:
-        """Check a request and turn it into arrays; raises ``RequestError`` and nothing else."""
+        """Check a request and convert it to arrays; raises ``RequestError`` and nothing else."""
         raise NotImplementedError(f"{type(self).__name__} does not define encode(request)")
 
     def encoding_seconds(self, request: Request) -> float:
-        """CPU time that ``encode`` may take for it, from what is cheap to see; raises ``RequestError``."""
+        """Return the CPU time that ``encode`` may take, from what is cheap to see, or raise ``RequestError``."""
         raise NotImplementedError(f"{type(self).__name__} does not define encoding_seconds(request)")
 
     def answer(self, batch: Sequence[Encoded]) -> list[Answer]:
-        """JSON-ready answers in the order of the batch: ``results`` with id and score each, a ``text``, or others.
+        """Return JSON-ready answers in the batch's order: ``results`` with an id and score each, a ``text``, or others.
 
-        Where a request says ``"explain": true``, ``tokens`` names the tokens the model read and ``blocks`` says where
-        they went: [{"layer": name, "choices": how many blocks there are, "tokens": [[block, …] for each token]}].
+        If a request says ``"explain": true``, ``tokens`` names the tokens that the model read and ``blocks`` says where
+        they went: [{"layer": name, "choices": number of blocks, "tokens": [[block, …] for each token]}].
         """
         raise NotImplementedError(f"{type(self).__name__} does not define answer(batch)")
 
     def stream(self, batch: Sequence[Encoded]) -> "Iterator[list[Piece]]":
-        """Continue all requests of the batch together, step by step; ``answer`` is the pieces joined.
+        """Continue all requests of the batch together, step by step; ``answer`` joins the pieces.
 
-        The iterator has the new ``ids`` of each text so far, their ``scores`` and ``drop``: see ``Continuation``.
+        The iterator has the new ``ids`` of each text so far, their ``scores``, and ``drop``: see ``Continuation``.
         """
         raise NotImplementedError(f"{type(self).__name__} does not stream")
 
     def explain(self, encoded: Encoded, new: Sequence[int]) -> Answer:
-        """What ``"explain": true`` adds to the answer, for a request whose text is complete with these ids."""
+        """Return what ``"explain": true`` adds to the answer, for a request whose text is complete with these ids."""
         raise NotImplementedError(f"{type(self).__name__} does not stream")
 
 
@@ -117,12 +117,12 @@ class Piece(NamedTuple):
 
     index: int  # which request of the batch
     text: str  # may be empty: a character can take several tokens
-    finished: Literal["stop", "length"] | None  # after the end of the text, or after ``max_tokens``; else None
+    finished: Literal["stop", "length"] | None  # "stop" at the end of the text, "length" after ``max_tokens``
 
 
 @contextmanager
 def recording(model: nn.Module, batch: Sequence[Encoded]) -> Iterator[Mapping[str, RecordedRouting]]:
-    """Records the routing of what runs inside, where a request of the batch asks for it and there is any."""
+    """Record the routing of what runs inside, if a request of the batch asks for it and the model has any."""
     wanted = any(encoded.payload["explain"] for encoded in batch)
     if wanted and next(moe_layers(model), None) is not None:
         with record_routing(model) as log:
@@ -132,7 +132,7 @@ def recording(model: nn.Module, batch: Sequence[Encoded]) -> Iterator[Mapping[st
 
 
 def blocks_of(log: Mapping[str, RecordedRouting], row: int, tokens: slice) -> list[dict[str, Any]]:
-    """For each layer that chooses, the blocks that each of these tokens of one sequence took."""
+    """Return, for each layer with routing, the blocks that each of these tokens of one sequence went to."""
     found = []
     for name, layer in log.items():
         ids = layer.ids

@@ -1,10 +1,10 @@
-"""The best n of many, exactly: of equal scores the lower number comes first.
+"""The best n of many, exactly; of equal scores, the lower index comes first.
 
 Letters: ``B`` queries, ``P`` entries of a catalogue, ``d`` width.
 
-Scores of a large catalogue are never all in memory: a stretch of it is scored at a time, and within it only the groups
-with the largest maxima are looked into, which reads each score once. Entries whose scores differ by no more than
-rounding may change places with the batch around a query; entries that are equal to the last bit never do.
+The scores of a large catalogue are never all in memory: one stretch is scored at a time, and within it only the groups
+with the largest maxima are searched, so each score is read once. Entries whose scores differ by no more than rounding
+may change places depending on the rest of the batch; entries that are equal to the last bit never do.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 GROUP = 128
-WIDE = 2**14  # entries from which on groups pay
-STRETCH = {"cpu": 2**21, "cuda": 2**29}  # scores at a time: what fits a core's cache, and 2 GiB of a GPU
+WIDE = 2**14  # groups pay from this many entries on
+STRETCH = {"cpu": 2**21, "cuda": 2**29}  # scores at a time: what fits into a core's cache, and 2 GiB of a GPU
 
 
 def top_n(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """(B, P) → (B, n) scores and (B, n) columns, by descending score and then by rising column; n ≤ P."""
+    """(B, P) → (B, n) scores and (B, n) columns, by descending score and then by ascending column; n ≤ P."""
     values, columns = _order(*_largest(scores, min(n + 1, scores.shape[1])))
     return _settle(values, columns, n, lambda row: scores[row])
 
 
 def leave_out(scores: Tensor, excluded: Sequence[np.ndarray]) -> None:
-    """Set the scores (B, P) of the columns that each row leaves out to −∞."""
+    """Set the scores (B, P) of each row's excluded columns to −∞."""
     _leaving_out(excluded, scores.device)(scores, 0)
 
 
@@ -34,14 +34,14 @@ class VectorIndex:
     """Vectors to search in: the score of an entry is its inner product with the query."""
 
     def __init__(self, vectors: Tensor) -> None:
-        """``vectors`` (P, d) are in a type whose products are to be trusted: float32 or wider."""
+        """``vectors`` (P, d) must have a type with reliable products: float32 or wider."""
         self.vectors = vectors
 
     def __len__(self) -> int:
         return len(self.vectors)
 
     def search(self, queries: Tensor, n: int, excluded: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """(B, d) → (B, n) scores and rows, as ``top_n``; each query's ``excluded`` rows come last, with −∞."""
+        """(B, d) → (B, n) scores and rows, like ``top_n``; each query's ``excluded`` rows come last, with −∞."""
         n = min(n, len(self))
         values, columns = self._best(queries, n, _leaving_out(excluded, queries.device))
 
@@ -53,17 +53,17 @@ class VectorIndex:
         return _settle(values, columns, n, all_scores)
 
     def best(self, queries: Tensor, n: int, excluded: Tensor) -> tuple[Tensor, Tensor]:
-        """``search`` without a look at the device in between, for a graph: one entry more than n, where there is one.
+        """Do a ``search`` that never waits for the device, for a graph; return n + 1 entries, if there are as many.
 
-        ``excluded`` (B, X) has the rows that each query leaves out, −1 for none. Where the last two scores are equal
-        (``ends_in_a_tie``), which of all equals came along was chance, and only ``search`` gives the answer.
+        ``excluded`` (B, X) has the rows that each query leaves out, −1 for none. If the last two scores are equal
+        (``ends_in_a_tie``), which of the equal entries were found is arbitrary, and only ``search`` gives the answer.
         """
 
         def leave_out(scores: Tensor, start: int) -> None:
             width = scores.shape[1]
             columns = excluded.long() - start
             here = (excluded >= 0) & (columns >= 0) & (columns < width)
-            # A minimum with +∞ changes nothing; spread, because many of them at one place would wait for each other.
+            # A minimum with +∞ changes nothing; idle entries are spread, because many at one place would queue up.
             idle = torch.arange(excluded.shape[1], device=scores.device) % width
             limits = torch.where(here, -torch.inf, torch.inf).to(scores.dtype)
             scores.scatter_reduce_(1, torch.where(here, columns, idle), limits, "amin")
@@ -71,7 +71,7 @@ class VectorIndex:
         return self._best(queries, n, leave_out)
 
     def _best(self, queries: Tensor, n: int, leave_out: Callable[[Tensor, int], None]) -> tuple[Tensor, Tensor]:
-        """The best n + 1, or all; ``leave_out`` is given the scores of a stretch and where it starts."""
+        """Return the best n + 1, or all; ``leave_out`` gets the scores of a stretch and where it starts."""
         step = max(GROUP, STRETCH["cpu" if queries.device.type == "cpu" else "cuda"] // max(1, len(queries)))
         found = []
         for start in range(0, len(self), step):
@@ -86,14 +86,14 @@ class VectorIndex:
 
 
 def ends_in_a_tie(values: Any, n: int) -> Any:
-    """(B, n + 1) descending scores → (B,) whether the last two are equal; an array or a tensor."""
+    """(B, n + 1) descending scores, array or tensor → (B,) whether the last two are equal."""
     if values.shape[1] <= n:
         return values[:, 0] != values[:, 0]
     return (values[:, n - 1] == values[:, n]) & (values[:, n] != -np.inf)
 
 
 def _leaving_out(rows: Sequence[np.ndarray], device: torch.device) -> Callable[[Tensor, int], None]:
-    """Sets excluded scores of a stretch to −∞. By column, so that finding them needs no look at the device."""
+    """Return a function that sets a stretch's excluded scores to −∞; sorted by column, to find them on the host."""
     query = np.repeat(np.arange(len(rows)), [len(one) for one in rows])
     column = np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64)
     order = np.argsort(column, kind="stable")
@@ -110,12 +110,12 @@ def _leaving_out(rows: Sequence[np.ndarray], device: torch.device) -> Callable[[
 
 
 def _largest(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The n largest of each row and their columns, in any order; of equals, any."""
+    """Return the n largest of each row and their columns, in any order; among equal ones, any."""
     total = scores.shape[1]
     groups = total // GROUP
     if total < WIDE or groups < 4 * n:
         return scores.topk(n, dim=1, sorted=False)
-    # What is among the n largest lies in one of the n groups with the largest maxima.
+    # Each of the n largest lies in one of the n groups with the largest maxima.
     grouped = scores[:, : groups * GROUP].unflatten(1, (groups, GROUP))
     chosen = grouped.amax(2).topk(n, dim=1, sorted=False).indices
     inside = torch.arange(GROUP, device=scores.device)
@@ -133,7 +133,7 @@ def _order(values: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _settle(values: Tensor, columns: Tensor, n: int, scores_of: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:
-    """The first n of n + 1; where the last two are equal, which of all equals came along was chance: look again."""
+    """Return the first n of n + 1; if the last two are equal, the choice among equal ones was arbitrary: look again."""
     for row in ends_in_a_tie(values, n).nonzero().flatten().tolist():
         ordered, places = scores_of(row).sort(descending=True, stable=True)
         values[row, :n], columns[row, :n] = ordered[:n], places[:n]
@@ -141,6 +141,6 @@ def _settle(values: Tensor, columns: Tensor, n: int, scores_of: Callable[[int], 
 
 
 def ranked_results(ids: Sequence[int | str], scores: list[float], count: int) -> list[dict[str, Any]]:
-    """The first ``count`` entries; those that were left out come last, with −∞, and are not results."""
+    """Return the first ``count`` entries; excluded ones come last, with −∞, and are not results."""
     best = list(zip(ids, scores, strict=True))[:count]
     return [{"id": one, "score": score} for one, score in best if score != -np.inf]

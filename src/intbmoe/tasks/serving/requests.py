@@ -1,7 +1,7 @@
-"""A request on its way: what is wrong with it, what it may ask for, and how it travels between processes.
+"""A request in transit: what is wrong with it, what it may ask for, and how it is sent between processes.
 
-``to_wire`` and ``from_wire`` carry encoded requests between processes as msgpack: numbers, strings and arrays, nothing
-that could hold code.
+``to_wire`` and ``from_wire`` carry encoded requests between processes as msgpack: numbers, strings and arrays, but
+nothing that could hold code.
 """
 
 from collections.abc import Mapping
@@ -15,50 +15,50 @@ from intbmoe.foreign import import_extra
 
 Request = Mapping[str, Any]
 Answer = dict[str, Any]
-SHOWN = 60  # characters of a refused value that its message repeats
-ABSENT = object()  # in place of the value of a field that is not there
+SHOWN = 60  # characters of a refused value that the message repeats
+ABSENT = object()  # stands for the value of a missing field
 
 
 class RequestError(ValueError):
-    """A request that cannot be answered as it is. ``field`` says where, such as ``history[3].place``."""
+    """A request that cannot be answered as it is; ``field`` says where, such as ``history[3].place``."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         """``allowed`` completes the sentence "… must be"; ``value`` may be ``ABSENT``."""
-        # Short, and free of what UTF-8 cannot carry: a client may name a field anything.
+        # Short, and without what UTF-8 cannot encode: a client may name a field anything.
         self.field = field[:SHOWN].encode("utf-8", "backslashreplace").decode()
         found = " is missing" if value is ABSENT else f"={shown(value)} is not allowed"
         super().__init__(f"{self.field}{found}: {self.field} must be {allowed}")
 
 
 def shown(value: object) -> str:
-    """``value`` for a message: short and printable, whatever it is."""
+    """Return ``value`` for a message: short and printable, whatever it is."""
     if isinstance(value, dict | list | tuple):
         kind = "object" if isinstance(value, dict) else "list"
         return f"<{kind} of {len(value)}>"
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         return f"<integer of {value.bit_length()} bits>"
     if isinstance(value, str | bytes) and len(value) > SHOWN:
-        return f"{value[: SHOWN - 10]!a}… ({len(value)} in all)"
+        return f"{value[: SHOWN - 10]!a}… ({len(value)} in total)"
     return ascii(value)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    tokens: int  # what it costs in a batch's token budget
+    tokens: int  # its cost in a batch's token budget
     payload: Mapping[str, Any]  # flat: name → array, number, string, bytes, bool or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a request may ask for at most; None where it has no such field."""
+    """The most that a request may ask for; None if it has no such field."""
 
     body_bytes: int  # bytes of a request's JSON
     top_n: int | None = None  # entries of a ranking
-    history: int | None = None  # items or sessions that may be sent; the model looks at the last ones
+    history: int | None = None  # items or sessions that may be sent; the model uses the last ones
     prompt_tokens: int | None = None
     max_tokens: int | None = None  # new tokens
     image_bytes: int | None = None  # bytes of an image file, before base64
-    image_pixels: int | None = None  # width times height of an image as it comes
+    image_pixels: int | None = None  # width times height of an image as it is sent
 
 
 _ARRAY = "array"
@@ -66,12 +66,12 @@ WIRE_TYPES = frozenset({"bool", "uint8", "int32", "int64", "float32", "float64"}
 
 
 def to_wire(encoded: Encoded) -> bytes:
-    """An encoded request as msgpack; arrays as [type, shape, bytes]."""
+    """Pack an encoded request as msgpack; arrays become [type, shape, bytes]."""
     return _msgpack().packb([encoded.tokens, dict(encoded.payload)], default=_pack_array)
 
 
 def from_wire(content: bytes) -> Encoded:
-    """What ``to_wire`` wrote; arrays are views of ``content`` and cannot be written to."""
+    """Unpack what ``to_wire`` wrote; arrays are views of ``content`` and cannot be written to."""
     tokens, payload = _msgpack().unpackb(content, strict_map_key=True, object_hook=_unpack_array)
     return Encoded(tokens, payload)
 
@@ -89,7 +89,7 @@ def _unpack_array(value: dict[str, Any]) -> Any:
         return value
     dtype, shape, content = value[_ARRAY]
     if dtype not in WIRE_TYPES:
-        raise ValueError(f"an array of {dtype!r} came over the wire: expected {', '.join(sorted(WIRE_TYPES))}")
+        raise ValueError(f"received an array of {dtype!r}: expected {', '.join(sorted(WIRE_TYPES))}")
     return np.frombuffer(content, dtype=dtype).reshape(shape)
 
 
@@ -98,5 +98,5 @@ def _msgpack() -> ModuleType:
 
 
 def spread_evenly(total: int, count: int) -> list[int]:
-    """Numbers below ``total``, evenly spread from the first to the last: which examples golden requests are made of."""
+    """Return numbers below ``total``, evenly spread from first to last: the examples for golden requests."""
     return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(int)).tolist()

@@ -1,4 +1,4 @@
-"""Where a user goes next. Journeys are IntTravel's or the embedded generator's; both become the arrays of ``data``."""
+"""Where a user goes next, on IntTravel's journeys or the embedded generator's; both become the arrays of ``data``."""
 
 from intbmoe.tasks.travel.task import TravelTask
 

@@ -1,9 +1,9 @@
-"""The places among which a destination has to be found: the true one and others that it is ranked against.
+"""The places among which a destination must be found: the true one, and others that it is ranked against.
 
-Of 64 others up to half are places of the true one's cell, as many as it has; the rest are of other cells, all drawn
-uniformly, none twice. With places from anywhere only, any place of the right neighbourhood would do.
+Of 64 others, up to half are in the true place's cell, if it has that many; the rest are in other cells. All are drawn
+uniformly, none twice. If they could be anywhere, any place of the right neighbourhood would rank first.
 
-A draw follows from (seed, epoch, shard, session) by counter-based random numbers, without a loop over the sessions.
+A draw depends only on (seed, epoch, shard, session), by counter-based random numbers, without a loop over sessions.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from intbmoe.tasks.travel.data import Places
 
 NEGATIVES, NEAR = 64, 32
 TOP = (1, 2, 5)
-"""Among how many of the first the true place is looked for."""
+"""Ranks within which the true place is looked for."""
 
 
 class Candidates:
@@ -25,7 +25,7 @@ class Candidates:
         self.places = places
         self.negatives = negatives
         self.near = negatives // 2 if near is None else near
-        self._position = np.empty(total, np.int64)  # where a place stands in ``cell_places``
+        self._position = np.empty(total, np.int64)  # the index of each place in ``cell_places``
         self._position[places.cell_places] = np.arange(total)
 
     def draw(self, answers: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -35,11 +35,11 @@ class Candidates:
         cell = self.places.cell[answers]
         start, stop = self.places.cell_offsets[cell], self.places.cell_offsets[cell + 1]
         near, far = stop - start - 1, total - (stop - start)
-        # Fewer are neighbours where there are fewer, more where there is hardly anything else.
+        # There are fewer neighbours if the cell has fewer places, and more if there are hardly any others.
         neighbours = np.maximum(np.minimum(self.near, near), n - far)
         bits = _mix(keys[:, None] + np.arange(1, 2 * n + 1, dtype=np.uint64) * _STEP)
         local = start[:, None] + _distinct(bits[:, :n], near, neighbours)
-        local += local >= position[:, None]  # the true place is passed over
+        local += local >= position[:, None]  # skips the true place
         distant = _distinct(bits[:, n:], far, n - neighbours)
         distant += np.where(distant >= start[:, None], (stop - start)[:, None], 0)  # and here its cell
         column = np.arange(n)
@@ -49,10 +49,10 @@ class Candidates:
 
 
 def _distinct(bits: np.ndarray, population: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """In row r: ``count[r]`` different numbers below ``population[r]``, uniformly; columns after them mean nothing.
+    """Return in row r ``count[r]`` different numbers below ``population[r]``, uniformly; later columns mean nothing.
 
-    Floyd's way: number j is drawn below population − count + j + 1, and where it was drawn before, the largest of these
-    takes its place, which cannot have been.
+    By Floyd's method: number j is drawn below population − count + j + 1; if it was drawn before, it is replaced by the
+    largest of these, which cannot have been drawn yet.
     """
     chosen = np.empty(bits.shape, np.int64)
     for column in range(bits.shape[1]):
@@ -64,18 +64,18 @@ def _distinct(bits: np.ndarray, population: np.ndarray, count: np.ndarray) -> np
 
 
 def session_keys(seed: int, epoch: int, shard: int, sessions: np.ndarray) -> np.ndarray:
-    """(N,) uint64: one random key for each session of a shard."""
+    """Return (N,) uint64: one random key for each session of a shard."""
     key = np.zeros(1, np.uint64)
     for number in (seed, epoch, shard):
         key = _mix(key ^ np.uint64(number % 2**64))
     return _mix(key ^ np.asarray(sessions).astype(np.uint64))
 
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ over the golden ratio, odd: its multiples spread evenly
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ divided by the golden ratio, odd: its multiples spread evenly
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of 64 bits in which each bit changes half of the result (SplitMix64's, Steele et al., 2014)."""
+    """A bijection of 64 bits in which each bit affects half of the result (from SplitMix64, Steele et al., 2014)."""
     x = x + _STEP
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,11 +1,11 @@
 """``recommend`` for journeys as CUDA graphs: from the codes of a batch to its best places.
 
 A batch is rounded up to a number of requests and of sessions for which there are graphs: one computes the queries, one
-searches the catalogue. It is filled up with rows of no session, which no mixture counts and nobody reads; larger
+searches the catalogue. It is padded with rows without sessions, which no mixture counts and no one reads; larger
 batches are answered in parts. One copy goes in, one comes out:
 
     in     excluded (B, X), −1 for none; then for each request its number of sessions, its profile, its sessions
-    out    for each request the best n + 1 scores, bit by bit as integers, and their rows
+    out    for each request the best n + 1 scores, their bits as integers, and their rows
 """
 
 import time
@@ -22,10 +22,10 @@ from intbmoe.models.travel import PROFILE_TOKENS
 from intbmoe.tasks.serving.ranking import ends_in_a_tie
 from intbmoe.tasks.serving.requests import Encoded
 
-MOST_REQUESTS = 256  # of one graph: beyond, a GPU is busy anyway
-USUAL_RESULTS = 10  # results for which there are graphs beside the most that can be asked for
-RECORDING_S = 60.0  # after so long no more shapes are recorded; the largest come first, and hold smaller batches
-CODES = 10  # columns of a session
+MOST_REQUESTS = 256  # per graph: beyond that a GPU is busy anyway
+USUAL_RESULTS = 10  # a number of results with its own graphs, besides the largest allowed
+RECORDING_S = 60.0  # after this time no more shapes are recorded; the largest come first, and fit smaller batches
+CODES = 10  # columns per session
 HEAD = 1 + PROFILE_TOKENS  # entries of a request before its sessions
 Shape = tuple[int, int]
 
@@ -34,7 +34,7 @@ class CapturedSearch:
     """The graphs of a ``PlacePredictor``, with the buffers they read and write."""
 
     def __init__(self, predictor: Any, requests: int) -> None:
-        """Records all shapes that batches of up to ``requests`` need; raises ``CaptureError``."""
+        """Record all shapes that batches of up to ``requests`` need, or raise ``CaptureError``."""
         self._predictor = predictor
         limits, device = predictor.limits, predictor.device
         self.requests = ladder(min(requests, MOST_REQUESTS))
@@ -82,7 +82,7 @@ class CapturedSearch:
         self._output.device[: found.numel()] = found.flatten()
 
     def search(self, batch: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray]:
-        """(B, n) scores and rows, where n is at least what each request asks for and there is."""
+        """Return (B, n) scores and rows, where n is at least what each request asks for, if there are that many."""
         most = self.requests[-1]
         wanted = max(encoded.payload["top_n"] for encoded in batch)
         n = next(results for results in self.results if results >= wanted)
@@ -103,13 +103,13 @@ class CapturedSearch:
         return values[:, :n], rows[:, :n]
 
     def shape_for(self, batch: Sequence[Encoded]) -> Shape:
-        """The recorded requests and sessions that hold the batch with the least padding."""
+        """Return the recorded requests and sessions that hold the batch with the least padding."""
         longest = max(len(encoded.payload["sessions"]) for encoded in batch)
         fits = [shape for shape in self.models if shape[0] >= len(batch) and shape[1] >= longest]
         return min(fits, key=lambda shape: shape[0] * shape[1])
 
     def fill(self, batch: Sequence[Encoded], shape: Shape) -> int:
-        """Write a batch into the host's buffer, over whatever was there; the entries that it takes."""
+        """Write a batch into the host's buffer, over whatever was there; return the number of entries it takes."""
         requests, sessions = shape
         used = requests * (self._excluded + self._width(sessions))
         before = requests * self._excluded
@@ -127,7 +127,7 @@ class CapturedSearch:
         return used
 
     def read(self, requests: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Wait for the graphs: (B, n + 1) scores and rows, or as many as there are places."""
+        """Wait for the graphs and return (B, n + 1) scores and rows, or as many as there are places."""
         width = min(n + 1, len(self._predictor.places))
         used = 2 * requests * width
         self._output.to_host(used)

@@ -1,9 +1,9 @@
-"""Check-ins as journeys: the next place of a user, with what is known before she goes there.
+"""Check-ins as journeys: the next place of a user, with what is known before the user goes there.
 
-Of a session the scenario has the hour and the weekday of the check-in itself, the time since the one before, and the
-cell and the region of the place *before*; that place, with its category, is the intention before it in the sequence.
-That people check in at this moment is taken as known, as is usual for next places; where is not. The user is the first
-feature of the profile. Nothing is known of weather, travel modes, actions and via points.
+The scenario of a session has the hour and the weekday of the check-in itself, the time since the previous one, and the
+cell and the region of the place *before*; that place, with its category, is the previous intention in the sequence. As
+is usual for next-place prediction, the time of a check-in is taken as known, but not where it is. The user is the first
+feature of the profile. Weather, travel modes, actions and via points are unknown.
 
 A cell is a square of ``CELL`` degrees, a region one of ``REGION`` degrees.
 """
@@ -23,9 +23,9 @@ WEEK = 7 * 24  # hours
 
 
 def read_check_ins(path: str | None) -> JourneyData:
-    """``user``, ``poi``, ``time`` (seconds, UTC) of each check-in, ``poi_lat`` and ``poi_lon`` of each place.
+    """Read ``user``, ``poi``, ``time`` (seconds, UTC) of each check-in, ``poi_lat`` and ``poi_lon`` of each place.
 
-    Optional: ``poi_category`` of each place, and ``hour`` and ``dow`` of each check-in by the user's own clock.
+    Optional: ``poi_category`` of each place, and ``hour`` and ``dow`` of each check-in in the user's local time.
     """
     file = require_path(path, "check-ins", WHAT, PAGE)
     arrays = read_arrays(file, WHAT, VISITS, ("poi_lat", "poi_lon"), ("poi_category", "hour", "dow"))
@@ -71,13 +71,13 @@ def _check_places(file: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def _squares(arrays: dict[str, np.ndarray], side: float) -> np.ndarray:
-    """(P,) codes from 1 of the squares in which the places lie; those without a place have none."""
+    """Return (P,) codes, from 1, of the squares that the places lie in; squares without a place have no code."""
     corners = np.floor(np.stack([arrays["poi_lat"], arrays["poi_lon"]], 1) / side)
     return (1 + np.unique(corners, axis=0, return_inverse=True)[1].ravel()).astype(np.int32)
 
 
 def _clock(file: Path, arrays: dict[str, np.ndarray]) -> np.ndarray | None:
-    """(N,) milliseconds by which the users' clocks are ahead of UTC; None where the file lacks ``hour`` or ``dow``."""
+    """Return (N,) milliseconds that users' clocks are ahead of UTC; None if the file lacks ``hour`` or ``dow``."""
     if "hour" not in arrays or "dow" not in arrays:
         return None
     for name, most in (("hour", 23), ("dow", 6)):

@@ -1,8 +1,8 @@
 """Tables in chunks of whole rows, which several workers can read.
 
 A row's number in its file must be known, for messages and because the first of two profiles counts. So line breaks are
-counted first, which takes far less time than parsing. A gzipped file can only be read from its beginning: it is
-unpacked before.
+counted first, which takes far less time than parsing. A gzipped file can only be read from the beginning, so it is
+unpacked first.
 """
 
 import gzip
@@ -19,14 +19,14 @@ from intbmoe.tasks.travel.store import read_json, write_json
 from intbmoe.tasks.travel.tables import TableFile
 from intbmoe.tasks.workers import Progress, Workers
 
-BLOCK = 1 << 24  # bytes that are unpacked, or whose lines are counted, at a time
+BLOCK = 1 << 24  # bytes to unpack, or to count lines in, at a time
 
 
 @dataclass(frozen=True)
 class Chunk:
     file: TableFile
     number: int
-    """In its file."""
+    """Within its file."""
     start: int
     """Where its first row begins, in bytes of the file's text."""
     first_row: int
@@ -34,7 +34,7 @@ class Chunk:
     """Where the next chunk begins; None for the last."""
 
     def read(self) -> tuple[bytes, str]:
-        """Its whole rows, each ended by a line feed alone, and why the file seems to end within a row, if it does."""
+        """Return its whole rows, each ended by a line feed, and why the file seems to end within a row, if it does."""
         with self.file.text.open("rb") as stream:
             stream.seek(self.start)
             text = stream.read(-1 if self.end is None else self.end - self.start)
@@ -47,17 +47,17 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Unpacker:
-    """Unpacks gzipped files, in whatever process."""
+    """Unpacks gzipped files, in any process."""
 
     folder: Path
 
     def __call__(self, file: TableFile, progress: Progress) -> TableFile:
-        """The file with its text, as far as that can be unpacked; nothing is done where it is there."""
+        """Return the file with its text, unpacked as far as possible; an existing text is not unpacked again."""
         text, receipt, stamp = self.folder / file.path.name, self.folder / f"{file.path.name}.json", file.stamp()
         done = read_json(receipt)
         if done is None or done["stamp"] != stamp:
             done = {"stamp": stamp, "cut": ""}
-            # In a folder of its own: a machine that was given up may still be writing the same text.
+            # In its own folder: a machine that was given up may still be writing the same text.
             with private_folder(self.folder, f".{file.path.name}.", ".part") as own:
                 with gzip.open(file.path) as packed, (own / "text").open("wb") as unpacked:
                     while block := _read_block(packed, done):
@@ -69,7 +69,7 @@ class Unpacker:
 
 
 def _read_block(packed: gzip.GzipFile, done: dict[str, Any]) -> bytes:
-    """Empty at the end, and where the file is cut off or damaged, which is noted."""
+    """Return the next block; empty at the end, and where the file is cut off or damaged, which is recorded."""
     try:
         return packed.read1(BLOCK)
     except (EOFError, OSError, zlib.error) as error:
@@ -78,7 +78,7 @@ def _read_block(packed: gzip.GzipFile, done: dict[str, Any]) -> bytes:
 
 
 def divide(file: TableFile, size: int, kept: Path, workers: Workers, progress: Progress) -> list[Chunk]:
-    """Chunks of some ``size`` bytes. What was counted is kept in the file ``kept``."""
+    """Return chunks of about ``size`` bytes; the row counts are kept in the file ``kept``."""
     stamp, known = [file.stamp(), size], read_json(kept)
     if known is None or known["stamp"] != stamp:
         starts = _find_starts(file, size)
@@ -92,7 +92,7 @@ def divide(file: TableFile, size: int, kept: Path, workers: Workers, progress: P
 
 
 def _find_starts(file: TableFile, size: int) -> list[int]:
-    """Where rows begin, the first one, and the next after each ``size`` bytes."""
+    """Return where rows begin: the first, and then the next one after each ``size`` bytes."""
     starts, total = [file.start], file.text.stat().st_size
     with file.text.open("rb") as stream:
         for place in range(file.start + size, total, size):
@@ -104,7 +104,7 @@ def _find_starts(file: TableFile, size: int) -> list[int]:
 
 
 def count_lines(span: tuple[Path, int, int], progress: Progress) -> int:
-    """Line breaks in the bytes of a file from start to end."""
+    """Count the line breaks in the bytes of a file from start to end."""
     path, start, end = span
     lines = 0
     with path.open("rb") as stream:

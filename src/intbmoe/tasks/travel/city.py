@@ -22,16 +22,16 @@ NEIGHBOURHOODS = np.array(
     ]
 )
 SHARES = (0.4, 0.2, 0.15, 0.25)  # of the neighbourhoods, among the cells
-NEARNESS = 1.1  # how far a trip goes: the attraction of a cell falls by e for each 1.1 cells of distance
-SOUTH, WEST = 48.0, 11.0  # degrees: where the city lies is made up too
+NEARNESS = 1.1  # how far a trip goes: the attraction of a cell falls by a factor of e for each 1.1 cells of distance
+SOUTH, WEST = 48.0, 11.0  # degrees: the city's location is made up too
 KILOMETRE = 1 / 111.195  # in degrees of latitude
-REGION_SIDE = 4  # a region is a square of so many cells
-TASTES = (7.0, 2.0, -7.0)  # what a point of score is worth to who follows the crowd, hardly cares, avoids it
+REGION_SIDE = 4  # a region is a square with this many cells on each side
+TASTES = (7.0, 2.0, -7.0)  # the weight of a place's score for those who follow the crowd, hardly care, or avoid it
 
 
 @dataclass(frozen=True)
 class City:
-    """Places are numbered by (category, cell), so that those of one category in one cell are a run of numbers."""
+    """Places are numbered by (category, cell), so that those of one category in one cell have consecutive numbers."""
 
     category: np.ndarray  # (P,)
     cell: np.ndarray  # (P,)
@@ -39,11 +39,11 @@ class City:
     region: np.ndarray  # (C,): the region of each cell
     distance: np.ndarray  # (C, C), in cells
     starts: np.ndarray  # (categories, C + 1): the first place of the category in each cell
-    reach: np.ndarray  # (categories, C, C): cumulated over the second cell, how likely a trip from the first ends there
+    reach: np.ndarray  # (categories, C, C): weight of trips from the first cell to the second, cumulative over those
     appeal: np.ndarray  # (tastes, P + 1): appeal to a taste, summed over all places before each
 
     def choose(self, category: np.ndarray, origin: np.ndarray, taste: np.ndarray, chance: np.ndarray) -> np.ndarray:
-        """A place of that category near ``origin`` (a cell), by two ``chance`` (…, 2) in 0…1."""
+        """Choose a place of that category near ``origin`` (a cell), by two ``chance`` (…, 2) in 0…1."""
         reach = self.reach[category, origin]
         cell = (reach < chance[:, :1] * reach[:, -1:]).sum(1)
         first, last = self.starts[category, cell], self.starts[category, cell + 1]
@@ -57,7 +57,7 @@ class City:
 
 
 def locate(city: City, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Longitude, latitude and name of ``places``, in cells of one kilometre; nothing that a model reads."""
+    """Return longitude, latitude and name of ``places``, in cells of one kilometre; no model reads them."""
     row, column = np.divmod(city.cell[places], round(len(city.region) ** 0.5))
     inside = np.random.default_rng(len(places)).random((2, len(places)))
     latitude = SOUTH + (row + inside[0]) * KILOMETRE

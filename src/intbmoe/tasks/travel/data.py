@@ -1,6 +1,6 @@
-"""Journeys as arrays: what the tables of IntTravel become, and what the embedded generator makes.
+"""Journeys as arrays: what IntTravel's tables become, and what the embedded generator makes.
 
-Codes are 1…n−1, and 0 means missing or unknown. Of a session, ``cell``, ``region``, ``weather`` and ``time`` are the
+Codes are 1…n−1, and 0 means missing or unknown. In a session, ``cell``, ``region``, ``weather`` and ``time`` are the
 scenario (where and when the user is: known before), ``place`` is the intention (the answer), and ``mode``, ``action``
 and ``via`` are feedback (known after).
 """
@@ -12,9 +12,9 @@ import numpy as np
 
 PROFILE_FEATURES = 6
 HOUR = 3_600_000  # milliseconds
-LATEST_DEPARTURE = 48  # hours: from here on "when" is not told apart
+LATEST_DEPARTURE = 48  # hours: "when" does not distinguish later departures
 BINS = 1 << 20
-TRAIN_TENTHS, KNOWN_TENTHS = 8, 9  # of all sessions, so many tenths are for training, and for training or validation
+TRAIN_TENTHS, KNOWN_TENTHS = 8, 9  # tenths of all sessions for training, and for training and validation together
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Places:
     region: np.ndarray  # (P,) int32: code of administrative_region_id
     cell_offsets: np.ndarray  # (C + 1,) int64: cell c has ``cell_places[cell_offsets[c]:cell_offsets[c + 1]]``
     cell_places: np.ndarray  # (P,) int32 rows, ascending within a cell
-    longitude: np.ndarray | None = None  # (P,) float64, degrees, NaN where it is not known; None: nowhere is
+    longitude: np.ndarray | None = None  # (P,) float64, degrees, NaN if unknown; None: unknown for all
     latitude: np.ndarray | None = None
-    names: np.ndarray | None = None  # (P,) UTF-8 in numpy's bytes, empty for none; None: no place has one
+    names: np.ndarray | None = None  # (P,) UTF-8 in numpy's bytes, empty for none; None: no place has a name
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Sessions:
     weather: np.ndarray
     mode: np.ndarray
     via: np.ndarray  # (S,) int32: row of Places, −1 for none
-    depart: np.ndarray | None = None  # (S,) int32: ``find_departures``; None in folders prepared before that was there
-    clock: np.ndarray | None = None  # (S,) int64: milliseconds that the user's is ahead of UTC; None: all alike
+    depart: np.ndarray | None = None  # (S,) int32: ``find_departures``; None in folders prepared before it existed
+    clock: np.ndarray | None = None  # (S,) int64: milliseconds that the user's clock is ahead of UTC; None: all alike
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many codes each field has, 0 included; of places, how many there are."""
+    """How many codes each field has, including 0; for places, how many there are."""
 
     places: int
     cells: int
@@ -70,16 +70,16 @@ class JourneyData:
     places: Places
     shards: Sequence[Sessions]
     sizes: Sizes
-    valid_from: int  # milliseconds: sessions before it are for training
-    test_from: int  # milliseconds: sessions from here on are the test split, those in between validation
+    valid_from: int  # milliseconds: earlier sessions are for training
+    test_from: int  # milliseconds: sessions from here on are the test split, those in between the validation split
 
 
 def split_times(parts: Callable[[], Iterable[np.ndarray]]) -> tuple[int, int]:
-    """``valid_from`` and ``test_from``: 80, 10 and 10 % of the sessions whose times ``parts`` gives.
+    """Return ``valid_from`` and ``test_from``: 80, 10 and 10 % of the sessions whose times ``parts`` gives.
 
-    By time, so that nobody is trained on what comes after a test.
-    Each is the first edge of a histogram with at least that share of the sessions before it. The bins divide the whole
-    range by a million (7 seconds for three months): the parts are read one after another, twice, and never sorted.
+    The split is by time, so that no model is trained on what comes after a test. Each is the first edge of a histogram
+    with at least that share of the sessions before it. The bins divide the whole range by a million (7 seconds for
+    three months): the parts are read one after another, twice, and never sorted.
     """
     ranges = [(int(part.min()), int(part.max())) for part in parts() if len(part)]
     first = min(low for low, _ in ranges)
@@ -93,11 +93,11 @@ def split_times(parts: Callable[[], Iterable[np.ndarray]]) -> tuple[int, int]:
 
 
 def find_departures(rows: Mapping[str, np.ndarray], first: np.ndarray, sets_out: np.ndarray) -> np.ndarray:
-    """(S,) 1 + the hours from each session's start until the user sets out for its place; 49 for two days and more.
+    """Return (S,) 1 + the hours from each session's start until the user sets out; 49 for two days or more.
 
     ``rows`` (N,) are sorted by user and time, ``first`` (S,) are those that begin a session and ``sets_out`` (N,) those
-    in which navigation starts. The first of the session counts, else the user's next one to the same place from the
-    same cell. 49 stands for never, too, and 0 for a session without a place.
+    in which navigation starts. The first such row of the session counts, otherwise the user's next one to the same
+    place from the same cell. 49 also means never, and 0 a session without a place.
     """
     user, place, cell, time = (rows[name] for name in ("user", "place", "cell", "time"))
     number = len(user)
@@ -120,13 +120,13 @@ def find_departures(rows: Mapping[str, np.ndarray], first: np.ndarray, sets_out:
 
 
 def _next_true(flags: np.ndarray) -> np.ndarray:
-    """(N,) where the next True stands, at each place or after it; N for none."""
+    """Return (N,) the index of the next True, at each position or after it; N if there is none."""
     at = np.where(flags, np.arange(len(flags)), len(flags))
     return np.minimum.accumulate(at[::-1])[::-1]
 
 
 def group_by_cell(cell: np.ndarray, cells: int) -> tuple[np.ndarray, np.ndarray]:
-    """``cell_offsets`` and ``cell_places`` of places in these cells (codes below ``cells``)."""
+    """Return ``cell_offsets`` and ``cell_places`` of places in these cells (codes below ``cells``)."""
     offsets = np.zeros(cells + 1, np.int64)
     np.cumsum(np.bincount(cell, minlength=cells), out=offsets[1:])
     return offsets, np.argsort(cell, kind="stable").astype(np.int32)
@@ -135,7 +135,7 @@ def group_by_cell(cell: np.ndarray, cells: int) -> tuple[np.ndarray, np.ndarray]
 def bare_places(
     cell: np.ndarray, cells: int, category: np.ndarray | None = None, region: np.ndarray | None = None
 ) -> Places:
-    """Places 0 to P − 1 in these cells (codes below ``cells``), without scores; what is left out is not known."""
+    """Return places 0 to P − 1 in these cells (codes below ``cells``), without scores; what is not given is unknown."""
     unknown = np.zeros(len(cell), np.int32)
     return Places(
         np.arange(len(cell), dtype=np.int64),

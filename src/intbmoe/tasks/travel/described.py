@@ -1,4 +1,4 @@
-"""What is known of places besides their codes: names and coordinates, for answers and their map."""
+"""What is known about places besides their codes: names and coordinates, for answers and their map."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from intbmoe.tasks.serving.requests import Answer
 
 @dataclass(frozen=True)
 class DescribedPlaces:
-    """Of an artifact's places; None where the data had no such thing."""
+    """Descriptions of an artifact's places; None if the data has none."""
 
-    locations: np.ndarray | None = None  # (P, 2): longitude and latitude in degrees, NaN where they are not known
-    names: np.ndarray | None = None  # all names' UTF-8, one after another
+    locations: np.ndarray | None = None  # (P, 2): longitude and latitude in degrees, NaN if unknown
+    names: np.ndarray | None = None  # the UTF-8 of all names in sequence
     name_ends: np.ndarray | None = None  # (P,)
 
     @staticmethod
@@ -25,19 +25,19 @@ class DescribedPlaces:
         return DescribedPlaces(**found)
 
     def name(self, row: int) -> str:
-        """Empty where a place has none."""
+        """Return the name of a place; empty if it has none."""
         if self.names is None or row < 0:
             return ""
         start = int(self.name_ends[row - 1]) if row else 0
         return self.names[start : int(self.name_ends[row])].tobytes().decode(errors="replace")
 
     def results(self, rows: np.ndarray, scores: np.ndarray, ids: np.ndarray, count: int) -> Answer:
-        """The first ``count`` places with what is known of them, and the viewport that holds those with coordinates."""
+        """Return the first ``count`` places with what is known about them, and a viewport around those located."""
         answer: Answer = {"results": ranked_results(ids[rows].tolist(), scores.tolist(), count)}
         if self.names is None and self.locations is None:
             return answer
         located = []
-        for row, result in zip(rows.tolist(), answer["results"], strict=False):  # those left out come last
+        for row, result in zip(rows.tolist(), answer["results"], strict=False):  # excluded rows come last
             if name := self.name(row):
                 result["name"] = name
             if self.locations is not None and not np.isnan(self.locations[row]).any():
@@ -49,7 +49,7 @@ class DescribedPlaces:
 
 
 def viewport(locations: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """The smallest box around (longitude, latitude); where it crosses the antimeridian, west is larger than east."""
+    """Return the smallest box around (longitude, latitude); if it crosses the antimeridian, west exceeds east."""
     longitude, latitude = np.asarray(locations, np.float64).T
     around = np.unique(longitude)
     gaps = np.diff(around, append=around[0] + 360)

@@ -1,17 +1,17 @@
-"""Journeys as the loop reads them: windows of a user's sessions, padded, with candidates for their targets.
+"""Journeys in the form that the training loop reads: padded windows of a user's sessions, with candidates for targets.
 
 Letters: ``B`` windows, ``S`` sessions in the longest window, ``C`` candidates.
 
 The split is by time, or each user's newest session is the test and the one before it validation. A session's
-destination is a target of one split, exactly once; the sessions before it are its history, whichever split they are of.
+destination is a target of one split, exactly once; the sessions before it are its history, whichever split they are in.
 
     train        windows that do not overlap, from a user's last training session backwards; all sessions are targets
-    valid, test  at most the last S/2 sessions of a window are targets: S/2 sessions, or all there are, come before each
+    valid, test  at most the last S/2 sessions of a window are targets, each with S/2 sessions, or all, before it
 
 A batch has ``profile`` (B, 6), ``scenario`` (B, S, 6), ``place`` (B, S, 5), ``feedback`` (B, S, 2), ``via`` (B, S, 5)
-and ``candidates`` (B, S, C, 5), codes in int32 as ``models/travel.py`` describes them; ``mask`` (B, S), where there is
-a session, and ``targets`` (B, S), where its destination is to be predicted; the true one is candidate 0. With the task
-"when", ``depart`` (B, S) has the codes of ``find_departures``.
+and ``candidates`` (B, S, C, 5), codes in int32 as described in ``models/travel.py``; ``mask`` (B, S), true where there
+is a session, and ``targets`` (B, S), true where its destination is to be predicted; the true one is candidate 0. With
+the task "when", ``depart`` (B, S) has the codes of ``find_departures``.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ MINUTE = 60_000  # milliseconds
 
 
 def place_codes(places: Places) -> np.ndarray:
-    """(1 + P, 5) int32, those of place p in row p + 1; a score's code is its group, of 32 equally large ones."""
+    """Return (1 + P, 5) int32, place p in row p + 1; the code of a score is its group, of 32 equally large groups."""
     known = places.score[~np.isnan(places.score)]
     edges = np.unique(np.quantile(known, np.arange(1, SCORE_CODES) / SCORE_CODES)) if len(known) else known
     score = np.where(np.isnan(places.score), 0, 1 + np.searchsorted(edges, places.score, side="right"))
@@ -44,7 +44,7 @@ def place_codes(places: Places) -> np.ndarray:
 def time_codes(
     time: np.ndarray, before: np.ndarray, clock: int | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes of hour, weekday and gap of sessions, from their times and those of the sessions before, −1 for none."""
+    """Return codes of hour, weekday and gap, from times of sessions and of those before them (−1 for none)."""
     hours = (time + clock) // HOUR
     weekday = (hours // 24 + 3) % 7  # 1 January 1970 was a Thursday, day 3 of a week from Monday
     # 1 + ⌊log₂(1 + minutes)⌋: minutes matter after an hour, days after a week.
@@ -65,7 +65,7 @@ class JourneyReader:
         by: str = "time",
         near: int = NEAR,
     ) -> None:
-        """``departures``: batches have ``depart``. ``by``: how sessions are split, by time or by newest."""
+        """``departures``: whether batches have ``depart``. ``by``: how sessions are split, by time or newest."""
         if departures and data.shards[0].depart is None:
             raise DataError(
                 "the prepared journeys do not say when users set out: delete them and repeat intbmoe prepare inttravel"
@@ -109,14 +109,14 @@ class JourneyReader:
         arrays["candidates"][rows[row[target]], column[target]] = self.codes[drawn + 1]
 
     def _scenario(self, shard: Sessions, at: np.ndarray, oldest: np.ndarray) -> np.ndarray:
-        """(N, 6) codes of what is known before the user chooses; ``oldest`` is her first session."""
+        """Return (N, 6) codes of what is known before the user chooses; ``oldest`` is the user's first session."""
         before = np.where(at > oldest, shard.time[np.maximum(at - 1, oldest)], -1)
         times = time_codes(shard.time[at], before, self.clock if shard.clock is None else shard.clock[at])
         return np.stack([shard.cell[at], shard.region[at], shard.weather[at], *times], 1)
 
 
 class JourneyExamples:
-    """One split: an example is a window. With ``at_most``, so many of its windows, evenly spread over all."""
+    """One split, whose examples are windows; with ``at_most``, only that many, evenly spread over all."""
 
     def __init__(self, reader: JourneyReader, split: str, at_most: int | None = None) -> None:
         targets = reader.sessions if split == "train" else max(1, reader.sessions // 2)
@@ -130,7 +130,7 @@ class JourneyExamples:
         return self._length
 
     def batch(self, indices: Sequence[int], epoch: int, seed: int) -> Batch:
-        """The windows at ``indices``. Negatives change with the epoch in training, and never in evaluation."""
+        """Return the windows at ``indices``; negatives change with the epoch in training, but not in evaluation."""
         seed, epoch = (seed, epoch) if self.varied else (0, 0)
         arrays = self.reader.new_arrays(len(indices))
         spread = np.asarray(indices, dtype=np.int64) * self.total // max(1, self._length)

@@ -1,4 +1,4 @@
-"""The fields of a journey in a request, and the codes they become, as ``tasks/travel/examples.py`` makes them."""
+"""The fields of a journey in a request, and their conversion to the codes of ``tasks/travel/examples.py``."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ MISSING = np.iinfo(np.int64).min
 LATEST = 4_102_444_800_000
 TIME = Integer(0, LATEST, "Milliseconds since 1970, UTC.")
 SIZES = {"cell": "cells", "region": "regions", "weather": "weathers", "mode": "modes", "action": "actions"}
-LARGEST_TABLE = 2**17  # values up to which a table says each one's code; a search takes longer and less memory
+LARGEST_TABLE = 2**17  # values up to which a table gives their codes; a search is slower and takes less memory
 ABOUT = {
     "place": "Where the user went: the id of a place.",
     "via": "A place on the way there.",
@@ -30,24 +30,24 @@ ABOUT = {
 
 
 class Coded:
-    """A field whose values have codes: that of ``values[i]`` is i + 1, and 0 is for what is not known."""
+    """A field whose values have codes: that of ``values[i]`` is i + 1, and 0 means unknown."""
 
     def __init__(self, values: np.ndarray, about: str = "") -> None:
-        """``values`` (n,) int64 rise."""
+        """``values`` (n,) int64 are in ascending order."""
         self.values = values
         low, high = (int(values[0]), int(values[-1])) if len(values) else (0, 0)
-        # Of the values between the least and the largest, not all need exist.
-        self.field = Integer(low, high, f"{about} null where it is not known.".strip(), nullable=True)
+        # Not every value between the smallest and the largest need exist.
+        self.field = Integer(low, high, f"{about} null if it is not known.".strip(), nullable=True)
         self._table: dict[object, int] | None = None
         if len(values) <= LARGEST_TABLE:
             self._table = {value: code for code, value in enumerate(values.tolist(), start=1)} | {None: 0}
 
     def read(self, values: Sequence[object], where: Callable[[int], str]) -> list[int]:
-        """What a request says → codes; raises for the first that is wrong, ``where`` says what it is called."""
+        """Convert values of a request to codes; raise for the first that is wrong, under the name from ``where``."""
         return self._read_fast(values) or self._read_each(values, where)
 
     def _read_fast(self, values: Sequence[object]) -> list[int] | None:
-        """None where something may be wrong, or there is nothing."""
+        """Return None if something may be wrong, or if there is nothing."""
         kinds = set(map(type, values))
         if not kinds <= {int, type(None)}:
             return None
@@ -63,12 +63,12 @@ class Coded:
         found = self._find([self.field.read(where(number), value) for number, value in enumerate(values)])
         if -1 in found:
             number = found.index(-1)
-            allowed = "one that the catalogue knows, or null where it is not known"
+            allowed = "one that the catalogue knows, or null if it is not known"
             raise RequestError(where(number), values[number], allowed)
         return found
 
     def _find(self, values: Sequence[int | None]) -> list[int]:
-        """Codes, −1 for values that do not exist."""
+        """Return codes, −1 for values that do not exist."""
         if not len(self.values):
             return [0 if value is None else -1 for value in values]
         column = np.array([MISSING if value is None else value for value in values], np.int64)
@@ -83,7 +83,7 @@ class JourneyFields:
 
     @staticmethod
     def read(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "JourneyFields":
-        """From an artifact's catalogue, as ``TravelTask.catalogue`` makes it."""
+        """Read an artifact's catalogue, as ``TravelTask.catalogue`` makes it."""
         sizes = {name: about["sizes"][many] for name, many in SIZES.items()}
         sizes |= {f"profile_{number}": size for number, size in enumerate(about["sizes"]["profile"], start=1)}
         coded = {}
@@ -104,15 +104,15 @@ class JourneyFields:
         return tuple(f"profile_{number}" for number in range(1, PROFILE_TOKENS + 1))
 
     def field(self, name: str) -> Integer:
-        """What a request may say there."""
+        """Return what a request may contain there."""
         return TIME if name == "time" else self.coded[name].field
 
     def value(self, name: str, code: int) -> int:
-        """What a request says for a code above 0."""
+        """Return the value in a request for a code above 0."""
         return int(self.coded[name].values[code - 1])
 
     def read_times(self, history: Sequence[Mapping[str, object]], now: int) -> np.ndarray:
-        """(N + 1,) the times of the sessions and of ``now``; raises unless they come from old to new."""
+        """Return (N + 1,) the times of the sessions and of ``now``; raise unless they go from old to new."""
         times = [session.get("time") for session in history]
         if set(map(type, times)) != {int} or min(times) < TIME.low or max(times) > TIME.high:
             times = [TIME.read(f"history[{number}].time", time) for number, time in enumerate(times)]
@@ -130,7 +130,7 @@ class JourneyFields:
         return self.coded[name].read(values, lambda at: f"history[{at}].{name}" if at < sessions else f"now.{name}")
 
     def read_profile(self, profile: Mapping[str, int | None]) -> np.ndarray:
-        """(6,) codes."""
+        """Return (6,) codes."""
         names = self.profile
         found = [self.coded[name].read([profile.get(name)], lambda _, name=name: f"profile.{name}") for name in names]
         return np.array(found, np.int32).ravel()
@@ -145,7 +145,7 @@ class JourneyFields:
 
 
 def scenario_codes(time: np.ndarray, clock: int) -> np.ndarray:
-    """(N, 6) codes of sessions one after another: hour, weekday and gap; the others are still 0."""
+    """Return (N, 6) codes of consecutive sessions: hour, weekday and gap; the others are still 0."""
     codes = np.zeros((len(time), len(SCENARIO)), np.int32)
     before = np.append(-1, time[:-1])
     for name, column in zip(("hour", "weekday", "gap"), time_codes(time, before, clock), strict=True):
@@ -155,7 +155,7 @@ def scenario_codes(time: np.ndarray, clock: int) -> np.ndarray:
 
 def check_sessions(history: Sequence[object], names: Collection[str]) -> None:
     for number, session in enumerate(history):
-        if not isinstance(session, dict | Mapping):  # the first is quick to tell
+        if not isinstance(session, dict | Mapping):  # checking dict first is faster
             raise RequestError(f"history[{number}]", session, f"an object with {', '.join(names)}")
         if not session.keys() <= names:
             name = next(name for name in session if name not in names)

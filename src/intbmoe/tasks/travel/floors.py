@@ -1,8 +1,8 @@
-"""What needs no learning, on the same candidates as the models: the most visited places, and each user's own.
+"""Predictions that need no learning, on the same candidates as the models: popularity, and each user's own visits.
 
-    popularity       the place with most visits of all users in the training split
-    visit counter    the place with most visits of this user before the session, whichever split they lie in; among
-                     equals the more popular
+    popularity       the place with the most visits by all users in the training split
+    visit counter    the place with the most visits by this user before the session, in whichever split; ties by
+                     popularity
 
 A place that ties with the true one counts as ranked before it.
 """
@@ -15,15 +15,15 @@ from intbmoe.tasks.travel.candidates import NEAR, Candidates, session_keys
 from intbmoe.tasks.travel.data import JourneyData, Sessions
 from intbmoe.tasks.travel.windows import split_ranges
 
-CHUNK = 4096  # sessions looked at together
+CHUNK = 4096  # sessions processed together
 
 
 def floor_scores(
     data: JourneyData, by: str = "time", near: int = NEAR
 ) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
-    """By floor (N, 1 + negatives) exact scores, the true place's first, and the candidates' categories.
+    """Yield by floor (N, 1 + negatives) exact scores, the true place's first, and the candidates' categories.
 
-    A visit weighs more than all popularity. ``by`` is how sessions are split.
+    One visit weighs more than any popularity. ``by`` says how sessions are split.
     """
     candidates = Candidates(data.places, near=near)
     popularity = _visits(data, by)
@@ -40,7 +40,7 @@ def floor_scores(
 
 
 def _of_split(data: JourneyData, shard: Sessions, split: str, by: str) -> np.ndarray:
-    """(S,) which sessions are of the split."""
+    """Return (S,) which sessions are in the split."""
     edges = np.zeros(len(shard.time) + 1, np.int64)
     first, last = split_ranges(data, shard, split, by)
     np.add.at(edges, first, 1)
@@ -58,9 +58,9 @@ def _visits(data: JourneyData, by: str) -> np.ndarray:
 
 
 class VisitCounter:
-    """How often a user had been to a place before one of her sessions, for many of a shard's sessions at once.
+    """How often a user had been to a place before a session, for many of a shard's sessions at once.
 
-    Visits are sorted by (user, place), then by session. Those of a user to a place before session i are then a run,
+    Visits are sorted by (user, place), then by session. A user's visits to a place before session i are then a run,
     from the pair's first visit to the last one before i, and two binary searches find its ends.
     """
 
@@ -74,12 +74,12 @@ class VisitCounter:
         self._order = np.sort(group * len(place) + visits)
 
     def _pair(self, sessions: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """A number for each (user, place)."""
+        """Return a number for each (user, place)."""
         users = np.searchsorted(self._shard.offsets, sessions, side="right") - 1
         return users * self._places + places
 
     def count(self, sessions: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """(N,) sessions, (N, C) places → (N, C): visits of the session's user to the place before the session."""
+        """(N,) sessions, (N, C) places → (N, C): visits by the session's user to the place before the session."""
         sought = self._pair(sessions[:, None], np.minimum(places, self._places - 1))
         group = np.minimum(np.searchsorted(self._pairs, sought), len(self._pairs) - 1)
         known = (self._pairs[group] == sought) & (places < self._places)

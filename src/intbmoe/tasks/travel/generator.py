@@ -1,8 +1,8 @@
 """The embedded journeys: people of a small city with homes, work, habits and tastes, in IntTravel's schema.
 
 A destination depends on the hour and the weekday, on where the user is and came from (bars after restaurants), on the
-weather, on her profile (students study, some people avoid what is popular) and on her history (favourites, weekly
-habits). About half of the trips go where she has been before, which is all that a counter of visits can know.
+weather, on the user's profile (students study, some people avoid what is popular) and history (favourites, weekly
+habits). About half of the trips go where the user has been before, which is all that a visit counter can know.
 """
 
 from dataclasses import dataclass
@@ -43,36 +43,36 @@ from intbmoe.tasks.travel.data import (
 MINUTE = 60_000
 DAY = 24 * 60 * MINUTE
 START = 1_704_067_200_000  # Monday, 1 January 2024, 00:00 UTC
-SLOTS = (8, 10, 13, 16, 19, 22)  # hours of the day at which people set out, give or take half an hour
+SLOTS = (8, 10, 13, 16, 19, 22)  # hours of the day at which people set out, plus or minus half an hour
 MORNING, FORENOON, NOON, AFTERNOON, EVENING, NIGHT = range(6)
 WORKER, STUDENT, RETIRED = range(3)
-FAVOURITE_SHARE = (0.1, 0.25, 0.5)  # how often the adventurous, most and the settled go to their favourite
+FAVOURITE_SHARE = (0.1, 0.25, 0.5)  # how often the adventurous, the average and the settled go to their favourite
 SUN, CLOUDS, RAIN, SNOW = range(4)
 WALK, BICYCLE, TRANSIT, CAR = range(4)
 SEARCH, ROUTE, NAVIGATE = range(3)
 HABITS = 2
-BLOCK = 4096  # people who are simulated together
+BLOCK = 4096  # people simulated together
 
 
 @dataclass(frozen=True)
 class People:
-    """What is true of each of the users, (U,) each unless it says otherwise."""
+    """The properties of the users, (U,) each unless noted otherwise."""
 
     kind: np.ndarray
     taste: np.ndarray
     settled: np.ndarray
     has_car: np.ndarray
     home: np.ndarray
-    work: np.ndarray  # office, school, or for the retired a park
+    work: np.ndarray  # office or school; for the retired, a park
     favourite: np.ndarray  # (U, categories) places
     habit: np.ndarray  # (U, 7 · slots): the category of a weekly habit, −1 for none
-    profile: np.ndarray  # (U, 6), 0 for what is not known
+    profile: np.ndarray  # (U, 6), 0 for unknown
 
 
 def make_journeys(
     seed: int = 0, users: int = 2000, weeks: int = 16, sessions: tuple[int, int] = (40, 80), side: int = 8
 ) -> JourneyData:
-    """``sessions`` is (least, most) of a user; of ``side`` × ``side`` cells each has about 40 places."""
+    """Generate journeys; ``sessions`` is (least, most) per user, and each of ``side``² cells has about 40 places."""
     require_positive_int("users", users)
     require_positive_int("weeks", weeks)
     require_positive_int("side", side)
@@ -128,10 +128,10 @@ def _make_people(random: np.random.Generator, city: City, number: int) -> People
 
 
 def _choose_slots(random: np.random.Generator, people: People, slots: int, sessions: tuple[int, int]) -> np.ndarray:
-    """(U, most): the slots in which each user travels, ascending; −1 fills up at the front."""
+    """Return (U, most): the slots in which each user travels, ascending, padded with −1 at the front."""
     number, (least, most) = len(people.kind), sessions
     weight = np.tile(np.array([1.0, 0.5, 1.0, 0.6, 1.2, 0.9]), slots // len(SLOTS))
-    key = random.random((number, slots)) ** (1 / weight)  # the largest of these are a sample without repeats
+    key = random.random((number, slots)) ** (1 / weight)  # the largest of these are a sample without replacement
     keep = np.argpartition(-key, most - 1, axis=1)[:, :most]
     count = random.integers(least, most + 1, size=number)
     keep[np.arange(most) >= count[:, None]] = -1
@@ -139,7 +139,7 @@ def _choose_slots(random: np.random.Generator, people: People, slots: int, sessi
 
 
 def _wishes() -> np.ndarray:
-    """(kinds, weekend, slots, categories): how much people want to go where, before all else is considered."""
+    """Return (kinds, weekend, slots, categories): how much people want to go where, before other factors."""
     wish = np.full((3, 2, len(SLOTS), CATEGORIES), 0.05)
     wish[..., HOME] = 0.5
     for kind, occupation in ((WORKER, OFFICE), (STUDENT, SCHOOL)):
@@ -169,7 +169,7 @@ def _wishes() -> np.ndarray:
 
 
 def _sequels() -> np.ndarray:
-    """(categories, categories): by how much having come from the first makes the second more likely."""
+    """Return (categories, categories): how much more likely the second becomes after the first."""
     factor = np.ones((CATEGORIES, CATEGORIES))
     np.fill_diagonal(factor, 0.05)
     factor[RESTAURANT, [BAR, CINEMA]] = 5
@@ -190,7 +190,7 @@ BY_WEATHER[SUN, [PARK, CAFE]] = 2, 1.5
 def _travel(
     random: np.random.Generator, city: City, people: People, weather: np.ndarray, taken: np.ndarray
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Sessions of each user, and the columns of all: one step of the loop is one session of everybody."""
+    """Return sessions per user, and all their columns; one step of the loop is one session of every user."""
     number, most = taken.shape
     everyone = np.arange(number)
     last, last_day = people.home, np.full(number, -1)
@@ -198,7 +198,7 @@ def _travel(
     for step in range(most):
         slot = taken[:, step]
         day, part = np.divmod(slot, len(SLOTS))
-        # People are where the last trip of the day went, else at work or at home by the hour.
+        # People are where the day's last trip went, otherwise at work or at home, depending on the hour.
         working = (day % 7 < 5) & (people.kind != RETIRED) & (part >= NOON) & (part <= EVENING)
         guess = np.where(working & (random.random(number) < 0.85), people.work, people.home)
         at = np.where(day == last_day, last, guess)
@@ -241,7 +241,7 @@ def _record(
     slot: np.ndarray,
     weather: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """What the app notes of a trip of everybody: codes from 1, 0 for what is missing."""
+    """Return what the app records about one trip of every user: codes from 1, 0 for missing."""
     number = len(place)
     distance = city.distance[origin, city.cell[place]]
     wet = weather >= RAIN
@@ -268,10 +268,10 @@ def _record(
 def _encode(
     city: City, ids: np.ndarray, profile: np.ndarray, offsets: np.ndarray, columns: dict[str, np.ndarray]
 ) -> JourneyData:
-    """The arrays, with codes that all occur: those that IntTravel's preparation would give."""
+    """Return the arrays, with codes that all occur, as IntTravel's preparation would give."""
     columns = dict(columns)
     sets_out = columns["action"] == NAVIGATE + 1
-    row_of = np.random.default_rng(len(ids)).permutation(len(ids))  # else a place's number would tell its category
+    row_of = np.random.default_rng(len(ids)).permutation(len(ids))  # otherwise a place's number would show its category
     place_of = np.argsort(row_of)
     place_cell, columns["cell"], cells = _compact(city.cell[place_of] + 1, columns["cell"])
     place_region, columns["region"], regions = _compact(city.region[city.cell[place_of]] + 1, columns["region"])
@@ -300,7 +300,7 @@ def _encode(
 
 
 def _compact(codes: np.ndarray, more: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, int]:
-    """Codes of both arrays renumbered 1, 2, … in their order without gaps, and how many there are, 0 included."""
+    """Renumber the codes of both arrays 1, 2, … in order without gaps, and count them, including 0."""
     more = codes[:0] if more is None else more
     used = np.union1d(codes, more)
     used = used[used > 0]

@@ -1,14 +1,14 @@
 """IntTravel's raw tables → arrays, out of core: ``intbmoe prepare inttravel SOURCE TARGET``.
 
     1  places    both tables of places become one
-    2  reading   user_action and user_profile, a chunk at a time: parsed by DuckDB, checked, kept by shard
-    3  codes     all values that a field takes
-    4  sorting   a shard at a time: its rows sorted by user and time, joined into sessions, with the users' profiles
-    5  the rest  where the splits begin, and meta.json, which says that all is there
+    2  reading   user_action and user_profile, one chunk at a time: parsed by DuckDB, checked, kept by shard
+    3  codes     all values of each field
+    4  sorting   one shard at a time: its rows sorted by user and time, joined into sessions, with the users' profiles
+    5  the rest  where the splits begin, and meta.json, which says that everything is there
 
-A shard has the users whose number falls to it. Chunks and shards can be done by several workers. Steps are repeated
-only as far as their results are missing or the files they came from have changed. What is written does not depend on
-where it was interrupted, on who did it, nor on the budget but for the size of shards.
+Users are assigned to shards by their number. Several workers can do chunks and shards. Steps are repeated only if their
+results are missing or their source files have changed. The result does not depend on where it was interrupted, on who
+did it, or on the budget, except for the size of shards.
 """
 
 import math
@@ -34,7 +34,7 @@ from intbmoe.tasks.travel.tables import BadRows, TableFile, is_zipped
 from intbmoe.tasks.workers import ALONE, Progress, Work, Workers
 
 ROW_BYTES, GZIP_RATIO = 40, 5
-"""A row of user_action is hardly shorter, and gzip hardly packs it closer: there are rather too many shards."""
+"""Bounds on a row of user_action and on gzip's compression, chosen so that there are rather too many shards."""
 SIZES = {"places": "places", "category": "categories"}
 SIZES |= {name: f"{name}s" for name in ("cell", "region", "weather", "mode", "action")}
 OF_PLACES = {"cell": "geographic_id", "category": "category_id", "region": "administrative_region_id"}
@@ -49,7 +49,7 @@ def prepare(
     workers: Workers = ALONE,
     budget: Budget | None = None,
 ) -> Mapping[str, Any]:
-    """Make ``target`` and say what is in it. The first malformed row raises ``DataError``, or all are counted."""
+    """Make ``target`` and return what is in it; the first malformed row raises ``DataError``, or all are counted."""
     source, target = Path(source).expanduser(), Path(target).expanduser()
     files = _find_tables(source)
     names = {file.path.name: file.path.stat().st_size for table in files.values() for file in table}
@@ -72,7 +72,7 @@ def _find_tables(source: Path) -> dict[str, list[TableFile]]:
     for table in (tables.POI_INFO, tables.USER_ACTION, tables.USER_PROFILE):
         if not files[table.name]:
             names = " or ".join(f"{name}.csv" for name in (table.name, *table.other_names))
-            raise DataError(f"{source} has no file {names} (.tsv, .txt or .gz will do too): see docs/data.md")
+            raise DataError(f"{source} has no file {names} (.tsv, .txt or .gz is fine too): see docs/data.md")
     return files
 
 
@@ -90,7 +90,7 @@ class _Preparation:
         return self.target / store.WORK
 
     def make(self, names: Mapping[str, int]) -> dict[str, Any]:
-        """All steps; the content of meta.json, with the ``names`` and sizes of the source's files."""
+        """Run all steps and return the content of meta.json, with the ``names`` and sizes of the source files."""
         temporary = self.work / "temporary"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -134,7 +134,7 @@ class _Preparation:
         return meta
 
     def _divide(self) -> dict[str, list[Chunk]]:
-        """The chunks of each table; what is gzipped is unpacked first."""
+        """Return the chunks of each table; gzipped files are unpacked first."""
         for folder in (self.work / "unpacked", self.work / "counted"):
             folder.mkdir(exist_ok=True)
         zipped = [file for files in self.files.values() for file in files if is_zipped(file.path)]
@@ -149,7 +149,7 @@ class _Preparation:
         return chunks
 
     def _read(self, table: str, chunks: Sequence[Chunk], shards: int, depends_on: Any) -> tuple[list[Path], int]:
-        """The folders of a table's chunks, and how many rows they have."""
+        """Return the folders of a table's chunks, and how many rows they have."""
         own, ids = self.budget.shared_by(self.workers.share), self.work / "places" / "poi_id.npy"
         spill = Spill(self.work / table, self.work / "temporary", own, shards, ids, depends_on, self.bad.skip)
         found = self._run(f"reading {table} (chunks)", spill, chunks)
@@ -162,10 +162,10 @@ class _Preparation:
         return found
 
     def _sort(self, shards: int, actions: Sequence[Path], profiles: Sequence[Path]) -> tuple[int, int]:
-        """Make all shards; the numbers of users and sessions in them."""
+        """Make all shards; return the numbers of users and sessions in them."""
         wanted = {store.shard_folder(self.target, number) for number in range(shards)}
         for stale in set((self.target / "shards").glob("*")) - wanted:
-            shutil.rmtree(stale)  # of a preparation before the tables were changed
+            shutil.rmtree(stale)  # from a preparation before the tables were changed
         stamp = [store.WORK_FORMAT, [file.stamp() for table in self.files.values() for file in table], shards]
         maker = ShardMaker(
             self.target, stamp, self.bad.skip, actions, profiles, self.files[tables.USER_PROFILE.name], shards
@@ -177,7 +177,7 @@ class _Preparation:
 def _collect_codes(
     places: Mapping[str, np.ndarray], actions: Sequence[Path], profiles: Sequence[Path]
 ) -> dict[str, np.ndarray]:
-    """Of each field all values, ascending: the first has code 1."""
+    """Return all values of each field, ascending: the first has code 1."""
     parts = {name: [np.unique(places[column][places[column] != MISSING])] for name, column in OF_PLACES.items()}
     for table, chunks in ((tables.USER_ACTION, actions), (tables.USER_PROFILE, profiles)):
         for name in CODED[table.name]:
@@ -198,7 +198,7 @@ def _encode_places(places: Mapping[str, np.ndarray], codes: Mapping[str, np.ndar
 
 @dataclass(frozen=True)
 class ShardMaker:
-    """Makes shards, in whatever process."""
+    """Makes shards, in any process."""
 
     target: Path
     stamp: Any
@@ -209,7 +209,7 @@ class ShardMaker:
     shards: int
 
     def __call__(self, number: int, progress: Progress) -> dict[str, Any]:
-        """What shard ``number`` has; it is made unless it is finished."""
+        """Return what shard ``number`` has; it is made unless it is finished."""
         receipt = self.target / store.WORK / f"shard-{number:05d}.json"
         done = store.read_json(receipt)
         if done is None or done["stamp"] != self.stamp or (done["bad"] and not self.skip_bad):

@@ -1,4 +1,4 @@
-"""Telling the tokens of journeys apart, and showing single users' sessions."""
+"""How the tokens of journeys are told apart, and how single users' sessions are shown."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from intbmoe.tasks.travel.examples import JourneyExamples
 
 TYPES = ("profile", "scenario", "intention", "feedback")
 HOUR, CATEGORY = SCENARIO.index("hour"), PLACE.index("category")
-"""Where a batch has the hour among a scenario's codes and the category among a place's; codes start at 1."""
+"""The columns of the hour in a scenario's codes and of the category in a place's; codes start at 1."""
 WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 
 
@@ -28,7 +28,7 @@ def journey_views(categories: tuple[str, ...]) -> list[View]:
 
 
 def token_types(batch: Batch) -> Tensor:
-    """(B, 6 + 3S) types, in the order of the travel model's tokens; padding has none."""
+    """Return (B, 6 + 3S) types, in the order of the travel model's tokens; padding has none."""
     mask = batch["mask"]
     profile = mask.new_zeros(len(mask), PROFILE_TOKENS, dtype=torch.int64)
     types = torch.arange(1, len(TYPES), device=mask.device).expand(*mask.shape, SESSION_TOKENS)
@@ -36,7 +36,7 @@ def token_types(batch: Batch) -> Tensor:
 
 
 def _session_codes(batch: Batch, kind: str, column: int) -> Tensor:
-    """(B, 6 + 3S): for tokens of one type, a code of their session from 0; the unknown (code 0) has no label."""
+    """Return (B, 6 + 3S): for tokens of one type, a code of their session from 0; unknown (code 0) has no label."""
     codes = batch["place" if kind == "intention" else "scenario"][..., column].long() - 1
     spread = nn.functional.pad(codes.repeat_interleave(SESSION_TOKENS, 1), (PROFILE_TOKENS, 0), value=NO_LABEL)
     return torch.where(token_types(batch) == TYPES.index(kind), spread, NO_LABEL)
@@ -63,7 +63,7 @@ def show_journeys(split: JourneyExamples, categories: tuple[str, ...]) -> Shown:
 
 
 def _when(codes: Sequence[int]) -> str:
-    """ "Mon 08" of a scenario's codes."""
+    """Return a scenario's weekday and hour, such as "Mon 08"."""
     weekday, hour = codes[SCENARIO.index("weekday")], codes[HOUR]
     return f"{_coded(weekday, WEEKDAYS)} {hour - 1:02}" if hour else _coded(weekday, WEEKDAYS)
 

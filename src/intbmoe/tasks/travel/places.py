@@ -1,8 +1,8 @@
-"""The places of IntTravel: ``poi_info``, what ``poi_info_groupby_geographic`` adds to it, and where they lie.
+"""The places of IntTravel: ``poi_info``, what ``poi_info_groupby_geographic`` adds to it, and their locations.
 
-The first two tables describe places. Where both describe the same one they must agree; a place that only the second has
-is a place as well (the published sample lists in the first only places that somebody went to). ``poi_location`` is not
-part of IntTravel: who knows coordinates or names of the places can give them there.
+The first two tables describe places. If both describe the same place they must agree; a place that only the second has
+is also a place (in the published sample, the first lists only places that someone went to). ``poi_location`` is not
+part of IntTravel: it is for users who know coordinates or names of the places.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ DETAILS = (CELL, SCORE, CATEGORY, REGION)
 def load_places(
     folder: Path, temporary: Path, budget: Budget, tables: Sequence[Sequence[Chunk]], bad: BadRows, progress: Progress
 ) -> Columns:
-    """The columns of ``poi_info`` and ``poi_location``, by id, from the three tables; read once, kept in ``folder``."""
+    """Return the columns of ``poi_info`` and ``poi_location``, by id; read once from the tables, kept in ``folder``."""
     files, by_cell, locations = ([chunk.file for chunk in chunks if chunk.number == 0] for chunks in tables)
     stamp = [WORK_FORMAT, *(file.stamp() for file in (*files, *by_cell, *locations))]
     note = read_note(folder, stamp, skip_bad=bad.skip)
@@ -34,7 +34,7 @@ def load_places(
         with Reader.open(temporary, budget) as reader:
 
             def read(files: Sequence[TableFile]) -> Columns:
-                """All their rows, in their order."""
+                """Return all their rows, in order."""
                 chunks = (chunk for table in tables for chunk in table if chunk.file in files)
                 parts = [reader.read(chunk, own, progress) for chunk in chunks]
                 return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -54,7 +54,7 @@ def load_places(
 
 
 def _first_of_each(rows: Columns, files: Sequence[TableFile], bad: BadRows) -> Columns:
-    """One row for each place, by id."""
+    """Return one row for each place, by id."""
     _, first, group = np.unique(rows[ID], return_index=True, return_inverse=True)
     again = np.delete(np.arange(len(group)), first)
     if len(again):
@@ -65,7 +65,7 @@ def _first_of_each(rows: Columns, files: Sequence[TableFile], bad: BadRows) -> C
 
 
 def _add_cells(known: Columns, items: Columns, file: TableFile, bad: BadRows) -> Columns:
-    """``known`` and the places that only ``file`` has; the first of several items for the same one counts."""
+    """Return ``known`` and the places that only ``file`` has; of several items for one place, the first counts."""
     at, listed = find(known[ID], items[ID])
     same = listed.copy()
     for field in DETAILS:
@@ -92,7 +92,7 @@ def _add_cells(known: Columns, items: Columns, file: TableFile, bad: BadRows) ->
 
 
 def _find_locations(ids: np.ndarray, rows: Columns, files: Sequence[TableFile], bad: BadRows) -> Columns:
-    """Longitude, latitude and name of each place; NaN and "" for what is not known."""
+    """Return longitude, latitude and name of each place; NaN and "" if unknown."""
     _, listed = find(ids, rows[ID])
     beyond = (np.abs(rows["longitude"]) > 180) | (np.abs(rows["latitude"]) > 90)
     half = np.isnan(rows["longitude"]) != np.isnan(rows["latitude"])

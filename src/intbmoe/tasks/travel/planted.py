@@ -1,15 +1,15 @@
-"""Journeys with one planted rule of known strength: a task in which the best possible score is known.
+"""Journeys with one planted rule of known strength: a task whose best possible score is known.
 
 The destination of a trip depends on the scenario (the hour and the weather) and the cell that the user is in, and on
 nothing else:
 
-    with probability ``strength``     a place of the cell ``rule[scenario, cell]``, each as likely as the others
-    else                              any place, each as likely as the others
+    with probability ``strength``     a place of the cell ``rule[scenario, cell]``, each equally likely
+    otherwise                         any place, each equally likely
 
 Hours, weather and cells are drawn uniformly and independently. Each row and each column of the rule has every cell
-equally often, so the scenario alone and the cell alone say nothing of the destination, and neither do the user, her
-history and popularity: cells have equally many places. Only the two together do. A model that adds up what each tells
-it stays at chance; one with room for the whole table reaches ``ceiling``.
+equally often, so neither the scenario alone nor the cell alone says anything about the destination. Nor do the user,
+the history and popularity, because cells have equally many places. Only scenario and cell together do. A model that
+adds up what each tells it stays at chance; one with room for the whole table reaches ``ceiling``.
 """
 
 import numpy as np
@@ -21,16 +21,16 @@ from intbmoe.tasks.travel.windows import split_ranges
 
 START = 1_704_067_200_000  # Monday, 1 January 2024, 00:00 UTC
 WEEK = 7 * 24 * HOUR
-HOURS = np.arange(7, 23)  # at which people set out
+HOURS = np.arange(7, 23)  # when people set out
 WEATHERS = 4
 SCENARIOS = len(HOURS) * WEATHERS
-CELLS = 64  # divides the number of scenarios: else no rule could be balanced
-PLACES = 4  # in a cell
-SESSIONS = 60  # of a user: one each Monday, so that the weekday and the time since the last one tell nothing
+CELLS = 64  # divides the number of scenarios: otherwise no rule could be balanced
+PLACES = 4  # per cell
+SESSIONS = 60  # per user: one each Monday, so that the weekday and the time since the last one say nothing
 
 
 def make_rule(seed: int = 0, cells: int = CELLS) -> np.ndarray:
-    """(scenarios, cells): where the rule sends people, as cells from 0. Random Latin squares, one below the other."""
+    """Return (scenarios, cells): the cell, from 0, that the rule leads to; random Latin squares, stacked."""
     from scipy.optimize import linear_sum_assignment  # slow to import, and every command imports all tasks
 
     require(SCENARIOS % cells == 0, "cells", cells, f"a divisor of {SCENARIOS}")
@@ -39,7 +39,7 @@ def make_rule(seed: int = 0, cells: int = CELLS) -> np.ndarray:
     for scenario in range(SCENARIOS):
         if scenario % cells == 0:
             used = np.zeros((cells, cells), bool)  # (from, to)
-        # What is left of a Latin square always holds another row: here the cheapest at random costs.
+        # The rest of a Latin square always contains another row: here the cheapest one at random costs.
         here, rule[scenario] = linear_sum_assignment(np.where(used, np.inf, random.random((cells, cells))))
         used[here, rule[scenario]] = True
     return rule
@@ -53,7 +53,7 @@ def make_planted(strength: float, users: int = 2000, seed: int = 0, cells: int =
     hour, weather, cell = (random.integers(many, size=number) for many in (len(HOURS), WEATHERS, cells))
     ruled = make_rule(seed, cells)[hour * WEATHERS + weather, cell]
     chosen = np.where(random.random(number) < strength, ruled, random.integers(cells, size=number))
-    row_of = random.permutation(cells * PLACES)  # else a place's number would tell its cell
+    row_of = random.permutation(cells * PLACES)  # otherwise a place's number would show its cell
     place = row_of[chosen * PLACES + random.integers(PLACES, size=number)]
     week = np.tile(np.arange(SESSIONS), users)
     time = START + week * WEEK + HOURS[hour] * HOUR + random.integers(HOUR, size=number)
@@ -79,10 +79,10 @@ def make_planted(strength: float, users: int = 2000, seed: int = 0, cells: int =
 
 
 def ceiling_sums(data: JourneyData, rule: np.ndarray, by: str, near: int) -> dict[str, float]:
-    """Sums over the test sessions of what the best scores can be expected to reach, on the models' candidates.
+    """Return sums over the test sessions of the best expected metrics, on the models' candidates.
 
-    A model scores each candidate by itself, from what it knows of the session. Then none does better than this order:
-    candidates in the rule's cell, then all others, within both at random.
+    A model scores each candidate separately, from what it knows about the session. Then no order is better than this:
+    first the candidates in the rule's cell, then all others, both in random order.
     """
     candidates = Candidates(data.places, near=near)
     sums: dict[str, float] = {"count": 0.0}
@@ -95,7 +95,7 @@ def ceiling_sums(data: JourneyData, rule: np.ndarray, by: str, near: int) -> dic
         likely = data.places.cell[drawn] == ruled[:, None]
         many = likely.sum(1)
         before = np.where(likely[:, 0], 0, many)  # candidates that certainly come first
-        equal = np.where(likely[:, 0], many, drawn.shape[1] - many)  # among which the true place is, at random
+        equal = np.where(likely[:, 0], many, drawn.shape[1] - many)  # the true place is among these, at random
         for name, value in expected_ranking(before, equal).items():
             sums[name] = sums.get(name, 0.0) + value
         sums["count"] += len(at)
@@ -103,7 +103,7 @@ def ceiling_sums(data: JourneyData, rule: np.ndarray, by: str, near: int) -> dic
 
 
 def expected_ranking(before: np.ndarray, equal: np.ndarray) -> dict[str, float]:
-    """Sums of HR@n and NDCG@n, where the rank is equally likely each of the ``equal`` after the first ``before``."""
+    """Return sums of HR@n and NDCG@n, if the rank is uniform over the ``equal`` ranks after the first ``before``."""
     rank = np.arange(1, max(TOP) + 1)
     chance = ((rank > before[:, None]) & (rank <= (before + equal)[:, None])) / equal[:, None]
     gain = 1 / np.log2(1 + rank)

@@ -1,8 +1,8 @@
-"""The rows of IntTravel's tables as columns of numbers, a chunk of text at a time.
+"""The rows of IntTravel's tables as columns of numbers, one chunk of text at a time.
 
-DuckDB would take ``1.5``, ``1e2`` and `` 9`` for whole numbers and pass over empty lines. So it reads a chunk only if
-that has no other bytes than digits, minus, point, tab and line feed, all points are in decimal fields, and all of its
-rows are read as numbers. Any other chunk is read line by line: what is wrong is named, and the rest is kept.
+DuckDB would accept ``1.5``, ``1e2`` and `` 9`` as whole numbers and skip empty lines. So it reads a chunk only if the
+chunk has no other bytes than digits, minus, point, tab and line feed, all points are in decimal fields, and all rows
+are read as numbers. Any other chunk is read line by line: errors are named, and the rest is kept.
 """
 
 import math
@@ -23,19 +23,19 @@ from intbmoe.tasks.travel.tables import POI_BY_CELL, POI_INFO, BadRows, Table, T
 from intbmoe.tasks.workers import Progress
 
 MISSING = np.iinfo(np.int64).min
-"""Stands for an empty field in a column of whole numbers."""
+"""Means an empty field in a column of whole numbers."""
 WHOLE = re.compile(rb"-?[0-9]+")
 DECIMAL = re.compile(rb"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 ITEM = ("poi_id", "normalized_score", "category_id", "administrative_region_id")
-"""What poi_info_groupby_geographic says of each place of a cell, separated by commas."""
+"""What poi_info_groupby_geographic has for each place of a cell, separated by commas."""
 LINE_FEED = b"\n"
-PLAIN_BYTES = b"0123456789-.\t\n"  # all that a chunk of plain numbers has
-TOO_LARGE = b"%d" % 2**63  # −2⁶³ stands for an empty field
+PLAIN_BYTES = b"0123456789-.\t\n"  # all bytes in a chunk of plain numbers
+TOO_LARGE = b"%d" % 2**63  # −2⁶³ means an empty field
 LARGEST_DECIMAL = float(np.finfo(np.float32).max)
 LONGEST_QUOTE = 40
 LONGEST_NAME = 200  # bytes
 TYPES = {"normalized_score": np.float32, "longitude": np.float64, "latitude": np.float64, "name": np.bytes_}
-"""Types of the columns that are not whole numbers."""
+"""Types of columns that are not whole numbers."""
 CSV = (
     "auto_detect=false, header=false, delim='\t', quote='', escape='', comment='', nullstr='', "
     "max_line_size=1_000_000, buffer_size=4_000_000"  # DuckDB's own buffers take 32 MB each
@@ -48,23 +48,23 @@ class Budget:
     """How much is in memory at a time."""
 
     memory_bytes: int = 4 << 30
-    """DuckDB's; what is more goes to disk. The arrays of one chunk or one shard come on top of it."""
+    """DuckDB's limit; the rest goes to disk. The arrays of one chunk or shard come on top of it."""
     threads: int | None = None
-    """DuckDB's; None for as many as there are cores."""
+    """DuckDB's threads; None for as many as there are cores."""
     chunk_bytes: int = 64 << 20
-    """Text that is read together, whose arrays take some five times as much. An interruption costs one chunk."""
+    """Text that is read together; its arrays take about five times as much. An interruption costs one chunk."""
     shard_rows: int = 8_000_000
-    """Rows that are sorted together, at most about so many, of some 200 bytes each."""
+    """The most rows, approximately, that are sorted together, about 200 bytes each."""
 
     def shared_by(self, workers: int) -> "Budget":
-        """What each has of it, if so many use one machine at a time."""
+        """Return the share of each worker, if this many use one machine at a time."""
         threads = self.threads or usable_cores()
         return replace(self, memory_bytes=self.memory_bytes // workers, threads=max(1, threads // workers))
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads chunks by a database in memory; what is too much for it, and the text of a chunk, go to ``temporary``."""
+    """Reads chunks with a database in memory; its overflow, and the text of a chunk, go to ``temporary``."""
 
     connection: Any
     temporary: Path
@@ -81,7 +81,7 @@ class Reader:
                 yield Reader(connection, temporary)
 
     def read(self, chunk: Chunk, bad: BadRows, progress: Progress) -> Columns:
-        """The good rows: their columns, with MISSING for an empty field, and ``row``; of cells, one for each place."""
+        """Return the good rows: their columns, MISSING for an empty field, and ``row``; a cell has a row per place."""
         (text, cut), file = chunk.read(), chunk.file
         plain = not file.table.text and not text.translate(None, PLAIN_BYTES) and TOO_LARGE not in text
         columns = self._read_plain(chunk, text) if plain else None
@@ -96,7 +96,7 @@ class Reader:
         return columns
 
     def _read_plain(self, chunk: Chunk, text: bytes) -> Columns | None:
-        """None if any row is malformed: then reading fails, or gives fewer, or leaves a required field empty."""
+        """Return None if a row is malformed: then reading fails, skips rows, or leaves a required field empty."""
         import duckdb
 
         table = chunk.file.table
@@ -124,14 +124,14 @@ class Reader:
         return columns | {"row": np.arange(chunk.first_row, chunk.first_row + rows)}
 
     def distinct(self, values: np.ndarray) -> np.ndarray:
-        """All but MISSING, ascending; by hashing, which is quicker than sorting millions."""
+        """Return all values but MISSING, ascending; by hashing, which is faster than sorting millions."""
         given = {"value": values}  # noqa: F841 (SQL reads it)
         query = f"SELECT DISTINCT value FROM given WHERE value != ({MISSING})::BIGINT"
         return np.sort(self.connection.execute(query).fetchnumpy()["value"])
 
 
 class MalformedError(Exception):
-    """(kind of mistake, field or None, what is wrong)."""
+    """A malformed row; its arguments are (kind of error, field or None, what is wrong)."""
 
 
 def _read_lines(chunk: Chunk, text: bytes, bad: BadRows) -> Columns:
@@ -168,7 +168,7 @@ def _check_length(file: TableFile, fields: list[bytes]) -> None:
 
 
 def _read_fields(table: Table, fields: list[bytes]) -> list:
-    """Numbers, and the text of ``text`` columns."""
+    """Return numbers, and the text of ``text`` columns."""
     values = []
     for name, text in zip(table.columns, fields, strict=True):
         value = text if name in table.text else _number(text, decimal=name in table.decimal)
@@ -186,8 +186,8 @@ def _read_fields(table: Table, fields: list[bytes]) -> list:
 
 
 def _places_of_cell(file: TableFile, row: int, cell: int, text: bytes, bad: BadRows) -> Iterator[list]:
-    """The values of ``poi_info`` for each place of a cell."""
-    for item in filter(None, text.split(b";")):  # an empty one comes from a semicolon at the end
+    """Yield the values of ``poi_info`` for each place of a cell."""
+    for item in filter(None, text.split(b";")):  # a semicolon at the end gives an empty item
         parts = item.split(b",")
         values = [_number(part, decimal=name == "normalized_score") for name, part in zip(ITEM, parts, strict=False)]
         what = ""
@@ -204,7 +204,7 @@ def _places_of_cell(file: TableFile, row: int, cell: int, text: bytes, bad: BadR
 
 
 def _number(text: bytes, *, decimal: bool = False) -> int | float | None:
-    """MISSING or NaN for an empty field, None for what is not a number."""
+    """Return MISSING or NaN for an empty field, None if it is not a number."""
     if not text:
         return math.nan if decimal else MISSING
     if decimal:
@@ -216,12 +216,12 @@ def _number(text: bytes, *, decimal: bool = False) -> int | float | None:
 
 
 def _quote(text: bytes) -> str:
-    """A field for a message, not too long."""
+    """Return a field for a message, shortened if it is long."""
     shown = text.decode(errors="replace")
     return repr(shown if len(shown) <= LONGEST_QUOTE else shown[:LONGEST_QUOTE] + "…")
 
 
 def find(ids: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where ``wanted`` stand among the ascending ``ids``, and whether they are there at all."""
+    """Return where ``wanted`` are among the ascending ``ids``, and whether they are there at all."""
     row = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
     return row, ids[row] == wanted

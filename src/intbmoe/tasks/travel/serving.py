@@ -1,11 +1,11 @@
-"""``recommend`` for journeys: where a user goes next, out of all places of the catalogue.
+"""``recommend`` for journeys: where a user goes next, out of all places in the catalogue.
 
 A request has the sessions so far, from old to new, and ``now``: the time, and where the user is. The model reads the
 profile, the last sessions and the scenario token of ``now``; its output there is compared with those of all places.
-Fields are in the values of the original tables where the data has such (IntTravel), else in codes from 1.
+Fields have the values of the original tables if the data has them (IntTravel), otherwise codes from 1.
 
-Results have names and coordinates where the data has them, and then the answer has a viewport, the box around them.
-Of a model with other tasks, "how" and "when" are answered too. "via" is not: it starts from the place that was chosen.
+Results have names and coordinates if the data has them, and then the answer has a viewport, the box around them. If the
+model has other tasks, "how" and "when" are answered too, but not "via", which starts from the place that was chosen.
 """
 
 import logging
@@ -31,15 +31,15 @@ from intbmoe.tasks.travel.fields import JourneyFields, check_sessions, scenario_
 
 NOW = ("time", "cell", "region", "weather")
 SESSION = (*NOW, "place", "mode", "action", "via")
-COLUMNS = (*SCENARIO, "place", *FEEDBACK, "via")  # of a session: codes; places as rows of the catalogue from 1
+COLUMNS = (*SCENARIO, "place", *FEEDBACK, "via")  # codes of a session; places are rows of the catalogue, from 1
 PLACE_COLUMN = COLUMNS.index("place")
-CLASSES = 3  # of a task besides "where", in an answer
-ENCODED_TOGETHER = 2**17  # places whose vectors are computed at a time
+CLASSES = 3  # per task other than "where", in an answer
+ENCODED_TOGETHER = 2**17  # places whose vectors are computed together
 log = logging.getLogger(__name__)
 
 
 class PlacePredictor(Predictor):
-    """Sessions to the next places, with the model's scores: inner products, to be compared within one answer."""
+    """From sessions to the next places, with inner products as scores, which are comparable within one answer."""
 
     action = "recommend"
     summary = "What comes next after a history, the likeliest first."
@@ -52,9 +52,9 @@ class PlacePredictor(Predictor):
         codes: Tensor | None = None,
         described: DescribedPlaces | None = None,
     ) -> None:
-        """``sessions`` is the most that the model reads, ``now`` included.
+        """``sessions`` is the most that the model reads, including ``now``.
 
-        ``codes`` (1 + P, 5) are those of the places, row 0 for none: answering needs them, encoding does not.
+        ``codes`` (1 + P, 5) are those of the places, with row 0 for none; they are needed to answer, not to encode.
         """
         self.fields, self.sessions, self.codes = fields, sessions, codes
         self.described = described or DescribedPlaces()
@@ -74,7 +74,7 @@ class PlacePredictor(Predictor):
             [fields.example(min(TOP_N, most))],
         )
         self.request_schema = self._record.schema()
-        # The history is read column by column, which is several times as fast as field by field.
+        # The history is read column by column, which is several times faster than field by field.
         self._outer = Record({**self._record.fields, "history": (Many(None, HISTORY), [])})
         self._names = session.keys()
 
@@ -101,7 +101,7 @@ class PlacePredictor(Predictor):
         self.captured: CapturedSearch | None = None  # what ``record_graphs`` recorded
 
     def encode(self, request: Request) -> Encoded:
-        """Places are rows of the catalogue from 1, with 0 for none."""
+        """Encode a request; places are rows of the catalogue from 1, with 0 for none."""
         found = self._outer.read("", request)
         history, now, fields = found["history"], found["now"], self.fields
         check_sessions(history, self._names)
@@ -125,17 +125,17 @@ class PlacePredictor(Predictor):
 
     @torch.inference_mode()
     def record_graphs(self, requests: int) -> None:
-        """On a GPU, record what ``answer`` then replays for up to so many requests; the log says what cannot be."""
+        """On a GPU, record what ``answer`` then replays for up to ``requests`` requests; the log says what fails."""
         if self.device.type != "cuda":
             return
         if self.model.heads:
-            log.info("a model with other tasks is not recorded: every batch is started kernel by kernel")
+            log.info("a model with other tasks is not recorded: every batch is launched kernel by kernel")
             return
         started = time.monotonic()
         try:
             self.captured = CapturedSearch(self, requests)
         except CaptureError as error:
-            message = "the model cannot be recorded, so that every batch is started kernel by kernel: %s"
+            message = "the model cannot be recorded, so every batch is launched kernel by kernel: %s"
             log.warning(message, error, exc_info=True)
         else:
             seconds = time.monotonic() - started
@@ -143,7 +143,7 @@ class PlacePredictor(Predictor):
 
     @torch.inference_mode()
     def answer(self, batch: Sequence[Encoded]) -> list[Answer]:
-        """What is to be explained takes the ordinary way, with its whole batch."""
+        """Answer a batch; if a request is to be explained, the whole batch runs without graphs."""
         if not batch:
             return []
         routing, likely = {}, {}
@@ -171,14 +171,14 @@ class PlacePredictor(Predictor):
         return answers
 
     def _classes(self, task: str, shares: np.ndarray) -> list[dict[str, Any]]:
-        """The likeliest modes or hours, with their probabilities; "hours" 48 is two days and later, or never."""
+        """Return the most likely modes or hours with probabilities; "hours" 48 means two days or later, or never."""
         name, values = ("id", self.fields.coded["mode"].values) if task == "how" else ("hours", np.arange(len(shares)))
         known = shares[: len(values)]  # a model may have room for more modes than there are
         best = np.argsort(-known, kind="stable")[:CLASSES].tolist()
         return [{name: int(values[at]), "score": float(shares[at])} for at in best]
 
     def _predict(self, batch: Sequence[Encoded]) -> Tensor:
-        """(B, d): the model's output at each request's last token."""
+        """Return (B, d): the model's output at each request's last token."""
         lengths = np.array([len(encoded.payload["sessions"]) for encoded in batch])
         sessions = np.zeros((len(batch), lengths.max(), len(COLUMNS)), np.int32)
         for row, encoded in zip(sessions, batch, strict=True):
@@ -210,7 +210,7 @@ class PlacePredictor(Predictor):
             "mask": torch.arange(most, device=self.device) < lengths.unsqueeze(1),
         }
         tokens, _ = self.model.tokens(arrays)
-        # Of the session that is now, only the scenario is there to be read: its two other tokens are padding.
+        # Of the current session only the scenario is known: its two other tokens are padding.
         tokens = tokens[:, : token_count(most)]
         last = (token_count(lengths) - 1).clamp(min=0)
         mask = torch.arange(tokens.shape[1], device=self.device) <= last.unsqueeze(1)
@@ -234,12 +234,12 @@ class PlacePredictor(Predictor):
 
 
 def token_count(sessions: Any) -> Any:
-    """Tokens of so many sessions, of the last of which only the scenario is read."""
+    """Return the tokens of this many sessions; of the last, only the scenario is read."""
     return PROFILE_TOKENS + SESSION_TOKENS * (sessions - 1) + 1
 
 
 def journey_requests(predictor: PlacePredictor, split: JourneyExamples, count: int) -> list[Request]:
-    """The sessions up to a window's last, which is ``now``."""
+    """Make requests from the sessions up to a window's last, which is ``now``."""
     requests = []
     for number, shard in enumerate(split.reader.data.shards):
         windows = split.windows[number]

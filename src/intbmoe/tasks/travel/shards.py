@@ -1,7 +1,7 @@
-"""One shard: its rows out of all chunks, sorted by user and time, joined into sessions, with the users' profiles.
+"""One shard: its rows from all chunks, sorted by user and time, joined into sessions, with the users' profiles.
 
-The table of actions has a row for each thing a user does with a place: looks at it, asks for a route, sets out. What
-follows within minutes for the same place is one session, else the next row would nearly always repeat the last one.
+The table of actions has a row for each thing a user does with a place: looks at it, asks for a route, sets out. Rows
+for the same place within minutes are one session; otherwise the next row would nearly always repeat the last one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,15 +16,15 @@ from intbmoe.tasks.travel.store import FIELDS
 from intbmoe.tasks.travel.tables import USER_ACTION, USER_PROFILE
 
 SESSION_GAP = 5 * 60 * 1000
-"""Milliseconds between rows of one session, at most."""
+"""The most milliseconds between rows of one session."""
 NAVIGATION = 3
-"""The action_type of setting out, by the released code."""
+"""The action_type of setting out, according to the released code."""
 
 
 def make_shard(
     number: int, actions: Sequence[Path], profiles: Sequence[Path], codes: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], list[tuple[int, int, int]]]:
-    """The arrays of shard ``number``, and (user, first row, another row) of those with more than one profile."""
+    """Return the arrays of shard ``number``, and (user, first row, another row) of users with several profiles."""
     user, time, place, via, coded = _read(number, USER_ACTION.name, actions, codes)
     rows = {"user": user, "time": time, "place": place.astype(np.int32), "via": via.astype(np.int32), **coded}
     navigation = int(np.searchsorted(codes["action"], NAVIGATION)) + 1 if NAVIGATION in codes["action"] else -1
@@ -43,14 +43,14 @@ def make_shard(
 
 
 def _read(number: int, table: str, chunks: Sequence[Path], codes: Mapping[str, np.ndarray]) -> list:
-    """The plain columns of a shard, and its fields as codes; sorted, ties in the order of the table."""
+    """Return the plain columns of a shard, and its fields as codes; sorted, ties in the order of the table."""
     parts = []
     for chunk in chunks:
         start, end = np.load(chunk / "starts.npy", mmap_mode="r")[number : number + 2]
         parts.append(np.array(np.load(chunk / "rows.npy", mmap_mode="r")[:, start:end]))  # one map at a time
     rows = np.concatenate(parts, axis=1)
     step = np.diff(rows[0])
-    if not ((step > 0) | ((step == 0) & (np.diff(rows[1]) >= 0))).all():  # often they are in order already
+    if not ((step > 0) | ((step == 0) & (np.diff(rows[1]) >= 0))).all():  # often they are already sorted
         rows = rows.take(np.lexsort((rows[1], rows[0])), axis=1)
     plain = len(PLAIN[table])
     coded = {name: encode(row, codes[name]) for name, row in zip(CODED[table], rows[plain:], strict=True)}
@@ -58,16 +58,16 @@ def _read(number: int, table: str, chunks: Sequence[Path], codes: Mapping[str, n
 
 
 def encode(values: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Codes of ``values`` by the ascending ``known``, among which all are but MISSING: that has code 0."""
+    """Return codes of ``values`` by the ascending ``known``, which has all of them but MISSING; that has code 0."""
     return np.searchsorted(np.append(MISSING, known), values).astype(np.int32)
 
 
 def join_sessions(rows: Mapping[str, np.ndarray], navigation: int) -> dict[str, np.ndarray]:
-    """Rows sorted by user and time, with those of one session made one; ``navigation`` is that action's code.
+    """Merge the rows of each session, sorted by user and time; ``navigation`` is the code of that action.
 
-    A row belongs to the session of the one before it if user and place are the same, neither has a via point, and it
-    is at most ``SESSION_GAP`` later. A session has the scenario of its first row, which is what was known before, and
-    of what came after the last: the action of its last row and the last travel mode that was given.
+    A row belongs to the session of the row before it if user and place are the same, neither has a via point, and it is
+    at most ``SESSION_GAP`` later. A session has the scenario of its first row, which was known before. Of what came
+    after, it has the last: the action of its last row and the last travel mode that was given.
     """
     user, time, place, via = (rows[name] for name in ("user", "time", "place", "via"))
     number = len(user)
@@ -86,7 +86,7 @@ def join_sessions(rows: Mapping[str, np.ndarray], navigation: int) -> dict[str, 
 def _find_profiles(
     user: np.ndarray, owners: np.ndarray, number: np.ndarray, coded: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
-    """(U, 6) codes of these users, 0 where there is no profile, and who has two; ``owners`` are sorted."""
+    """Return (U, 6) codes of these users, 0 without a profile, and who has several; ``owners`` are sorted."""
     owner, first, group = np.unique(owners, return_index=True, return_inverse=True)
     features = np.stack([*coded.values()], axis=1)[first]
     features = np.concatenate([features, np.zeros((1, features.shape[1]), np.int32)])

@@ -1,8 +1,8 @@
-"""Journeys on disk: what ``intbmoe prepare inttravel`` leaves, opened as memory maps.
+"""Journeys on disk: what ``intbmoe prepare inttravel`` writes, opened as memory maps.
 
 meta.json                    written last: without it the folder is not finished
-places/NAME.npy              the arrays of Places; longitude, latitude and names only where they were given
-codes/NAME.npy               the original value of each code of a field, that of code 1 first
+places/NAME.npy              the arrays of Places; longitude, latitude and names only if they were given
+codes/NAME.npy               the original value of each code of a field, beginning with code 1
 shards/00000/time.npy …      sessions of the first shard: offsets, profile, time, depart, and in ``fields`` (7, S) the
                              others; user.npy has the original user ids, which nothing else needs
 """
@@ -20,26 +20,26 @@ from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.travel.data import JourneyData, Places, Sessions, Sizes
 
 FORMAT = 1
-WORK_FORMAT = 5  # of what is finished when a preparation is interrupted
+WORK_FORMAT = 5  # of the finished parts of an interrupted preparation
 META, NOTE, WORK = "meta.json", "note.json", "work"
 PLACE_ARRAYS = ("ids", "score", "cell", "category", "region", "cell_offsets", "cell_places")
 NAMES = "names"
 LOCATION_ARRAYS = ("longitude", "latitude", NAMES)
-"""Of places too, where they were given."""
+"""Also arrays of places, if they were given."""
 SHARD_ARRAYS = ("offsets", "profile", "time", "fields")
 FIELDS = ("action", "place", "cell", "region", "weather", "mode", "via")
 """The rows of a shard's array ``fields``."""
 OPEN_SHARDS = 100
-"""Shards that are kept open: each takes five file handles, and a process often has no more than 1,024."""
+"""Shards kept open: each takes five file handles, and a process often has at most 1,024."""
 
 
 def shard_folder(path: Path, number: int) -> Path:
-    """Where a shard lies."""
+    """Return the folder of a shard."""
     return path / "shards" / f"{number:05d}"
 
 
 def write_folder(folder: Path, arrays: Mapping[str, np.ndarray], note: Any = None) -> None:
-    """``arrays`` as NAME.npy, and a note; what was in ``folder`` is replaced. It is whole or not there."""
+    """Write ``arrays`` as NAME.npy, and a note, replacing ``folder``; it appears complete or not at all."""
     with replacing_folder(folder) as unfinished:
         for name, array in arrays.items():
             np.save(unfinished / f"{name}.npy", array)
@@ -52,12 +52,12 @@ def _map_arrays(folder: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
 
 
 def write_json(file: Path, content: Any) -> None:
-    """The file appears whole or not at all."""
+    """Write a file that appears complete or not at all."""
     replace_file(file, to_json(content), sync=False)
 
 
 def read_json(file: Path) -> Any:
-    """The content, or None if the file is not there."""
+    """Return the content, or None if the file does not exist."""
     try:
         return json.loads(file.read_text())
     except FileNotFoundError:
@@ -65,7 +65,7 @@ def read_json(file: Path) -> Any:
 
 
 class StoredShards(Sequence[Sessions]):
-    """The shards of a folder, opened when they are asked for."""
+    """The shards of a folder, opened when they are needed."""
 
     def __init__(self, path: Path, number: int) -> None:
         self.path, self.number = path, number
@@ -89,17 +89,17 @@ class StoredShards(Sequence[Sessions]):
 
 
 def open_journeys(path: str | Path) -> JourneyData:
-    """The journeys of a prepared folder."""
+    """Open the journeys of a prepared folder."""
     path = Path(path).expanduser()
     command = f"intbmoe prepare inttravel SOURCE {path}"
     meta = read_json(path / META)
     if meta is None:
         if (path / WORK).is_dir():
-            raise DataError(f"{path} is not finished, its preparation was stopped: {command} goes on from there")
+            raise DataError(f"{path} is not finished, its preparation was stopped: {command} resumes it")
         wanted = f"data.path must be the folder that {command} makes (see docs/data.md)"
         raise DataError(f"{path} holds no prepared journeys: {wanted}")
     if meta["format"] != FORMAT:
-        found = f"{path} has format {meta['format']}, this version of intbmoe reads format {FORMAT}"
+        found = f"{path} has format {meta['format']}, but this version of intbmoe reads format {FORMAT}"
         raise DataError(f"{found}: delete the folder and repeat {command}")
     try:
         located = LOCATION_ARRAYS if (path / "places" / f"{NAMES}.npy").exists() else ()
@@ -110,6 +110,6 @@ def open_journeys(path: str | Path) -> JourneyData:
     except FileNotFoundError as error:
         missing = [Path(error.filename)]
     if missing:
-        raise DataError(f"{missing[0]} is missing though {path / META} is there: delete {path} and repeat {command}")
+        raise DataError(f"{missing[0]} is missing although {path / META} exists: delete {path} and repeat {command}")
     sizes = Sizes(**meta["sizes"] | {"profile": tuple(meta["sizes"]["profile"])})
     return JourneyData(places, shards, sizes, meta["valid_from"], meta["test_from"])

@@ -1,7 +1,7 @@
 """IntTravel's raw tables: their columns, the files that hold them, and what is done about malformed rows.
 
-A file may be gzipped (told by its content) and may begin with a header, recognised by its column names: columns
-are then found by name, and others are not read. Without a header the columns are those of ``Table``, in order.
+A file may be gzipped (detected by its content) and may begin with a header, recognised by its column names: columns are
+then found by name, and others are not read. Without a header the columns are those of ``Table``, in order.
 """
 
 import gzip
@@ -22,7 +22,7 @@ FILE_BITS = 40
 
 @dataclass(frozen=True)
 class Table:
-    """One of the tables. All fields are whole numbers, but for ``decimal`` and ``text`` ones."""
+    """One of the tables; all fields are whole numbers, except ``decimal`` and ``text`` ones."""
 
     name: str
     columns: tuple[str, ...]
@@ -55,19 +55,19 @@ POI_LOCATION = Table(
     decimal=("longitude", "latitude"),
     text=("name",),
 )
-"""Not one of IntTravel's four: coordinates in degrees and names of places, of which any may be left empty."""
+"""Not one of IntTravel's four: coordinates in degrees and names of places, any of which may be empty."""
 TABLES = (USER_ACTION, USER_PROFILE, POI_INFO, POI_BY_CELL, POI_LOCATION)
 
 
 class BadRows:
-    """Malformed rows: the first one stops everything, or all are counted by their kind."""
+    """Malformed rows: the first one stops the preparation, or all are counted by kind."""
 
     def __init__(self, skip: bool) -> None:
         self.skip = skip
         self.counts: Counter[str] = Counter()
 
     def report(self, kind: str, message: str, number: int = 1) -> None:
-        """There are ``number`` bad rows of a kind; ``message`` describes the first."""
+        """Report ``number`` bad rows of a kind; ``message`` describes the first."""
         if not self.skip:
             raise DataError(f"{message}; --skip-bad counts such rows and leaves them out")
         self.counts[kind] += number
@@ -75,28 +75,28 @@ class BadRows:
 
 @dataclass(frozen=True)
 class TableFile:
-    """A file of a table and where its rows begin."""
+    """A file of a table, and where its rows begin."""
 
     path: Path
     table: Table
     columns: tuple[str, ...]
-    """All columns of the file, in order; those of ``table`` are among them."""
+    """All columns of the file, in order, including those of ``table``."""
     start: int
     """Where the first row begins, in bytes of text."""
     first_row: int
-    """Its number over all files; in the file that is 2 after a header, else 1."""
+    """Its number over all files; within the file it is 2 after a header, otherwise 1."""
     text: Path
-    """The file itself, or what it was unpacked to."""
+    """The file itself, or the file it was unpacked to."""
     cut: str = ""
-    """Why not all of it could be unpacked; empty if it could."""
+    """Why not all of it could be unpacked; empty if all was."""
 
     def stamp(self) -> list[str | int]:
-        """What changes when the file is exchanged or edited."""
+        """Return what changes when the file is replaced or edited."""
         status = self.path.stat()
         return [self.path.name, status.st_size, status.st_mtime_ns]
 
     def where(self, row: int, field: str | None = None) -> str:
-        """For messages."""
+        """Return a row and field for messages."""
         return f"{self.path}, row {row_in_file(row)}" + (f", field {field}" if field else "")
 
 
@@ -110,12 +110,12 @@ def row_in_file(row: int) -> int:
 
 
 def where(files: Sequence[TableFile], row: int, field: str | None = None) -> str:
-    """For messages: a row of any of a table's files."""
+    """Return a row of any of a table's files, for messages."""
     return files[int(row) >> FILE_BITS].where(row, field)
 
 
 def find_files(source: Path, table: Table) -> list[TableFile]:
-    """The files of a table in ``source``, by name; empty if there is none."""
+    """Return the files of a table in ``source``, by name; empty if there are none."""
     longer = [other.name for other in TABLES if other.name != table.name and other.name.startswith(table.name)]
     names = (table.name, *table.other_names)
     found = [
@@ -130,12 +130,12 @@ def find_files(source: Path, table: Table) -> list[TableFile]:
 
 
 def _look_at(path: Path, table: Table, before: int) -> TableFile:
-    """Is the first row a header?"""
+    """Find out whether the first row is a header."""
     with (gzip.open if is_zipped(path) else open)(path, "rb") as stream:
         try:
             line = stream.readline()
         except (EOFError, OSError, zlib.error):
-            line = b""  # cut or damaged at once: reading the rows will say so
+            line = b""  # truncated or damaged at the start: reading the rows will say so
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty: get it again, or delete it if the table's rows are in other files")
     mark = len(BYTE_ORDER_MARK) if line.startswith(BYTE_ORDER_MARK) else 0

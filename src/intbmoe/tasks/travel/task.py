@@ -1,22 +1,22 @@
-"""Where a user goes next: IntTravel's "where" task, on its own data and on embedded journeys, and three tasks besides.
+"""Where a user goes next: IntTravel's "where" task, on its own data and on embedded journeys, and three other tasks.
 
-The destination of each target session is ranked against 64 other places (``candidates.py``). HR@n is the share
-of targets whose true place is among the first n, NDCG@n the mean of 1/log₂(1 + rank) over those within the first n.
-CIR@n, the category inconsistency, is the share of targets whose place has a known category that none of the first n
-has. A place that scores as high as the true one is ranked before it.
+The destination of each target session is ranked against 64 other places (``candidates.py``). HR@n is the share of
+targets whose true place is among the first n, NDCG@n the mean of 1/log₂(1 + rank), counting 0 beyond the first n.
+CIR@n, the category inconsistency, is the share of targets with a known category for which none of the first n places
+has that category. A place that scores as high as the true one is ranked before it.
 
 The other tasks are those of the released data pipeline: "how" (travel mode) and "when" (hours until the user sets out)
-of the session itself, and "via", the place of the next one. The loss is the sum of the tasks' sums over the number of
-targets, so that each label weighs the same, whatever the batch.
+of the session itself, and "via", the place of the next session. The loss is the sum of the tasks' sums over the number
+of targets, so that each label weighs the same, whatever the batch.
 
-In an artifact, ``catalogue.json`` has sizes: codes of each field; utc_offset: hours that the users' clocks are ahead of
-UTC. ``catalogue.safetensors`` has ids (P,), the places' own ids, rising; codes (1 + P, 5), a place's codes in row p + 1
-and row 0 for none; values.FIELD, the original value of code 1, 2, … of a field, where the data had other values; and,
-where the data has them, locations (P, 2), longitude and latitude in degrees or NaN, and names, all UTF-8 one after
-another, with name_ends (P,), where each ends. Graphs take profile (B, 6), scenario (B, S, 6), place (B, S, 5), feedback
-(B, S, 2), via (B, S, 5) and mask (B, S). They give the scores (B, places) of all places of the catalogue for the last
-session of each sequence, of which only the scenario is known; the vectors of the places are part of the graph, the
-heads of other tasks are not.
+In an artifact, ``catalogue.json`` has sizes, the number of codes of each field, and utc_offset, the hours that users'
+clocks are ahead of UTC. ``catalogue.safetensors`` has ids (P,), the places' own ids, ascending; codes (1 + P, 5), a
+place's codes in row p + 1 and row 0 for none; values.FIELD, the original values of codes 1, 2, … of a field, if the
+data had other values; and, if the data has them, locations (P, 2), longitude and latitude in degrees or NaN, and names,
+the UTF-8 of all names in sequence, with name_ends (P,), where each ends. Graphs take profile (B, 6), scenario
+(B, S, 6), place (B, S, 5), feedback (B, S, 2), via (B, S, 5) and mask (B, S). They return the scores (B, places) of all
+places of the catalogue for the last session of each sequence, of which only the scenario is known; the vectors of the
+places are part of the graph, the heads of other tasks are not.
 """
 
 from collections.abc import Iterator, Mapping
@@ -61,29 +61,29 @@ HOW_TOP = 3
 
 @dataclass(frozen=True, kw_only=True)
 class TravelData(Checked):
-    """Which journeys."""
+    """Which journeys to use."""
 
     source: Literal["journeys", "inttravel", "check-ins"] = "journeys"
-    """journeys are made by a generator; docs/data.md says how to get IntTravel and check-ins."""
+    """journeys come from a generator; docs/data.md says how to get IntTravel and check-ins."""
     path: str | None = None
-    """What intbmoe prepare inttravel made, or an .npz file of check-ins. journeys need none."""
+    """The folder that intbmoe prepare inttravel made, or an .npz file of check-ins. journeys need none."""
     users: PositiveInt = 2000
-    """How many users the generator makes."""
+    """How many users to generate."""
     planted: Annotated[float, MustBe("a number from 0 to 1", lambda value: 0 <= value <= 1)] = 0.0
-    """The share of generated trips that follow a planted rule, the others going anywhere; 0 for the usual journeys."""
+    """The share of generated trips that follow a planted rule, while others go anywhere; 0 for the usual journeys."""
     tasks: Annotated[
         tuple[Literal["where", "how", "when", "via"], ...],
         MustBe("different ones, where among them", lambda value: "where" in value and len({*value}) == len(value)),
     ] = ("where",)
-    """What is predicted of a session: place (where), travel mode (how), hours until it (when), the next place (via)."""
+    """What to predict for a session: place (where), travel mode (how), hours until it (when), the next place (via)."""
     split: Literal["time", "newest"] = "time"
-    """By time; or each user's newest session is the test, the one before it validation, and the rest for training."""
+    """By time; or newest: each user's newest session is the test, the one before it validation, the rest training."""
     near_negatives: Annotated[int, MustBe("an integer from 0 to 64", lambda value: 0 <= value <= 64)] = 32
-    """How many of the 64 negatives are of the true place's cell, if it has as many; the others are not."""
+    """How many of the 64 negatives are in the true place's cell, if it has that many; the others are elsewhere."""
     valid_windows: PositiveInt | None = None
-    """Windows of the validation split that are evaluated, evenly spread over all; None for all."""
+    """Windows of the validation split to evaluate, evenly spread over all; None for all."""
     utc_offset: Annotated[float, MustBe("a number between -14 and 14", lambda value: abs(value) <= 14)] = 0.0
-    """Hours that users' clocks are ahead of UTC, where the data does not say it; requests to a server never do."""
+    """Hours that users' clocks are ahead of UTC, if the data does not say; requests to a server never do."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class TravelTask(Task):
         return TravelModel(config, ffn, tasks, head)
 
     def read_split(self, name: str) -> Examples:
-        """``train`` (sessions before all others), ``valid`` or ``test`` (the last ones), by time."""
+        """Return ``train`` (the earliest sessions), ``valid``, or ``test`` (the last ones)."""
         if name not in self._splits:  # finding the windows reads the times of all sessions
             at_most = self.recipe.data.valid_windows if name == "valid" else None
             self._splits[name] = JourneyExamples(self._reader, name, at_most)
@@ -133,9 +133,9 @@ class TravelTask(Task):
         unknown = sorted({"how", "when"} & {*settings.tasks})
         if unknown and (settings.planted or settings.source == "check-ins"):
             name = "planted journeys" if settings.planted else "check-ins"
-            raise DataError(f"data.tasks has {', '.join(unknown)}: {name} do not say it, leave where and via")
+            raise DataError(f"data.tasks has {', '.join(unknown)}, which {name} do not have: use only where and via")
         if "how" in settings.tasks and data.sizes.modes - 1 > model.modes:
-            raise DataError(f"model.modes={model.modes}: the data has {data.sizes.modes - 1} travel modes, set as many")
+            raise DataError(f"model.modes={model.modes}: the data has {data.sizes.modes - 1} travel modes, set that")
         options = {"departures": "when" in settings.tasks, "by": settings.split, "near": settings.near_negatives}
         return JourneyReader(data, model.sessions, settings.utc_offset, **options)
 
@@ -146,7 +146,7 @@ class TravelTask(Task):
     def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         found: dict[str, Tensor] = {}
         for task, scores, labels in self._labelled(model, batch):
-            start = 1 if task == "via" else 0  # "via" starts from the session before
+            start = 1 if task == "via" else 0  # "via" starts from the previous session
             asked = batch["targets"][:, start:]
             gains = {"loss": _cross_entropy(scores, labels, "none")}
             if task in ("where", "via"):
@@ -164,7 +164,7 @@ class TravelTask(Task):
         return found
 
     def _labelled(self, model: nn.Module, batch: Batch) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(task, scores (N, C), which of the C is right (N,), −1 for what is not known), "where" first."""
+        """Yield (task, scores (N, C), the index of the right one (N,), −1 if unknown), "where" first."""
         scores = model(batch)
         for task, found in scores.items() if isinstance(scores, dict) else [("where", scores)]:
             if task in ("where", "via"):
@@ -175,7 +175,7 @@ class TravelTask(Task):
             yield task, found, labels
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Each sum divided by the number of what it was summed over: ``count`` of its task, or of known categories."""
+        """Divide each sum by what it was summed over: ``count`` of its task, or the number of known categories."""
         require(sums["count"] > 0, "count", sums["count"], "positive: no example was evaluated")
         found = {}
         for name, total in sums.items():
@@ -184,7 +184,7 @@ class TravelTask(Task):
                 continue
             unit = f"{task} categories" if metric.startswith("CIR") else f"{task} count"
             number = sums[unit.removeprefix("where").strip()]
-            if number or not metric.startswith("CIR"):  # without categories, 0 would read as the best there is
+            if number or not metric.startswith("CIR"):  # without categories, 0 would look like the best value
                 found[name] = float(total) / max(1.0, number)
         return found
 
@@ -206,7 +206,7 @@ class TravelTask(Task):
         return {"the planted rule": self.metrics(sums)}
 
     def example_inputs(self) -> tuple[dict[str, Tensor]]:
-        """One full sequence; scoring candidates costs the same for all methods and is left out."""
+        """Return one full sequence; scoring candidates costs the same for all methods and is left out."""
         sessions = self.recipe.model.sessions
         widths = {"scenario": len(SCENARIO), "place": len(PLACE), "feedback": len(FEEDBACK), "via": len(PLACE)}
         batch = {name: torch.ones(1, sessions, width, dtype=torch.int32) for name, width in widths.items()}
@@ -218,7 +218,7 @@ class TravelTask(Task):
         scores = model(batch)
         if not isinstance(scores, dict):
             return scores
-        # In one row, each task's around its own mean: what all scores of a session have in common does not matter.
+        # In one row, each task's scores minus their mean: what all scores of a session have in common does not matter.
         return torch.cat([(part - part.mean(1, keepdim=True)).flatten() for part in scores.values()])
 
     def catalogue(self) -> Catalogue:
@@ -252,7 +252,7 @@ class TravelTask(Task):
         )
 
     def category_names(self) -> tuple[str, ...]:
-        """The categories of places, code 1 first: names where the embedded journeys have them all, else codes."""
+        """Return the categories of places, from code 1: names if the embedded journeys have all of them, else codes."""
         data = self.recipe.data
         known = open_data(data).sizes.categories - 1
         if data.source == "journeys" and known == len(CATEGORY_NAMES):
@@ -267,7 +267,7 @@ class TravelTask(Task):
 
 
 class TravelScores(nn.Module):
-    """Sessions to the scores of all places, for each sequence's last session; padding stands after the sessions."""
+    """From sessions to the scores of all places, for each sequence's last session; padding follows the sessions."""
 
     def __init__(self, model: TravelModel, codes: Tensor) -> None:
         super().__init__()
@@ -286,10 +286,10 @@ class TravelScores(nn.Module):
 
 @lru_cache(maxsize=2)
 def open_data(data: TravelData) -> JourneyData:
-    """The journeys that the settings describe; generated ones are made once a process."""
+    """Return the journeys that the settings describe; generated ones are made once per process."""
     if data.source == "journeys":
         if data.path is not None:
-            raise DataError(f"data.path={data.path!r}: journeys are generated and take no path")
+            raise DataError(f"data.path={data.path!r}: journeys are generated and need no path: leave it out")
         return make_planted(data.planted, data.users) if data.planted else make_journeys(users=data.users)
     if data.planted:
         raise DataError(
@@ -302,14 +302,14 @@ def open_data(data: TravelData) -> JourneyData:
 
 
 def _cross_entropy(scores: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
-    """Over sessions with a label; 0, with a gradient of 0, where there is none."""
+    """Cross-entropy over sessions with a label; 0, with a gradient of 0, if there are none."""
     return F.cross_entropy(scores, labels, ignore_index=-1, reduction=reduction)
 
 
 def ranking_gains(scores: Tensor, category: Tensor) -> dict[str, Tensor]:
-    """(N, C) scores and codes of categories, the true place's first → (N,) what each row adds to each metric.
+    """(N, C) scores and category codes, the true place's first → (N,) what each row adds to each metric.
 
-    Ties, and what is not a number, count against the true place.
+    Ties and NaN count against the true place.
     """
     rank = 1 + (~(scores[:, 1:] < scores[:, :1])).sum(1)
     gain = 1 / torch.log2(1 + rank.double())
@@ -320,7 +320,7 @@ def ranking_gains(scores: Tensor, category: Tensor) -> dict[str, Tensor]:
             gains[f"NDCG@{top}"] = torch.where(rank <= top, gain, 0.0)
     known = category[:, 0] > 0
     gains["categories"] = known
-    # The true place is moved to the end: among equals a stable order then puts it last.
+    # The true place is moved to the end: a stable order then puts it last among equals.
     order = scores.roll(-1, 1).argsort(dim=1, descending=True, stable=True)
     right = category.roll(-1, 1).gather(1, order) == category[:, :1]
     for top in CATEGORY_TOP:
@@ -329,11 +329,11 @@ def ranking_gains(scores: Tensor, category: Tensor) -> dict[str, Tensor]:
 
 
 def class_gains(scores: Tensor, labels: Tensor, *, hours: bool) -> dict[str, Tensor]:
-    """(N, C) scores, (N,) the right class, −1 where it is not known → (N,) what each row adds; nothing if not known."""
+    """(N, C) scores, (N,) the right class, −1 if unknown → (N,) what each row adds; nothing if unknown."""
     known = labels >= 0
     best = scores.argmax(1)
     gains = {"count": known, "accuracy": best == labels}
-    if hours:  # classes are hours: how far off the likeliest is
+    if hours:  # classes are hours: how far off the most likely one is
         return gains | {"hours-off": torch.where(known, (best - labels).abs(), 0)}
     top = scores.topk(min(HOW_TOP, scores.shape[1]), 1).indices
     return gains | {f"accuracy@{HOW_TOP}": (top == labels.unsqueeze(1)).any(1)}

@@ -1,7 +1,7 @@
 """Windows of users' sessions: which ones a split has.
 
-Finding them reads the times of all sessions, a fifth of the data. Of prepared journeys that is done once for all
-processes of a machine: the windows are kept in the cache folder, as files that are mapped into memory.
+Finding them reads the times of all sessions, a fifth of the data. For prepared journeys this is done once for all
+processes on a machine: the windows are kept in the cache folder, as files that are mapped into memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,13 +21,13 @@ from intbmoe.tasks.travel.store import META, StoredShards
 ALL, ENDS = "windows.bin", "ends.npy"
 VERSION = 2  # of the files in the cache folder
 WINDOW = np.dtype([("user", np.int32), ("stop", np.int64), ("length", np.int16), ("targets", np.int16)])
-"""``stop`` is the session after the window's last, ``length`` its sessions, and ``targets`` how many of them, the last
-ones, are in the split's range. 16 bytes, so that those of hundreds of millions of users fit."""
+"""``stop`` is the session after the window's last, ``length`` the number of sessions, and ``targets`` how many of them,
+at the end, are in the split's range. 16 bytes, so that the windows of hundreds of millions of users fit."""
 Windows = np.recarray  # (W,) of WINDOW, of one shard
 
 
 def split_ranges(data: JourneyData, shard: Sessions, split: str, by: str = "time") -> tuple[np.ndarray, np.ndarray]:
-    """(U,) the first session of each user in a split, and the one after the last."""
+    """Return (U,) the first session of each user in a split, and the one after the last."""
     offsets = np.asarray(shard.offsets)
     oldest, newest = offsets[:-1], offsets[1:]
 
@@ -43,7 +43,7 @@ def split_ranges(data: JourneyData, shard: Sessions, split: str, by: str = "time
 
 
 def find_windows(shard: Sessions, first: np.ndarray, last: np.ndarray, sessions: int, targets: int) -> Windows:
-    """Windows of at most ``sessions``, whose last ``targets`` or fewer are from ``first`` (U,) to before ``last``."""
+    """Return windows of at most ``sessions``; up to ``targets`` at their end are in ``first`` (U,) to ``last``."""
     oldest = np.asarray(shard.offsets)[:-1]
     number = -(-(last - first) // targets)
     user = np.repeat(np.arange(len(number), dtype=np.int32), number)
@@ -54,7 +54,7 @@ def find_windows(shard: Sessions, first: np.ndarray, last: np.ndarray, sessions:
 
 
 def _count_before(shard: Sessions, time: int) -> np.ndarray:
-    """(U,) how many sessions of each user are earlier than ``time``."""
+    """Return (U,) how many sessions of each user are earlier than ``time``."""
     total = np.zeros(len(shard.time) + 1, np.int64)
     np.cumsum(np.asarray(shard.time) < time, out=total[1:])
     return total[shard.offsets[1:]] - total[shard.offsets[:-1]]
@@ -63,8 +63,10 @@ def _count_before(shard: Sessions, time: int) -> np.ndarray:
 def windows_of(
     data: JourneyData, split: str, by: str, sessions: int, targets: int
 ) -> tuple[Sequence[Windows], np.ndarray]:
-    """The windows of each shard, and (shards,) how many there are up to its end. ``sessions`` and ``targets`` are of
-    ``find_windows``."""
+    """Return the windows of each shard, and (shards,) how many there are up to its end.
+
+    ``sessions`` and ``targets`` are those of ``find_windows``.
+    """
     found = (find_windows(shard, *split_ranges(data, shard, split, by), sessions, targets) for shard in data.shards)
     if isinstance(data.shards, StoredShards):
         windows = StoredWindows(_keep(data.shards.path, [split, by, sessions, targets], found))
@@ -74,7 +76,7 @@ def windows_of(
 
 
 class StoredWindows(Sequence[Windows]):
-    """Windows in the cache folder; pages of them that nobody reads are not loaded."""
+    """Windows in the cache folder; pages that are not read are not loaded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,7 +94,7 @@ class StoredWindows(Sequence[Windows]):
 
 
 def _keep(prepared: Path, chosen: list[Any], found: Iterator[Windows]) -> Path:
-    """The folder of these windows; they are found only if it is not there yet."""
+    """Return the folder of these windows; they are searched for only if it does not exist yet."""
     meta = prepared / META
     key = fingerprint(to_json([VERSION, str(prepared.resolve()), meta.stat().st_mtime_ns, chosen]), meta.read_bytes())
     try:
@@ -104,7 +106,7 @@ def _keep(prepared: Path, chosen: list[Any], found: Iterator[Windows]) -> Path:
 
 
 def _write(folder: Path, found: Iterator[Windows]) -> None:
-    """Shard after shard, so that one at a time is in memory."""
+    """Write shard after shard, so that only one at a time is in memory."""
     counts = []
     with open(folder / ALL, "wb") as file:
         for windows in found:

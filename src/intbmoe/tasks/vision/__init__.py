@@ -1,4 +1,4 @@
-"""Image classification: one file per source of images, one per kind of change to them."""
+"""Image classification: one file for each source of images, and one for each kind of augmentation."""
 
 from intbmoe.tasks.vision.task import VisionTask
 

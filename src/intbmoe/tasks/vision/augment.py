@@ -1,4 +1,4 @@
-"""Variation of single training images. All randomness comes from a key, (seed, epoch, index), and nothing else."""
+"""Augmentation of single training images; all randomness comes from a key, (seed, epoch, index)."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -16,15 +16,15 @@ from intbmoe.tasks.vision.timm_data import timm_data
 Key = tuple[int, int, int]
 
 
-DRAWS = 3  # random numbers of an image for ``shift_and_flip``
+DRAWS = 3  # random numbers per image for ``shift_and_flip``
 _STEP, _FIRST, _SECOND = (np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def example_draws(seed: int, epoch: int, indices: Sequence[int]) -> np.ndarray:
-    """(B, DRAWS) random 64-bit numbers, those of each index a function of (seed, epoch, index).
+    """Return (B, DRAWS) random 64-bit numbers, those of each index a function of (seed, epoch, index).
 
-    The numbers of SplitMix64 (Steele et al., 2014) from a start that follows from (seed, epoch), at places that follow
-    from the index: a generator for each of the batch's images would take longer than all that is done with them.
+    These are the numbers of SplitMix64 (Steele et al., 2014) from a start given by (seed, epoch), at positions given by
+    the index. Creating a generator for each image would take longer than everything that is done with its numbers.
     """
     start = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
     places = np.asarray(indices, dtype=np.uint64)[:, None] * np.uint64(DRAWS) + np.arange(1, DRAWS + 1, dtype=np.uint64)
@@ -35,7 +35,7 @@ def example_draws(seed: int, epoch: int, indices: Sequence[int]) -> np.ndarray:
 
 
 def shift_and_flip(pixels: np.ndarray, draws: np.ndarray, pad: int, flip: float) -> np.ndarray:
-    """(B, H, W, channels) → the same, each image shifted by up to ``pad`` pixels and mirrored by chance."""
+    """(B, H, W, channels) → the same, each image shifted by up to ``pad`` pixels and randomly mirrored."""
     padded = np.pad(pixels, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, pixels.shape[1:3], axis=(1, 2))
     top, left = ((draws[:, :2] >> np.uint64(32)) * np.uint64(2 * pad + 1) >> np.uint64(32)).astype(np.int64).T
@@ -46,7 +46,7 @@ def shift_and_flip(pixels: np.ndarray, draws: np.ndarray, pad: int, flip: float)
 
 
 class DeiT:
-    """DeiT's variation of one image, made of timm's transforms: crop, flip, RandAugment, then erasing."""
+    """DeiT's augmentation of one image, built from timm's transforms: crop, flip, RandAugment, then erasing."""
 
     def __init__(self, size: int, normalisation: Normalisation, settings: Augmentation) -> None:
         self._transform = timm_data().create_transform(
@@ -69,13 +69,13 @@ class DeiT:
                     operation.aug_fn = _posterize
 
     def __call__(self, image: Image.Image, key: Key) -> Tensor:
-        """An image of any size → (3, size, size) normalised."""
+        """Turn an image of any size into (3, size, size), normalised."""
         with seeded(key):
             return self._transform(image)
 
 
 def _posterize(image: Image.Image, bits: int, **unused: object) -> Image.Image:
-    """Keep the highest ``bits``. For one image in 40 timm asks for 0, for which newer Pillows raise: it means black."""
+    """Keep the highest ``bits``; for one image in 40 timm asks for 0, which means black but fails in newer Pillows."""
     if bits == 0:
         return Image.new(image.mode, image.size)
     return image if bits >= 8 else ImageOps.posterize(image, bits)
@@ -83,13 +83,13 @@ def _posterize(image: Image.Image, bits: int, **unused: object) -> Image.Image:
 
 @contextmanager
 def seeded(key: Key) -> Iterator[None]:
-    """Python's, numpy's and torch's (CPU) global generators start from ``key`` inside: timm draws from all three."""
+    """Seed Python's, numpy's and torch's (CPU) global generators from ``key`` inside: timm draws from all three."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     for_python, for_numpy, for_torch = np.random.SeedSequence(key).generate_state(3).tolist()
     try:
         random.seed(for_python)
         np.random.seed(for_numpy)
-        # The CPU's generator only: torch.manual_seed would reset the GPUs' too.
+        # Only the CPU's generator: torch.manual_seed would also reset the GPUs'.
         torch.default_generator.manual_seed(for_torch)
         yield
     finally:

@@ -1,7 +1,7 @@
-"""What classes are called: by ``classes.json`` beside the data, or, for ImageNet's, by torchvision and timm.
+"""Names of classes: from ``classes.json`` beside the data or, for ImageNet, from torchvision and timm.
 
-timm has the thousand WordNet ids in the order of ImageNet's labels, torchvision a name for each, all different. Both
-are optional; without them a class goes by its folder or its number.
+timm has the thousand WordNet ids in the order of ImageNet's labels, and torchvision a name for each, all different.
+Both are optional; without them a class has the name of its folder or its number.
 """
 
 import importlib
@@ -17,7 +17,7 @@ IMAGENET_CLASSES = 1000
 
 
 def read_class_names(content: bytes, classes: int, where: str) -> tuple[str, ...]:
-    """The first of each class's names, its number if it has none; classes that share a name get the number as well."""
+    """Return each class's first name, or its number if it has none; classes that share a name also get the number."""
     try:
         found = {entry["label"]: entry["name"].split(",")[0].strip() for entry in json.loads(content)}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -32,7 +32,7 @@ def find_class_names(folder: Path, classes: int) -> tuple[str, ...] | None:
 
 
 def imagenet_class_names(wnids: Sequence[str] | None, classes: int) -> tuple[str, ...] | None:
-    """Of WordNet ids, or of a thousand labels where there are no ids; None where some are not ImageNet's."""
+    """Return names of WordNet ids, or of a thousand labels if there are no ids; None if some are not ImageNet's."""
     if wnids is None and classes != IMAGENET_CLASSES:
         return None
     try:
@@ -46,7 +46,7 @@ def imagenet_class_names(wnids: Sequence[str] | None, classes: int) -> tuple[str
 
 
 def class_labels(names: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:
-    """ "hen (n01514859)": a name with the WordNet id or number that it stands for."""
+    """Return names with the WordNet id or number that they stand for: "hen (n01514859)"."""
     return tuple(
         name if name == key or name.endswith(f"({key})") else f"{name} ({key})"
         for name, key in zip(names, keys, strict=True)

@@ -1,4 +1,4 @@
-"""Images that live in Python, written out as a folder of class folders."""
+"""Images given in Python, written as a folder of class folders."""
 
 import os
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ IMAGE, LABEL = ("image", "img"), ("label", "labels", "class")
 
 
 def save_images(data: Any, folder: Path) -> None:
-    """(image, label) pairs, or dicts with ``image`` and ``label``: a PIL image, an array (H, W, C) or tensor (C, H, W).
+    """Write (image, label) pairs or dicts with these keys; images are PIL, arrays (H, W, C) or tensors (C, H, W).
 
-    Labels are whole numbers, which stay the classes' numbers if they start at 0 and leave none out, or names.
+    Labels are whole numbers, which remain the classes' numbers if they start at 0 without gaps, or names.
     """
     splits = by_split(data)
     names = _class_names(splits["train"])
@@ -48,7 +48,7 @@ def save_images(data: Any, folder: Path) -> None:
 
 
 def _class_names(dataset: Any) -> list[str] | None:
-    """What torchvision (``classes``) or Hugging Face (``features``) say of whole-number labels."""
+    """Return what torchvision (``classes``) or Hugging Face (``features``) call whole-number labels."""
     features = getattr(dataset, "features", None)
     kinds = [features[name] for name in LABEL if name in features] if isinstance(features, Mapping) else []
     names = getattr(kinds[0], "names", None) if kinds else getattr(dataset, "classes", None)
@@ -84,7 +84,7 @@ def _to_image(image: Any, where: str) -> Image.Image:
     if array.dtype.kind == "f":
         if not (np.isfinite(array).all() and array.min() >= 0 and array.max() <= 1):
             found = f"{array.min():.3g} to {array.max():.3g}"
-            raise DataError(f"{where}: pixels go from {found}: expected 0 to 1, not normalised: the recipe does that")
+            raise DataError(f"{where}: pixels go from {found}: expected 0 to 1, not normalised: the recipe does it")
         array = np.rint(array * 255)
     elif array.min() < 0 or array.max() > 255:
         raise DataError(f"{where}: pixels go from {array.min()} to {array.max()}: expected 0 to 255")

@@ -1,4 +1,4 @@
-"""Files and bytes to images, with errors that say which one."""
+"""From files and bytes to images, with errors that say which one is wrong."""
 
 import base64
 import io
@@ -11,14 +11,14 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from intbmoe.tasks.errors import DataError
 
-CROP_SHARE = 0.875  # evaluation takes the middle 224 of 256 pixels, as DeiT and most others do
+CROP_SHARE = 0.875  # evaluation uses the middle 224 of 256 pixels, as DeiT and most others do
 UNREADABLE = (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError)
 
 
 def decode(content: bytes | Path, where: str, mode: str = "RGB") -> Image.Image:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # damaged EXIF data, of which ImageNet has some: pixels are what matters
+            warnings.simplefilter("ignore")  # about damaged EXIF data, which ImageNet has some of: only pixels matter
             with Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
                 return image.convert(mode)
     except UNREADABLE as error:
@@ -26,7 +26,7 @@ def decode(content: bytes | Path, where: str, mode: str = "RGB") -> Image.Image:
 
 
 def middle_square(image: Image.Image, size: int, share: float = CROP_SHARE) -> np.ndarray:
-    """(size, size, channels) uint8: resized so that the shorter side is size/share, then cut from the middle."""
+    """Return (size, size, channels) uint8: resized so that the shorter side is size/share, then cut from the middle."""
     shorter = int(size / share)
     scale = shorter / min(image.size)
     shape = tuple(max(shorter, round(side * scale)) for side in image.size)
@@ -43,15 +43,15 @@ def stretched(image: Image.Image, size: int) -> np.ndarray:
 
 
 def padded(image: Image.Image, size: int) -> np.ndarray:
-    """The whole image, with black beside it or above and below."""
+    """Return the whole image with black bars at the sides, or above and below."""
     return np.asarray(ImageOps.pad(image, (size, size), Image.Resampling.BICUBIC))
 
 
-SQUARES = {"crop": whole_square, "stretch": stretched, "pad": padded}  # what data.resize may be
+SQUARES = {"crop": whole_square, "stretch": stretched, "pad": padded}  # the values of data.resize
 
 
 def check_header(file: Path) -> None:
-    """Raise unless the file begins as an image does; decoding all of a large set would take too long."""
+    """Raise unless the file begins like an image; decoding all of a large set would take too long."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

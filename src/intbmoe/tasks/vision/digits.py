@@ -1,6 +1,6 @@
-"""scikit-learn's handwritten digits: 1,797 images of 8×8 grey pixels, ten classes, no file to fetch.
+"""scikit-learn's handwritten digits: 1,797 images of 8×8 grey pixels, ten classes, nothing to download.
 
-A fifth of each class is the test set, always the same images; validation is held out of the rest.
+A fifth of each class is the test set, always the same images; validation is held out from the rest.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ NORMALISATION = Normalisation((0.305,), (0.376,))
 
 def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
     if path is not None:
-        raise DataError(f"data.path={path!r}: digits come with scikit-learn and take no path")
+        raise DataError(f"data.path={path!r}: digits come with scikit-learn and need no path: leave it out")
     check_image_size(model.image_size, model.channels, (SIDE, 1), "digits")
     from sklearn.datasets import load_digits  # slow to import, and only this source needs it
 

@@ -1,4 +1,4 @@
-"""Images as the loop reads them: batches of normalised tensors."""
+"""Images in the form that the training loop reads: batches of normalised tensors."""
 
 from collections.abc import Callable, Sequence
 
@@ -27,9 +27,9 @@ class ImageExamples:
         return len(self.images.labels)
 
     def batch(self, indices: Sequence[int], epoch: int, seed: int) -> Batch:
-        """The examples at ``indices``; an image depends on (seed, epoch, index) alone.
+        """Return the examples at ``indices``; an image depends on (seed, epoch, index) alone.
 
-        They are read in the order of the files: those of one parquet row group together, so that it is read once.
+        They are read in the order of the files, so that a parquet row group is read only once.
         """
         indices = [int(index) for index in indices]
         labels = torch.from_numpy(self.images.labels[np.asarray(indices, dtype=np.int64)])
@@ -49,4 +49,4 @@ class ImageExamples:
         """(B, H, W, channels) uint8 → (B, channels, H, W) float32."""
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in self.normalisation)
         images = torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))
-        return images.float().div_(255).sub_(mean).div_(std)  # in place: half the time of a batch of small images
+        return images.float().div_(255).sub_(mean).div_(std)  # in place: halves the time for a batch of small images

@@ -1,8 +1,8 @@
-"""Any folder of class folders, decoded when asked for.
+"""Any folder of class folders; images are decoded when they are needed.
 
     FOLDER/train/<class>/*.jpg  FOLDER/test/<class>/*.jpg    the one other folder (val, test, …) is the test split;
-                                                             validation is held out of train
-    FOLDER/train/…  FOLDER/val/…  FOLDER/test/…              all as they are called
+                                                             validation is held out from train
+    FOLDER/train/…  FOLDER/val/…  FOLDER/test/…              each split has the name of its folder
     FOLDER/<class>/*.jpg                                     validation and test are held out, class by class
 
 Labels follow the alphabetical order of the class folders. ``FOLDER/classes.json`` may give them other names.
@@ -35,16 +35,16 @@ from intbmoe.tasks.vision.source import IMAGENET_NORMALISATION, Normalisation, S
 
 WHAT = "a folder with one folder of images per class, or with train/ and test/ of such folders"
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
-GREY = Normalisation((0.449,), (0.226,))  # the means of ImageNet's over the channels
+GREY = Normalisation((0.449,), (0.226,))  # ImageNet's values, averaged over the channels
 MODES = {1: ("L", GREY), 3: ("RGB", IMAGENET_NORMALISATION)}
-LOOKED_INTO, END_BYTES = 1000, 4096  # for the fingerprint: how many files of a split, and how much of each
-ENOUGH = 3  # images of a class, of which one is held out for validation and one for the test
+LOOKED_INTO, END_BYTES = 1000, 4096  # for the fingerprint: files per split, and bytes of each
+ENOUGH = 3  # images per class, of which one is held out for validation and one for the test
 
 
 @dataclass(frozen=True, eq=False)
 class FolderImages:
     folder: Path
-    files: np.ndarray  # (N,) paths inside ``folder``, bytes in one array: workers would copy a million strings
+    files: np.ndarray  # (N,) paths inside ``folder``, as bytes in one array: workers would copy a million strings
     labels: np.ndarray
     mode: str = "RGB"
     square: Callable[[Image.Image, int], np.ndarray] = middle_square
@@ -64,7 +64,7 @@ class FolderImages:
 
 
 def read(settings: Any, model: ViTConfig) -> Source:
-    """The images of the recipe's ``data``."""
+    """Return the images of the recipe's ``data``."""
     if model.channels not in MODES:
         raise DataError(f"model.channels={model.channels}: images are grey (1) or in colour (3)")
     root = require_path(settings.path, "images", WHAT)
@@ -99,7 +99,7 @@ def read(settings: Any, model: ViTConfig) -> Source:
 
 
 def check_images(source: Source) -> None:
-    """Raise for a file that is not an image, before a long training meets it; each of several ranks checks a share."""
+    """Raise if a file is not an image, before a long training run reaches it; each of several ranks checks a share."""
     rank, world = launched_as()
     with ThreadPoolExecutor() as threads:
         for images in (source.train, source.valid, source.test):
@@ -108,7 +108,7 @@ def check_images(source: Source) -> None:
 
 
 def _split_folders(root: Path) -> dict[str, Path]:
-    """Split → folder; the root itself is train where none is named after a split."""
+    """Return split → folder; if no folder is named after a split, the root itself is train."""
     inside = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
     named: dict[str, list[str]] = {}
     for name in inside:
@@ -117,14 +117,14 @@ def _split_folders(root: Path) -> dict[str, Path]:
     others = len(inside) > sum(map(len, named.values()))
     if named and "train" not in named and not others:
         raise DataError(f"{root} has {some(inside)} but no train: expected {WHAT}")
-    # A class may be called train too: it holds images, not folders, and stands beside other classes.
+    # A class may also be called train: then it holds images instead of folders, and there are other classes beside it.
     if "train" not in named or (others and not any(entry.is_dir() for entry in os.scandir(root / named["train"][0]))):
         return {"train": root}
     for split, names in named.items():
         if len(names) > 1:
             raise DataError(f"{root} has several folders for {split}: {some(names)}; keep one")
     folders = {split: root / names[0] for split, names in named.items()}
-    if "valid" in folders and "test" not in folders:  # as ImageNet has it: what is not trained on is the test
+    if "valid" in folders and "test" not in folders:  # as in ImageNet: the one that is not for training is the test
         folders["test"] = folders.pop("valid")
     return folders
 
@@ -140,7 +140,7 @@ def class_folders(folder: Path) -> list[str]:
 
 
 def list_images(folder: Path, classes: Sequence[str], all_classes: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """(N,) paths inside ``folder`` as bytes, and (N,) labels; with ``all_classes`` none may be without an image."""
+    """Return (N,) paths inside ``folder`` as bytes, and (N,) labels; with ``all_classes``, each needs an image."""
     files, labels = [], []
     for label, name in enumerate(classes):
         if not all_classes and not (folder / name).is_dir():
@@ -181,7 +181,7 @@ def _fingerprint(found: dict[str, FolderImages], classes: Sequence[str]) -> str:
 
 
 def _end(file: Path) -> bytes:
-    """Where the pixels are; images begin alike."""
+    """Return the end of the file, where the pixels are: image files begin alike."""
     with open(file, "rb") as content:
         content.seek(max(0, file.stat().st_size - END_BYTES))
         return content.read()

@@ -1,13 +1,13 @@
-"""ImageNet-1K, decoded when asked for: an image folder or Hugging Face's parquet files, whichever ``data.path`` holds.
+"""ImageNet-1K, decoded when needed: an image folder or Hugging Face's parquet files, whichever ``data.path`` holds.
 
     folder    train/<wnid>/*.JPEG, val/<wnid>/*.JPEG          labels by the order of the wnids
     parquet   data/train-*.parquet, data/validation-*.parquet  columns image {bytes, path} and label
 
 Either may have ``classes.json`` beside it, with the classes' names. The official validation set is the test set;
-validation is held out of the training images.
+validation is held out from the training images.
 
-A parquet file can only be read a row group at a time (some hundred images). The last few groups are kept, which makes
-reading in order cheap; in random order each image costs its group, so for long training unpack the files
+A parquet file can only be read one row group at a time (some hundred images). The last few groups are kept, which makes
+reading in order cheap. In random order each image costs a whole group, so unpack the files for long training runs
 (``docs/data.md``).
 """
 
@@ -41,7 +41,7 @@ def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
     root = require_path(path, "imagenet", WHAT, "docs/data.md")
     if (root / UNFINISHED).is_dir():
         command = f"intbmoe prepare imagenet SOURCE {root}"
-        raise DataError(f"{root} is not finished, its preparation was stopped: {command} goes on from there")
+        raise DataError(f"{root} is not finished, its preparation was stopped: {command} resumes it")
     if sorted(root.glob("data/train-*.parquet")):
         folders = None
         train, test = (ParquetImages.find(root, split) for split in ("train", "validation"))
@@ -64,7 +64,7 @@ def _folders(root: Path) -> tuple[tuple[str, ...], Images, Images]:
     if class_folders(root / "val") != classes:
         differing = sorted(set(classes) ^ set(class_folders(root / "val")))
         raise DataError(
-            f"{root}: train/ and val/ must have the same class folders, but {len(differing)} are in one only, "
+            f"{root}: train/ and val/ must have the same class folders, but {len(differing)} are in only one of them, "
             f"such as {differing[0]!r} (see docs/data.md)"
         )
     train, val = (FolderImages(root / name, *list_images(root / name, classes)) for name in ("train", "val"))
@@ -79,7 +79,7 @@ class ParquetImages:
         self._begin()
 
     def _begin(self) -> None:
-        """Without open files, which must not be shared with the process that this one was forked from."""
+        """Start without open files, which must not be shared with the process that this one was forked from."""
         self._process = os.getpid()
         self._open = lru_cache(None)(lambda file: open_parquet(self.files[file], COLUMNS, "images"))
         self._group = lru_cache(KEPT_GROUPS)(
@@ -88,7 +88,7 @@ class ParquetImages:
 
     @classmethod
     def find(cls, root: Path, split: str) -> "ParquetImages":
-        """The images of ``root/data/split-*.parquet``; only the labels are read yet."""
+        """Find the images of ``root/data/split-*.parquet``; only the labels are read yet."""
         files = find_parquet(root, split)
         rows, labels = [], []
         for number, file in enumerate(files):

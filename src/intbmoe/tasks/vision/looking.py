@@ -1,4 +1,4 @@
-"""Tokens by the class of their image; single images, one per class, each patch by its row and column."""
+"""Views for ``analyse``: tokens by the class of their image; single images, one per class, with patches by position."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ MOST_IMAGES = 6
 
 
 def class_view(names: Sequence[str], keys: Sequence[str]) -> View:
-    """Tokens by the class of their image; ``keys`` are the classes' WordNet ids or numbers."""
+    """Return a view of tokens by the class of their image; ``keys`` are the classes' WordNet ids or numbers."""
     return View(
         "class",
         class_labels(names, keys),
@@ -41,7 +41,7 @@ def show_images(split: ImageExamples, names: tuple[str, ...], model: ViTConfig) 
 
 
 def one_per_class(labels: np.ndarray) -> list[int]:
-    """The first image of some classes, which are evenly spread over all that there are."""
+    """Return the first image of some classes, evenly spread over all classes."""
     classes, first = np.unique(labels, return_index=True)
     number = min(MOST_IMAGES, len(classes))
     return [int(first[place * len(classes) // number]) for place in range(number)]

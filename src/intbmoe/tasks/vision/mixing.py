@@ -1,7 +1,7 @@
-"""Mixup and CutMix on whole batches, and smoothed labels, in the manner of timm's ``Mixup(mode="batch")``.
+"""Mixup and CutMix on whole batches, and smoothed labels, like timm's ``Mixup(mode="batch")``.
 
-Each image is mixed with its mirror in the batch (the first with the last, …), all with the same λ; the middle image of
-an odd batch stays as it is. CutMix takes λ from the box that was really cut, after clipping at the border.
+Each image is mixed with its mirror in the batch (the first with the last, and so on), all with the same λ; the middle
+image of an odd batch stays as it is. CutMix takes λ from the box that was actually cut, after clipping at the border.
 
 Zhang et al., "mixup: Beyond Empirical Risk Minimization", ICLR 2018; Yun et al., "CutMix", ICCV 2019.
 """
@@ -37,12 +37,12 @@ def mix(images: Tensor, targets: Tensor, settings: Augmentation, generator: torc
 
 
 def mixup(images: Tensor, targets: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """λ = ``share`` of each image and target, 1 − λ of its mirror in the batch."""
+    """Take λ = ``share`` of each image and target, and 1 − λ of its mirror in the batch."""
     return _blend(images, share), _blend(targets, share)
 
 
 def cutmix(images: Tensor, targets: Tensor, box: Box) -> tuple[Tensor, Tensor]:
-    """Each image with ``box`` from its mirror in the batch; targets by the box's area."""
+    """Fill ``box`` of each image from its mirror in the batch, and mix targets by the box's area."""
     rows, columns = box
     area = (rows.stop - rows.start) * (columns.stop - columns.start)
     mixed = images.clone()
@@ -51,7 +51,7 @@ def cutmix(images: Tensor, targets: Tensor, box: Box) -> tuple[Tensor, Tensor]:
 
 
 def cut_box(height: int, width: int, share: float, row: int, column: int) -> Box:
-    """The box of 1 − ``share`` of the area around (row, column), clipped at the border."""
+    """Return the box with 1 − ``share`` of the area around (row, column), clipped at the border."""
     side = math.sqrt(1 - share)
 
     def along(size: int, middle: int) -> slice:
@@ -66,6 +66,6 @@ def _blend(x: Tensor, share: float) -> Tensor:
 
 
 def _draws(generator: torch.Generator) -> np.random.Generator:
-    """torch has no public Beta that takes a generator: one number of it seeds numpy's, which has."""
+    """Seed a numpy generator from torch's, because torch has no public Beta distribution that takes a generator."""
     seed = torch.randint(2**62, (), generator=generator, device=generator.device)
     return np.random.default_rng(int(seed))

@@ -1,9 +1,9 @@
-"""Make the tar that the ``tiny-imagenet`` source reads from the official Tiny-ImageNet-200 folder.
+"""Make the tar for the ``tiny-imagenet`` source from the official Tiny-ImageNet-200 folder.
 
     python -m intbmoe.tasks.vision.pack_tiny_imagenet tiny-imagenet-200 tiny_imagenet200_32px.tar
 
-Images shrink from 64 to 32 px by the mean of 2×2 pixels. Each class becomes one sheet a split; tiles are multiples of
-8 px and chroma is not subsampled, so no JPEG block crosses two images.
+Images shrink from 64 to 32 px by averaging 2×2 pixels. Each class becomes one sheet per split; tiles are multiples of
+8 px and chroma is not subsampled, so no JPEG block covers parts of two images.
 """
 
 import argparse
@@ -25,7 +25,7 @@ QUALITY = 85
 
 
 def pack(folder: Path, output: Path) -> None:
-    """Write ``output`` from the official ``folder``, as it comes out of the zip file."""
+    """Write ``output`` from the official ``folder``, as unzipped."""
     wnids = sorted(_lines(folder / "wnids.txt"))
     words = dict(line.split("\t", 1) for line in _lines(folder / "words.txt"))
     tested = [line.split("\t")[:2] for line in _lines(folder / "val" / "val_annotations.txt")]
@@ -49,12 +49,12 @@ def _lines(file: Path) -> list[str]:
 
 
 def _number(file: Path) -> int:
-    """Images are numbered: n01443537_12.JPEG, val_12.JPEG."""
+    """Return the number in an image's name: n01443537_12.JPEG, val_12.JPEG."""
     return int(file.stem.rsplit("_", 1)[1])
 
 
 def _sheet(files: Sequence[Path]) -> bytes:
-    """One JPEG with all images, in rows of the most even width that leaves no gap."""
+    """Return one JPEG with all images, in the squarest grid without gaps."""
     rows = max(divisor for divisor in range(1, math.isqrt(len(files)) + 1) if len(files) % divisor == 0)
     tiles = np.stack([_halve(file) for file in files])
     grid = tiles.reshape(rows, -1, TILE, TILE, 3).swapaxes(1, 2).reshape(rows * TILE, -1, 3)

@@ -1,4 +1,4 @@
-"""``classify``: an image to the classes it most likely shows."""
+"""``classify``: from an image to the classes it most likely shows."""
 
 import base64
 import binascii
@@ -26,7 +26,7 @@ THUMBNAIL = 320
 
 
 class ClassifyPredictor(Predictor):
-    """Image files to classes, with their probabilities as scores."""
+    """From image files to classes, with their probabilities as scores."""
 
     action = "classify"
     summary = "What an image shows."
@@ -40,7 +40,7 @@ class ClassifyPredictor(Predictor):
         classes: Sequence[str],
         square: Callable[[Image.Image, int], np.ndarray] = whole_square,
     ) -> None:
-        """``square`` is how images become square in evaluation."""
+        """``square`` makes images square, as in evaluation."""
         self.config, self.normalisation, self.classes, self.square = config, normalisation, classes, square
         most = len(classes)
         letters = -(-IMAGE_BYTES // 3) * 4
@@ -62,7 +62,7 @@ class ClassifyPredictor(Predictor):
         return cls(recipe.model, normalisation, about["classes"], square)
 
     def encode(self, request: Request) -> Encoded:
-        """The payload has ``pixels`` (size, size, channels) of bytes."""
+        """Encode a request; the payload has ``pixels``, (size, size, channels) bytes."""
         found = self._record.read("", request)
         mode, size = "L" if self.config.channels == 1 else "RGB", self.config.image_size
         pixels = self.square(read_untrusted(_file(found), mode), size).reshape(size, size, -1)

@@ -26,13 +26,13 @@ class Images(Protocol):
     labels: np.ndarray  # (N,) int64
 
     def image(self, index: int) -> Image.Image:
-        """One image as it is stored, whatever its size."""
+        """Return one image as it is stored, whatever its size."""
 
     def pixels(self, indices: Sequence[int], size: int) -> np.ndarray:
-        """(B, size, size, channels) uint8: the middle square of each image at that size."""
+        """Return (B, size, size, channels) uint8: the middle square of each image at that size."""
 
     def subset(self, indices: np.ndarray) -> "Images":
-        """The images at ``indices``, in that order."""
+        """Return the images at ``indices``, in that order."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Source:
     valid: Images
     test: Images
     normalisation: Normalisation
-    class_names: tuple[str, ...] | None = None  # by label; None where the source does not say
-    class_folders: tuple[str, ...] | None = None  # by label: WordNet ids, where the images lie in folders
-    fingerprint: str | None = None  # of a folder: names and sizes of all files, content of some
+    class_names: tuple[str, ...] | None = None  # by label; None if the source does not give them
+    class_folders: tuple[str, ...] | None = None  # by label: WordNet ids, if the images are in folders
+    fingerprint: str | None = None  # of a folder: names and sizes of all files, and the content of some
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +64,10 @@ class ArrayImages:
 
 
 def hold_out(labels: np.ndarray, fraction: float, where: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Indices kept and held out, each in rising order; the share is taken class by class, at least one each if not 0.
+    """Return indices kept and held out, in ascending order; ``fraction`` applies to each class, at least one if not 0.
 
-    The choice depends only on a class's number and size (and on ``seed``, which is not the training's), so that every
-    method, training seed and machine holds out the same images.
+    The choice depends only on a class's number and size (and on ``seed``, which is not the training seed), so that
+    every method, training seed and machine holds out the same images.
     """
     held = [np.zeros(0, dtype=np.int64)]
     for label in np.unique(labels) if fraction else ():

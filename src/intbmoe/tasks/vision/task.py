@@ -1,10 +1,10 @@
 """Image classification with the Vision Transformer: digits, Tiny-ImageNet-200, ImageNet-1K, any folder.
 
-A batch has ``images`` (B, channels, size, size) and ``labels`` (B,); ``prepare`` adds ``targets`` (B, classes) in
-training where labels are smoothed or mixed, and the loss is against those.
+A batch has ``images`` (B, channels, size, size) and ``labels`` (B,); in training with smoothed or mixed labels,
+``prepare`` adds ``targets`` (B, classes), which the loss then uses.
 
-In an artifact, ``catalogue.json`` has classes: a name each; mean, std: pixels in [0, 1] become (pixel − mean) / std,
-channel by channel. Its graphs take images (B, channels, H, W) and give scores (B, classes).
+In an artifact, ``catalogue.json`` has classes, a name for each, and mean and std: pixels in [0, 1] become
+(pixel − mean) / std, channel by channel. Its graphs take images (B, channels, H, W) and return scores (B, classes).
 """
 
 from collections.abc import Mapping
@@ -44,23 +44,23 @@ TOP = 5
 
 @dataclass(frozen=True, kw_only=True)
 class VisionData(Checked):
-    """Which images, and how they are varied in training."""
+    """Which images to use, and how they are augmented in training."""
 
     source: Literal["digits", "tiny-imagenet", "imagenet", "folder"] = "digits"
     """folder is any folder of class folders; digits come with scikit-learn; docs/data.md says how to get the others."""
     path: str | None = None
-    """Where the data lies: a tar for tiny-imagenet, a folder for imagenet and folder. digits need none."""
+    """Where the data is: a tar for tiny-imagenet, a folder for imagenet and folder. digits need none."""
     valid_fraction: Share = 0.1
     """Share of each class's training images held out for validation, the same for every method and seed; 0: none."""
     augmentation: Augmentation = field(default_factory=Augmentation)
     test_fraction: Annotated[float, MustBe("a number between 0 and 1", lambda value: 0 < value < 1)] = 0.1
-    """folder: share of each class held out as the test split, where there is no test folder."""
+    """folder: share of each class held out as the test split, if there is no test folder."""
     split_seed: NonNegativeInt = 0
     """folder: another number holds out other images."""
     resize: Literal["crop", "stretch", "pad"] = "crop"
-    """folder: how images become square: their middle; the whole, out of proportion; or the whole with black added."""
+    """folder: how images become square: their middle; the whole, distorted; or the whole with black bars."""
     fingerprint: str | None = None
-    """folder: fingerprint of the files. Set when a run begins; other files are then refused."""
+    """folder: fingerprint of the files. Set when a run begins; different files are then refused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +105,7 @@ class VisionTask(Task):
     def make_model(self) -> nn.Module:
         config = self.recipe.model
         require_known(config.classes, "model.classes")
-        # The paper's dense row is the backbone itself: there is no mixture to keep the class token out of.
+        # The paper's dense row is the backbone itself, so there is no mixture that the class token must bypass.
         return ViT(config, ffn_maker(self.recipe.moe, config.dim, config.hidden, tokens=config.mixture_tokens))
 
     def read_split(self, name: str) -> Examples:
@@ -114,7 +114,7 @@ class VisionTask(Task):
         return ImageExamples(getattr(source, name), source.normalisation, self.recipe.model.image_size, augmentation)
 
     def class_names(self) -> tuple[str, ...]:
-        """What the source or ImageNet calls the classes; where neither says, their folders or numbers."""
+        """Return the names that the source or ImageNet gives the classes; otherwise their folders or numbers."""
         source, classes = self._source, self.recipe.model.classes
         known = source.class_names
         if known is None and self.recipe.data.source == "imagenet":
@@ -151,7 +151,7 @@ class VisionTask(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         scores, labels = model(batch["images"]).float(), batch["labels"]
-        count = labels.new_full((), len(labels))  # filled on the device: a copy could not be part of a CUDA graph
+        count = labels.new_full((), len(labels))  # created on the device: a copy could not be part of a CUDA graph
         return F.cross_entropy(scores, batch.get("targets", labels), reduction="sum"), count
 
     def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:

@@ -1,4 +1,4 @@
-"""timm's transforms, also where torchvision was built for another device than torch."""
+"""timm's transforms, even if torchvision was built for another device than torch."""
 
 import importlib
 from types import ModuleType

@@ -1,8 +1,8 @@
-"""Tiny-ImageNet-200 at 32×32 pixels, from one tar of sheets: ``docs/data.md`` says how to make it.
+"""Tiny-ImageNet-200 at 32×32 pixels, from one tar of sheets; ``docs/data.md`` says how to make it.
 
-It holds ``train/LLL.jpg`` and ``val/LLL.jpg``, one sheet per class (its label is the number), a grid of 32 px tiles
-read row by row, and may hold ``classes.json`` with the classes' names. ``val`` is the test set, because the official
-one has no labels; validation is held out of ``train``. All images stay in memory as bytes, 338 MB.
+The tar holds ``train/LLL.jpg`` and ``val/LLL.jpg``, one sheet per class (the number is its label), a grid of 32 px
+tiles read row by row. It may hold ``classes.json`` with the classes' names. ``val`` is the test set, because the
+official test set has no labels; validation is held out from ``train``. All images stay in memory as bytes, 338 MB.
 """
 
 import re
@@ -42,7 +42,7 @@ def read(path: str | None, model: ViTConfig, valid_fraction: float) -> Source:
 
 
 def _read_tar(file: Path) -> tuple[dict[str, dict[int, np.ndarray]], bytes | None]:
-    """Split → label → (tiles, 32, 32, 3), and the file with the classes' names, if there is one."""
+    """Return split → label → (tiles, 32, 32, 3), and the content of the file with the classes' names, if any."""
     sheets: dict[str, dict[int, bytes]] = {"train": {}, "val": {}}
     names = None
     if not file.is_file():
@@ -57,7 +57,7 @@ def _read_tar(file: Path) -> tuple[dict[str, dict[int, np.ndarray]], bytes | Non
                     names = tar.extractfile(member).read()
     except (tarfile.TarError, EOFError, OSError) as error:
         raise DataError(f"{file} cannot be read as a tar: {error}; expected {WHAT} (see docs/data.md)") from error
-    with ThreadPoolExecutor() as threads:  # decoding, most of the time, leaves the interpreter to others
+    with ThreadPoolExecutor() as threads:  # decoding, which takes most of the time, releases the interpreter's lock
         tiles = {}
         for split, found in sheets.items():
             where = [f"{file}: {split}/{label:03d}.jpg" for label in found]

@@ -1,9 +1,9 @@
-"""ImageNet's parquet files → an image folder, which is read in random order at the cost of one image each.
+"""ImageNet's parquet files → an image folder, where reading in random order costs one image each.
 
     data/train-*.parquet       →  train/<label>/<number>.JPEG
     data/validation-*.parquet  →  val/<label>/<number>.JPEG
 
-Files keep their bytes. Class folders are called by the label, 0000 to 0999, so labels stay what they were; an image's
+Files keep their bytes. Class folders are named after the label, 0000 to 0999, so labels do not change; an image's
 number is its row, counted over all files of its split. Each parquet file is a part, which any worker may do.
 """
 
@@ -29,7 +29,7 @@ READ_ROWS = 64  # images in memory at a time
 class Part:
     file: Path
     folder: str
-    first: int  # number of its first row
+    first: int  # the number of its first row
 
 
 def prepare(
@@ -59,13 +59,13 @@ def _parts(source: Path, split: str, folder: str) -> list[Part]:
 
 @dataclass(frozen=True)
 class Unpacker:
-    """Writes the images of parquet files, in whatever process."""
+    """Writes the images of parquet files, in any process."""
 
     target: Path
     skip_bad: bool
 
     def __call__(self, part: Part, progress: Progress) -> dict[str, int]:
-        """How many images were written and how many rows left out; nothing is done where that is known."""
+        """Return how many images were written and how many rows left out; a finished part is not done again."""
         work = partial(self._unpack, part, progress)
         return do_part(self.target / UNFINISHED, part.file.stem, self.skip_bad, work)
 
