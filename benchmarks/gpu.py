@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py                          # about two minutes; several processes compile the kernels first
     python benchmarks/gpu.py --json figures.json      # also every figure
-    python benchmarks/gpu.py --sections stages small  # some of: stages layers experts small grid
+    python benchmarks/gpu.py --sections stages small  # some of: stages layers experts small goals grid
 
 Times are medians of device events. "graph" is a replayed CUDA graph; "eager" includes the host where it is the slower
 one. ``benchmarks/README.md`` explains each table. Exits with status 1 if a backend is wrong.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_goals import time_goals
 from gpu_grid import grid, time_grid, worst_of
 from gpu_layers import (
     ALLOWED,
@@ -59,7 +60,7 @@ from torch import Tensor, nn
 
 from intbmoe.ops.backend import choose_backend, triton_runs
 
-SECTIONS = ("stages", "layers", "experts", "small", "grid")
+SECTIONS = ("stages", "layers", "experts", "small", "goals", "grid")
 EXPERTS = (1, 2, 4, 8, 16, 32, 64, 128)
 SMALL_SHAPES = ("MiniPile", "IntTravel")
 SMALL_TOKENS = (1, 8, 32, 126, 512, 2048)
@@ -311,7 +312,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write every figure here")
     parser.add_argument(
-        "--sections", nargs="+", choices=SECTIONS, default=SECTIONS[:-1], help="what to measure (default: all but grid)"
+        "--sections",
+        nargs="+",
+        choices=SECTIONS,
+        default=SECTIONS[:-2],
+        help="what to measure (default: the first four)",
     )
     parser.add_argument("--shapes", nargs="+", choices=[s.name for s in SHAPES], help="which shapes (default: all)")
     parser.add_argument("--of", type=Path, metavar="FILE", help="grid: time the worst layers of this earlier output")
@@ -329,7 +334,7 @@ def main() -> int:
     facts = describe(device)
     say(", ".join(f"{key} {value}" for key, value in facts.items()))
     workers = (default_workers() if device.type == "cuda" else 0) if arguments.workers is None else arguments.workers
-    if workers and set(arguments.sections) != {"grid"}:
+    if workers and not set(arguments.sections) <= {"goals", "grid"}:
         small = [(s, tokens) for s in shapes if s.name in SMALL_SHAPES for tokens in SMALL_TOKENS]
         for failure in compile_ahead(shapes, small if "small" in arguments.sections else [], workers, device):
             say(f"not compiled in advance: {failure}")
@@ -339,6 +344,7 @@ def main() -> int:
     sections = {"stages": time_stages, "layers": time_layers, "experts": sweep_experts, "small": time_small}
     points = worst_of(arguments.of, arguments.worst) if arguments.of else list(grid())
     points = [(shape.tiny(), routing) for shape, routing in points[:2]] if arguments.tiny else points
+    sections["goals"] = lambda run: run.results.update(goals=time_goals(device, run.ceilings, run.tiny))
     sections["grid"] = lambda run: run.results.update(grid=time_grid(device, run.ceilings, workers, points))
     for name in arguments.sections:
         sections[name](run)

@@ -79,13 +79,13 @@ class Experiment:
     """The task's loss, given scores and targets."""
 
 
-def experiments(tiny: bool) -> dict[str, Experiment]:
-    """Returns the paper's two backbones by name."""
-    images, side = (2, 32) if tiny else (256, 224)
+def experiments(tiny: bool, times: int = 1) -> dict[str, Experiment]:
+    """Returns the paper's two backbones by name, with batches ``times`` as large as the paper's."""
+    images, side = (2, 32) if tiny else (256 * times, 224)
     sizes = {"image_size": 32, "dim": 24, "depth": 2, "hidden": 48, "moe_layers": (0,), "classes": 10} if tiny else {}
     vit = ViTConfig(**sizes)
     vit_options = intbmoe.match_budget("intbmoe", vit.dim, vit.hidden, experts=4 if tiny else 16)
-    sequences, length = (2, 8) if tiny else (8, 1024)
+    sequences, length = (2, 8) if tiny else (8 * times, 1024)
     sizes = {"vocabulary": 50, "dim": 24, "depth": 3, "heads": 2, "hidden": 32} if tiny else {}
     llama = LlamaConfig(**sizes)
     width = None if tiny else 2844
@@ -274,6 +274,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=("vit", "llama"), default=("vit", "llama"))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=tuple(WAYS), help="how steps run (default: all)")
     parser.add_argument("--ffns", nargs="+", choices=(DENSE, INTBMOE, NAIVE), default=(DENSE, INTBMOE, NAIVE))
+    parser.add_argument("--batch-times", type=int, default=1, metavar="N", help="batches N times as large (default: 1)")
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="also print a step's kernels")
     parser.add_argument("--whole", action="store_true", help="compile whole models, not block by block: takes minutes")
     parser.add_argument("--seconds", type=float, default=140, help="start no measurement after this many seconds")
@@ -296,7 +297,8 @@ def main() -> int:
             say(f"not compiled in advance: {failure}")
         say(f"[kernels compiled: {time.perf_counter() - begin:.0f} s since the start]")
     bench = Bench(device, arguments.whole, begin + arguments.seconds, arguments.profile)
-    chosen = [experiment for name, experiment in experiments(arguments.tiny).items() if name in arguments.models]
+    every = experiments(arguments.tiny, arguments.batch_times)
+    chosen = [experiment for name, experiment in every.items() if name in arguments.models]
     plan = [WAYS[way] for way in WAYS if way in arguments.ways]
     if device.type == "cpu":
         plan = [(ffns, how) for ffns, how in plan if how not in (CAPTURED, BOTH, REDUCED)]
