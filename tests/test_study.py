@@ -175,7 +175,7 @@ def test_tables_hold_runs_of_one_setting_only(plan):
     runs.append(summary_of(other, 0.99))
     runs.append(summary_of(first["intbmoe-no_gate"], 0.4))
     text = study_tables.study_text("digits", runs, {"rows": {"dense": {"step_ms": 12.34}}, "device": "a GPU"})
-    assert "1 runs of other settings are [below]" in text
+    assert "1 runs with other settings are [below]" in text
     assert "99.00" not in text
     assert "| **V-MoE** | **71.00 ± 2.48 %** |" in text, "Student's t over three seeds"
     assert "| Dense | 50.00 ± 4.30 % |" in text, "one seed: the others' spread"
@@ -194,7 +194,7 @@ def test_of_several_settings_the_best_on_validation_are_shown(plan):
     runs += [summary_of(entry, 0.6, test={"accuracy": 0.1, "accuracy5": 0.1}) for entry in other]
     text = study_tables.study_text("digits", runs, {"rows": {}})
     assert "| Dense | 10.00 % | 60.00 % |" in text
-    assert "3 runs of other settings are [below]" in text
+    assert "3 runs with other settings are [below]" in text
 
 
 def test_a_second_call_adds_to_what_travels_back(tmp_path):
@@ -252,14 +252,14 @@ def test_claims_are_of_seeds_that_both_have_and_of_kept_outcomes(plan, tmp_path)
     assert f"| +10.00 ± {100 * reach:.2f}* | 0 1 2 |" in lines["IntBMoE"]
     assert f"| +2.00 ± {100 * reach * 3**0.5:.2f} | 0 |" in lines["V-MoE"], "against the first seed, not the mean"
     assert "over another" not in text
-    assert "chance among trainings, with" in text
+    assert "due to variation between training runs, with" in text
     hits = np.arange(1000)
     for runs in rows.values():
         for run in runs:
             columns = {"count": np.ones(1000), "accuracy": hits < 1000 * run["test"]["accuracy"], "loss": np.ones(1000)}
             np.savez(Path(run["file"]).with_suffix(".npz"), **columns)
     wider = study_claims.claims_text(rows, {"dense": "over dense"}, rows)
-    assert "chance among trainings and among test examples, with" in wider
+    assert "due to variation between training runs and between test examples, with" in wider
     examples, trainings = 0.1 * 0.9 / 1000, 2 * 0.01**2 / 3
     freedom = 4 * (1 + examples / trainings) ** 2
     expected = 100 * stats.t.ppf(0.975, freedom) * (examples + trainings) ** 0.5

@@ -98,15 +98,15 @@ def _cell(found: Difference | None, metric: str, higher: bool) -> str:
 
 def _note(found: Mapping[Any, Difference], with_examples: int, metric: str) -> str:
     unit = "points" if metric.startswith("accuracy") else "nats" if metric == "loss" else metric
-    told = f"Differences in {unit}, over the seeds that both have; above zero is better."
+    told = f"Differences are in {unit}, averaged over the seeds that both methods have; positive is better."
     if not any(difference.over_seeds for difference in found.values()):
-        return f"{told} ±: the 95 % interval, chance among test examples alone. With one seed each, nothing is claimed."
-    claims, chance = len({frozenset(pair) for pair in found}), "chance among trainings"
+        return f"{told} ± is the 95 % interval due to the test examples alone. With one seed each, nothing is claimed."
+    claims, chance = len({frozenset(pair) for pair in found}), "variation between training runs"
     if with_examples:
-        examples = "test examples" if with_examples == len(found) else "test examples where outcomes were kept"
-        chance = f"{chance} and among {examples}"
+        examples = "test examples" if with_examples == len(found) else "test examples (where outcomes were kept)"
+        chance = f"{chance} and between {examples}"
     return (
-        f"{told} ±: the 95 % interval, {chance}, with the spread of the seeds pooled over all rows of the study "
-        f"(Student's t). *: a two-sided chance below {100 * SURE:.0f} % after Holm's correction for the {claims} "
-        "differences of this table."
+        f"{told} ± is the 95 % interval due to {chance}, with the spread between seeds pooled over all rows of the "
+        f"study (Student's t). * marks a two-sided p-value below {100 * SURE:.0f} % after Holm's correction for the "
+        f"{claims} differences in this table."
     )

@@ -35,7 +35,7 @@ from intbmoe.report.tables import Table
 HOUSE = Path(__file__).parents[2]
 PAGES = (*sorted((HOUSE / "docs" / "results").glob("*.md")), HOUSE / "README.md")
 SECOND = {"accuracy": "accuracy5", "loss": "perplexity", "HR@10": "HR@10 new", "HR@5": "HR@1"}
-"""What is shown besides the main metric."""
+"""The second metric shown for each main metric."""
 ORDER = {label: place for place, label in enumerate(dict.fromkeys((*TABLE_1, *TABLE_2)))}
 TITLES = {
     "tiny-imagenet": "Images: Tiny-ImageNet",
@@ -44,14 +44,14 @@ TITLES = {
     "foursquare-us": "Places: Foursquare, US",
     "checkins": "Places with context: Foursquare, New York",
     "checkins-us": "Places with context: Foursquare, US",
-    "checkins-told": "Two tasks, and who is told which: Foursquare, New York",
+    "checkins-told": "Two tasks, which some methods are told: Foursquare, New York",
     "yelp": "Businesses: Yelp",
     "planted": "A control: journeys with a planted rule",
 }
 PARAMETERS, COMPUTE, ABLATIONS = "Equal parameters", "Equal compute", "Ablations"
 NARROW, CONTROL = "Equal compute with one layer", "The backbone's FFN in the mixture's place"
 BESIDE = {PARAMETERS: "intbmoe", COMPUTE: "intbmoe", NARROW: ONE_LAYER, CONTROL: "dense", ABLATIONS: "intbmoe"}
-"""Rows that a table repeats from another one, in the order of the tables."""
+"""For each table, in order, the row that it repeats from another table."""
 BASES = {"dense": "over dense", PLACED: "over dense in its place", "intbmoe": "over IntBMoE"}
 Rows = dict[str, list[dict[str, Any]]]
 
@@ -89,7 +89,7 @@ def make_parts(results: Path) -> dict[str, str]:
         ablated = {label: runs for label, runs in rows.items() if label.startswith("intbmoe")}
         parts[f"claims-{study}"] = claims_text(shown, BASES, rows)
         parts[f"ablated-{study}"] = claims_text(ablated, {"intbmoe": "over the full method"}, rows)
-        if study not in ("tiny-imagenet", "wikipedia"):  # their metrics can tell methods apart
+        if study not in ("tiny-imagenet", "wikipedia"):  # the main metrics of these two can tell methods apart
             parts[f"loss-{study}"] = claims_text(shown, BASES, rows, "loss")
     parts["place"] = claims_text(_place_rows(found), {"dense": "over dense"}, found["tiny-imagenet"])
     for study in ("tiny-imagenet", "wikipedia"):
@@ -108,7 +108,7 @@ def make_parts(results: Path) -> dict[str, str]:
 def _place_rows(found: Mapping[str, Rows]) -> Rows:
     """Returns dense, dense with each part of a mixture's place separately, and with both."""
     images, start = found["tiny-imagenet"], found["tiny-imagenet-start"].get(PLACED)
-    started = {"dense-start": _retitled(start, "Dense, a mixture's start alone")} if start else {}
+    started = {"dense-start": _retitled(start, "Dense, a mixture's initialisation only")} if start else {}
     rows = {label: images[label] for label in ("dense", CLASS_TOKEN) if label in images}
     return {**rows, **started, **{label: images[label] for label in (PLACED, "intbmoe") if label in images}}
 
@@ -150,13 +150,13 @@ def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mappi
     }
     parts = [_about([run for runs in rows.values() for run in runs], timing)]
     if left_out:
-        parts.append(f"{left_out} runs of other settings are [below](#other-settings).")
+        parts.append(f"{left_out} runs with other settings are [below](#other-settings).")
     for title, beside in BESIDE.items():
         if any(table_of(label) == title for label in rows):
             shown = {label: found for label, found in rows.items() if table_of(label) == title or label == beside}
             parts.append(f"**{title}**\n\n{table(shown, timing['rows'], values)}")
-    parts += _besides(rows, "floors", "What needs no learning")
-    parts += _besides(rows, "ceilings", "The best that is possible")
+    parts += _besides(rows, "floors", "Predictors without learning")
+    parts += _besides(rows, "ceilings", "Best possible")
     parts.append(_spread(rows))
     commands = "\n".join(_command(found) for found in rows.values())
     parts.append(f"<details><summary>Commands</summary>\n\n```\n{commands}\n```\n\n</details>")
@@ -164,7 +164,7 @@ def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mappi
 
 
 def table_of(label: str) -> str:
-    """Returns the table of a variant; IntBMoE itself is in others too."""
+    """Returns the table that a variant belongs to; IntBMoE also appears in others (``BESIDE``)."""
     if label in (PLACED, CLASS_TOKEN):
         return CONTROL
     if label.endswith("-narrow"):
@@ -190,8 +190,8 @@ def find_rows(study: str, summaries: Sequence[Mapping[str, Any]]) -> tuple[Rows,
 
 
 def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Makes a line for each study that has IntBMoE, with dense in both places, the best other method by validation, and
-    equal compute."""
+    """Makes a row per study that has IntBMoE: dense, dense in its place, the best other method by validation, IntBMoE,
+    and dense with equal compute."""
     dense, lines = ["Dense", "Dense in the mixture's place"], []
     header = ["Test", *dense, "Best other method", "IntBMoE", "Dense SwiGLU, IntBMoE's FLOPs"]
     for study in studies:
@@ -231,17 +231,17 @@ def _spread(rows: Rows) -> str:
     metric = next(iter(rows.values()))[0]["metric"]
     spread, freedom = pooled_spread([[run["test"][metric] for run in found] for found in rows.values()])
     if spread is None:
-        return "One seed each: no interval."
+        return "With one seed each, there is no interval."
     return (
-        "±: the 95 % interval of the mean over the seeds. Three seeds are too few to know a method's own spread, so it "
-        f"is pooled over all rows of this study: {format_metric(metric, spread)} of one run on the test split, "
-        f"{freedom} degrees of freedom, Student's t. A row with one seed has an interval too, on the assumption that "
-        "its spread is like the others'."
+        "± is the 95 % interval of the mean over the seeds. Three seeds are too few to estimate a method's own spread, "
+        "so the spread is pooled over all rows of this study: the standard deviation of a single run on the test split "
+        f"is {format_metric(metric, spread)}, with {freedom} degrees of freedom (Student's t). Rows with one seed have "
+        "an interval too, which assumes that their spread is like that of the others."
     )
 
 
 def table(rows: Rows, timing: Mapping[str, Any], values: Mapping[tuple[str, str], Mapping[str, str]]) -> str:
-    """Makes one row per variant, with the best mean in bold unless it is of a single seed: one value is no claim.
+    """Makes one row per variant, with the best mean in bold unless it has a single seed: one run proves nothing.
 
     ``values`` are texts by (split, metric) and label; their intervals come from all rows of a study.
     """
@@ -256,7 +256,7 @@ def table(rows: Rows, timing: Mapping[str, Any], values: Mapping[tuple[str, str]
         "Params (M)",
         "Activated (M)",
     ]
-    header += [f"FLOPs, one example ({letter})", f"in a batch ({letter})", "ms a step", "GiB", "Seeds"]
+    header += [f"FLOPs, one example ({letter})", f"in a batch ({letter})", "ms per step", "GiB", "Seeds"]
     sign = 1 if first["higher_is_better"] else -1
     best = max(rows, key=lambda label: sign * _mean(rows[label], "test", metric))
     lines = []
@@ -291,10 +291,10 @@ def _about(runs: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> str:
     text = (
         f"{len(runs)} runs of {first['steps']:,} steps ({first['epochs']:.3g} epochs) on {', '.join(machines)}, torch "
         f"{', '.join(torches)}, source {', '.join(commits)}; "
-        f"{_span(run['side_by_side'] for run in runs)} side by side, {_span(run['seconds'] for run in runs)} s each."
+        f"{_span(run['side_by_side'] for run in runs)} at a time, {_span(run['seconds'] for run in runs)} s each."
     )
     if timing["rows"]:
-        text += f" Milliseconds: a training step alone on {timing['device']}."
+        text += f" Milliseconds are for a training step run alone on {timing['device']}."
     return text
 
 
